@@ -1,0 +1,40 @@
+// How long this process's threads ran, and how long they were runnable without getting a core:
+// the second number tells "not running" (a neighbour takes our core) from work and from sleep.
+// Source: Linux Documentation/scheduler/sched-stats.rst, /proc/<pid>/task/<tid>/schedstat.
+#pragma once
+
+#include <cstdint>
+#include <map>
+
+namespace paceline {
+
+struct ThreadTimes {
+  std::uint64_t running_ns = 0;
+  std::uint64_t runnable_ns = 0;  // waited on a run queue
+};
+
+// Keeps one descriptor per thread so that a sample costs one pread each. Not thread-safe.
+class ThreadUsage {
+ public:
+  ThreadUsage() = default;
+  ~ThreadUsage();
+  ThreadUsage(const ThreadUsage&) = delete;
+  ThreadUsage& operator=(const ThreadUsage&) = delete;
+
+  // Sums over all threads that live or lived since the first sample; never decreases.
+  ThreadTimes sample(std::uint64_t now_ns);
+
+ private:
+  struct Thread {
+    int descriptor;
+    ThreadTimes last;
+  };
+
+  void rescan();
+
+  std::map<int, Thread> threads_;
+  ThreadTimes retired_;
+  std::uint64_t rescan_at_ns_ = 0;
+};
+
+}  // namespace paceline

@@ -1,0 +1,89 @@
+// The one file that knows Python. Calls are coarse or tiny, and no Python object outlives a call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "paceline/crc32c.hpp"
+#include "paceline/recorder.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using paceline::Event;
+using paceline::Kind;
+using paceline::Recorder;
+
+namespace {
+
+struct Bytes {  // a view of any object with the buffer protocol, for the length of a call
+  explicit Bytes(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~Bytes() { PyBuffer_Release(&view); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  Py_buffer view{};
+};
+
+std::uint32_t crc32c(nb::handle data, std::uint32_t crc) {
+  const Bytes bytes(data);
+  const auto size = static_cast<std::size_t>(bytes.view.len);
+  if (size < 4096) return paceline::crc32c(bytes.view.buf, size, crc);
+  nb::gil_scoped_release released;
+  return paceline::crc32c(bytes.view.buf, size, crc);
+}
+
+void bind_recorder(nb::module_& module) {
+  nb::class_<Recorder>(module, "Recorder")
+      .def(
+          "__init__",
+          [](Recorder* self, const std::string& path, std::uint32_t rank, std::uint32_t world_size,
+             std::uint32_t buffer_events, double flush_interval_s) {
+            new (self) Recorder(
+                path, {rank, world_size, buffer_events, flush_interval_s, /*exclusive=*/true});
+          },
+          "path"_a, "rank"_a, "world_size"_a, "buffer_events"_a = 1U << 16,
+          "flush_interval_s"_a = 0.2)
+      .def("intern", &Recorder::intern, "name"_a)
+      .def(
+          "begin", [](Recorder& self, int kind) { return self.begin(static_cast<Kind>(kind)); },
+          "kind"_a)
+      .def(
+          "end",
+          [](Recorder& self, int kind, std::uint32_t name, std::uint64_t begin_ns,
+             std::uint64_t amount, int outer) {
+            return self.end(static_cast<Kind>(kind), name, begin_ns, amount,
+                            static_cast<Kind>(outer));
+          },
+          "kind"_a, "name"_a, "begin_ns"_a, "amount"_a = 0, "outer"_a = 0)
+      .def(
+          "record",
+          [](Recorder& self, int kind, int lane, std::uint32_t name, std::uint64_t begin_ns,
+             std::uint64_t end_ns, std::uint64_t amount, std::uint32_t group,
+             std::uint32_t sequence, std::int32_t peer) {
+            self.record(Event{begin_ns, end_ns, amount, self.step(), name, group, sequence, peer,
+                              static_cast<Kind>(kind), static_cast<std::uint8_t>(lane), 0});
+          },
+          "kind"_a, "lane"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0, "group"_a = 0,
+          "sequence"_a = 0, "peer"_a = -1)
+      .def("end_step", &Recorder::end_step)
+      .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("step", &Recorder::step)
+      .def_prop_ro("dropped_count", &Recorder::dropped_count);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.doc() = "Paceline's C++ core; use it through paceline.native.";
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const std::system_error& error) {
+      nb::object exception = nb::handle(PyExc_OSError)(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, exception.ptr());
+    }
+  });
+  module.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
+  module.def("monotonic_ns", &paceline::monotonic_ns);
+  bind_recorder(module);
+}

@@ -1,0 +1,274 @@
+#include "paceline/recorder.hpp"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+
+#include "paceline/crc32c.hpp"
+
+namespace paceline {
+namespace {
+
+constexpr std::size_t page_bytes = 4096;
+
+// A forked child inherits the buffers and the mapped header but not the writer: it must leave
+// both alone. getpid() would cost a system call per event, so fork itself counts.
+std::atomic<std::uint64_t> fork_generation{0};
+
+void count_forks() {
+  static const int installed =
+      pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
+  static_cast<void>(installed);
+}
+
+std::uint64_t clock_ns(clockid_t clock) noexcept {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+std::uint64_t peak_memory_bytes() {
+  // VmHWM, not ru_maxrss: the latter survives exec and would show the launcher's peak.
+  FILE* status = std::fopen("/proc/self/status", "re");
+  if (status == nullptr) return 0;
+  char line[256];
+  std::uint64_t kilobytes = 0;
+  while (std::fgets(line, sizeof line, status) != nullptr) {
+    if (std::strncmp(line, "VmHWM:", 6) == 0) {
+      kilobytes = std::strtoull(line + 6, nullptr, 10);
+      break;
+    }
+  }
+  std::fclose(status);
+  return kilobytes * 1024;
+}
+
+void read_boot_id(char (&boot_id)[40]) {
+  FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re");
+  if (file == nullptr) return;
+  if (std::fgets(boot_id, sizeof boot_id, file) != nullptr) boot_id[std::strcspn(boot_id, "\n")] = 0;
+  std::fclose(file);
+}
+
+}  // namespace
+
+std::uint64_t monotonic_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
+
+Recorder::Recorder(const std::string& path, const RecorderOptions& options)
+    : options_(options), generation_(0) {
+  count_forks();
+  generation_ = fork_generation.load();
+  const int flags = O_RDWR | O_CREAT | O_CLOEXEC | (options.exclusive ? O_EXCL : O_TRUNC);
+  descriptor_ = open(path.c_str(), flags, 0644);
+  const auto fail = [&](const char* what) {
+    const int error = errno;
+    if (descriptor_ >= 0) ::close(descriptor_);
+    throw std::system_error(error, std::generic_category(), std::string(what) + " " + path);
+  };
+  if (descriptor_ < 0) fail("open");
+  // Allocated, not sparse: a full disk must be an error here and not a SIGBUS at the mapping.
+  const int allocated = posix_fallocate(descriptor_, 0, page_bytes);
+  if (allocated != 0) {
+    errno = allocated;
+    fail("allocate");
+  }
+  void* mapped = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (mapped == MAP_FAILED) fail("map");
+  header_ = static_cast<TraceHeader*>(mapped);
+  header_->version = trace_format_version;
+  header_->rank = options.rank;
+  header_->world_size = options.world_size;
+  header_->opened_monotonic_ns = monotonic_ns();
+  header_->opened_realtime_ns = clock_ns(CLOCK_REALTIME);
+  read_boot_id(header_->boot_id);
+  header_->written_bytes = file_bytes_ = page_bytes;
+  std::memcpy(header_->magic, "PACETRCE", sizeof header_->magic);  // last: now it is a trace
+
+  active_.reserve(options.buffer_events);
+  spare_.reserve(options.buffer_events);
+  intern("");  // name 0 means "none"
+  step_name_ = intern("step");
+  not_running_name_ = intern("not_running_ns");
+  // The writer must not take the script's signals.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  writer_started_ = pthread_create(&writer_, nullptr, write_loop_entry, this) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Recorder::~Recorder() {
+  if (!owned()) return;  // a forked child shares nothing that it could release safely
+  close();
+  munmap(header_, page_bytes);
+  ::close(descriptor_);
+}
+
+bool Recorder::owned() const noexcept { return generation_ == fork_generation.load(); }
+
+std::uint32_t Recorder::intern(const std::string& name) {
+  if (!owned()) return 0;
+  const std::lock_guard lock(mutex_);
+  const auto [entry, added] = names_.emplace(name, static_cast<std::uint32_t>(names_.size()));
+  if (added) new_names_.push_back(name);
+  return entry->second;
+}
+
+void Recorder::append(const Event& event) {
+  if (active_.size() == active_.capacity() || stopping_) {
+    header_->dropped_count.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  active_.push_back(event);
+  header_->recorded_count.fetch_add(1, std::memory_order_relaxed);
+  if (active_.size() == active_.capacity() / 2) wake_.notify_one();
+}
+
+std::uint64_t Recorder::begin(Kind kind) {
+  const std::uint64_t now = monotonic_ns();
+  if (!owned()) return now;
+  header_->phase.store(static_cast<std::uint32_t>(kind), std::memory_order_relaxed);
+  start_steps(now);
+  return now;
+}
+
+void Recorder::start_steps(std::uint64_t now_ns) {
+  if (step_begin_ns_ == 0) step_begin_ns_ = now_ns;
+}
+
+std::uint64_t Recorder::end(Kind kind, std::uint32_t name, std::uint64_t begin_ns,
+                            std::uint64_t amount, Kind outer) {
+  const std::uint64_t now = monotonic_ns();
+  if (!owned()) return now;
+  header_->phase.store(static_cast<std::uint32_t>(outer), std::memory_order_relaxed);
+  record(Event{begin_ns, now, amount, step_, name, 0, 0, -1, kind, 0, 0});
+  return now;
+}
+
+void Recorder::record(const Event& event) {
+  if (!owned()) return;
+  const std::lock_guard lock(mutex_);
+  append(event);
+}
+
+std::uint64_t Recorder::end_step() {
+  const std::uint64_t now = monotonic_ns();
+  if (!owned()) return now;
+  start_steps(now);
+  const std::uint64_t runnable_ns = usage_.sample(now).runnable_ns;
+  const std::lock_guard lock(mutex_);
+  append(Event{step_begin_ns_, now, 0, step_, step_name_, 0, 0, -1, Kind::step, 0, 0});
+  append(Event{step_begin_ns_, now, runnable_ns - runnable_before_ns_, step_, not_running_name_, 0,
+               0, -1, Kind::counter, 0, 0});
+  runnable_before_ns_ = runnable_ns;
+  step_begin_ns_ = now;
+  header_->step.store(++step_, std::memory_order_relaxed);
+  return now;
+}
+
+std::uint64_t Recorder::dropped_count() const noexcept {
+  return header_->dropped_count.load(std::memory_order_relaxed);
+}
+
+void Recorder::flush() {
+  if (!owned()) return;
+  const std::lock_guard lock(writer_mutex_);
+  write_pending();
+}
+
+void Recorder::close() {
+  if (!owned()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return;
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  if (writer_started_) pthread_join(writer_, nullptr);
+  flush();
+  header_->phase.store(static_cast<std::uint32_t>(Kind::step));
+  header_->closed.store(1);
+}
+
+void* Recorder::write_loop_entry(void* self) {
+  static_cast<Recorder*>(self)->write_loop();
+  return nullptr;
+}
+
+void Recorder::write_loop() {
+  const auto interval = std::chrono::duration<double>(options_.flush_interval_s);
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    wake_.wait_for(lock, interval);
+    lock.unlock();
+    flush();
+    lock.lock();
+  }
+}
+
+void Recorder::write_pending() {
+  std::vector<std::string> names;
+  {
+    const std::lock_guard lock(mutex_);
+    std::swap(active_, spare_);
+    names.swap(new_names_);
+  }
+  if (!names.empty()) {  // before the events that use them
+    std::string payload;
+    for (const std::string& name : names) {
+      const auto length = static_cast<std::uint32_t>(name.size());
+      payload.append(reinterpret_cast<const char*>(&length), sizeof length);
+      payload.append(name);
+    }
+    write_block(Block::names, static_cast<std::uint32_t>(names.size()), payload.data(),
+                payload.size());
+  }
+  if (!spare_.empty()) {
+    write_block(Block::events, static_cast<std::uint32_t>(spare_.size()), spare_.data(),
+                spare_.size() * sizeof(Event));
+  }
+  spare_.clear();
+  header_->peak_memory_bytes.store(peak_memory_bytes(), std::memory_order_relaxed);
+}
+
+void Recorder::write_block(Block type, std::uint32_t count, const void* payload,
+                           std::size_t size) {
+  if (header_->error.load() != 0) {
+    if (type == Block::events) header_->dropped_count.fetch_add(count);
+    return;
+  }
+  std::uint32_t head[4] = {static_cast<std::uint32_t>(type), count,
+                           static_cast<std::uint32_t>(size), 0};
+  head[3] = crc32c(payload, size, crc32c(head, 12));
+  std::vector<char> block(sizeof head + size);
+  std::memcpy(block.data(), head, sizeof head);
+  std::memcpy(block.data() + sizeof head, payload, size);
+  std::size_t done = 0;
+  while (done < block.size()) {
+    const ssize_t written = pwrite(descriptor_, block.data() + done, block.size() - done,
+                                   static_cast<off_t>(file_bytes_ + done));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) {
+      header_->error.store(static_cast<std::uint32_t>(written == 0 ? EIO : errno));
+      if (type == Block::events) header_->dropped_count.fetch_add(count);
+      return;
+    }
+    done += static_cast<std::size_t>(written);
+  }
+  file_bytes_ += block.size();
+  header_->written_bytes.store(file_bytes_);
+}
+
+}  // namespace paceline

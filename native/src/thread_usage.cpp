@@ -1,0 +1,70 @@
+#include "paceline/thread_usage.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+namespace paceline {
+namespace {
+
+constexpr std::uint64_t rescan_interval_ns = 250'000'000;  // new threads are rare after start-up
+
+bool read_times(int descriptor, ThreadTimes& times) {
+  char text[96];
+  const ssize_t length = pread(descriptor, text, sizeof text - 1, 0);
+  if (length <= 0) return false;  // the thread has ended
+  text[length] = '\0';
+  char* rest = nullptr;
+  times.running_ns = std::strtoull(text, &rest, 10);
+  times.runnable_ns = std::strtoull(rest, &rest, 10);
+  return true;
+}
+
+}  // namespace
+
+ThreadUsage::~ThreadUsage() {
+  for (const auto& [tid, thread] : threads_) close(thread.descriptor);
+}
+
+void ThreadUsage::rescan() {
+  DIR* directory = opendir("/proc/self/task");
+  if (directory == nullptr) return;
+  while (const dirent* entry = readdir(directory)) {
+    const int tid = std::atoi(entry->d_name);
+    if (tid <= 0 || threads_.contains(tid)) continue;
+    const std::string path = "/proc/self/task/" + std::string(entry->d_name) + "/schedstat";
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (descriptor >= 0) threads_.emplace(tid, Thread{descriptor, {}});
+  }
+  closedir(directory);
+}
+
+ThreadTimes ThreadUsage::sample(std::uint64_t now_ns) {
+  if (now_ns >= rescan_at_ns_) {
+    rescan();
+    rescan_at_ns_ = now_ns + rescan_interval_ns;
+  }
+  ThreadTimes sum = retired_;
+  for (auto entry = threads_.begin(); entry != threads_.end();) {
+    Thread& thread = entry->second;
+    const bool alive = read_times(thread.descriptor, thread.last);
+    sum.running_ns += thread.last.running_ns;
+    sum.runnable_ns += thread.last.runnable_ns;
+    if (alive) {
+      ++entry;
+      continue;
+    }
+    retired_.running_ns += thread.last.running_ns;
+    retired_.runnable_ns += thread.last.runnable_ns;
+    close(thread.descriptor);
+    entry = threads_.erase(entry);
+  }
+  return sum;
+}
+
+}  // namespace paceline

@@ -1,0 +1,101 @@
+"""The ``paceline`` command: finds the verb, and turns errors into messages and exit codes.
+
+Verbs are imported when they are called, and a verb imports its package inside its function, so
+that ``--help`` costs what click costs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+
+import click
+
+import paceline
+from paceline.core.errors import PacelineError
+
+VERBS = {
+    "demo": "See the whole loop on handwritten digits, in about a minute.",
+    "doctor": "Check what this machine offers a training job, and what to do about it.",
+    "pack": "Pack a folder of samples into one checked data set.",
+    "store": "List, read and verify packs (ls, cat, verify).",
+    "probe": "Measure this machine.",
+    "plan": "Predict step time and memory of a model on this machine.",
+    "run": "Run a PyTorch script on several ranks and record where its time goes.",
+    "why": "Say who was late in a run, and why.",
+    "report": "Report a run: verdict, time, lateness, prediction beside measurement.",
+    "trace": "Merge, export and summarise a run's traces (stats, export).",
+}
+
+
+class VerbGroup(click.Group):
+    """A group that imports a verb's file only when that verb is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs in the order in which a newcomer meets them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the verb; None when there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=VerbGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with: paceline demo. Exit codes: docs/reference/exit-codes.md",
+)
+@click.version_option(paceline.__version__, prog_name="paceline")
+def app() -> None:
+    """Measure, predict and fix what holds distributed deep learning back."""
+
+
+def main() -> None:
+    """Run the command line and exit with the code that the outcome has in design.md."""
+    wants_json = "--json" in sys.argv[1:]
+    try:
+        code = app.main(prog_name="paceline", standalone_mode=False)
+    except PacelineError as error:
+        _explain(error, wants_json)
+        code = error.exit_code
+    except click.ClickException as error:
+        if wants_json:
+            fix = "See --help"
+            _print_json({"code": "UsageError", "what": error.format_message(), "fix": fix})
+        else:
+            error.show()
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        code = 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code or 0)
+
+
+def _print_json(fields: dict[str, str]) -> None:
+    empty = {"code": "", "what": "", "where": "", "why": "", "fix": ""}
+    click.echo(json.dumps({"error": {**empty, **fields}}))
+
+
+def _explain(error: PacelineError, wants_json: bool) -> None:
+    if wants_json:
+        click.echo(json.dumps(error.to_json()))
+        return
+    style = {"fg": "red", "bold": True}
+    click.echo(click.style("error: ", **style) + error.what, err=True)  # type: ignore[arg-type]  # click types style loosely
+    for label, text in (("where", error.where), ("why", error.why), ("do", error.fix)):
+        if text:
+            click.echo(f"  {label:>5}: {text}", err=True)

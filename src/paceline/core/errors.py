@@ -1,0 +1,120 @@
+"""The errors that Paceline raises, and the exit code each one ends a command with.
+
+::
+
+    PacelineError                                exit code
+    +-- UsageError (ValueError)                      2   asked for something impossible
+    |   +-- ConfigError                              2
+    |   +-- DestinationExists (FileExistsError)      2
+    |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
+    +-- ScriptFailed (RuntimeError)                  1   the user's script raised
+    +-- StorageError (OSError)                       1   disk full, file not readable
+    +-- Missing (ImportError)                        3   a package or tool is not here
+    +-- CorruptData (ValueError)                     4
+    |   +-- CorruptPack                              4
+    |   +-- CorruptTrace                             4
+    +-- RankLost (ConnectionError)                   5   a rank was killed
+    |   +-- DeadlineExceeded (TimeoutError)          5   a rank or peer did not answer
+    +-- Interrupted (RuntimeError)                 130
+
+Each carries what failed, where (rank, file, sample), why, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """What failed, where, why, and what to do: the root of every error raised on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.where:
+            text += f" ({self.where})"
+        if self.why:
+            text += f": {self.why}"
+        if self.fix:
+            text += f". {self.fix}"
+        return text
+
+    def to_json(self) -> dict[str, dict[str, str]]:
+        """Return the error as every ``--json`` prints it."""
+        return {
+            "error": {
+                "code": type(self).__name__,
+                "what": self.what,
+                "where": self.where,
+                "why": self.why,
+                "fix": self.fix,
+            }
+        }
+
+
+class UsageError(PacelineError, ValueError):
+    """The command or call asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value is not valid."""
+
+
+class DestinationExists(UsageError, FileExistsError):
+    """The place to write to is already taken; nothing was changed."""
+
+
+class NotFound(UsageError, FileNotFoundError):
+    """A path that the user named does not exist."""
+
+
+class ScriptFailed(PacelineError, RuntimeError):
+    """The user's script raised."""
+
+
+class StorageError(PacelineError, OSError):
+    """The file system refused: full, not readable, not writable."""
+
+
+class Missing(PacelineError, ImportError):
+    """A package, tool or device that this needs is not here."""
+
+    exit_code = 3
+
+
+class CorruptData(PacelineError, ValueError):
+    """Stored bytes are not what was written."""
+
+    exit_code = 4
+
+
+class CorruptPack(CorruptData):
+    """A pack's index or sample is damaged."""
+
+
+class CorruptTrace(CorruptData):
+    """A trace file is damaged."""
+
+
+class RankLost(PacelineError, ConnectionError):
+    """A rank was killed."""
+
+    exit_code = 5
+
+
+class DeadlineExceeded(RankLost, TimeoutError):
+    """Somebody who was waited for did not come in time."""
+
+
+class Interrupted(PacelineError, RuntimeError):
+    """Stopped by Ctrl-C or SIGTERM."""
+
+    exit_code = 130

@@ -1,0 +1,63 @@
+"""Commit by write, fsync, rename: a file is the old one or the new one, never half of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import NotFound, StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def commit_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a crash at any moment leaves the old or the new content.
+
+    Raises:
+        StorageError: the disk is full or the folder not writable; the old content is intact.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise StorageError(
+            "cannot write", where=str(path), why=problem.strerror or str(problem)
+        ) from problem
+
+
+def commit_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8; see `commit_bytes`."""
+    commit_bytes(path, text.encode())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in folder `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of a file that the user named.
+
+    Raises:
+        NotFound: there is no such file.
+        StorageError: it is there but cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFound("no such file", where=str(path)) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise StorageError("cannot read", where=str(path), why=str(problem)) from problem

@@ -1,0 +1,149 @@
+"""Frozen dataclasses to JSON and back: how Machine, Workload, Plan and Estimate are stored.
+
+A record is a frozen, keyword-only, slotted dataclass whose fields are numbers, strings, booleans,
+None, other records, tuples of these, or dicts from strings to these. `to_json` writes it with the
+``version`` of its class; `from_json` refuses what it does not know, so that a misspelt key or a
+newer file is an error that names the place instead of a value silently lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+
+from paceline.core.errors import ConfigError
+
+T = TypeVar("T", bound="Record")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Record:
+    """Base of the types that everyone passes; subclasses become frozen dataclasses."""
+
+    __slots__ = ()
+    version: ClassVar[int] = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data, with the version of this record's format."""
+        return {"version": self.version, **_plain_fields(self)}
+
+    def to_text(self) -> str:
+        """Return `to_json` as indented text that ends with a newline."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, data: object, *, where: str = "") -> Self:
+        """Return the record that `data` describes.
+
+        Args:
+            data: what `to_json` returned, perhaps through a file.
+            where: names the source in errors, for example a path.
+
+        Raises:
+            ConfigError: a key is unknown or missing, a value has the wrong type, or the version
+                is newer than this program's.
+        """
+        where = where or cls.__name__
+        if not isinstance(data, dict):
+            raise ConfigError(f"{cls.__name__} must be a JSON object", where=where)
+        rest = dict(data)
+        version = rest.pop("version", cls.version)
+        if not isinstance(version, int) or version > cls.version:
+            raise ConfigError(
+                f"{cls.__name__} has format version {version}",
+                where=where,
+                why=f"this Paceline reads up to {cls.version}",
+                fix="Use a newer Paceline",
+            )
+        return _build(cls, rest, where)
+
+    @classmethod
+    def from_text(cls, text: str, *, where: str = "") -> Self:
+        """Return the record that JSON `text` describes; errors as in `from_json`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as problem:
+            raise ConfigError("not valid JSON", where=where, why=str(problem)) from None
+        return cls.from_json(data, where=where)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """Return the advice that an unknown `name` deserves: the nearest known ones."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    if close:
+        return "Did you mean " + " or ".join(f"'{one}'" for one in close) + "?"
+    return "Known: " + ", ".join(sorted(known))
+
+
+def _plain_fields(record: Any) -> dict[str, Any]:
+    return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _plain_fields(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _build(cls: type[T], data: dict[str, Any], where: str) -> T:
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
+    for key in data:
+        if key not in fields:
+            raise ConfigError(f"unknown key '{key}'", where=where, fix=nearest(key, fields))
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = convert(data[name], hints[name], f"{where}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"key '{name}' is missing", where=where)
+    return cls(**values)
+
+
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """Return JSON `value` as the annotated type `hint`.
+
+    Raises:
+        ConfigError: it is not of that type; the message names `where`.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(value, typing.get_args(hint), where)
+    if origin is tuple and isinstance(value, list):
+        item = typing.get_args(hint)[0]
+        return tuple(convert(one, item, f"{where}[{i}]") for i, one in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        item = typing.get_args(hint)[1]
+        return {key: convert(one, item, f"{where}.{key}") for key, one in value.items()}
+    if origin is typing.Literal and value in typing.get_args(hint):
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _build(typing.cast("type[Record]", hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and type(value) in (hint, type(None)):
+        return value
+    name = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
+    raise ConfigError(f"{value!r} is not {name}", where=where)
+
+
+def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    problem: ConfigError | None = None
+    for option in options:
+        try:
+            return convert(value, option, where)
+        except ConfigError as one:
+            problem = one
+    assert problem is not None
+    raise problem
