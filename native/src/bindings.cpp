@@ -58,12 +58,13 @@ void bind_recorder(nb::module_& module) {
           "record",
           [](Recorder& self, int kind, int lane, std::uint32_t name, std::uint64_t begin_ns,
              std::uint64_t end_ns, std::uint64_t amount, std::uint32_t group,
-             std::uint32_t sequence, std::int32_t peer) {
-            self.record(Event{begin_ns, end_ns, amount, self.step(), name, group, sequence, peer,
+             std::uint32_t sequence, std::int32_t peer, std::int64_t step) {
+            const auto of_step = step < 0 ? self.step() : static_cast<std::uint32_t>(step);
+            self.record(Event{begin_ns, end_ns, amount, of_step, name, group, sequence, peer,
                               static_cast<Kind>(kind), static_cast<std::uint8_t>(lane), 0});
           },
           "kind"_a, "lane"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0, "group"_a = 0,
-          "sequence"_a = 0, "peer"_a = -1)
+          "sequence"_a = 0, "peer"_a = -1, "step"_a = -1)
       .def("end_step", &Recorder::end_step)
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
