@@ -1,0 +1,66 @@
+"""The Plan: how a Workload is spread over a Machine. The planner writes it, `training` runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.core.errors import ConfigError
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh(Record):
+    """How many ranks along each axis; their product is the world size."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "pipeline", "tensor"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"mesh axis '{axis}' must be at least 1", where="Plan")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.data * self.pipeline * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Record):
+    """How to train.
+
+    Changes results: `mesh` (with the batch of the Workload), `precision`.
+    Changes speed: the rest.
+
+    Attributes:
+        mesh: ranks per axis.
+        precision: dtype of the compute.
+        threads: compute threads of each rank.
+        nodes: that the ranks are spread over, equally.
+        bucket_bytes: gradients that are reduced in one collective; torch's default.
+        first_bucket_bytes: of the bucket that is ready first; torch's default.
+        loader_workers: processes per rank that prepare batches; 0 prepares them in the loop.
+    """
+
+    mesh: Mesh = Mesh()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+    nodes: int = 1
+    bucket_bytes: int = 25 * 1024 * 1024
+    first_bucket_bytes: int = 1024 * 1024
+    loader_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"'{name}' must be at least 1", where="Plan")
+        if self.loader_workers < 0:
+            raise ConfigError("'loader_workers' must not be negative", where="Plan")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node, rounded up."""
+        return -(-self.mesh.world_size // self.nodes)

@@ -1,0 +1,118 @@
+"""The Workload: what one training step of a model asks of a machine, layer by layer.
+
+`training.capture` derives one from a model without running it; a trace later corrects it. It
+knows nothing of machines: the same Workload is priced on a laptop and on a cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.machine import Operator, Phase
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation(Record):
+    """Equal operator calls of one layer in one phase.
+
+    Attributes:
+        phase: of the step.
+        operator: the class that decides which rate applies.
+        dtype: of the result.
+        count: calls per step.
+        flops: of one call.
+        bytes: read and written by one call.
+    """
+
+    phase: Phase
+    operator: Operator
+    dtype: str
+    count: int
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer(Record):
+    """A module that holds operators of its own; the model's loss is a layer too.
+
+    Attributes:
+        name: path in the model, for example ``body.0.conv``; ``""`` is the model itself.
+        kind: name of the module's class.
+        parameter_bytes: one number for each parameter, in order of registration; a parameter that
+            two layers share stands with the first one.
+        buffer_bytes: of buffers, for example running means.
+        saved_bytes: activations kept for the backward pass, each storage counted once.
+        operations: of a step.
+    """
+
+    name: str
+    kind: str
+    parameter_bytes: tuple[int, ...] = ()
+    buffer_bytes: int = 0
+    saved_bytes: int = 0
+    operations: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset(Record):
+    """Shape and cost of the training data.
+
+    Attributes:
+        samples_count: of one epoch.
+        sample_bytes: of one sample as stored, on average.
+        seconds_per_sample: for one worker to read and prepare one sample, as measured; 0 when the
+            data lie in memory, ready.
+    """
+
+    samples_count: int
+    sample_bytes: int
+    seconds_per_sample: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload(Record):
+    """One training step of one rank.
+
+    Attributes:
+        name: of the model.
+        batch: samples that one rank processes per step.
+        input_bytes: of one batch, inputs and targets.
+        layers: in the order of the forward pass.
+        optimizer: name of its class.
+        optimizer_bytes: state that it keeps between steps.
+        dataset: None when the data are not known.
+        measured: names of the fields that were measured.
+        derived: names of the fields that were computed without running the model.
+    """
+
+    name: str
+    batch: int
+    input_bytes: int
+    layers: tuple[Layer, ...]
+    optimizer: str = ""
+    optimizer_bytes: int = 0
+    dataset: Dataset | None = None
+    measured: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(sum(layer.parameter_bytes) for layer in self.layers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.buffer_bytes for layer in self.layers)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the activations that wait for the backward pass."""
+        return sum(layer.saved_bytes for layer in self.layers)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step."""
+        return sum(one.count * one.flops for layer in self.layers for one in layer.operations)

@@ -1,0 +1,154 @@
+"""Every type that everyone passes survives JSON."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.breakdown import Breakdown
+from paceline.core.errors import ConfigError
+from paceline.core.machine import Device, Link, Machine, Overhead, Point, Quantity, Rate, Tier
+from paceline.core.plan import Mesh, Plan
+from paceline.core.workload import Dataset, Layer, Operation, Workload
+
+SECONDS = st.floats(0, 1e6)
+COUNT = st.integers(1, 2**40)
+SOURCE = st.sampled_from(["datasheet", "probe", "fit"])
+OPERATOR = st.sampled_from(["matmul", "convolution", "normalization", "elementwise"])
+PHASE = st.sampled_from(["forward", "backward", "optimizer"])
+QUANTITY = st.builds(Quantity, value=SECONDS, source=SOURCE)
+
+
+def tuples(strategy, max_size=3):
+    return st.lists(strategy, max_size=max_size).map(tuple)
+
+
+RATE = st.builds(
+    Rate,
+    operator=OPERATOR,
+    phase=PHASE,
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    threads=COUNT,
+    processes=COUNT,
+    unit=st.sampled_from(["flops", "bytes"]),
+    source=SOURCE,
+    points=tuples(st.builds(Point, work=SECONDS, rate_per_s=SECONDS)),
+)
+OVERHEAD = st.builds(
+    Overhead, operator=OPERATOR, phase=PHASE, threads=COUNT, processes=COUNT, seconds=QUANTITY
+)
+DEVICE = st.builds(
+    Device,
+    name=st.text(),
+    kind=st.sampled_from(["cpu", "gpu"]),
+    cores=COUNT,
+    memory_bytes=QUANTITY,
+    cache_bytes=st.none() | QUANTITY,
+    bandwidth_bytes_per_s=st.none() | QUANTITY,
+    rates=tuples(RATE, 2),
+    overheads=tuples(OVERHEAD, 2),
+)
+LINK = st.builds(
+    Link,
+    level=st.text(),
+    operation=st.sampled_from(["send", "all_reduce", "broadcast"]),
+    latency_s=QUANTITY,
+    bandwidth_bytes_per_s=QUANTITY,
+)
+TIER = st.builds(
+    Tier,
+    name=st.text(),
+    kind=st.text(),
+    bandwidth_bytes_per_s=QUANTITY,
+    open_latency_s=QUANTITY,
+    cached=st.booleans(),
+)
+MACHINE = st.builds(
+    Machine,
+    name=st.text(),
+    nodes=COUNT,
+    devices=tuples(DEVICE, 2),
+    links=tuples(LINK),
+    tiers=tuples(TIER),
+    missing=tuples(st.text()),
+)
+OPERATION = st.builds(
+    Operation,
+    phase=PHASE,
+    operator=OPERATOR,
+    dtype=st.just("float32"),
+    count=COUNT,
+    flops=COUNT,
+    bytes=COUNT,
+)
+LAYER = st.builds(
+    Layer,
+    name=st.text(),
+    kind=st.text(),
+    parameter_bytes=tuples(COUNT),
+    buffer_bytes=COUNT,
+    saved_bytes=COUNT,
+    operations=tuples(OPERATION),
+)
+WORKLOAD = st.builds(
+    Workload,
+    name=st.text(),
+    batch=COUNT,
+    input_bytes=COUNT,
+    layers=tuples(LAYER),
+    optimizer=st.text(),
+    optimizer_bytes=COUNT,
+    dataset=st.none()
+    | st.builds(Dataset, samples_count=COUNT, sample_bytes=COUNT, seconds_per_sample=SECONDS),
+    measured=tuples(st.text()),
+    derived=tuples(st.text()),
+)
+PLAN = st.builds(
+    Plan,
+    mesh=st.builds(Mesh, data=COUNT, pipeline=COUNT, tensor=COUNT),
+    precision=st.sampled_from(["float32", "bfloat16"]),
+    threads=COUNT,
+    bucket_bytes=COUNT,
+    loader_workers=st.integers(0, 64),
+)
+BREAKDOWN = st.builds(Breakdown, forward=SECONDS, transfer=SECONDS)
+
+
+@pytest.mark.parametrize("strategy", [MACHINE, WORKLOAD, PLAN, BREAKDOWN])
+def test_survives_json(strategy):
+    @given(strategy)
+    def survives(record):
+        data = json.loads(record.to_text())
+        assert data["version"] == type(record).version
+        assert type(record).from_json(data) == record
+        assert type(record).from_text(record.to_text()) == record
+
+    survives()
+
+
+@given(st.integers(-3, 0), st.sampled_from(["threads", "nodes", "bucket_bytes"]))
+def test_plan_refuses_what_cannot_run(count, name):
+    with pytest.raises(ConfigError, match=name):
+        Plan(**{name: count})
+
+
+def test_plan_refuses_an_empty_mesh_and_negative_workers():
+    with pytest.raises(ConfigError, match="data"):
+        Mesh(data=0)
+    with pytest.raises(ConfigError, match="loader_workers"):
+        Plan(loader_workers=-1)
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_ranks_per_node_covers_the_world(data, nodes):
+    plan = Plan(mesh=Mesh(data=data), nodes=nodes)
+    assert plan.ranks_per_node * nodes >= plan.mesh.world_size == data
+
+
+def test_machine_finds_a_link():
+    fast = Quantity(value=1.0, source="datasheet")
+    link = Link(level="gloo", operation="broadcast", latency_s=fast, bandwidth_bytes_per_s=fast)
+    machine = Machine(name="m", devices=(), links=(link,))
+    assert machine.link("gloo", "broadcast") == link
+    assert machine.link("gloo", "all_reduce") is None
