@@ -12,8 +12,10 @@ except ImportError as problem:  # pragma: no cover - needs a broken installation
         "Install the package again with a C++20 compiler at hand: pip install ."
     ) from problem
 
+PackError = _native.PackError
+PackReader = _native.PackReader
 Recorder = _native.Recorder
 crc32c = _native.crc32c
 monotonic_ns = _native.monotonic_ns
 
-__all__ = ["Recorder", "crc32c", "monotonic_ns"]
+__all__ = ["PackError", "PackReader", "Recorder", "crc32c", "monotonic_ns"]
