@@ -204,6 +204,8 @@ void raise_pack_error(const PackError& error) {
 }  // namespace
 
 NB_MODULE(_native, module) {
+  // The recorder is in hooks that live as long as the process: no leak that one could mend.
+  nb::set_leak_warnings(false);
   module.doc() = "Paceline's C++ core; use it through paceline.native.";
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
