@@ -23,6 +23,7 @@ Operator = Literal[
     "pooling",
     "embedding",
     "elementwise",
+    "view",
 ]
 
 

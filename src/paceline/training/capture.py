@@ -1,0 +1,280 @@
+"""Derives a Workload from an ordinary model: one training step on tensors that hold no data.
+
+The module is copied with fake tensors in place of its parameters; forward, backward and optimizer
+step then run on them under a dispatch mode that sees every operator with its shapes. Nothing is
+computed, the model itself is neither run nor changed, and a model that would not fit this machine
+can be captured on it.
+
+An operator belongs to the innermost module that runs. In the backward pass no module runs; there
+the autograd node's sequence number says which forward call made it, and so which layer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.errors import UsageError
+from paceline.core.workload import Dataset, Layer, Operation, Workload
+from paceline.training.operators import classify, count_bytes, count_flops, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.core.machine import Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStep:
+    """What one step of a training loop needs.
+
+    Attributes:
+        module: the model; it is not changed.
+        inputs: of one batch on one rank: a tensor, or a tuple of the module's arguments.
+        target: second argument of `loss_fn`; without it the loss takes the output alone.
+        loss_fn: by default the sum of the output.
+        optimizer: makes the optimizer from the parameters; None for no update.
+        dataset: what is known of the data.
+    """
+
+    module: torch.nn.Module
+    inputs: Any
+    target: Any = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    dataset: Dataset | None = None
+
+
+def capture(step: TrainingStep, *, name: str = "") -> Workload:
+    """Return the Workload of one training step, without running it.
+
+    Args:
+        step: the model and its batch.
+        name: of the workload; by default the module's class.
+
+    Raises:
+        UsageError: the model needs values, not only shapes, to go on (data-dependent control flow),
+            or returns no tensor to differentiate.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    module = _fake_copy(step.module, fake)
+    recorder = _Recorder(module)
+    inputs, target = _fake_values(step.inputs, fake), _fake_values(step.target, fake)
+    try:
+        with fake, recorder.watching():
+            optimizer = _run(recorder, module, inputs, target, step)
+    except UsageError:
+        raise
+    except Exception as problem:
+        raise UsageError(
+            "the model cannot be captured",
+            where=type(step.module).__name__,
+            why=f"{type(problem).__name__}: {problem}",
+            fix="Check that a training step runs, and that no layer branches on tensor values",
+        ) from problem
+    batch = tensors_in(inputs)
+    return Workload(
+        name=name or type(step.module).__name__,
+        batch=int(batch[0].shape[0]) if batch and batch[0].dim() else 1,
+        input_bytes=sum(one.nbytes for one in batch + tensors_in(target)),
+        layers=recorder.layers(),
+        optimizer=type(optimizer).__name__ if optimizer else "",
+        optimizer_bytes=_state_bytes(optimizer),
+        dataset=step.dataset,
+        measured=("dataset.seconds_per_sample",)
+        if step.dataset and step.dataset.seconds_per_sample
+        else (),
+        derived=("layers", "input_bytes", "optimizer_bytes"),
+    )
+
+
+def _run(
+    recorder: _Recorder, module: torch.nn.Module, inputs: Any, target: Any, step: TrainingStep
+) -> torch.optim.Optimizer | None:
+    optimizer = step.optimizer(module.parameters()) if step.optimizer else None
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    recorder.phase = "forward"
+    output = module(*arguments)
+    if step.loss_fn is None:
+        loss = sum(one.sum() for one in tensors_in(output) if one.requires_grad)
+    else:
+        loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise UsageError(
+            "there is no loss to differentiate",
+            where=type(module).__name__,
+            fix="Give a loss_fn that returns a tensor which depends on the parameters",
+        )
+    recorder.phase = "backward"
+    loss.backward()
+    if optimizer is not None:
+        recorder.phase = None  # the first update also makes the state: not what a step costs
+        optimizer.step()
+        recorder.own_gradients()
+        recorder.phase = "optimizer"
+        optimizer.step()
+    recorder.phase = None
+    return optimizer
+
+
+def _fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        memo[id(tensor)] = fake.from_tensor(tensor)
+    return copy.deepcopy(module, memo)
+
+
+def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
+    if isinstance(values, torch.Tensor):
+        return fake.from_tensor(values)
+    if isinstance(values, dict):
+        return {key: _fake_values(value, fake) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(_fake_values(value, fake) for value in values)
+    return values
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    if optimizer is None:
+        return 0
+    return sum(one.nbytes for state in optimizer.state.values() for one in tensors_in(state))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
+    """Counts operators per layer and phase, and the bytes that wait for the backward pass."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.phase: Phase | None = None
+        self._module = module
+        self._stack = [""]
+        self._counts: dict[str, Counter[tuple[Any, ...]]] = {"": Counter()}
+        self._owner_of = {
+            id(parameter): name.rpartition(".")[0] for name, parameter in module.named_parameters()
+        }
+        self._updating = ""
+        # Layer of each forward operator by autograd's sequence number, which only grows.
+        self._sequence: list[int] = []
+        self._sequence_layer: list[str] = []
+        self._saved: dict[str, int] = Counter()
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an id stays one storage
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self._remember(tensor)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch modules, saved tensors and operators."""
+        hooks = []
+        for name, module in self._module.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        try:
+            with saved, self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def own_gradients(self) -> None:
+        """Give each gradient to the layer of its parameter."""
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                self._owner_of[id(parameter.grad)] = self._owner_of[id(parameter)]
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+            self._counts.setdefault(name, Counter())
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def _remember(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = storage._cdata in self._storages  # noqa: SLF001  # a storage has no other identity
+        self._storages[storage._cdata] = storage  # noqa: SLF001
+        return known
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._remember(tensor):
+            self._saved[self._stack[-1]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operator = classify(func)
+        if self.phase is None or operator is None:
+            return result
+        dtype = next((one.dtype for one in tensors_in(result)), torch.float32)
+        flops = count_flops(func, args, kwargs, result)
+        bytes_ = 0 if operator == "view" else count_bytes(args, kwargs, result)
+        key = (self.phase, operator, str(dtype).removeprefix("torch."), flops, bytes_)
+        self._counts[self._layer(args)][key] += 1
+        return result
+
+    def _layer(self, args: Any) -> str:
+        if self.phase == "optimizer":
+            owners = (self._owner_of.get(id(one)) for one in tensors_in(args))
+            self._updating = next((one for one in owners if one is not None), self._updating)
+            return self._updating
+        if self.phase == "forward":
+            # The node of this operator is made already; it took the number before the next one.
+            number = torch.autograd._get_sequence_nr() - 1  # noqa: SLF001  # the only link to a node
+            if not self._sequence or self._sequence[-1] != number:
+                self._sequence.append(number)
+                self._sequence_layer.append(self._stack[-1])
+            return self._stack[-1]
+        return self._layer_of_node(torch._C._current_autograd_node())  # noqa: SLF001  # as above
+
+    def _layer_of_node(self, node: Any) -> str:
+        if node is None:
+            return ""
+        if hasattr(node, "variable"):  # AccumulateGrad
+            return self._owner_of.get(id(node.variable), "")
+        at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1  # noqa: SLF001
+        return str(self._sequence_layer[at]) if at >= 0 else ""
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers that did or hold something, in order of their first call."""
+        modules = dict(self._module.named_modules())
+        seen: set[int] = set()
+        found = []
+        for name in [*self._counts, *(one for one in modules if one not in self._counts)]:
+            module = modules[name]
+            parameters = [one for one in module.parameters(recurse=False) if id(one) not in seen]
+            seen.update(id(one) for one in parameters)
+            layer = Layer(
+                name=name,
+                kind=type(module).__name__,
+                parameter_bytes=tuple(one.nbytes for one in parameters),
+                buffer_bytes=sum(one.nbytes for one in module.buffers(recurse=False)),
+                saved_bytes=self._saved.get(name, 0),
+                operations=_operations(self._counts.get(name, Counter())),
+            )
+            if layer.operations or layer.parameter_bytes or layer.buffer_bytes:
+                found.append(layer)
+        return tuple(found)
+
+
+def _operations(counts: Counter[tuple[Any, ...]]) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(
+            phase=phase, operator=operator, dtype=dtype, count=count, flops=flops, bytes=bytes_
+        )
+        for (phase, operator, dtype, flops, bytes_), count in counts.items()
+    )
