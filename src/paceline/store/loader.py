@@ -1,0 +1,53 @@
+"""Hands a pack to PyTorch: the only file of the store that imports torch.
+
+Under fork and under spawn, workers map the same page cache; nothing but the path is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.utils.data
+
+from paceline.store.reader import Pack, open_pack
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+
+class PackDataset(torch.utils.data.Dataset):  # type: ignore[misc]  # torch is untyped to mypy here
+    """Samples of a pack as ``(transform(bytes), label)``, for any `DataLoader`.
+
+    Args:
+        pack: an open pack, or the path of one.
+        transform: turns a sample's bytes into what the model trains on; None leaves the bytes.
+    """
+
+    def __init__(
+        self,
+        pack: Pack | str | os.PathLike[str],
+        transform: Callable[[bytes], Any] | None = None,
+    ) -> None:
+        self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+    def __getitem__(self, sample: int) -> tuple[Any, int]:
+        return self._item(self.pack.read(sample), int(self.pack.labels[sample]))
+
+    def __getitems__(self, samples: Sequence[int]) -> list[tuple[Any, int]]:
+        """Return a whole batch by one call into C++; `DataLoader` prefers this."""
+        ids = np.asarray(samples, np.int64)
+        buffer, offsets = self.pack.read_batch(ids)
+        labels = self.pack.labels[ids]
+        return [
+            self._item(buffer[offsets[k] : offsets[k + 1]].tobytes(), int(labels[k]))
+            for k in range(len(ids))
+        ]
+
+    def _item(self, body: bytes, label: int) -> tuple[Any, int]:
+        return (body if self.transform is None else self.transform(body)), label
