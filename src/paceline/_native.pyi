@@ -41,9 +41,7 @@ class Recorder:
     def dropped_count(self) -> int: ...
 
 class PackError(ValueError):
-    """Arguments: kind (io, corrupt, sample, version), file, why, errno, sample, shard, expected,
-    found, version."""  # noqa: PYI021
-
+    # kind (io, corrupt, sample, version), file, why, errno, sample, shard, expected, found, version
     args: tuple[str, bytes, str, int, int, int, int, int, int]
 
 class PackReader:

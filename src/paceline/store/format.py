@@ -19,13 +19,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.native import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
 ALIGNMENT = 64
@@ -165,4 +164,4 @@ def _sections(index: Index) -> list[tuple[Section, memoryview]]:
 
 def _raw(array: NDArray[Any], dtype: str) -> memoryview:
     # Through uint8, because a memoryview of an empty array cannot be cast.
-    return memoryview(np.ascontiguousarray(array, dtype).view(np.uint8))
+    return np.ascontiguousarray(array, dtype).view(np.uint8).data

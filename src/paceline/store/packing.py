@@ -117,9 +117,9 @@ def pack_folder(
     options = options or PackOptions()
     clock = clock or SystemClock()
     start_s = clock.now_s()
-    target = Path(os.path.abspath(destination))  # noqa: PTH100  # not resolve: keep links
+    target = Path(destination).absolute()
     check_destination(Path(source), target)
-    found = scan(os.path.abspath(os.fsencode(source)), follow_symlinks=options.follow_symlinks)
+    found = scan(os.fsencode(source), follow_symlinks=options.follow_symlinks)
     byte_total = sum(found.lengths)
     try:
         with PartialPack(target) as partial:
@@ -164,8 +164,8 @@ def plan_pack(
 ) -> PackSummary:
     """Return what `pack_folder` would do, having written nothing; errors as there."""
     options = options or PackOptions()
-    check_destination(Path(source), Path(os.path.abspath(destination)))  # noqa: PTH100
-    found = scan(os.path.abspath(os.fsencode(source)), follow_symlinks=options.follow_symlinks)
+    check_destination(Path(source), Path(destination).absolute())
+    found = scan(os.fsencode(source), follow_symlinks=options.follow_symlinks)
     shard_lengths: list[int] = []
     for length in found.lengths:
         if not shard_lengths or _is_full(shard_lengths[-1], length, options):

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import (
@@ -29,9 +28,10 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.core.files import sync_folder
-from paceline.store.format import INDEX_NAME, PARTIAL_SUFFIX
+from paceline.store.format import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
 _BUFFER_BYTES = 4 << 20
@@ -181,12 +181,12 @@ class PartialPack:
 
     def _clear(self) -> None:
         """Remove what a killed run left; refuse to touch anything else."""
-        names = os.listdir(self._lock)
+        names = os.listdir(self._lock)  # noqa: PTH208  # the locked folder, whatever its path says now
         for name in names:
             if not _OURS.fullmatch(name):
                 raise _not_ours(self.folder, f"it holds {name!a}, which is not part of a pack")
         for name in names:
-            os.unlink(name, dir_fd=self._lock)  # noqa: PTH108  # relative to the locked folder
+            os.unlink(name, dir_fd=self._lock)
 
 
 def check_destination(source: Path, destination: Path) -> None:
