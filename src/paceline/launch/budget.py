@@ -1,0 +1,55 @@
+"""One CPU budget: which of a node's allowed cores each rank gets, and with how many threads.
+
+Ranks that each start a thread per core fight for cores and wait for each other; ranks on disjoint
+cores do not. The shares are contiguous, so that neighbours in numbering (usually in cache and
+memory too) stay together, and differ by at most one core.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank may use: no cores given means unbound."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def share(
+    cores: Sequence[int], local_rank: int, local_world_size: int, environ: Mapping[str, str]
+) -> Share:
+    """Return the share of one rank of a node.
+
+    Args:
+        cores: what the node's ranks may use together.
+        local_rank: 0 to `local_world_size` - 1.
+        local_world_size: ranks on this node.
+        environ: where OMP_NUM_THREADS set by the user wins: then ranks keep that count and stay
+            unbound, as under torchrun.
+
+    Returns:
+        Disjoint cores per rank; when ranks outnumber cores, ranks share and stay unbound.
+    """
+    assert 0 <= local_rank < local_world_size
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return Share(cores=(), threads=int(wanted))
+    if local_world_size > len(cores):
+        return Share(cores=(), threads=1)
+    each, rest = divmod(len(cores), local_world_size)
+    begin = local_rank * each + min(local_rank, rest)
+    mine = tuple(cores[begin : begin + each + (local_rank < rest)])
+    return Share(cores=mine, threads=len(mine))

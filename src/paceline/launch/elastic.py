@@ -1,0 +1,55 @@
+"""Starts ranks on this node through torch's elastic agent: the leaf that imports torch."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import uuid
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from paceline.launch.processes import Exit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def start(command: Sequence[str], ranks: int) -> tuple[Exit, ...]:
+    """Run `command` on `ranks` ranks until all end, or one fails and the others were stopped.
+
+    Returns:
+        The exits of ranks that did not end well; none when all did. A stop by signal appears as
+        rank -1 with that signal.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as failed:
+            return tuple(
+                Exit(rank=rank, code=failure.exitcode, signal=_signal_of(failure.exitcode))
+                for rank, failure in failed.failures.items()
+            )
+        except SignalException as stopped:
+            return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)
+    return ()
+
+
+def _signal_of(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else ""

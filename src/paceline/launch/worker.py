@@ -1,0 +1,131 @@
+"""One rank: binds itself to its cores, starts the recorder, runs the script as ``__main__``.
+
+Started with ``-m`` by the launcher; nothing imports it. The script sees what it would see under
+``python script.py``: its own argv, its folder first on the path, its module as ``__main__``. Its
+traceback goes to a file, so that the launcher can print that of the first rank to fail first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core import logs
+from paceline.core.config import environment
+from paceline.launch.budget import share
+from paceline.native import Recorder, monotonic_ns
+from paceline.trace.files import trace_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.launch.worker")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--cores", default="", help="the node's cores, by comma; none: unbound")
+    parser.add_argument("--record", choices=("on", "off"), default="on")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    _die_with_launcher()
+    environ = environment()
+    rank = int(environ["RANK"])
+    logs.configure(rank)
+    _bind(options.cores, environ)
+    if options.record == "off":
+        return _run_script(options.script, options.args, options.run, rank)
+    path = options.run / "trace" / trace_name(rank)
+    recorder = Recorder(str(path), rank, int(environ["WORLD_SIZE"]))
+    # By name: torch is loaded by this process alone, after its threads and cores are settled.
+    module = importlib.import_module("paceline.trace.collectors.torch")
+    collector = module.TorchCollector(recorder)
+    collector.install()
+    try:
+        return _run_script(options.script, options.args, options.run, rank)
+    finally:
+        collector.close()
+        recorder.close()
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this rank when its launcher is killed: no orphan keeps the cores."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _bind(cores: str, environ: Mapping[str, str]) -> None:
+    if not cores:
+        return
+    mine = share(
+        [int(core) for core in cores.split(",")],
+        int(environ["LOCAL_RANK"]),
+        int(environ["LOCAL_WORLD_SIZE"]),
+        environ,
+    )
+    os.environ["OMP_NUM_THREADS"] = str(mine.threads)
+    if mine.cores:
+        os.sched_setaffinity(0, mine.cores)
+
+
+def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
+    """Execute the script as `python script` would; report what it raises into the run's folder."""
+    path = Path(script)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    sys.argv = [script, *args]
+    sys.path[0] = str(path.resolve().parent)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  # the script is what we run
+    except SystemExit as stop:
+        return _exit_code(stop, run, rank)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:  # noqa: BLE001  # whatever the script raises is its failure
+        _report_failure(error, run, rank)
+        return 1
+    return 0
+
+
+def _exit_code(stop: SystemExit, run: Path, rank: int) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        code = stop.code or 0
+    else:  # a message, as sys.exit prints it
+        sys.stderr.write(f"{stop.code}\n")
+        code = 1
+    if code:
+        _report_failure(stop, run, rank)
+    return code
+
+
+def _report_failure(error: BaseException, run: Path, rank: int) -> None:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    report = {"rank": rank, "at_ns": monotonic_ns(), "traceback": text, "error": repr(error)}
+    try:
+        path = run / "trace" / f"rank-{rank:05d}.failure"
+        path.write_text(json.dumps(report), encoding="utf-8")
+    except OSError:
+        sys.stderr.write(text)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.exit(code)

@@ -1,0 +1,349 @@
+"""Sees every collective of a PyTorch program at the dispatcher, without touching process groups.
+
+Kernels on the autograd keys of ``c10d::*`` (DDP's reducer, torch.distributed calls, FSDP2,
+pipelining, checkpoints) and ``_c10d_functional::*`` (DTensor, compiled collectives) note the call
+and redispatch below autograd. The call returns when the work is issued; completion comes from the
+work's future where the backend has one, otherwise from whoever waits for it.
+
+DDP waits in C++ at the end of backward, where no wait can be seen. A callback queued in the
+autograd engine marks the moment when computing is done: what follows is the wait ("drain").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from paceline.native import monotonic_ns
+from paceline.trace.events import DRAIN, Kind, Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from paceline.trace.collectors.torch import TorchCollector
+
+# Operator -> the field's word for it, and which argument holds the bytes this rank gives.
+_C10D = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_coalesced_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
+}
+_PEER_ARGUMENTS = ("root_rank", "dst", "src")
+_PENDING_MAX = 4096  # works that nobody waits for must not pile up
+
+
+@dataclass(slots=True)
+class _Issued:
+    """A collective on its way."""
+
+    name: int
+    begin_ns: int
+    amount: int
+    group: int
+    sequence: int
+    peer: int
+    step: int
+    keep: object  # the work, so that its identity stays its own
+    done: bool = False
+
+
+class CollectiveRecorder:
+    """The collective side of the torch collector."""
+
+    def __init__(self, collector: TorchCollector) -> None:
+        self.collector = collector
+        self.recorder = collector.recorder
+        self.drain_name = self.recorder.intern(DRAIN)
+        self.in_backward = False
+        self.callback_queued = False
+        self.computed_ns = 0  # when this backward's computing was done, if it has collectives
+        self.sequences: dict[str, int] = {}
+        self.last_issued: _Issued | None = None
+        self.works: dict[int, _Issued] = {}  # by id of the work
+        self.tensors: dict[int, _Issued] = {}  # functional collectives: by data pointer
+        self.libraries: list[torch.library.Library] = []
+
+    def install(self) -> None:
+        """Put kernels on the dispatcher's autograd keys, and see waits."""
+        keys = ["AutogradCPU", "AutogradCUDA"] if torch.cuda.is_available() else ["AutogradCPU"]
+        for namespace, table in (("c10d", _C10D), ("_c10d_functional", _FUNCTIONAL)):
+            library = torch.library.Library(namespace, "IMPL")
+            self.libraries.append(library)  # kernels live as long as their library
+            known = {
+                name.partition("::")[2]
+                for name in torch._C._dispatch_get_all_op_names()  # noqa: SLF001  # no public list of operators
+                if name.startswith(namespace + "::")
+            }
+            for operator in sorted(table.keys() & known):
+                overload = getattr(getattr(torch.ops, namespace), operator).default
+                make = self._c10d_kernel if table is _C10D else self._functional_kernel
+                for key in keys:
+                    library.impl(operator, make(operator, overload), key)
+            if namespace == "_c10d_functional":
+                wait = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001  # the operator's name
+                for key in keys:
+                    library.impl("wait_tensor", self._wait_tensor_kernel(wait), key)
+        self._wrap_wait()
+        self._wrap_broadcast_coalesced()
+
+    def close(self) -> None:
+        """Record what was issued and never seen to complete, as complete when issued."""
+        for issued in list(self.works.values()) + list(self.tensors.values()):
+            self._complete(issued, issued.begin_ns)
+        self.works.clear()
+        self.tensors.clear()
+
+    def enter_backward(self) -> None:
+        """Note that collectives from here on are issued by a backward pass."""
+        self.in_backward = True
+        self.callback_queued = False
+        self.computed_ns = 0
+
+    def leave_backward(self, end_ns: int) -> None:
+        """Record the wait for the collectives that the backward pass issued."""
+        self.in_backward = False
+        if self.computed_ns:
+            self.recorder.record(
+                int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, end_ns
+            )
+
+    def _computed(self) -> None:
+        self.computed_ns = monotonic_ns()
+
+    def _watch_backward(self) -> None:
+        """Have the engine tell when computing ends; before DDP's own callback, queued later."""
+        if self.in_backward and not self.callback_queued:
+            self.callback_queued = True
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
+            try:
+                engine.queue_callback(self._computed)
+            except RuntimeError:  # a thread without a running graph: then there is no drain
+                self.callback_queued = False
+
+    def _issue(
+        self, name: int, group_name: str, amount: int, peer: int, begin_ns: int, keep: object
+    ) -> _Issued:
+        sequence = self.sequences[group_name] = self.sequences.get(group_name, 0) + 1
+        self.last_issued = _Issued(
+            name=name,
+            begin_ns=begin_ns,
+            amount=amount,
+            group=self.recorder.intern(f"group {group_name}"),
+            sequence=sequence,
+            peer=peer,
+            step=self.recorder.step,
+            keep=keep,
+        )
+        return self.last_issued
+
+    def _complete(self, issued: _Issued, end_ns: int) -> None:
+        if issued.done:
+            return
+        issued.done = True
+        issued.keep = None
+        self.recorder.record(
+            int(Kind.COLLECTIVE),
+            int(Lane.COMMUNICATION),
+            issued.name,
+            issued.begin_ns,
+            end_ns,
+            issued.amount,
+            issued.group,
+            issued.sequence,
+            issued.peer,
+            issued.step,
+        )
+
+    def _c10d_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
+        word, payload = _C10D[operator]
+        name = self.recorder.intern(word)
+        group_at, peer_at = _argument_places(overload)
+
+        def kernel(*args: Any) -> Any:
+            begin_ns = monotonic_ns()
+            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+                result = overload(*args)
+            group = c10d.ProcessGroup.unbox(args[group_at])
+            amount = 0 if payload is None else sum(_bytes(args[payload]))
+            peer = int(args[peer_at]) if peer_at is not None else -1
+            work = _work_of(result)
+            issued = self._issue(name, group.group_name, amount, peer, begin_ns, work)
+            if work is None:  # monitored_barrier returns when it is over
+                self._record_wait(issued, begin_ns)
+                return result
+            _bounded(self.works)[id(work)] = issued
+            # gloo's send and receive have no future: their wait tells.
+            with contextlib.suppress(RuntimeError):
+                work.get_future().add_done_callback(functools.partial(self._completed, id(work)))
+            self._watch_backward()
+            return result
+
+        return kernel
+
+    def _completed(self, key: int, _: object) -> None:
+        end_ns = monotonic_ns()
+        issued = self.works.pop(key, None)
+        if issued is not None:
+            self._complete(issued, end_ns)
+
+    def _functional_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
+        name = self.recorder.intern(_FUNCTIONAL[operator])
+        group_at, peer_at = _argument_places(overload)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            begin_ns = monotonic_ns()
+            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+                result = overload(*args, **kwargs)
+            peer = int(args[peer_at]) if peer_at is not None else -1
+            amount = sum(_bytes(args[0]))
+            issued = self._issue(name, _group_name(args[group_at]), amount, peer, begin_ns, None)
+            for tensor in _tensors(result):
+                _bounded(self.tensors)[tensor.data_ptr()] = issued
+            self._watch_backward()
+            return result
+
+        return kernel
+
+    def _wait_tensor_kernel(self, overload: Any) -> Callable[..., Any]:
+        def kernel(tensor: torch.Tensor) -> Any:
+            issued = self.tensors.pop(tensor.data_ptr(), None)
+            begin_ns = self.recorder.begin(int(Kind.WAIT))
+            try:
+                with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+                    return overload(tensor)
+            finally:
+                self._record_wait(issued, begin_ns)
+
+        return kernel
+
+    def _wrap_wait(self) -> None:
+        original = c10d.Work.wait
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.collector.main_thread:
+                return original(work, *args, **kwargs)
+            issued = self.works.get(id(work))
+            begin_ns = self.recorder.begin(int(Kind.WAIT))
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                self._record_wait(issued, begin_ns)
+                if issued is not None:
+                    self.works.pop(id(work), None)
+
+        c10d.Work.wait = wait  # type: ignore[method-assign,assignment]  # a hook
+
+    def _wrap_broadcast_coalesced(self) -> None:
+        """See DDP's broadcast of buffers, which waits in C++ for the works that it issues."""
+        original = dist._broadcast_coalesced  # noqa: SLF001  # what DDP calls
+
+        @functools.wraps(original)
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            self.last_issued = None
+            begin_ns = self.recorder.begin(int(Kind.WAIT))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._record_wait(self.last_issued, begin_ns)
+
+        dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
+
+    def _record_wait(self, issued: _Issued | None, begin_ns: int) -> None:
+        """Record that the main thread was blocked until now, and for which collective."""
+        recorder = self.recorder
+        number = int(Kind.WAIT)
+        if issued is None:
+            recorder.end(number, 0, begin_ns, 0, self.collector.phase)
+            return
+        end_ns = recorder.begin(self.collector.phase)  # back to the phase around the wait
+        recorder.record(
+            number,
+            int(Lane.MAIN),
+            issued.name,
+            begin_ns,
+            end_ns,
+            0,
+            issued.group,
+            issued.sequence,
+            issued.peer,
+        )
+        self._complete(issued, end_ns)
+
+
+def _argument_places(overload: Any) -> tuple[int, int | None]:
+    """Return where an operator takes its group, and its root or other side if it has one."""
+    names = [argument.name for argument in overload._schema.arguments]  # noqa: SLF001  # no public schema
+    group = names.index("process_group") if "process_group" in names else names.index("group_name")
+    peer = next((names.index(one) for one in _PEER_ARGUMENTS if one in names), None)
+    return group, peer
+
+
+def _work_of(result: Any) -> Any:
+    boxed = result[-1] if isinstance(result, (tuple, list)) and result else result
+    return c10d.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+def _group_name(argument: Any) -> str:
+    return argument if isinstance(argument, str) else str(argument.group_name)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(value: Any) -> Iterator[int]:
+    for tensor in _tensors(value):
+        yield tensor.numel() * tensor.element_size()
+
+
+def _bounded(table: dict[int, _Issued]) -> dict[int, _Issued]:
+    """Return `table` after making room in it: the oldest goes, nobody waited for it."""
+    if len(table) >= _PENDING_MAX:
+        del table[next(iter(table))]
+    return table

@@ -1,0 +1,166 @@
+"""Turns a run's events into seconds by phase, for each rank and step.
+
+A step runs from the end of one optimizer step to the end of the next. Events on the main lane are
+nested; a phase's time is its own without what is nested in it, so that phases exclude each other
+and with ``other`` add up to wall time. Time blocked in a collective becomes ``waiting`` until the
+last rank that matters has come, and ``transfer`` from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.breakdown import PHASES, Breakdown
+from paceline.core.errors import CorruptTrace
+from paceline.trace.arrivals import Blocked, arrivals, blocked, meetings
+from paceline.trace.events import NOT_RUNNING, Kind, Lane
+
+if TYPE_CHECKING:
+    from paceline.trace.files import RankTrace
+    from paceline.trace.merge import Trace
+
+_PHASE_OF = {
+    Kind.INPUT: PHASES.index("input"),
+    Kind.COPY: PHASES.index("copy"),
+    Kind.FORWARD: PHASES.index("forward"),
+    Kind.BACKWARD: PHASES.index("backward"),
+    Kind.OPTIMIZER: PHASES.index("optimizer"),
+    Kind.CHECKPOINT: PHASES.index("checkpoint"),
+}
+_TRANSFER, _WAITING, _OTHER = (PHASES.index(one) for one in ("transfer", "waiting", "other"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankPhases:
+    """Where one rank's time went.
+
+    Attributes:
+        rank: the global rank.
+        seconds: by step and phase, shape (steps, phases), in the order of `PHASES`.
+        step_s: wall time of each step, shape (steps,).
+        not_running_s: time its threads were runnable without a core, shape (steps,).
+    """
+
+    rank: int
+    seconds: np.ndarray
+    step_s: np.ndarray
+    not_running_s: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """How many steps the rank completed."""
+        return len(self.step_s)
+
+    @property
+    def loop_wall_s(self) -> float:
+        """Seconds from the loop's first phase to the end of its last step."""
+        return float(self.step_s.sum())
+
+    def breakdown(self, first: int = 0, stop: int | None = None) -> Breakdown:
+        """Return the seconds of steps `first` to `stop` - 1 together."""
+        sums = self.seconds[first:stop].sum(axis=0)
+        return Breakdown(**dict(zip(PHASES, map(float, sums), strict=True)))
+
+    def median_breakdown(self, chosen: np.ndarray) -> Breakdown:
+        """Return each phase's median over the steps that the mask `chosen` selects."""
+        if not chosen.any():
+            return Breakdown()
+        middle = np.median(self.seconds[chosen], axis=0)
+        return Breakdown(**dict(zip(PHASES, map(float, middle), strict=True)))
+
+
+def phases(trace: Trace) -> tuple[RankPhases, ...]:
+    """Return each rank's seconds by step and phase, ranks in order.
+
+    Raises:
+        CorruptTrace: a rank's steps are not numbered as a run numbers them.
+    """
+    by_rank = arrivals(trace)
+    met = meetings(by_rank)
+    return tuple(
+        _rank_phases(rank, offset, blocked(rank, offset, mine, met))
+        for rank, offset, mine in zip(trace.ranks, trace.offset_ns, by_rank, strict=True)
+    )
+
+
+def step_time_s(ranks: tuple[RankPhases, ...]) -> float:
+    """Return the median over steps of the slowest rank's step time; 0 without steps."""
+    count = min((one.steps for one in ranks), default=0)
+    if not count:
+        return 0.0
+    return float(np.median(np.max([one.step_s[:count] for one in ranks], axis=0)))
+
+
+def _rank_phases(rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]) -> RankPhases:
+    steps = rank.of(Kind.STEP)
+    count = len(steps)
+    if count and not np.array_equal(steps["step"], np.arange(count)):
+        raise CorruptTrace("steps are not numbered in order", where=f"trace of rank {rank.rank}")
+    seconds = np.zeros((count, len(PHASES)))
+    step_s = (steps["end_ns"] - steps["begin_ns"]) / 1e9
+    for step, phase, amount_s in _segments(rank, offset_ns, waits):
+        if step < count:
+            seconds[step, phase] += amount_s
+    seconds[:, _OTHER] = np.maximum(0.0, step_s - seconds.sum(axis=1))
+    return RankPhases(
+        rank=rank.rank,
+        seconds=seconds,
+        step_s=step_s,
+        not_running_s=_not_running_s(rank, count),
+    )
+
+
+def _segments(
+    rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]
+) -> list[tuple[int, int, float]]:
+    """Return (step, phase, seconds) of each main-lane event without what is nested in it."""
+    wait_events = rank.of(Kind.WAIT)
+    wait_at = {int(event["begin_ns"]): i for i, event in enumerate(wait_events)}
+    events = rank.events[(rank.events["lane"] == Lane.MAIN) & _timed(rank.events["kind"])]
+    begins = rank.of(Kind.STEP)["begin_ns"]
+    first_ns = int(begins[0]) if len(begins) else 0
+    events = events[events["begin_ns"] >= first_ns]
+    events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
+    result = []
+    stack: list[tuple[int, int]] = []  # (end, position in own)
+    own: list[list[float]] = []  # [step, phase, nanoseconds]
+    for begin, end, step, kind in zip(
+        events["begin_ns"].tolist(),
+        events["end_ns"].tolist(),
+        events["step"].tolist(),
+        events["kind"].tolist(),
+        strict=True,
+    ):
+        while stack and stack[-1][0] <= begin:
+            stack.pop()
+        if kind == Kind.WAIT:
+            wait = waits[wait_at[begin]]
+            waited = wait.ready_ns - wait.begin_ns
+            moved = wait.end_ns - wait.ready_ns
+            result.append((step, _WAITING, waited / 1e9))
+            result.append((step, _TRANSFER, moved / 1e9))
+            if stack:
+                own[stack[-1][1]][2] -= waited + moved
+            continue
+        if stack:
+            own[stack[-1][1]][2] -= end - begin
+        stack.append((end, len(own)))
+        own.append([step, _PHASE_OF[Kind(kind)], end - begin])
+    result.extend((int(step), int(phase), max(0.0, ns) / 1e9) for step, phase, ns in own)
+    return result
+
+
+def _timed(kinds: np.ndarray) -> np.ndarray:
+    return np.isin(kinds, [int(kind) for kind in _PHASE_OF] + [int(Kind.WAIT)])
+
+
+def _not_running_s(rank: RankTrace, count: int) -> np.ndarray:
+    result = np.zeros(count)
+    counters = rank.of(Kind.COUNTER)
+    for event in counters:
+        if rank.names[event["name"]] == NOT_RUNNING and event["step"] < count:
+            result[event["step"]] = event["amount"] / 1e9
+    return result
