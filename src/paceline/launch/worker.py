@@ -90,7 +90,9 @@ def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
     sys.argv = [script, *args]
     sys.path[0] = str(path.resolve().parent)
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  # the script is what we run
+        exec(
+            compile(path.read_bytes(), str(path), "exec"), module.__dict__
+        )  # the script is what we run
     except SystemExit as stop:
         return _exit_code(stop, run, rank)
     except KeyboardInterrupt:

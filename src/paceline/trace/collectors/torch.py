@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.native import monotonic_ns
-from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
 from paceline.trace.events import Kind
 
 if TYPE_CHECKING:
@@ -45,11 +45,10 @@ class TorchCollector:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.phase = _OUTSIDE
+        self.loop = Loop(main_thread=threading.get_ident())
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
-        self.main_thread = threading.get_ident()
         self.stepped_in_backward = False
-        self.collectives = CollectiveRecorder(self)
+        self.collectives = CollectiveRecorder(recorder, self.loop)
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -83,9 +82,9 @@ class TorchCollector:
         What a loader calls is input, and what is computed again inside backward is backward; but
         an optimizer may call a closure that runs the model.
         """
-        if self.phase != _OUTSIDE and (self.phase != _OPTIMIZER or number == _OPTIMIZER):
+        if self.loop.phase != _OUTSIDE and (self.loop.phase != _OPTIMIZER or number == _OPTIMIZER):
             return False
-        return threading.get_ident() == self.main_thread
+        return threading.get_ident() == self.loop.main_thread
 
     def _await_loss(self, end_ns: int) -> None:
         self.loss_begin_ns = end_ns if torch.is_grad_enabled() else 0
@@ -108,13 +107,13 @@ class TorchCollector:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._opens(number):
                 return original(*args, **kwargs)
-            outer, self.phase = self.phase, number
+            outer, self.loop.phase = self.loop.phase, number
             self.loss_begin_ns = 0
             begin_ns = recorder.begin(number)
             try:
                 return original(*args, **kwargs)
             finally:
-                self.phase = outer
+                self.loop.phase = outer
                 size = amount(*args, **kwargs) if amount else 0
                 end_ns = recorder.end(number, name, begin_ns, size, outer)
                 if after and outer == _OUTSIDE:
@@ -131,7 +130,7 @@ class TorchCollector:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not self._opens(number):
                 return original(*args, **kwargs)
-            outer, self.phase = self.phase, number
+            outer, self.loop.phase = self.loop.phase, number
             begin_ns = recorder.begin(number)
             if self.loss_begin_ns:
                 forward, since_ns = int(Kind.FORWARD), self.loss_begin_ns
@@ -141,7 +140,7 @@ class TorchCollector:
             try:
                 return original(*args, **kwargs)
             finally:
-                self.phase = outer
+                self.loop.phase = outer
                 end_ns = recorder.end(number, backward_name, begin_ns, 0, outer)
                 self.collectives.leave_backward(end_ns)
                 if self.stepped_in_backward:
@@ -158,17 +157,17 @@ class TorchCollector:
 
         @functools.wraps(original)
         def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.phase in (number, int(Kind.INPUT)):
+            if torch.compiler.is_compiling() or self.loop.phase in (number, int(Kind.INPUT)):
                 return original(tensor, *args, **kwargs)
             begin_ns = monotonic_ns()
             result = original(tensor, *args, **kwargs)
             source = args[0] if attribute == "copy_" and args else tensor
             if (
                 getattr(source, "device", None) != result.device
-                and threading.get_ident() == self.main_thread
+                and threading.get_ident() == self.loop.main_thread
             ):
                 size = result.numel() * result.element_size()
-                recorder.end(number, name, begin_ns, size, self.phase)
+                recorder.end(number, name, begin_ns, size, self.loop.phase)
             return result
 
         setattr(torch.Tensor, attribute, copied)
@@ -179,20 +178,20 @@ class TorchCollector:
         open_steps: list[tuple[int, int]] = []  # an optimizer may step others inside its own step
 
         def before(*_: Any) -> None:
-            if threading.get_ident() != self.main_thread:
+            if threading.get_ident() != self.loop.main_thread:
                 return
-            open_steps.append((recorder.begin(_OPTIMIZER), self.phase))
-            self.phase = _OPTIMIZER
+            open_steps.append((recorder.begin(_OPTIMIZER), self.loop.phase))
+            self.loop.phase = _OPTIMIZER
             self.loss_begin_ns = 0
 
         def after(*_: Any) -> None:
-            if threading.get_ident() != self.main_thread or not open_steps:
+            if threading.get_ident() != self.loop.main_thread or not open_steps:
                 return
-            begin_ns, self.phase = open_steps.pop()
+            begin_ns, self.loop.phase = open_steps.pop()
             if open_steps:
                 return
-            recorder.end(_OPTIMIZER, name, begin_ns, 0, self.phase)
-            if self.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
+            recorder.end(_OPTIMIZER, name, begin_ns, 0, self.loop.phase)
+            if self.loop.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
                 self.stepped_in_backward = True
             else:
                 recorder.end_step()

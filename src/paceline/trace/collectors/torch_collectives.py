@@ -27,7 +27,7 @@ from paceline.trace.events import DRAIN, Kind, Lane
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from paceline.trace.collectors.torch import TorchCollector
+    from paceline.native import Recorder
 
 # Operator -> the field's word for it, and which argument holds the bytes this rank gives.
 _C10D = {
@@ -88,12 +88,20 @@ class _Issued:
     done: bool = False
 
 
+@dataclass(slots=True)
+class Loop:
+    """Where the training loop is: what both sides of the collector must know."""
+
+    main_thread: int
+    phase: int = int(Kind.STEP)  # which stands for "between phases"
+
+
 class CollectiveRecorder:
     """The collective side of the torch collector."""
 
-    def __init__(self, collector: TorchCollector) -> None:
-        self.collector = collector
-        self.recorder = collector.recorder
+    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+        self.recorder = recorder
+        self.loop = loop
         self.drain_name = self.recorder.intern(DRAIN)
         self.in_backward = False
         self.callback_queued = False
@@ -262,7 +270,7 @@ class CollectiveRecorder:
 
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self.collector.main_thread:
+            if threading.get_ident() != self.loop.main_thread:
                 return original(work, *args, **kwargs)
             issued = self.works.get(id(work))
             begin_ns = self.recorder.begin(int(Kind.WAIT))
@@ -295,9 +303,9 @@ class CollectiveRecorder:
         recorder = self.recorder
         number = int(Kind.WAIT)
         if issued is None:
-            recorder.end(number, 0, begin_ns, 0, self.collector.phase)
+            recorder.end(number, 0, begin_ns, 0, self.loop.phase)
             return
-        end_ns = recorder.begin(self.collector.phase)  # back to the phase around the wait
+        end_ns = recorder.begin(self.loop.phase)  # back to the phase around the wait
         recorder.record(
             number,
             int(Lane.MAIN),

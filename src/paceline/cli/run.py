@@ -1,0 +1,67 @@
+"""``paceline run``: a script on its ranks, recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: paceline run -n 2 examples/ddp_digits.py --epochs 5",
+)
+@click.option("-n", "--ranks", type=int, help="Ranks on this node [default: 1].")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
+@click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
+@click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
+@click.option("--machine", type=click.Path(path_type=Path), help="The probed machine to keep.")
+@click.option("--estimate", type=click.Path(path_type=Path), help="A prediction to compare with.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+@click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    ranks: int | None,
+    out: Path | None,
+    record: bool | None,
+    bind: bool | None,
+    machine: Path | None,
+    estimate: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT with ARGS on several ranks and record where its time goes.
+
+    The script stays as it is. Its ranks are started as torchrun starts them; inside a Slurm step
+    or under mpirun each task becomes a rank. The run's folder holds its traces and result.json.
+    """
+    click.echo(f"paceline run: {script}" + (f" on {ranks} ranks" if ranks else ""), err=True)
+    from paceline.core.clock import SystemClock
+    from paceline.core.config import resolve
+    from paceline.core.errors import PacelineError
+    from paceline.launch.failures import tracebacks
+    from paceline.launch.run import RunConfig, execute, prepare
+
+    clock = SystemClock()
+    flags = {"ranks": ranks, "record": record, "bind": bind}
+    job = prepare(script, args, resolve(RunConfig, "run", flags=flags), out, clock)
+    for warning in job.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
+    if dry_run:
+        return
+    try:
+        result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
+    except PacelineError:
+        for text in tracebacks(job.run)[:1]:
+            click.echo(text, err=True)
+        raise
+    if as_json:
+        click.echo(result.to_text(), nl=False)
+    if result.ranks:
+        from paceline.report.words import summary_line
+
+        click.echo(summary_line(result, job.run), err=True)

@@ -1,0 +1,137 @@
+"""Whether Slurm or mpirun has started us, and as which rank of how many.
+
+Inside such an allocation each task is one rank: the world is what the allocation says, and asking
+for another one is refused instead of starting ranks that nobody counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """This task's place.
+
+    Attributes:
+        source: ``slurm``, ``openmpi`` or ``mpich``, for messages.
+        rank: global rank.
+        world_size: tasks in all.
+        local_rank: among the tasks of this node.
+        local_world_size: tasks of this node.
+        first_host: where rank 0 runs; empty when the launcher does not say.
+        name: the same on all tasks and different between runs; empty when unknown.
+    """
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    first_host: str = ""
+    name: str = ""
+
+
+def detect(environ: Mapping[str, str]) -> Allocation | None:
+    """Return this task's place in a Slurm step or under mpirun, or None outside of both.
+
+    Raises:
+        UsageError: the launcher's variables do not make sense.
+    """
+    try:
+        return _slurm(environ) or _openmpi(environ) or _mpich(environ)
+    except (KeyError, ValueError) as problem:
+        raise UsageError(
+            "the launcher's environment cannot be understood",
+            why=f"{type(problem).__name__}: {problem}",
+            fix="Start ranks with srun or mpirun, or clear their variables",
+        ) from None
+
+
+def check_world(allocation: Allocation, ranks: int | None) -> None:
+    """Refuse a number of ranks other than the allocation's.
+
+    Raises:
+        UsageError: `ranks` is given and differs.
+    """
+    if ranks is None or ranks == allocation.world_size:
+        return
+    start = "srun -n" if allocation.source == "slurm" else "mpirun -n"
+    raise UsageError(
+        f"{ranks} ranks were asked for, but this {allocation.source} step has "
+        f"{allocation.world_size}",
+        where=f"task {allocation.rank}",
+        why="inside an allocation each task is one rank",
+        fix=f"Leave out -n, or start with {start} {ranks}",
+    )
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of a Slurm node list such as ``gpu[07-09,12],login``.
+
+    >>> first_host("gpu[07-09,12],login")
+    'gpu07'
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?", node_list)
+    return match.group(1) + (match.group(2) or "") if match else ""
+
+
+def _slurm(environ: Mapping[str, str]) -> Allocation | None:
+    # A batch script without srun has tasks, but it is no step: it starts ranks by itself.
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    return Allocation(
+        source="slurm",
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_world_size=_tasks_on_node(
+            per_node, int(environ.get("SLURM_NODEID", "0")), world_size
+        ),
+        first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        name=f"slurm-{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}",
+    )
+
+
+def _tasks_on_node(per_node: str, node: int, world_size: int) -> int:
+    """Return the tasks of node number `node` from a list such as ``2(x3),1``."""
+    counts: list[int] = []
+    for part in per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts[node] if node < len(counts) else world_size
+
+
+def _openmpi(environ: Mapping[str, str]) -> Allocation | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    return Allocation(
+        source="openmpi",
+        rank=int(environ["OMPI_COMM_WORLD_RANK"]),
+        world_size=int(environ["OMPI_COMM_WORLD_SIZE"]),
+        local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+        local_world_size=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        name=environ.get("PMIX_NAMESPACE", ""),
+    )
+
+
+def _mpich(environ: Mapping[str, str]) -> Allocation | None:
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    return Allocation(
+        source="mpich",
+        rank=int(environ["PMI_RANK"]),
+        world_size=int(environ["PMI_SIZE"]),
+        local_rank=int(environ["MPI_LOCALRANKID"]),
+        local_world_size=int(environ["MPI_LOCALNRANKS"]),
+    )

@@ -1,0 +1,51 @@
+"""What a run was made of: versions, and the machine as far as it is known."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from typing import TYPE_CHECKING, Any
+
+from paceline import __version__
+from paceline.core.config import cache_folder
+from paceline.core.files import read_text
+from paceline.core.machine import Device, Machine, Quantity
+from paceline.launch.budget import allowed_cores
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def versions() -> dict[str, Any]:
+    """Return what a run's outcome may depend on: versions of what took part."""
+    found: dict[str, Any] = {
+        "version": 1,
+        "paceline": __version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "host": socket.gethostname(),
+    }
+    for name in ("torch", "numpy", "scikit-learn", "mpi4py"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def known_machine(path: Path | None) -> Machine:
+    """Return the probed machine, or what can be said of this one without probing."""
+    chosen = path or cache_folder() / "machine.json"
+    if chosen.exists() or path is not None:
+        return Machine.from_text(read_text(chosen), where=str(chosen))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = Device(
+        name=platform.processor() or platform.machine(),
+        kind="cpu",
+        cores=len(allowed_cores()),
+        memory_bytes=Quantity(value=float(memory), source="probe"),
+    )
+    missing = ("not probed: run `paceline probe` to measure it",)
+    return Machine(name=socket.gethostname(), devices=(device,), missing=missing)

@@ -1,0 +1,93 @@
+"""What a run leaves as ``result.json``: the summary that later verbs and other tools read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from paceline.core.errors import CorruptData
+from paceline.core.files import read_text
+from paceline.core.record import Record
+from paceline.trace.blame import Straggler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTime(Record):
+    """Seconds of one phase, summed over a rank's loop."""
+
+    name: str
+    measured_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult(Record):
+    """One rank's part of a run.
+
+    Attributes:
+        rank: the global rank.
+        steps: that it completed.
+        loop_wall_s: from the first phase of its loop to the end of its last step.
+        peak_memory_bytes: high-water mark of the process's resident memory.
+        phases: in the order of `Breakdown`.
+        dropped_count: events that could not be recorded or written; 0 in a good run.
+    """
+
+    rank: int
+    steps: int
+    loop_wall_s: float
+    peak_memory_bytes: int
+    phases: tuple[PhaseTime, ...]
+    dropped_count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure(Record):
+    """The rank that failed first.
+
+    Attributes:
+        rank: the global rank.
+        signal: that killed it, or empty when its script raised.
+        step: in which it ended.
+        phase: of that step.
+        error: the exception, for a script that raised.
+    """
+
+    rank: int
+    signal: str = ""
+    step: int = 0
+    phase: str = "other"
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult(Record):
+    """The summary of a run; seconds are measured, see docs/reference/run-folder.md."""
+
+    kind: Literal["run"] = "run"
+    exit_code: int
+    world_size: int
+    step_time_s: float
+    loop_wall_s: float
+    ranks: tuple[RankResult, ...]
+    straggler: Straggler | None = None
+    failure: Failure | None = None
+
+
+def load_result(run: Path) -> RunResult:
+    """Return the result of the run in folder `run`.
+
+    Raises:
+        NotFound: there is no run.
+        CorruptData: its result cannot be understood.
+    """
+    path = run / "result.json"
+    text = read_text(path)
+    try:
+        return RunResult.from_text(text, where=str(path))
+    except ValueError as problem:
+        raise CorruptData(
+            "the run's result cannot be understood", where=str(path), why=str(problem)
+        ) from problem

@@ -1,0 +1,344 @@
+"""Runs a script on its ranks and turns what they leave into a result.
+
+On one node the ranks are started by torch's elastic agent; inside a Slurm step or under mpirun
+each task is already a rank and only has to meet the others. Either way the ranks write traces, and
+when all have ended (well, by an exception, or killed) the traces become `result.json`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.config import Resolved, environment
+from paceline.core.errors import (
+    DestinationExists,
+    Missing,
+    NotFound,
+    PacelineError,
+    StorageError,
+    UsageError,
+)
+from paceline.core.files import commit_text, read_text
+from paceline.core.record import Record
+from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.budget import allowed_cores
+from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.processes import (
+    Exit,
+    become_reaper,
+    descendants,
+    end_descendants,
+    ended_on_signal,
+)
+from paceline.launch.provenance import known_machine, versions
+from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult
+from paceline.launch.task import await_path, await_traces, start_task
+from paceline.trace.blame import blame
+from paceline.trace.files import Status, read_status, trace_name
+from paceline.trace.merge import Trace, load_run
+from paceline.trace.phases import RankPhases, phases, step_time_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from paceline.core.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(Record):
+    """How to run a script.
+
+    Changes results: `ranks`, since the script divides its data by them.
+    Changes speed: `record`, `bind`.
+
+    Attributes:
+        ranks: on this node; None is one, or what the allocation says.
+        record: whether to record traces.
+        bind: whether each rank gets cores of its own.
+    """
+
+    ranks: int | None = None
+    record: bool = True
+    bind: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError(f"{self.ranks} ranks were asked for", fix="Give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run that is ready to start: everything checked, nothing written yet."""
+
+    script: Path
+    args: tuple[str, ...]
+    run: Path
+    ranks: int
+    resolved: Resolved[RunConfig]
+    allocation: Allocation | None
+    warnings: tuple[str, ...]
+
+
+def prepare(
+    script: Path, args: Sequence[str], resolved: Resolved[RunConfig], run: Path | None, clock: Clock
+) -> Job:
+    """Check a run before anything is written or started.
+
+    Args:
+        script: the user's program.
+        args: its arguments.
+        resolved: the configuration with origins.
+        run: the folder to write; None chooses one under ``paceline-runs``.
+        clock: for the name of that folder.
+
+    Raises:
+        NotFound: there is no such script.
+        DestinationExists: the folder is there and not empty.
+        UsageError: the allocation has another world size.
+        Missing: torch is not installed.
+    """
+    if not script.is_file():
+        raise NotFound("no such script", where=str(script), fix="Give the path of a Python file")
+    if importlib.util.find_spec("torch") is None:
+        raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
+    config = resolved.config
+    allocation = detect(environment())
+    if allocation is not None:
+        check_world(allocation, config.ranks)
+    ranks = allocation.world_size if allocation else config.ranks or 1
+    if run is None:
+        run = _default_run(script, allocation, clock)
+    taken = run.exists() and (not run.is_dir() or any(run.iterdir()))
+    if taken and (allocation is None or allocation.rank == 0):
+        raise DestinationExists(
+            "the run's folder exists and is not empty",
+            where=str(run),
+            fix="Choose another with --out, or remove it",
+        )
+    return Job(
+        script=script,
+        args=tuple(args),
+        run=run,
+        ranks=ranks,
+        resolved=resolved,
+        allocation=allocation,
+        warnings=_warnings(ranks, allocation),
+    )
+
+
+def execute(
+    job: Job,
+    *,
+    machine_path: Path | None = None,
+    estimate_path: Path | None = None,
+    clock: Clock,
+    on_status: Callable[[list[Status]], None] | None = None,
+) -> RunResult:
+    """Run the job to its end, write the run's folder, and return its result.
+
+    Args:
+        job: from `prepare`.
+        machine_path: the probed machine to keep with the run; by default the user's, if any.
+        estimate_path: a prediction to keep with the run, so that its report can compare.
+        clock: for waits.
+        on_status: called about four times a second with the ranks' live status.
+
+    Raises:
+        ScriptFailed: a rank raised; the message begins with its traceback.
+        RankLost: a rank was killed.
+        Interrupted: a signal stopped the run; traces are kept.
+        StorageError: the folder cannot be written.
+    """
+    rank = job.allocation.rank if job.allocation else 0
+    if rank == 0:
+        _write_start(job, machine_path, estimate_path)
+    elif not job.run.is_dir():
+        await_path(job.run / "trace", clock)
+    before = frozenset(descendants(os.getpid()))
+    become_reaper()
+    watch = _Watcher(job, clock, on_status)
+    try:
+        with watch, ended_on_signal(clock):
+            exits = _start(job, clock)
+    finally:
+        end_descendants(before)
+    if rank != 0:
+        return _follow(job, exits)
+    if job.allocation and job.resolved.config.record:
+        await_traces(job.run, job.ranks, clock)
+    failure = first_failure(job.run, exits)
+    result = summarize(job.run, job.ranks, exit_code(exits, failure), failure)
+    commit_text(job.run / "result.json", result.to_text())
+    raise_failure(job.run, job.script, exits, failure)
+    return result
+
+
+def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
+    """Return the result that the traces in folder `run` give; empty when nothing was recorded."""
+    try:
+        trace = load_run(run)
+    except NotFound:
+        return RunResult(
+            exit_code=exit_code,
+            world_size=ranks,
+            step_time_s=0.0,
+            loop_wall_s=0.0,
+            ranks=(),
+            failure=failure,
+        )
+    parts = phases(trace)
+    late = blame(trace, parts)
+    return RunResult(
+        exit_code=exit_code,
+        world_size=ranks,
+        step_time_s=step_time_s(parts),
+        loop_wall_s=max(one.loop_wall_s for one in parts),
+        ranks=_rank_results(trace, parts),
+        straggler=late[0] if late else None,
+        failure=failure,
+    )
+
+
+def _rank_results(trace: Trace, parts: tuple[RankPhases, ...]) -> tuple[RankResult, ...]:
+    return tuple(
+        RankResult(
+            rank=one.rank,
+            steps=one.steps,
+            loop_wall_s=one.loop_wall_s,
+            peak_memory_bytes=rank.status.peak_memory_bytes,
+            phases=tuple(
+                PhaseTime(name=name, measured_s=seconds)
+                for name, seconds in one.breakdown().items()
+            ),
+            dropped_count=rank.status.dropped_count,
+        )
+        for rank, one in zip(trace.ranks, parts, strict=True)
+    )
+
+
+def _default_run(script: Path, allocation: Allocation | None, clock: Clock) -> Path:
+    folder = Path("paceline-runs")
+    if allocation is not None:
+        if not allocation.name:
+            raise UsageError(
+                "the tasks need one folder to write to",
+                why=f"{allocation.source} gives them no common name",
+                fix="Name it with --out",
+            )
+        return folder / f"{script.stem}-{allocation.name}"
+    stamp = _stamp(clock)
+    run = folder / f"{script.stem}-{stamp}"
+    count = 1
+    while run.exists():
+        count += 1
+        run = folder / f"{script.stem}-{stamp}-{count}"
+    return run
+
+
+def _stamp(clock: Clock) -> str:
+    return datetime.fromtimestamp(clock.wall_s(), UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
+    here = allocation.local_world_size if allocation else ranks
+    cores = os.cpu_count() or 1 if allocation else len(allowed_cores())
+    if here <= cores:
+        return ()
+    return (
+        f"{here} ranks share {cores} cores: they will wait for each other, and times are not "
+        "those of a node with a core for each rank",
+    )
+
+
+def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None) -> None:
+    machine = known_machine(machine_path)
+    estimate = read_text(estimate_path) if estimate_path else None
+    try:
+        (job.run / "trace").mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise StorageError(
+            "cannot make the run's folder", where=str(job.run), why=problem.strerror or ""
+        ) from problem
+    config = job.resolved.to_json()
+    config["script"] = str(job.script)
+    config["args"] = list(job.args)
+    config["world_size"] = job.ranks
+    commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
+    commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
+    commit_text(job.run / "machine.json", machine.to_text())
+    if estimate is not None:
+        commit_text(job.run / "estimate.json", estimate)
+
+
+def _start(job: Job, clock: Clock) -> tuple[Exit, ...]:
+    cores = ",".join(map(str, _node_cores(job.allocation))) if job.resolved.config.bind else ""
+    record = "on" if job.resolved.config.record else "off"
+    command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run)]
+    command += ["--cores", cores, "--record", record, str(job.script), *job.args]
+    if job.allocation is None:
+        # By name: torch is loaded only now, after the first line is out.
+        elastic = importlib.import_module("paceline.launch.elastic")
+        exits: tuple[Exit, ...] = elastic.start(command, job.ranks)
+        return exits
+    return start_task(job.allocation, command, job.run, clock)
+
+
+def _node_cores(allocation: Allocation | None) -> tuple[int, ...]:
+    """Return the cores that a node's ranks share; none when the allocation has bound each rank."""
+    cores = allowed_cores()
+    if allocation is None or len(cores) * allocation.local_world_size > (os.cpu_count() or 1):
+        return cores
+    return ()
+
+
+def _follow(job: Job, exits: tuple[Exit, ...]) -> RunResult:
+    """Return what a task other than rank 0 knows; rank 0 writes the result of all."""
+    failure = first_failure(job.run, exits)
+    raise_failure(job.run, job.script, exits, failure)
+    return RunResult(exit_code=0, world_size=job.ranks, step_time_s=0.0, loop_wall_s=0.0, ranks=())
+
+
+class _Watcher:
+    """Reads the ranks' live status while they run, for whoever shows it."""
+
+    def __init__(
+        self, job: Job, clock: Clock, on_status: Callable[[list[Status]], None] | None
+    ) -> None:
+        self.paths = [job.run / "trace" / trace_name(rank) for rank in range(job.ranks)]
+        self.clock = clock
+        self.on_status = on_status
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        if self.on_status:
+            self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        if self.on_status:
+            self.thread.join()
+
+    def _watch(self) -> None:
+        assert self.on_status is not None
+        while not self.clock.wait(self.done, 0.25):
+            self.on_status(self._status())
+        self.on_status(self._status())
+
+    def _status(self) -> list[Status]:
+        found = []
+        for path in self.paths:
+            try:
+                found.append(read_status(path))
+            except (PacelineError, OSError):  # not there yet
+                continue
+        return found
