@@ -66,7 +66,7 @@ void read_boot_id(char (&boot_id)[40]) {
 std::uint64_t monotonic_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
 
 Recorder::Recorder(const std::string& path, const RecorderOptions& options)
-    : options_(options), generation_(0) {
+    : options_(options), generation_(0), shared_(std::make_unique<Shared>()) {
   count_forks();
   generation_ = fork_generation.load();
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | (options.exclusive ? O_EXCL : O_TRUNC);
@@ -95,8 +95,8 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   header_->written_bytes = file_bytes_ = page_bytes;
   std::memcpy(header_->magic, "PACETRCE", sizeof header_->magic);  // last: now it is a trace
 
-  active_.reserve(options.buffer_events);
-  spare_.reserve(options.buffer_events);
+  shared_->active.reserve(options.buffer_events);
+  shared_->spare.reserve(options.buffer_events);
   intern("");  // name 0 means "none"
   step_name_ = intern("step");
   not_running_name_ = intern("not_running_ns");
@@ -110,7 +110,10 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
 }
 
 Recorder::~Recorder() {
-  if (!owned()) return;  // a forked child shares nothing that it could release safely
+  if (!owned()) {  // a forked child shares nothing that it could release safely
+    static_cast<void>(shared_.release());
+    return;
+  }
   close();
   munmap(header_, page_bytes);
   ::close(descriptor_);
@@ -120,20 +123,21 @@ bool Recorder::owned() const noexcept { return generation_ == fork_generation.lo
 
 std::uint32_t Recorder::intern(const std::string& name) {
   if (!owned()) return 0;
-  const std::lock_guard lock(mutex_);
-  const auto [entry, added] = names_.emplace(name, static_cast<std::uint32_t>(names_.size()));
-  if (added) new_names_.push_back(name);
+  const std::lock_guard lock(shared_->mutex);
+  auto& names = shared_->names;
+  const auto [entry, added] = names.emplace(name, static_cast<std::uint32_t>(names.size()));
+  if (added) shared_->new_names.push_back(name);
   return entry->second;
 }
 
 void Recorder::append(const Event& event) {
-  if (active_.size() == active_.capacity() || stopping_) {
+  if (shared_->active.size() == shared_->active.capacity() || shared_->stopping) {
     header_->dropped_count.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  active_.push_back(event);
+  shared_->active.push_back(event);
   header_->recorded_count.fetch_add(1, std::memory_order_relaxed);
-  if (active_.size() == active_.capacity() / 2) wake_.notify_one();
+  if (shared_->active.size() == shared_->active.capacity() / 2) shared_->wake.notify_one();
 }
 
 std::uint64_t Recorder::begin(Kind kind) {
@@ -145,7 +149,8 @@ std::uint64_t Recorder::begin(Kind kind) {
 }
 
 void Recorder::start_steps(std::uint64_t now_ns) {
-  if (step_begin_ns_ == 0) step_begin_ns_ = now_ns;
+  std::uint64_t unset = step_begin_ns_.load(std::memory_order_relaxed);
+  if (unset == 0) step_begin_ns_.compare_exchange_strong(unset, now_ns, std::memory_order_relaxed);
 }
 
 std::uint64_t Recorder::end(Kind kind, std::uint32_t name, std::uint64_t begin_ns,
@@ -153,13 +158,13 @@ std::uint64_t Recorder::end(Kind kind, std::uint32_t name, std::uint64_t begin_n
   const std::uint64_t now = monotonic_ns();
   if (!owned()) return now;
   header_->phase.store(static_cast<std::uint32_t>(outer), std::memory_order_relaxed);
-  record(Event{begin_ns, now, amount, step_, name, 0, 0, -1, kind, 0, 0});
+  record(Event{begin_ns, now, amount, step(), name, 0, 0, -1, kind, 0, 0});
   return now;
 }
 
 void Recorder::record(const Event& event) {
   if (!owned()) return;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(shared_->mutex);
   append(event);
 }
 
@@ -168,13 +173,16 @@ std::uint64_t Recorder::end_step() {
   if (!owned()) return now;
   start_steps(now);
   const std::uint64_t runnable_ns = usage_.sample(now).runnable_ns;
-  const std::lock_guard lock(mutex_);
-  append(Event{step_begin_ns_, now, 0, step_, step_name_, 0, 0, -1, Kind::step, 0, 0});
-  append(Event{step_begin_ns_, now, runnable_ns - runnable_before_ns_, step_, not_running_name_, 0,
+  const std::lock_guard lock(shared_->mutex);
+  const std::uint64_t begin_ns = step_begin_ns_.load(std::memory_order_relaxed);
+  const std::uint32_t step = step_.load(std::memory_order_relaxed);
+  append(Event{begin_ns, now, 0, step, step_name_, 0, 0, -1, Kind::step, 0, 0});
+  append(Event{begin_ns, now, runnable_ns - runnable_before_ns_, step, not_running_name_, 0,
                0, -1, Kind::counter, 0, 0});
   runnable_before_ns_ = runnable_ns;
-  step_begin_ns_ = now;
-  header_->step.store(++step_, std::memory_order_relaxed);
+  step_begin_ns_.store(now, std::memory_order_relaxed);
+  step_.store(step + 1, std::memory_order_relaxed);
+  header_->step.store(step + 1, std::memory_order_relaxed);
   return now;
 }
 
@@ -191,11 +199,11 @@ void Recorder::flush() {
 void Recorder::close() {
   if (!owned()) return;
   {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    stopping_ = true;
+    const std::lock_guard lock(shared_->mutex);
+    if (shared_->stopping) return;
+    shared_->stopping = true;
   }
-  wake_.notify_one();
+  shared_->wake.notify_one();
   if (writer_started_) pthread_join(writer_, nullptr);
   flush();
   header_->phase.store(static_cast<std::uint32_t>(Kind::step));
@@ -209,9 +217,9 @@ void* Recorder::write_loop_entry(void* self) {
 
 void Recorder::write_loop() {
   const auto interval = std::chrono::duration<double>(options_.flush_interval_s);
-  std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    wake_.wait_for(lock, interval);
+  std::unique_lock lock(shared_->mutex);
+  while (!shared_->stopping) {
+    shared_->wake.wait_for(lock, interval);
     lock.unlock();
     flush();
     lock.lock();
@@ -220,10 +228,11 @@ void Recorder::write_loop() {
 
 void Recorder::write_pending() {
   std::vector<std::string> names;
+  std::vector<Event>& spare = shared_->spare;  // nobody else's while we hold writer_mutex_
   {
-    const std::lock_guard lock(mutex_);
-    std::swap(active_, spare_);
-    names.swap(new_names_);
+    const std::lock_guard lock(shared_->mutex);
+    std::swap(shared_->active, spare);
+    names.swap(shared_->new_names);
   }
   if (!names.empty()) {  // before the events that use them
     std::string payload;
@@ -235,11 +244,11 @@ void Recorder::write_pending() {
     write_block(Block::names, static_cast<std::uint32_t>(names.size()), payload.data(),
                 payload.size());
   }
-  if (!spare_.empty()) {
-    write_block(Block::events, static_cast<std::uint32_t>(spare_.size()), spare_.data(),
-                spare_.size() * sizeof(Event));
+  if (!spare.empty()) {
+    write_block(Block::events, static_cast<std::uint32_t>(spare.size()), spare.data(),
+                spare.size() * sizeof(Event));
   }
-  spare_.clear();
+  spare.clear();
   header_->peak_memory_bytes.store(peak_memory_bytes(), std::memory_order_relaxed);
 }
 

@@ -41,7 +41,8 @@ class Recorder:
     def dropped_count(self) -> int: ...
 
 class PackError(ValueError):
-    # kind (io, corrupt, sample, version), file, why, errno, sample, shard, expected, found, version
+    # The kind is one of io, corrupt, sample and version; then come the file, why, errno, the
+    # sample, its shard, the checksum that was expected and the one found, the version needed.
     args: tuple[str, bytes, str, int, int, int, int, int, int]
 
 class PackReader:

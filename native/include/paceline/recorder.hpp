@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -104,7 +105,7 @@ class Recorder {
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
 
-  std::uint32_t step() const noexcept { return step_; }
+  std::uint32_t step() const noexcept { return step_.load(std::memory_order_relaxed); }
   std::uint64_t dropped_count() const noexcept;
 
   void flush();
@@ -115,7 +116,7 @@ class Recorder {
   enum class Block : std::uint32_t { events = 1, names = 2 };
 
   bool owned() const noexcept;
-  void append(const Event& event);                // with mutex_ held
+  void append(const Event& event);                // with shared_->mutex held
   void write_pending();                           // with writer_mutex_ held
   void write_block(Block type, std::uint32_t count, const void* payload, std::size_t size);
   void write_loop();
@@ -126,21 +127,26 @@ class Recorder {
   TraceHeader* header_ = nullptr;
   std::uint64_t generation_;
 
-  std::mutex mutex_;  // guards the five below; held for nanoseconds
-  std::vector<Event> active_;
-  std::vector<Event> spare_;
-  std::unordered_map<std::string, std::uint32_t> names_;
-  std::vector<std::string> new_names_;
-  std::condition_variable wake_;
-  bool stopping_ = false;
+  // What the writer thread shares with the others. A child forked while they hold it must not even
+  // destroy it (a condition variable waits for its waiters, and there they do not exist): it leaks.
+  struct Shared {
+    std::mutex mutex;  // guards the rest; held for nanoseconds
+    std::vector<Event> active;
+    std::vector<Event> spare;
+    std::unordered_map<std::string, std::uint32_t> names;
+    std::vector<std::string> new_names;
+    std::condition_variable wake;
+    bool stopping = false;
+  };
+  std::unique_ptr<Shared> shared_;
 
   std::mutex writer_mutex_;
   std::uint64_t file_bytes_ = 0;
   pthread_t writer_{};  // not std::thread: its destructor would end a forked child
   bool writer_started_ = false;
 
-  std::uint32_t step_ = 0;
-  std::uint64_t step_begin_ns_ = 0;
+  std::atomic<std::uint32_t> step_ = 0;           // only the training loop's thread moves these two,
+  std::atomic<std::uint64_t> step_begin_ns_ = 0;  // but backward's threads read them
   std::uint32_t step_name_ = 0;
   std::uint32_t not_running_name_ = 0;
   ThreadUsage usage_;

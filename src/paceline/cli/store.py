@@ -108,7 +108,7 @@ def _print_json(fields: dict[str, Any]) -> None:
 
 
 def _text(name: str) -> str:
-    """Return `name` as JSON can hold it: bytes that are not UTF-8 as ``\\xff``."""
+    """Return `name` as JSON can hold it: bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 

@@ -1,0 +1,138 @@
+// Writes packs, good ones and any wrong one that a test asks for, with all checksums in order.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "paceline/crc32c.hpp"
+#include "paceline/pack_reader.hpp"
+
+struct PackBuilder {
+  struct Extra {
+    std::uint32_t id;
+    std::uint32_t flags;
+  };
+
+  paceline::PackHeader header{};
+  std::map<std::uint32_t, std::string> sections;
+  std::vector<std::string> shards;
+  std::vector<Extra> extras;  // sections of one byte that version 1 does not know
+  bool seal = true;           // recompute the checksums of the header and the table
+
+  // Samples "class/0", "class/1"... with these bodies, `per_shard` in each shard.
+  explicit PackBuilder(const std::vector<std::string>& bodies, std::size_t per_shard = 2) {
+    std::vector<std::uint64_t> offsets, lengths, name_offsets{0}, shard_lengths;
+    std::vector<std::uint32_t> shard_of, checksums, modes;
+    std::vector<std::int32_t> labels;
+    std::vector<std::int64_t> mtimes;
+    std::string names;
+    for (std::size_t i = 0; i < bodies.size(); ++i) {
+      if (i % per_shard == 0) shards.push_back(shard_header(shards.size()));
+      std::string& shard = shards.back();
+      offsets.push_back(shard.size());
+      lengths.push_back(bodies[i].size());
+      shard_of.push_back(static_cast<std::uint32_t>(shards.size() - 1));
+      checksums.push_back(paceline::crc32c(bodies[i].data(), bodies[i].size()));
+      labels.push_back(0);
+      modes.push_back(0100644);
+      mtimes.push_back(static_cast<std::int64_t>(i));
+      names += "class/" + std::to_string(i);
+      name_offsets.push_back(names.size());
+      shard += bodies[i];
+      shard.resize((shard.size() + 63) / 64 * 64);
+    }
+    for (const std::string& shard : shards) shard_lengths.push_back(shard.size());
+    std::memcpy(header.magic, "PACEPACK", 8);
+    header.version = 1;
+    header.sample_count = bodies.size();
+    header.folder_count = header.class_count = 1;
+    header.shard_count = static_cast<std::uint32_t>(shards.size());
+    using paceline::Section;
+    set(Section::offsets, offsets);
+    set(Section::lengths, lengths);
+    set(Section::shards, shard_of);
+    set(Section::checksums, checksums);
+    set(Section::labels, labels);
+    set(Section::modes, modes);
+    set(Section::mtimes, mtimes);
+    set(Section::name_offsets, name_offsets);
+    (*this)[Section::names] = names;
+    set(Section::folder_offsets, std::vector<std::uint64_t>{0, 5});
+    (*this)[Section::folders] = "class";
+    set(Section::class_offsets, std::vector<std::uint64_t>{0, 5});
+    (*this)[Section::classes] = "class";
+    set(Section::shard_lengths, shard_lengths);
+  }
+
+  std::string& operator[](paceline::Section id) {
+    return sections[static_cast<std::uint32_t>(id)];
+  }
+
+  template <class T>
+  void set(paceline::Section id, const std::vector<T>& values) {
+    (*this)[id].assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+  }
+
+  template <class T>
+  void poke(paceline::Section id, std::size_t index, T value) {
+    std::string& section = (*this)[id];
+    CHECK((index + 1) * sizeof(T) <= section.size());
+    std::memcpy(section.data() + index * sizeof(T), &value, sizeof value);
+  }
+
+  static std::string shard_header(std::size_t shard) {
+    paceline::ShardHeader head{};
+    std::memcpy(head.magic, "PACESHRD", 8);
+    head.version = 1;
+    head.shard = static_cast<std::uint32_t>(shard);
+    head.checksum = paceline::crc32c(&head, 60);
+    return {reinterpret_cast<const char*>(&head), sizeof head};
+  }
+
+  std::string index() const {
+    std::vector<paceline::SectionEntry> table;
+    std::string body;
+    const std::size_t start =
+        (64 + 32 * (sections.size() + extras.size()) + 63) / 64 * 64;
+    const auto add = [&](std::uint32_t id, std::uint32_t flags, const std::string& content) {
+      table.push_back({id, flags, start + body.size(), content.size(),
+                       paceline::crc32c(content.data(), content.size()), 0});
+      body += content;
+      body.resize((body.size() + 63) / 64 * 64);
+    };
+    for (const auto& [id, content] : sections) add(id, paceline::section_required, content);
+    for (const Extra& extra : extras) add(extra.id, extra.flags, "?");
+    const std::size_t table_bytes = table.size() * sizeof(paceline::SectionEntry);
+    paceline::PackHeader head = header;
+    if (seal) {
+      head.section_count = static_cast<std::uint32_t>(table.size());
+      head.index_bytes = start + body.size();
+      head.table_checksum = paceline::crc32c(table.data(), table_bytes);
+      head.header_checksum = paceline::crc32c(&head, 60);
+    }
+    std::string bytes(reinterpret_cast<const char*>(&head), sizeof head);
+    bytes.append(reinterpret_cast<const char*>(table.data()), table_bytes);
+    bytes.resize(start);
+    return bytes + body;
+  }
+
+  static void write(const std::string& path, const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+  }
+
+  void write(const std::string& folder) const {
+    mkdir(folder.c_str(), 0755);
+    write(folder + "/index.pace", index());
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      char name[32];
+      std::snprintf(name, sizeof name, "/shard-%05u.pace", static_cast<unsigned>(i));
+      write(folder + name, shards[i]);
+    }
+  }
+};

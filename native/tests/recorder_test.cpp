@@ -1,0 +1,255 @@
+// The recorder: what is written can be read back, from many threads, and a forked child is mute.
+#include "paceline/recorder.hpp"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <system_error>
+#include <thread>
+
+#include "check.hpp"
+#include "paceline/crc32c.hpp"
+
+using paceline::Event;
+using paceline::Kind;
+using paceline::Recorder;
+using paceline::RecorderOptions;
+using paceline::TraceHeader;
+
+namespace {
+
+struct Parsed {
+  std::vector<std::string> names;
+  std::vector<Event> events;
+  std::size_t bytes = 0;
+};
+
+template <class T>
+T load(const std::string& bytes, std::size_t at) {
+  CHECK(at + sizeof(T) <= bytes.size());
+  T value{};
+  std::memcpy(&value, bytes.data() + at, sizeof value);
+  return value;
+}
+
+std::string slurp(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+Parsed parse(const std::string& path) {
+  const std::string bytes = slurp(path);
+  CHECK(bytes.size() >= 4096 && std::memcmp(bytes.data(), "PACETRCE", 8) == 0);
+  Parsed parsed;
+  std::size_t at = 4096;
+  while (at < bytes.size()) {
+    const auto type = load<std::uint32_t>(bytes, at);
+    const auto count = load<std::uint32_t>(bytes, at + 4);
+    const auto size = load<std::uint32_t>(bytes, at + 8);
+    const auto checksum = load<std::uint32_t>(bytes, at + 12);
+    CHECK(at + 16 + size <= bytes.size());
+    const std::uint32_t head = paceline::crc32c(bytes.data() + at, 12);
+    CHECK(paceline::crc32c(bytes.data() + at + 16, size, head) == checksum);
+    at += 16;
+    const std::size_t end = at + size;
+    if (type == 1) {
+      CHECK(size == count * sizeof(Event));
+      for (; at < end; at += sizeof(Event)) parsed.events.push_back(load<Event>(bytes, at));
+    } else {
+      CHECK(type == 2);
+      while (at < end) {
+        const auto length = load<std::uint32_t>(bytes, at);
+        parsed.names.push_back(bytes.substr(at + 4, length));
+        at += 4 + length;
+      }
+    }
+    CHECK(at == end);
+  }
+  parsed.bytes = bytes.size();
+  return parsed;
+}
+
+RecorderOptions options() {
+  RecorderOptions result;
+  result.rank = 3;
+  result.world_size = 8;
+  result.buffer_events = 1U << 14;
+  return result;
+}
+
+void writes_what_was_recorded() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  {
+    Recorder recorder(path, options());
+    const std::uint32_t name = recorder.intern("all_reduce");
+    CHECK(recorder.intern("all_reduce") == name);
+    CHECK(recorder.intern("") == 0);
+    const std::uint64_t begin = recorder.begin(Kind::forward);
+    CHECK(recorder.end(Kind::forward, 0, begin, 5, Kind::step) >= begin);
+    recorder.record(Event{1, 2, 3, 0, name, 0, 9, -1, Kind::collective, 2, 0});
+    recorder.flush();
+    CHECK(parse(path).events.size() == 2);  // readable up to the last flush, before it is closed
+    recorder.end_step();
+    CHECK(recorder.step() == 1);
+    recorder.close();
+    recorder.close();
+    recorder.record(Event{});
+    CHECK(recorder.dropped_count() == 1);
+  }
+  const Parsed parsed = parse(path);
+  CHECK(parsed.names.size() == 4 && parsed.names[0].empty() && parsed.names[3] == "all_reduce");
+  CHECK(parsed.events.size() == 4);
+  CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
+  CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
+  CHECK(parsed.events[1].lane == 2 && parsed.events[1].peer == -1);
+  CHECK(parsed.events[2].kind == Kind::step && parsed.events[3].kind == Kind::counter);
+  const std::string bytes = slurp(path);
+  TraceHeader header;
+  std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
+  CHECK(header.version == paceline::trace_format_version && header.rank == 3);
+  CHECK(header.world_size == 8 && header.step == 1 && header.closed == 1 && header.error == 0);
+  CHECK(header.recorded_count == 4 && header.dropped_count == 1);
+  CHECK(header.written_bytes == parsed.bytes);
+  CHECK(header.peak_memory_bytes > 0);
+}
+
+void refuses_an_existing_file() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  Recorder(path, options()).close();
+  CHECK_THROWS(Recorder(path, options()), std::system_error);
+  CHECK_THROWS(Recorder(folder / "no/such/folder", options()), std::system_error);
+}
+
+void loses_nothing_between_threads() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  constexpr std::uint64_t each = 3000;
+  constexpr std::uint32_t thread_count = 4;
+  RecorderOptions chosen = options();
+  chosen.flush_interval_s = 0.001;  // so that the writer swaps buffers all the time
+  {
+    Recorder recorder(path, chosen);
+    std::vector<std::thread> threads;
+    for (std::uint32_t thread = 0; thread < thread_count; ++thread) {
+      threads.emplace_back([&recorder, thread] {
+        const std::uint32_t name = recorder.intern("thread " + std::to_string(thread));
+        for (std::uint64_t i = 0; i < each; ++i) {
+          recorder.record(Event{i, i, i, recorder.step(), name, thread, 0, -1, Kind::copy, 0, 0});
+          if (i % 500 == 0) recorder.flush();
+        }
+      });
+    }
+    for (int step = 0; step < 50; ++step) {
+      const std::uint64_t begin = recorder.begin(Kind::backward);
+      recorder.end(Kind::backward, 0, begin, 0, Kind::step);
+      recorder.end_step();
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(recorder.dropped_count() == 0);
+  }
+  const Parsed parsed = parse(path);
+  std::vector<std::uint64_t> next(thread_count, 0);
+  for (const Event& event : parsed.events) {
+    if (event.kind != Kind::copy) continue;
+    CHECK(event.amount == next[event.group]++);  // in order within each thread
+    CHECK(parsed.names.at(event.name) == "thread " + std::to_string(event.group));
+  }
+  for (const std::uint64_t count : next) CHECK(count == each);
+  CHECK(parsed.events.size() == thread_count * each + 50 * 3);
+}
+
+void counts_what_does_not_fit() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  RecorderOptions chosen = options();
+  chosen.buffer_events = 16;
+  chosen.flush_interval_s = 3600;
+  constexpr std::uint64_t recorded = 10'000;
+  std::uint64_t dropped = 0;
+  {
+    Recorder recorder(path, chosen);
+    for (std::uint64_t i = 0; i < recorded; ++i) recorder.record(Event{});
+    recorder.close();
+    dropped = recorder.dropped_count();
+  }
+  CHECK(parse(path).events.size() + dropped == recorded);
+}
+
+void does_nothing_in_a_forked_child() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  RecorderOptions chosen = options();
+  chosen.flush_interval_s = 0.05;
+  auto* recorder = new Recorder(path, chosen);
+  recorder->record(Event{});
+  // Again and again, because most of the time, not always, the writer waits when we fork.
+  for (int round = 0; round < 10; ++round) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      alarm(60);  // rather dead than hanging
+      recorder->record(Event{});
+      recorder->end(Kind::copy, 0, recorder->begin(Kind::copy), 0, Kind::step);
+      recorder->end_step();
+      recorder->flush();
+      recorder->close();
+      const bool mute = recorder->intern("child") == 0 && recorder->step() == 0;
+      delete recorder;  // the writer thread, which the condition variable knows of, is not here
+      _exit(mute ? 0 : 1);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  recorder->record(Event{});
+  delete recorder;
+  const Parsed parsed = parse(path);
+  CHECK(parsed.events.size() == 2 && parsed.names.size() == 3);
+}
+
+void keeps_a_readable_file_when_writing_fails() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  const pid_t child = fork();  // the limit on file sizes holds for a whole process
+  CHECK(child >= 0);
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    Recorder recorder(path, options());
+    recorder.record(Event{});
+    recorder.flush();
+    const auto size = static_cast<rlim_t>(std::filesystem::file_size(path));
+    const rlimit limit{size + 20, size + 20};  // the next block does not fit, but its head does
+    CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
+    for (int i = 0; i < 3; ++i) recorder.record(Event{});
+    recorder.close();
+    CHECK(recorder.dropped_count() == 3);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  std::string bytes = slurp(path);
+  TraceHeader header;
+  std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
+  CHECK(header.error == EFBIG && header.dropped_count == 3);
+  std::filesystem::resize_file(path, header.written_bytes);  // as far as the header vouches for
+  CHECK(parse(path).events.size() == 1);
+}
+
+}  // namespace
+
+int main() {
+  writes_what_was_recorded();
+  refuses_an_existing_file();
+  loses_nothing_between_threads();
+  counts_what_does_not_fit();
+  does_nothing_in_a_forked_child();
+  keeps_a_readable_file_when_writing_fails();
+}
