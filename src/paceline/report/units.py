@@ -1,0 +1,97 @@
+"""Numbers as people read them: three significant digits and the unit that keeps them short.
+
+Everything else in Paceline counts in seconds and bytes; this is the edge where they convert.
+"""
+
+from __future__ import annotations
+
+import math
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return `value` with `digits` significant digits, never in powers of ten.
+
+    >>> significant(0.012345), significant(9.996), significant(1234.5)
+    ('0.0123', '10.0', '1,234')
+    """
+    if not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    rounded = round(value, digits - 1 - magnitude)
+    magnitude = math.floor(math.log10(abs(rounded)))  # 9.996 has become 10.0
+    return f"{rounded:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def format_seconds(seconds: float | None, digits: int = 3) -> str:
+    """Return a duration with its unit; ``-`` where there is none.
+
+    >>> format_seconds(0.0124494), format_seconds(2.5e-6), format_seconds(75)
+    ('12.4 ms', '2.50 µs', '75.0 s')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds == 0:
+        return "0 s"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(seconds) * factor >= 0.9995:
+            return f"{significant(seconds * factor, digits)} {unit}"
+    return f"{significant(seconds * 1e9, digits)} ns"
+
+
+def format_bytes(count: float | None) -> str:
+    """Return bytes with a binary unit; ``-`` where there are none.
+
+    >>> format_bytes(512), format_bytes(417210368), format_bytes(1024)
+    ('512 B', '398 MiB', '1.00 KiB')
+    """
+    if count is None or not math.isfinite(count):
+        return "-"
+    value = float(count)
+    for unit in _BINARY[:-1]:
+        if abs(value) < 1023.5:
+            return f"{value:,.0f} B" if unit == "B" else f"{significant(value)} {unit}"
+        value /= 1024
+    return f"{significant(value)} {_BINARY[-1]}"
+
+
+def format_rate(bytes_per_s: float | None) -> str:
+    """Return a bandwidth; ``-`` where there is none.
+
+    >>> format_rate(1.5e9)
+    '1.40 GiB/s'
+    """
+    return "-" if bytes_per_s is None else f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_share(share: float | None) -> str:
+    """Return a share of 1 in percent.
+
+    >>> format_share(0.2449), format_share(0.0004), format_share(0)
+    ('24 %', '< 0.1 %', '0 %')
+    """
+    if share is None or not math.isfinite(share):
+        return "-"
+    percent = 100 * share
+    if percent == 0:
+        return "0 %"
+    if 0 < percent < 0.1:
+        return "< 0.1 %"
+    return f"{percent:.1f} %" if abs(percent) < 9.95 else f"{percent:.0f} %"
+
+
+def format_count(count: int) -> str:
+    """Return an integer with its thousands apart."""
+    return f"{count:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return the count with its noun.
+
+    >>> plural(1, "rank"), plural(2048, "step")
+    ('1 rank', '2,048 steps')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

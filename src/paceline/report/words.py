@@ -1,0 +1,162 @@
+"""A run's outcome in one or two sentences with numbers: what a person would say of it first.
+
+The words are made from analyses alone, so that ``paceline run``, ``why``, ``report`` and the demo
+say the same thing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.breakdown import Breakdown
+from paceline.report.units import format_seconds, format_share, plural, significant
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.launch.result import Failure, RunResult
+    from paceline.trace.blame import Straggler
+
+BECAUSE = {
+    "data": "because of data loading",
+    "compute": "because it computes longer",
+    "not_running": "because its threads waited for a core (another process took it)",
+}
+DOING = {
+    "input": "waiting for data",
+    "copy": "copies to and from the device",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "transfer": "communication",
+    "waiting": "waiting for other ranks",
+    "checkpoint": "checkpoints",
+    "other": "the rest of the loop",
+}
+_NOTABLE_WAITING = 0.1
+
+
+def summary_line(result: RunResult, run: Path) -> str:
+    """Return one line: ranks, steps, step time, share of waiting, and where the run lies."""
+    parts = []
+    if result.failure is not None:
+        parts.append(failure_words(result.failure).rstrip("."))
+    parts.append(plural(result.world_size, "rank"))
+    steps = min((one.steps for one in result.ranks), default=0)
+    if steps:
+        parts.append(f"{plural(steps, 'step')} of {format_seconds(result.step_time_s)}")
+        total = mean_breakdown(result)
+        if result.world_size > 1 and total.total_s > 0:
+            parts.append(f"{format_share(total.waiting / total.total_s)} of the time waiting")
+    else:
+        parts.append("no step recorded")
+    if result.straggler is not None:
+        late = result.straggler
+        parts.append(f"rank {late.rank} was late in steps {late.first_step} to {late.last_step}")
+    return f"{', '.join(parts)}: {run}"
+
+
+def mean_breakdown(result: RunResult) -> Breakdown:
+    """Return the seconds of a run by phase, as the mean over its ranks."""
+    total = Breakdown()
+    for rank in result.ranks:
+        total += Breakdown(**{phase.name: phase.measured_s for phase in rank.phases})
+    return total.scaled(1 / max(1, len(result.ranks)))
+
+
+def verdict(
+    stragglers: tuple[Straggler, ...],
+    *,
+    world_size: int,
+    steps: int,
+    total: Breakdown,
+    failure: Failure | None = None,
+    place: str = "at every all-reduce",
+) -> str:
+    """Return what to say of a run first, in one or two sentences after its failure, if any.
+
+    Args:
+        stragglers: from `trace.blame`, the costliest first.
+        world_size: ranks of the run.
+        steps: that all ranks completed.
+        total: seconds by phase, the mean over ranks.
+        failure: of the rank that failed first.
+        place: where lateness shows; see `meeting_place`.
+    """
+    sentences = [] if failure is None else [failure_words(failure)]
+    if not steps:
+        sentences.append(
+            "No step was recorded, so nothing can be said of who was late: "
+            "a step ends with each call of an optimizer's step()."
+        )
+    elif stragglers:
+        sentences.append(_late_words(stragglers[0], world_size, place))
+        if len(stragglers) > 1:
+            sentences.append(_more_words(stragglers[1:]))
+    else:
+        sentences.append(_even_words(world_size, steps, total))
+    return " ".join(sentences)
+
+
+def meeting_place(operations: frozenset[str], meetings_per_step: float) -> str:
+    """Return where ranks notice that one is late, in words.
+
+    Args:
+        operations: names of the synchronising collectives of the run.
+        meetings_per_step: how many times per step ranks become equal again; several add up to
+            a step's lateness, so that a single one does not show all of it.
+    """
+    if operations == {"all_reduce"} and meetings_per_step < 1.5:
+        return "at every all-reduce"
+    return "in every step"
+
+
+def failure_words(failure: Failure) -> str:
+    """Return what ended a run, as a sentence."""
+    where = f"in step {failure.step}, during {DOING.get(failure.phase, failure.phase)}"
+    if failure.signal:
+        return f"Rank {failure.rank} was killed by {failure.signal} {where}."
+    text = f"Rank {failure.rank} failed {where}"
+    lines = failure.error.strip().splitlines()
+    return f"{text}: {lines[-1].rstrip('.')}." if lines else f"{text}."
+
+
+def _late_words(late: Straggler, world_size: int, place: str) -> str:
+    if world_size == 2:
+        others = f"rank {1 - late.rank} waits"
+    else:
+        others = "the others wait"
+    return (
+        f"Rank {late.rank} arrives {significant(late.late_ms, 2)} ms late {place} between steps "
+        f"{late.first_step} and {late.last_step}, {BECAUSE[late.cause]}; {others} "
+        f"{format_share(late.others_wait)} of each of these steps."
+    )
+
+
+def _more_words(more: tuple[Straggler, ...]) -> str:
+    worst = more[0]
+    text = (
+        f"rank {worst.rank} by {significant(worst.late_ms, 2)} ms in steps {worst.first_step} to "
+        f"{worst.last_step}, {BECAUSE[worst.cause]}"
+    )
+    if len(more) == 1:
+        return f"Also late: {text}."
+    return f"{len(more)} other ranks were late too, most of all {text}."
+
+
+def _even_words(world_size: int, steps: int, total: Breakdown) -> str:
+    shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
+    first, second = sorted(shares, key=lambda name: -shares[name])[:2]
+    spent = (
+        f"most of a step goes to {DOING[first]} ({format_share(shares[first])}), "
+        f"then to {DOING[second]} ({format_share(shares[second])})."
+    )
+    if world_size == 1:
+        return f"One rank took {plural(steps, 'step')}: {spent}"
+    if shares["waiting"] >= _NOTABLE_WAITING:
+        return (
+            f"No rank was late for long in {plural(steps, 'step')}, yet ranks wait for each other "
+            f"{format_share(shares['waiting'])} of the time, now for one and now for another; "
+            f"{spent}"
+        )
+    return f"No rank was late in {plural(steps, 'step')}: {spent}"
