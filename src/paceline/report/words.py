@@ -122,10 +122,7 @@ def failure_words(failure: Failure) -> str:
 
 
 def _late_words(late: Straggler, world_size: int, place: str) -> str:
-    if world_size == 2:
-        others = f"rank {1 - late.rank} waits"
-    else:
-        others = "the others wait"
+    others = f"rank {1 - late.rank} waits" if world_size == 2 else "the others wait"
     return (
         f"Rank {late.rank} arrives {significant(late.late_ms, 2)} ms late {place} between steps "
         f"{late.first_step} and {late.last_step}, {BECAUSE[late.cause]}; {others} "

@@ -1,0 +1,124 @@
+"""Prediction beside measurement, phase by phase: the place where the loop closes.
+
+What is predicted is a step that nothing disturbs. So the measured side takes the steps after a
+warm-up that lie outside every straggler's window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.breakdown import PHASES, Breakdown
+from paceline.core.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.trace.blame import Straggler
+    from paceline.trace.phases import RankPhases
+
+WARM_UP_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseComparison(Record):
+    """Seconds of one phase of a step; None where there was no prediction."""
+
+    name: str
+    predicted_s: float | None
+    measured_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured; None when there is no such number."""
+        if self.predicted_s is None or self.measured_s <= 0:
+            return None
+        return self.predicted_s / self.measured_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Record):
+    """A typical undisturbed step, as predicted and as measured.
+
+    Attributes:
+        phases: in the order of a step; each is the median over steps, then the mean over ranks.
+        predicted_step_s: None without a prediction.
+        measured_step_s: the median over steps of the slowest rank's step time.
+        undisturbed_steps: how many steps that is of.
+        steps: that all ranks completed.
+    """
+
+    phases: tuple[PhaseComparison, ...]
+    predicted_step_s: float | None
+    measured_step_s: float
+    undisturbed_steps: int
+    steps: int
+
+    @property
+    def step_time_error(self) -> float | None:
+        """|predicted / measured - 1| of the step time; None when there is no such number."""
+        if self.predicted_step_s is None or self.measured_step_s <= 0:
+            return None
+        return abs(self.predicted_step_s / self.measured_step_s - 1)
+
+
+def compare(
+    parts: Sequence[RankPhases],
+    stragglers: Sequence[Straggler],
+    predicted: Breakdown | None = None,
+    predicted_step_s: float | None = None,
+) -> Comparison:
+    """Return a run's undisturbed step beside its prediction.
+
+    Args:
+        parts: from `trace.phases`.
+        stragglers: from `trace.blame`; their windows are left out.
+        predicted: one step's seconds by phase.
+        predicted_step_s: in place of the sum of `predicted`.
+    """
+    steps = min((one.steps for one in parts), default=0)
+    chosen = undisturbed(steps, stragglers)
+    measured = Breakdown()
+    step_s = 0.0
+    if chosen.any():
+        for one in parts:
+            measured += one.median_breakdown(_padded(chosen, one.steps))
+        measured = measured.scaled(1 / len(parts))
+        slowest = np.max([one.step_s[:steps] for one in parts], axis=0)
+        step_s = float(np.median(slowest[chosen]))
+    if predicted is not None and predicted_step_s is None:
+        predicted_step_s = predicted.total_s
+    return Comparison(
+        phases=tuple(
+            PhaseComparison(
+                name=name,
+                predicted_s=None if predicted is None else getattr(predicted, name),
+                measured_s=getattr(measured, name),
+            )
+            for name in PHASES
+        ),
+        predicted_step_s=predicted_step_s,
+        measured_step_s=step_s,
+        undisturbed_steps=int(chosen.sum()),
+        steps=steps,
+    )
+
+
+def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
+    """Return a mask over `steps`: after the warm-up and outside every straggler's window.
+
+    A run of few steps warms up for at most a third of them.
+    """
+    chosen = np.ones(steps, dtype=bool)
+    chosen[: min(WARM_UP_STEPS, steps // 3)] = False
+    for late in stragglers:
+        chosen[late.first_step : late.last_step + 1] = False
+    return chosen
+
+
+def _padded(chosen: np.ndarray, steps: int) -> np.ndarray:
+    """Return the mask for a rank that completed more steps than others."""
+    return np.concatenate([chosen, np.zeros(steps - len(chosen), dtype=bool)])

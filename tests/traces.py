@@ -1,0 +1,168 @@
+"""Makes traces with the native recorder from hand-made events, for tests of what reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from paceline.native import Recorder
+from paceline.trace.events import NOT_RUNNING, Kind, Lane
+from paceline.trace.files import trace_name
+
+MS = 1_000_000
+BOOT_ID_AT = 8 + 4 * 4 + 2 * 8  # in the header: after magic, four numbers and two clocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One event, with names instead of their numbers."""
+
+    kind: Kind
+    begin_ns: int
+    end_ns: int
+    name: str = ""
+    step: int = 0
+    amount: int = 0
+    group: str = ""
+    sequence: int = 0
+    peer: int = -1
+    lane: Lane = Lane.MAIN
+
+
+def write_trace(
+    path: Path, rank: int, world_size: int, events: list[Event], *, close: bool = True
+) -> Path:
+    """Write `events` as the trace of `rank`; a file that is not closed is what a crash leaves."""
+    recorder = Recorder(
+        str(path), rank, world_size, buffer_events=2 * len(events) + 16, flush_interval_s=60.0
+    )
+    for event in events:
+        recorder.record(
+            int(event.kind),
+            int(event.lane),
+            recorder.intern(event.name),
+            event.begin_ns,
+            event.end_ns,
+            event.amount,
+            recorder.intern(event.group),
+            event.sequence,
+            event.peer,
+            event.step,
+        )
+    recorder.flush()
+    if not close:
+        open_bytes = path.read_bytes()
+        recorder.close()
+        path.write_bytes(open_bytes)
+        return path
+    recorder.close()
+    assert recorder.dropped_count == 0
+    return path
+
+
+def write_run(run: Path, by_rank: list[list[Event]]) -> Path:
+    """Write the traces of a run, one list of events per rank."""
+    (run / "trace").mkdir(parents=True, exist_ok=True)
+    for rank, events in enumerate(by_rank):
+        write_trace(run / "trace" / trace_name(rank), rank, len(by_rank), events)
+    return run
+
+
+def set_boot_id(path: Path, boot_id: str) -> None:
+    """Make the trace look as if it came from another node."""
+    data = bytearray(path.read_bytes())
+    data[BOOT_ID_AT : BOOT_ID_AT + 40] = boot_id.encode().ljust(40, b"\0")
+    path.write_bytes(bytes(data))
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """One rank made late in steps `first` to `last`, by `ms`, for a cause."""
+
+    rank: int
+    ms: float
+    first: int
+    last: int
+    cause: str = "data"
+
+    def extra_ns(self, rank: int, step: int, cause: str) -> int:
+        """Return what this adds to the part of a step that `cause` names."""
+        hit = rank == self.rank and self.first <= step <= self.last and cause == self.cause
+        return round(self.ms * MS) if hit else 0
+
+
+# A data-parallel step in milliseconds: the parts of it that nobody disturbs.
+INPUT_MS, FORWARD_MS, BACKWARD_MS, TRANSFER_MS, OPTIMIZER_MS = 1.0, 3.0, 4.0, 1.0, 1.0
+
+
+def data_parallel(
+    world_size: int,
+    steps: int,
+    *,
+    late: tuple[Late, ...] = (),
+    jitter_ns=None,
+    amount: int = 1 << 20,
+    group: str = "group default",
+    start_ns: int = 10**12,
+) -> list[list[Event]]:
+    """Return the events of ordinary data-parallel training: one all-reduce per step, in backward.
+
+    Args:
+        world_size: how many ranks.
+        steps: of each.
+        late: who is slowed, and when; cause `not_running` slows backward and counts as waiting
+            for a core.
+        jitter_ns: integers of shape (ranks, steps) added to the forward pass.
+        amount: bytes of each all-reduce.
+        group: its name.
+        start_ns: of the first step.
+    """
+    by_rank: list[list[Event]] = [[] for _ in range(world_size)]
+    at = [start_ns] * world_size
+    for step in range(steps):
+        issues = []
+        for rank in range(world_size):
+            extra = {
+                cause: sum(one.extra_ns(rank, step, cause) for one in late)
+                for cause in ("data", "compute", "not_running")
+            }
+            begin = at[rank]
+            forward = begin + round(INPUT_MS * MS) + extra["data"]
+            wobble = 0 if jitter_ns is None else int(jitter_ns[rank][step])
+            backward = forward + round(FORWARD_MS * MS) + wobble + extra["compute"]
+            issue = backward + round(BACKWARD_MS * MS) + extra["not_running"]
+            issues.append(issue)
+            by_rank[rank] += [
+                Event(Kind.INPUT, begin, forward, "loader", step),
+                Event(Kind.FORWARD, forward, backward, "forward", step),
+            ]
+            at[rank] = backward
+            if extra["not_running"]:
+                by_rank[rank].append(
+                    Event(Kind.COUNTER, begin, begin, NOT_RUNNING, step, extra["not_running"])
+                )
+        done = max(issues) + round(TRANSFER_MS * MS)
+        end = done + round(OPTIMIZER_MS * MS)
+        for rank in range(world_size):
+            previous = by_rank[rank][-2].begin_ns
+            if by_rank[rank][-1].kind == Kind.COUNTER:
+                previous = by_rank[rank][-3].begin_ns
+            by_rank[rank] += [
+                Event(
+                    Kind.COLLECTIVE,
+                    issues[rank],
+                    done,
+                    "all_reduce",
+                    step,
+                    amount,
+                    group,
+                    step + 1,
+                    lane=Lane.COMMUNICATION,
+                ),
+                Event(Kind.WAIT, issues[rank], done, "all_reduce", step, 0, group, step + 1),
+                Event(Kind.BACKWARD, at[rank], done, "backward", step),
+                Event(Kind.OPTIMIZER, done, end, "optimizer", step),
+                Event(Kind.STEP, previous, end, "step", step),
+            ]
+            at[rank] = end
+    return by_rank
