@@ -15,7 +15,7 @@ from paceline.core.workload import Dataset, Layer, Operation, Workload
 SECONDS = st.floats(0, 1e6)
 COUNT = st.integers(1, 2**40)
 SOURCE = st.sampled_from(["datasheet", "probe", "fit"])
-OPERATOR = st.sampled_from(["matmul", "convolution", "normalization", "elementwise"])
+OPERATOR = st.sampled_from(["matmul", "convolution", "layer_norm", "elementwise"])
 PHASE = st.sampled_from(["forward", "backward", "optimizer"])
 QUANTITY = st.builds(Quantity, value=SECONDS, source=SOURCE)
 

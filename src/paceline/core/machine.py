@@ -19,10 +19,14 @@ Operator = Literal[
     "matmul",
     "convolution",
     "attention",
-    "normalization",
+    "batch_norm",
+    "layer_norm",
+    "softmax",
     "pooling",
     "embedding",
     "elementwise",
+    "transcendental",
+    "random",
     "view",
 ]
 
@@ -78,14 +82,15 @@ class Overhead(Record):
     """Seconds that one operator costs however little it computes.
 
     Attributes:
-        operator: the class, or ``step`` for what a phase costs once however few operators it has.
+        operator: the class; ``step`` for what a phase costs once, however few operators it has;
+            ``ddp`` for what DistributedDataParallel adds once to a phase, collectives aside.
         phase: of the training step.
         threads: compute threads of the process.
         processes: processes that compute at the same time on the node, this one included.
         seconds: per call.
     """
 
-    operator: Operator | Literal["step"]
+    operator: Operator | Literal["step", "ddp"]
     phase: Phase
     threads: int
     processes: int
@@ -105,6 +110,7 @@ class Device(Record):
         cache_bytes: last level, shared by the cores.
         bandwidth_bytes_per_s: to memory, one process alone.
         bandwidth_shared_bytes_per_s: the same for each of two processes at once.
+        first_touch_bytes_per_s: writing memory that the process has just got from the system.
         rates: curves per operator class, dtype, threads and busy processes.
         overheads: seconds per operator.
     """
@@ -117,6 +123,7 @@ class Device(Record):
     cache_bytes: Quantity | None = None
     bandwidth_bytes_per_s: Quantity | None = None
     bandwidth_shared_bytes_per_s: Quantity | None = None
+    first_touch_bytes_per_s: Quantity | None = None
     rates: tuple[Rate, ...] = ()
     overheads: tuple[Overhead, ...] = ()
 

@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
             return result
         dtype = next((one.dtype for one in tensors_in(result)), torch.float32)
         flops = count_flops(func, args, kwargs, result)
-        bytes_ = 0 if operator == "view" else count_bytes(args, kwargs, result)
+        bytes_ = 0 if operator == "view" else count_bytes(func, args, kwargs, result)
         key = (self.phase, operator, str(dtype).removeprefix("torch."), flops, bytes_)
         self._counts[self._layer(args)][key] += 1
         return result
@@ -245,9 +245,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         if node is None:
             return ""
         if hasattr(node, "variable"):  # AccumulateGrad
-            return self._owner_of.get(id(node.variable), "")
+            return str(self._owner_of.get(id(node.variable), ""))
         at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1  # noqa: SLF001
-        return str(self._sequence_layer[at]) if at >= 0 else ""
+        return self._sequence_layer[at] if at >= 0 else ""
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers that did or hold something, in order of their first call."""

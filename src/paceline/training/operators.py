@@ -12,39 +12,25 @@ if TYPE_CHECKING:
 
     from paceline.core.machine import Operator
 
-# By the first part of the operator's name that matches; whatever matches nothing moves data once
-# and computes little, as elementwise operators do.
-_CLASSES: tuple[tuple[str, Operator], ...] = (
-    ("_scaled_dot_product", "attention"),
-    ("_flash_attention", "attention"),
-    ("_efficient_attention", "attention"),
-    ("_thnn_fused_lstm", "matmul"),
-    ("mkldnn_rnn", "matmul"),
-    ("addmm", "matmul"),
-    ("addmv", "matmul"),
-    ("baddbmm", "matmul"),
-    ("bmm", "matmul"),
-    ("mm", "matmul"),
-    ("mv", "matmul"),
-    ("convolution", "convolution"),
-    ("_convolution", "convolution"),
-    ("native_batch_norm", "normalization"),
-    ("_native_batch_norm", "normalization"),
-    ("_batch_norm", "normalization"),
-    ("native_layer_norm", "normalization"),
-    ("native_group_norm", "normalization"),
-    ("_fused_rms_norm", "normalization"),
-    ("_softmax", "normalization"),
-    ("_safe_softmax", "normalization"),
-    ("_log_softmax", "normalization"),
-    ("max_pool", "pooling"),
-    ("avg_pool", "pooling"),
-    ("adaptive_max_pool", "pooling"),
-    ("adaptive_avg_pool", "pooling"),
-    ("_adaptive_avg_pool", "pooling"),
-    ("upsample", "pooling"),
-    ("embedding", "embedding"),
-)
+# By how the operator's name begins; what matches nothing moves data once and computes little, as
+# elementwise operators do. A backward operator is of its forward one's class.
+_CLASSES: dict[Operator, tuple[str, ...]] = {
+    "attention": ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
+    "matmul": ("addmm", "addmv", "baddbmm", "bmm", "mm", "mv", "mkldnn_rnn", "_thnn_fused"),
+    "convolution": ("convolution", "_convolution"),
+    "batch_norm": ("native_batch_norm", "_native_batch_norm", "_batch_norm"),
+    "layer_norm": ("native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    "softmax": ("_softmax", "_safe_softmax", "_log_softmax"),
+    "pooling": (
+        *("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"),
+        *("_adaptive_avg_pool", "upsample"),
+    ),
+    "embedding": ("embedding",),
+    "transcendental": ("gelu", "silu", "exp", "log", "tanh", "sigmoid", "erf", "pow", "sin", "cos"),
+    "random": ("bernoulli", "native_dropout", "rand", "normal", "uniform", "multinomial"),
+}
+# Cheap although they begin like a costly one: they work on a result that is known already.
+_CHEAP = ("tanh_backward", "sigmoid_backward", "logical")
 
 # Results that share their argument's storage, and bare allocations: dispatch is all they cost.
 _VIEWS = frozenset(
@@ -74,6 +60,9 @@ _VIEWS = frozenset(
     ]
 )
 
+# These read from their first argument only what they return.
+_LOOKUPS = frozenset(["aten::embedding", "aten::index", "aten::index_select", "aten::gather"])
+
 # Seen in a dispatch mode but no work of the step: autograd's own bookkeeping and profiler marks.
 _IGNORED = frozenset(["detach", "lift_fresh"])
 
@@ -87,9 +76,10 @@ def classify(function: Any) -> Operator | None:
         return None
     if name in _VIEWS:
         return "view"
-    for prefix, operator in _CLASSES:
-        if name.startswith(prefix):
-            return operator
+    if not name.startswith(_CHEAP):
+        for operator, prefixes in _CLASSES.items():
+            if name.startswith(prefixes):
+                return operator
     return "elementwise"
 
 
@@ -127,7 +117,13 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return []
 
 
-def count_bytes(args: Any, kwargs: Any, result: Any) -> int:
+def count_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one call reads and writes; an expanded tensor counts once."""
-    tensors = tensors_in(args) + tensors_in(kwargs) + tensors_in(result)
+    arguments = tensors_in(args) + tensors_in(kwargs)
+    if function._schema.name in _LOOKUPS:  # noqa: SLF001
+        return _nbytes(tensors_in(result)) * 2 + _nbytes(arguments[1:])
+    return _nbytes(arguments) + _nbytes(tensors_in(result))
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
     return int(sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors))

@@ -1,0 +1,41 @@
+"""``paceline probe``: this machine, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(epilog="Example: paceline probe --out machine.json")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write [default: in the user's cache]."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder whose storage is measured [default: the working one].",
+)
+@click.option("--quick", is_flag=True, help="Rougher, in about a third of the time.")
+@click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON on stdout.")
+def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
+    """Measure this machine: compute, memory, links between processes, storage.
+
+    Takes up to 20 seconds; leave the machine alone meanwhile. `paceline plan` predicts from it.
+    """
+    from paceline.core.config import cache_folder
+    from paceline.core.files import commit_text
+    from paceline.launch.probe import measure, summary
+
+    machine = measure(folder, quick=quick, tell=lambda text: click.echo(f"probe: {text}", err=True))
+    path = out or cache_folder() / "machine.json"
+    if out is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    commit_text(path, machine.to_text())
+    click.echo(f"probe: wrote {path}", err=True)
+    if as_json:
+        click.echo(machine.to_text(), nl=False)
+        return
+    for line in summary(machine):
+        click.echo(line)

@@ -1,0 +1,236 @@
+"""Measures this node into a Machine, in at most about 20 seconds. The loop begins here.
+
+What needs torch runs in processes of its own (`probe_worker`): one alone, with one thread and with
+all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
+What cannot be measured here is named in `Machine.missing` instead of being guessed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import DeadlineExceeded, Missing, PacelineError
+from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
+from paceline.launch import node
+from paceline.launch.budget import allowed_cores, share
+from paceline.launch.probe_links import measure_links
+from paceline.launch.probe_storage import measure_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.core.machine import Tier
+
+DEADLINE_S = 60.0
+PAIR = 2
+Measured = list[dict[str, Any]]
+
+
+def measure(
+    folder: Path, *, quick: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Machine:
+    """Return this node as a Machine.
+
+    Args:
+        folder: whose storage is measured; it must be writable.
+        quick: fewer sizes and repetitions: rougher, in about a third of the time.
+        tell: called with what is being measured.
+    """
+    missing: list[str] = []
+    cores = len(allowed_cores())
+    tell(f"{cores} cores of {node.cpu_name()}")
+    tell("links between two processes")
+    links = _links(missing, quick=quick)
+    tell(f"storage of {folder}")
+    tiers = _tiers(folder, missing, quick=quick)
+    workers: Measured = []
+    for ranks in (1, PAIR):
+        tell("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
+        try:
+            workers += _run_workers(ranks, quick=quick)
+        except PacelineError as problem:
+            missing.append(f"compute of {ranks} process(es): {problem}")
+            break
+    return Machine(
+        name=platform.node() or "this node",
+        devices=(_device(cores, workers),),
+        links=(*links, *_collectives(workers)),
+        tiers=tiers,
+        missing=tuple(missing),
+    )
+
+
+def _probed(value: float) -> Quantity:
+    return Quantity(value=value, source="probe")
+
+
+def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:
+    try:
+        measured = measure_links(rounds=300 if quick else 2000, deadline_s=DEADLINE_S / 4)
+    except (PacelineError, OSError) as problem:
+        missing.append(f"links between processes: {problem}")
+        return ()
+    return tuple(
+        Link(level=level, latency_s=_probed(latency_s), bandwidth_bytes_per_s=_probed(bandwidth))
+        for level, (latency_s, bandwidth) in sorted(measured.items(), key=lambda one: one[1][0])
+    )
+
+
+def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]:
+    try:
+        return (measure_folder(folder, quick=quick),)
+    except PacelineError as problem:
+        missing.append(f"storage: {problem}")
+        return ()
+
+
+def _run_workers(ranks: int, *, quick: bool) -> Measured:
+    """Run `ranks` workers at once and return their answers in order of rank.
+
+    Raises:
+        Missing: torch is not installed, or a worker failed.
+        DeadlineExceeded: a worker did not answer in time.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise Missing(
+            "torch is not installed",
+            why="compute is measured with the framework that trains",
+            fix="pip install 'paceline[torch]'",
+        )
+    allowed = allowed_cores()
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as meeting:
+        running = []
+        for rank in range(ranks):
+            mine = share(allowed, rank, ranks, environ={})
+            settings = {
+                "ranks": ranks,
+                "rank": rank,
+                "cores": mine.cores,
+                "threads": sorted({1, mine.threads}) if ranks == 1 else [mine.threads],
+                "budget_s": 0.002 if quick else 0.007,
+                "rounds": 1 if quick else 3,
+                "quick": quick,
+                "meeting": str(Path(meeting) / "store"),
+                "deadline_s": DEADLINE_S,
+            }
+            running.append(_start(settings))
+        try:
+            return [_answer(process, rank) for rank, process in enumerate(running)]
+        finally:
+            for process in running:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def _start(settings: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline.launch.probe_worker", json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
+    try:
+        out, errors = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(
+            "the measurement did not end", where=f"process {rank}", why=f"{DEADLINE_S} s passed"
+        ) from None
+    if process.returncode:
+        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        raise Missing("the measurement failed", where=f"process {rank}", why=last[0])
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def _device(cores: int, workers: Measured) -> Device:
+    # Of the two ranks that ran at once the first speaks for both: they measured the same.
+    configurations = [one for worker in workers[:2] for one in worker["configurations"]]
+    memory = {one["processes"]: one["memory"] for one in configurations}
+    alone, shared = memory.get(1), memory.get(PAIR)
+    cache = node.cache_bytes()
+    overheads = [Overhead.from_json(one) for each in configurations for one in each["overheads"]]
+    return Device(
+        name=node.cpu_name(),
+        kind="cpu",
+        cores=cores,
+        memory_bytes=_probed(float(node.memory_bytes())),
+        cache_bytes=Quantity(value=float(cache), source="datasheet") if cache else None,
+        bandwidth_bytes_per_s=_probed(alone["bandwidth"]) if alone else None,
+        bandwidth_shared_bytes_per_s=_probed(shared["bandwidth"]) if shared else None,
+        first_touch_bytes_per_s=_probed(alone["first_touch"]) if alone else None,
+        rates=tuple(Rate.from_json(one) for each in configurations for one in each["rates"]),
+        overheads=(*overheads, *_ddp(workers[1:])),
+    )
+
+
+def _ddp(pair: Measured) -> tuple[Overhead, ...]:
+    return tuple(
+        Overhead(
+            operator="ddp",
+            phase=phase,
+            threads=pair[0]["configurations"][0]["threads"],
+            processes=PAIR,
+            seconds=_probed(sum(worker["ddp"][phase] for worker in pair) / len(pair)),
+        )
+        for phase in ("forward", "backward")
+        if pair
+    )
+
+
+def _collectives(workers: Measured) -> tuple[Link, ...]:
+    for worker in workers:
+        if "collectives" in worker:
+            return tuple(
+                Link(
+                    level="gloo",
+                    operation=operation,
+                    latency_s=_probed(latency_s),
+                    bandwidth_bytes_per_s=_probed(bandwidth),
+                )
+                for operation, (latency_s, bandwidth) in worker["collectives"].items()
+            )
+    return ()
+
+
+def summary(machine: Machine) -> list[str]:
+    """Return the machine in a few lines for people."""
+    device = machine.devices[0]
+    lines = [f"{device.name}, {device.cores} cores, {device.memory_bytes.value / 2**30:.1f} GiB"]
+    for rate in device.rates:
+        if rate.operator in ("matmul", "convolution") and rate.phase == "forward":
+            best = max(point.rate_per_s for point in rate.points)
+            lines.append(
+                f"{rate.operator} {rate.dtype}: {best / 1e9:.0f} GFLOP/s with {rate.threads} "
+                f"thread(s), {rate.processes} process(es) at once"
+            )
+    if device.bandwidth_bytes_per_s and device.bandwidth_shared_bytes_per_s:
+        lines.append(
+            f"memory: {device.bandwidth_bytes_per_s.value / 1e9:.1f} GB/s alone, "
+            f"{device.bandwidth_shared_bytes_per_s.value / 1e9:.1f} GB/s each of two"
+        )
+    lines += [
+        f"{link.level} {link.operation}: {link.latency_s.value * 1e6:.1f} us, "
+        f"{link.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s"
+        for link in machine.links
+    ]
+    lines += [
+        f"{tier.name} ({tier.kind}): {tier.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s, "
+        f"open+stat {tier.open_latency_s.value * 1e6:.0f} us"
+        for tier in machine.tiers
+    ]
+    return lines + [f"not measured: {one}" for one in machine.missing]

@@ -1,0 +1,204 @@
+"""The small computations whose speed makes up a Machine. Imports torch: only a probe loads it.
+
+Each kernel is one operator class with its backward. A chain of tiny ones gives the overhead per
+operator, single larger ones give the rate. Which operators a kernel really runs is not assumed:
+they are counted as `training.capture` counts those of a model, so both speak of the same work.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
+from torch import nn
+
+from paceline.core.machine import Operator
+from paceline.training.capture import TrainingStep, capture
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Phase
+    from paceline.core.workload import Operation
+
+WARMUP_COUNT = 2
+LEAST_COUNT = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One operator class at one size.
+
+    Attributes:
+        operator: that dominates it.
+        layer: makes a module that maps a tensor to one of the same shape, or to any when it is not
+            tiny.
+        shape: of its input.
+        dtype: of input and parameters.
+    """
+
+    operator: Operator
+    layer: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """Fused attention of a tensor with itself."""
+
+    def forward(self, x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803  # shape letters
+        """Return the attended values."""
+        return F.scaled_dot_product_attention(x_BHSD, x_BHSD, x_BHSD)
+
+
+class Lookup(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """Rows of a table by index; the scaling gives the indices a gradient path of their own."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+
+    def forward(self, x_BW: torch.Tensor) -> torch.Tensor:  # noqa: N803  # shape letters
+        """Return x plus the row of each sample."""
+        index = torch.arange(x_BW.shape[0], device=x_BW.device) % self.table.num_embeddings
+        return x_BW + self.table(index)
+
+
+class Transpose(nn.Module):  # type: ignore[misc]  # torch is not typed for us
+    """A view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x transposed."""
+        return x.t()
+
+
+def _linear(width: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(width, width)
+
+
+def _conv(channels: int, size: int = 3) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(channels, channels, size, padding=size // 2)
+
+
+def _pool() -> nn.Module:
+    return nn.MaxPool2d(2)
+
+
+def _pool_tiny() -> nn.Module:
+    return nn.MaxPool2d(3, stride=1, padding=1)
+
+
+@functools.cache
+def tiny_kernels() -> list[Kernel]:
+    """Return kernels whose time is all overhead; a view first, since the others contain views."""
+    return [
+        Kernel(operator="view", layer=Transpose, shape=(8, 8)),
+        Kernel(operator="elementwise", layer=nn.ReLU, shape=(8, 8)),
+        Kernel(operator="transcendental", layer=nn.GELU, shape=(8, 8)),
+        Kernel(operator="random", layer=lambda: nn.Dropout(0.5), shape=(8, 8)),
+        Kernel(operator="matmul", layer=_linear(8), shape=(8, 8)),
+        Kernel(operator="convolution", layer=_conv(2), shape=(2, 2, 4, 4)),
+        Kernel(operator="batch_norm", layer=lambda: nn.BatchNorm2d(2), shape=(2, 2, 4, 4)),
+        Kernel(operator="layer_norm", layer=lambda: nn.LayerNorm(8), shape=(8, 8)),
+        Kernel(operator="softmax", layer=lambda: nn.Softmax(-1), shape=(8, 8)),
+        Kernel(operator="pooling", layer=_pool_tiny, shape=(2, 2, 4, 4)),
+        Kernel(operator="embedding", layer=lambda: Lookup(8, 8), shape=(8, 8)),
+        Kernel(operator="attention", layer=Attention, shape=(1, 1, 4, 8)),
+    ]
+
+
+@functools.cache
+def rate_kernels(*, quick: bool) -> list[Kernel]:
+    """Return kernels of rising size for each class; `quick` keeps one size of each."""
+    sizes: list[tuple[Operator, list[tuple[Callable[[], nn.Module], tuple[int, ...]]]]] = [
+        ("matmul", [(_linear(w), (m, w)) for m, w in ((32, 128), (64, 256), (128, 512))]),
+        ("matmul", [(_linear(1024), (256, 1024))]),
+        ("convolution", [(_conv(c), (b, c, s, s)) for b, c, s in ((8, 8, 8), (16, 16, 16))]),
+        ("convolution", [(_conv(c), (b, c, s, s)) for b, c, s in ((16, 32, 16), (16, 64, 16))]),
+        ("elementwise", [(nn.ReLU, (n, 1024)) for n in (16, 64, 256, 1024)]),
+        ("transcendental", [(nn.GELU, (n, 1024)) for n in (16, 64, 256, 1024)]),
+        ("random", [(lambda: nn.Dropout(0.5), (n, 1024)) for n in (16, 256)]),
+        ("batch_norm", [(lambda: nn.BatchNorm2d(16), (n, 16, 16, 16)) for n in (4, 32, 128)]),
+        ("layer_norm", [(lambda: nn.LayerNorm(256), (n, 256)) for n in (64, 1024, 4096)]),
+        ("softmax", [(lambda: nn.Softmax(-1), (n, 64)) for n in (256, 4096, 16384)]),
+        ("pooling", [(_pool, (n, 16, 16, 16)) for n in (4, 32, 128)]),
+        ("embedding", [(lambda: Lookup(256, 128), (n, 128)) for n in (256, 2048)]),
+        ("attention", [(Attention, (b, 4, s, 32)) for b, s in ((4, 32), (8, 64), (16, 128))]),
+    ]
+    kernels = [
+        Kernel(operator=operator, layer=layer, shape=shape)
+        for operator, variants in sizes
+        for layer, shape in (variants[-1:] if quick else variants)
+    ]
+    kernels += [
+        Kernel(operator="matmul", layer=_linear(w), shape=(m, w), dtype=torch.bfloat16)
+        for m, w in ((64, 256), (256, 1024))[1 if quick else 0 :]
+    ]
+    return kernels
+
+
+@functools.cache
+def operations_of(kernel: Kernel, length: int = 1) -> tuple[Operation, ...]:
+    """Return what a chain of the kernel runs, as `capture` counts it in a model."""
+    module = _chain(kernel, length)
+    inputs = torch.zeros(kernel.shape, dtype=kernel.dtype, requires_grad=True)
+    workload = capture(TrainingStep(module=module, inputs=inputs))
+    # The chain itself holds only the loss, which `time_phases` does without.
+    return tuple(one for layer in workload.layers if layer.name for one in layer.operations)
+
+
+def _chain(kernel: Kernel, length: int) -> nn.Module:
+    return nn.Sequential(*(kernel.layer() for _ in range(length))).to(kernel.dtype)
+
+
+def typical_s(samples: list[float]) -> float:
+    """Return the fifth-smallest part of the samples: what a call takes when nothing disturbs it.
+
+    The median would be right on an idle node; a neighbour that takes the core for some of the time
+    must not be measured as a property of the machine.
+    """
+    return sorted(samples)[len(samples) // 5]
+
+
+def time_phases(kernel: Kernel, length: int, budget_s: float) -> dict[Phase, float]:
+    """Return seconds of forward and of backward of a chain of the kernel.
+
+    The gradient that comes in is dense, as in a network: some backward operators are several times
+    slower on the broadcast one that a sum as loss would give.
+    """
+    module = _chain(kernel, length)
+    inputs = torch.randn(kernel.shape, dtype=torch.float32).to(kernel.dtype).requires_grad_()
+    with torch.no_grad():
+        gradient = torch.ones_like(module(inputs))
+    forward, backward = [], []
+    end = time.perf_counter() + budget_s
+    count = 0
+    while count < WARMUP_COUNT + LEAST_COUNT or time.perf_counter() < end:
+        module.zero_grad()
+        inputs.grad = None
+        begin = time.perf_counter()
+        output = module(inputs)
+        middle = time.perf_counter()
+        output.backward(gradient)
+        if count >= WARMUP_COUNT:
+            forward.append(middle - begin)
+            backward.append(time.perf_counter() - middle)
+        count += 1
+    return {"forward": typical_s(forward), "backward": typical_s(backward)}
+
+
+def time_calls(function: Callable[[], Any], budget_s: float) -> float:
+    """Return the typical seconds of one call."""
+    samples = []
+    end = time.perf_counter() + budget_s
+    count = 0
+    while count < WARMUP_COUNT + LEAST_COUNT or time.perf_counter() < end:
+        begin = time.perf_counter()
+        function()
+        if count >= WARMUP_COUNT:
+            samples.append(time.perf_counter() - begin)
+        count += 1
+    return typical_s(samples)
