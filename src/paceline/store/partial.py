@@ -88,7 +88,12 @@ class PartialPack:
             self._refuse_existing()
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir()
-            self._lock = self._try_lock()
+            try:
+                self._lock = self._try_lock()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()  # if it is empty
+                raise
         try:
             self._clear()
         except BaseException:

@@ -26,7 +26,7 @@ class Source:
         lengths: bytes of each file when it was seen.
         labels: position in `classes` of each file's top-level folder; -1 for a file at the root.
         folders: relative paths of all folders, also of empty ones.
-        classes: the top-level folders.
+        classes: the top-level folders, sorted by name.
     """
 
     root: bytes
@@ -69,6 +69,9 @@ def scan(root: bytes, *, follow_symlinks: bool) -> Source:
     # A stack of sorted listings instead of recursion: trees may be deeper than Python's stack.
     ancestors = [(status.st_dev, status.st_ino)]
     stack = [_sorted_entries(root, b"", follow_symlinks=follow_symlinks)]
+    # Classes are numbered by their plain names, as every image folder reader does it.
+    source.classes = sorted(name[:-1] for name, _, identity in stack[0] if identity is not None)
+    label_of = {name: label for label, name in enumerate(source.classes)}
     label = -1
     while stack:
         if not stack[-1]:
@@ -89,8 +92,7 @@ def scan(root: bytes, *, follow_symlinks: bool) -> Source:
                 fix="Remove the link",
             )
         if len(stack) == 1:
-            label = len(source.classes)
-            source.classes.append(name[:-1])
+            label = label_of[name[:-1]]
         source.folders.append(name[:-1])
         ancestors.append(identity)
         stack.append(_sorted_entries(root, name, follow_symlinks=follow_symlinks))

@@ -1,0 +1,185 @@
+"""The verbs pack and store as a user meets them: output, exit codes, and never torch."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli import pack as pack_verb
+from paceline.core.clock import ManualClock
+from paceline.store import PackProgress, open_pack
+
+ODD = "cat/\u00e9\n\\\udcff.txt"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, body in (("cat/a.bin", bytes(range(256))), ("dog/b.txt", b"wuff"), (ODD, b"odd")):
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    return tmp_path
+
+
+WITHOUT_TORCH = """
+import sys
+from paceline.cli.app import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules, "torch was loaded"
+"""
+
+
+def paceline(folder, *args, **options):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *args],
+        cwd=folder,
+        capture_output=True,
+        timeout=120,
+        **options,
+    )
+
+
+def test_pack_ls_cat_verify(folder):
+    done = paceline(folder, "pack", "source", "pack", "--shard-size", "1KiB")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode()
+    assert "packed 3 samples in 2 classes, 263 bytes, into 1 shards" in text
+    assert "files/s" in text
+    assert "MB/s" in text
+    assert "opens per epoch: 3 -> 2" in text
+    listing = paceline(folder, "store", "ls", "pack", env={**os.environ, "PYTHONUTF8": "1"})
+    assert listing.returncode == 0
+    assert listing.stdout.decode().splitlines() == [
+        "         256      0 cat/a.bin",
+        "           3      0 cat/\u00e9\\n\\\\\\xff.txt",
+        "           4      1 dog/b.txt",
+    ]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert b"cat/\\xe9\\n" in paceline(folder, "store", "ls", "pack", env=ascii_only).stdout
+    body = paceline(folder, "store", "cat", "pack", "cat/a.bin")
+    assert body.stdout == bytes(range(256))
+    assert paceline(folder, "store", "cat", "pack", os.fsencode(ODD)).stdout == b"odd"
+    whole = paceline(folder, "store", "verify", "pack")
+    assert (whole.returncode, whole.stdout) == (0, b"3 samples, 263 bytes: all whole\n")
+
+
+def test_json_is_one_object_with_a_version(folder):
+    plan = paceline(folder, "pack", "source", "pack", "--dry-run", "--json")
+    planned = json.loads(plan.stdout)
+    assert planned["dry_run"] is True
+    assert not (folder / "pack").exists()
+    packed = json.loads(paceline(folder, "pack", "source", "pack", "--json").stdout)
+    assert packed["version"] == 1
+    assert packed["pack_bytes"] == planned["pack_bytes"]
+    listed = json.loads(paceline(folder, "store", "ls", "pack", "--json").stdout)
+    assert listed["version"] == 1
+    assert listed["class_names"] == ["cat", "dog"]
+    assert listed["samples"][1] == {"name": "cat/\u00e9\n\\\\xff.txt", "bytes": 3, "label": 0}
+    verified = json.loads(paceline(folder, "store", "verify", "pack", "--json").stdout)
+    assert (verified["ok"], verified["damaged"], verified["sample_count"]) == (True, [], 3)
+
+
+def test_a_dry_run_says_what_it_would_do(folder):
+    done = paceline(folder, "pack", "source", "pack", "--dry-run")
+    assert done.stdout.startswith(b"would pack 3 samples")
+    assert not (folder / "pack").exists()
+
+
+def test_damage_is_named_with_exit_code_4(folder):
+    paceline(folder, "pack", "source", "pack")
+    shard = folder / "pack" / "shard-00000.pace"
+    content = bytearray(shard.read_bytes())
+    content[64] ^= 1
+    content[-64] ^= 1
+    shard.write_bytes(content)
+    done = paceline(folder, "store", "verify", "pack")
+    assert done.returncode == 4
+    assert b"sample 0 'cat/a.bin' is damaged" in done.stderr
+    assert b"sample 2 'dog/b.txt' is damaged" in done.stderr
+    assert b"2 of 3 samples are damaged" in done.stderr
+    done = paceline(folder, "store", "verify", "pack", "--json")
+    assert done.returncode == 4
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    assert [one["code"] for one in report["damaged"]] == ["CorruptPack", "CorruptPack"]
+    done = paceline(folder, "store", "cat", "pack", "dog/b.txt")
+    assert (done.returncode, done.stdout) == (4, b"")
+    assert b"expected" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("pack", "nowhere", "pack"), 2, b"no such folder to pack"),
+        (("pack", "source", "source"), 2, b"the destination exists"),
+        (("pack", "source", "source/pack"), 2, b"inside the source"),
+        (("pack", "source", "pack", "--shard-size", "huge"), 2, b"not a size"),
+        (("pack", "source", "pack", "--shard-size", "1"), 2, b"holds no sample"),
+        (("store", "ls", "nowhere"), 2, b"no pack here"),
+        (("store", "cat", "source", "x"), 2, b"no pack here"),
+        (("store", "verify", "nowhere"), 2, b"no pack here"),
+    ],
+)
+def test_misuse_has_exit_code_2(folder, args, code, text):
+    done = paceline(folder, *args)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["source"]
+
+
+def test_the_environment_and_the_file_set_options(folder):
+    (folder / "paceline.toml").write_text("[pack]\nshard_bytes = 128\n")
+    paceline(folder, "pack", "source", "one")
+    environment = {**os.environ, "PACELINE_PACK__SHARD_BYTES": "1000000"}
+    paceline(folder, "pack", "source", "two", env=environment)
+    paceline(folder, "pack", "source", "three", "--shard-size", "384", env=environment)
+    counts = []
+    for name in ("one", "two", "three"):
+        with open_pack(folder / name) as pack:
+            counts.append(pack.shard_count)
+    assert counts == [3, 1, 2]
+
+
+def test_a_terminal_gets_a_bar_on_stderr_alone(folder):
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    options = {"cwd": folder, "stderr": terminal, "stdout": subprocess.PIPE, "timeout": 120}
+    done = subprocess.run([*command, "pack", "source", "pack", "--json"], check=True, **options)
+    assert json.loads(done.stdout)["sample_count"] == 3
+    done = subprocess.run([*command, "store", "verify", "pack", "--json"], check=True, **options)
+    assert json.loads(done.stdout)["ok"]
+    os.close(terminal)
+    shown = os.read(controller, 1 << 16)
+    os.close(controller)
+    assert b"packing" in shown
+    assert b"verified 3 of 3 samples" in shown
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds(capsys):
+    clock = ManualClock()
+    show = pack_verb._line_printer(clock)
+    for k in range(41):
+        show(PackProgress(sample_count=k, sample_total=40, byte_count=k * 1000, byte_total=40_000))
+        clock.advance(1)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert [line.split()[1] for line in lines] == ["10", "20", "30", "40"]
+    assert lines[0] == "packing: 10 of 40 samples, 10.0 kB of 40.0 kB"
+
+
+def test_sizes_read_and_written():
+    assert pack_verb.size_bytes("256 MiB".replace(" ", "")) == 256 << 20
+    assert [pack_verb.size_bytes(text) for text in ("7", "2k", "1G", "1.5KB")] == [
+        7,
+        2048,
+        1 << 30,
+        1536,
+    ]
+    assert pack_verb.format_bytes(1_500_000) == "1.5 MB"
+    assert pack_verb.format_bytes(10**16) == "10000.0 TB"
