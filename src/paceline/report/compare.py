@@ -33,8 +33,8 @@ class PhaseComparison(Record):
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured; None when there is no such number."""
-        if self.predicted_s is None or self.measured_s <= 0:
+        """Predicted over measured; None where nothing was predicted or measured."""
+        if not self.predicted_s or self.measured_s <= 0:
             return None
         return self.predicted_s / self.measured_s
 

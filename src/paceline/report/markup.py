@@ -1,0 +1,74 @@
+"""HTML as text, with one rule: what is not `Html` already is escaped."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Html(str):
+    """Markup that this program made; every other string is somebody's text."""
+
+    __slots__ = ()
+
+
+def markup(content: object) -> str:
+    """Return `content` as markup: escaped, unless it is `Html`."""
+    return content if isinstance(content, Html) else escape(str(content))
+
+
+def section(title: str, note: object, *parts: str) -> str:
+    """Return a section with its heading and a line on how to read it."""
+    told = f'<p class="note">{markup(note)}</p>' if note else ""
+    return f"<section><h2>{markup(title)}</h2>{told}{''.join(parts)}</section>"
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, total: bool = False
+) -> str:
+    """Return a table; columns after the first `names` hold numbers and are set to the right.
+
+    Args:
+        heads: of the columns.
+        rows: of cells.
+        names: how many columns, from the left, hold words.
+        total: whether the last row is the sum of the others.
+    """
+    styles = ["name" if i < names else "n" for i in range(len(heads))]
+    head = "".join(
+        f'<th scope="col" class="{style}">{markup(one)}</th>'
+        for style, one in zip(styles, heads, strict=True)
+    )
+    lines = [
+        "".join(
+            f'<td class="{style}">{markup(cell)}</td>'
+            for style, cell in zip(styles, row, strict=True)
+        )
+        for row in rows
+    ]
+    last = len(lines) - 1
+    body = "".join(
+        f"<tr{' class=total' if total and i == last else ''}>{one}</tr>"
+        for i, one in enumerate(lines)
+    )
+    return (
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def details(summary: str, body: str) -> str:
+    """Return `body` folded away under `summary`."""
+    return f"<details><summary>{markup(summary)}</summary>{body}</details>"
+
+
+def figures(items: Iterable[tuple[str, str, str]]) -> str:
+    """Return key figures: name, value, and what to know of it."""
+    boxes = "".join(
+        f"<div><dt>{markup(name)}</dt><dd>{markup(value)}<small>{markup(note)}</small></dd></div>"
+        for name, value, note in items
+    )
+    return f'<dl class="figures">{boxes}</dl>'

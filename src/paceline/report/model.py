@@ -1,0 +1,266 @@
+"""Gathers all that a report shows, once, from a run's folder: numbers without drawing.
+
+The terminal, the HTML page and ``--json`` render the same `Report`, so they cannot disagree. What a
+run that ended badly did not leave is None or empty, and is shown as missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.core.breakdown import Breakdown
+from paceline.core.errors import ConfigError, CorruptData, NotFound
+from paceline.core.files import read_text
+from paceline.core.machine import Machine
+from paceline.launch.result import RunResult, load_result
+from paceline.perf import Estimate
+from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.report.compare import Comparison, compare
+from paceline.report.words import failure_words, meeting_place, verdict
+from paceline.trace.blame import Straggler, blame, lateness_s
+from paceline.trace.communication import Traffic, communication
+from paceline.trace.events import SYNCHRONISING
+from paceline.trace.merge import Trace, load_run
+from paceline.trace.phases import RankPhases, phases, step_time_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Report:
+    """Everything that is known of a run.
+
+    Attributes:
+        run: its folder.
+        words: the verdict.
+        trace: its events on one clock.
+        parts: seconds by step and phase, one for each rank that left a trace.
+        late_s: lateness, shape (ranks, steps).
+        stragglers: who was late, the costliest first.
+        traffic: its collectives.
+        comparison: the undisturbed step beside its prediction.
+        result: None when the run did not come to write one.
+        machine: that it ran on.
+        estimate: the prediction, if there was one.
+        versions: of what took part.
+        config: values with their origins, the script and its arguments.
+    """
+
+    run: Path
+    words: str
+    trace: Trace
+    parts: tuple[RankPhases, ...]
+    late_s: np.ndarray
+    stragglers: tuple[Straggler, ...]
+    traffic: tuple[Traffic, ...]
+    comparison: Comparison
+    result: RunResult | None
+    machine: Machine | None
+    estimate: Estimate | None
+    versions: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the run had."""
+        return self.trace.world_size
+
+    @property
+    def steps(self) -> int:
+        """Steps that every rank completed."""
+        return min((one.steps for one in self.parts), default=0)
+
+    @property
+    def step_time_s(self) -> float:
+        """Median over steps of the slowest rank's step time."""
+        return step_time_s(self.parts)
+
+    @property
+    def total(self) -> Breakdown:
+        """Seconds of the whole loop by phase, the mean over ranks."""
+        return mean_of(self.parts)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that left no trace."""
+        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.parts}))
+
+    @property
+    def dropped_count(self) -> int:
+        """Events that were not recorded or written."""
+        return sum(one.status.dropped_count for one in self.trace.ranks)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The largest rank's peak resident memory."""
+        return max(one.status.peak_memory_bytes for one in self.trace.ranks)
+
+
+def gather(run: Path) -> Report:
+    """Return the report of the run in folder `run`.
+
+    Raises:
+        NotFound: there is no run, or it recorded nothing.
+        CorruptTrace: a trace is damaged; the rank is named.
+        CorruptData: another of the run's files cannot be understood.
+    """
+    if not run.is_dir():
+        raise NotFound("no such run", where=str(run), fix="Give the folder of a run")
+    result = load_result(run) if (run / "result.json").exists() else None
+    trace = _traces(run, result)
+    parts = phases(trace)
+    stragglers = blame(trace, parts)
+    steps = min(one.steps for one in parts)
+    traffic = communication(trace)
+    estimate = _record(Estimate, run / "estimate.json")
+    comparison = compare(
+        parts,
+        stragglers,
+        estimate.breakdown if estimate else None,
+        estimate.step_time_s if estimate else None,
+    )
+    meetings = [
+        one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
+    ]
+    words = verdict(
+        stragglers,
+        world_size=trace.world_size,
+        steps=steps,
+        total=mean_of(parts),
+        failure=result.failure if result else None,
+        place=meeting_place(
+            frozenset(one.operation for one in meetings),
+            sum(one.count for one in meetings) / max(1, steps),
+        ),
+    )
+    return Report(
+        run=run,
+        words=words,
+        trace=trace,
+        parts=parts,
+        late_s=lateness_s(trace, steps),
+        stragglers=stragglers,
+        traffic=traffic,
+        comparison=comparison,
+        result=result,
+        machine=_record(Machine, run / "machine.json"),
+        estimate=estimate,
+        versions=_object(run / "versions.json"),
+        config=_object(run / "config.json"),
+    )
+
+
+def _traces(run: Path, result: RunResult | None) -> Trace:
+    try:
+        return load_run(run)
+    except NotFound as problem:
+        if result is None or result.failure is None:
+            raise
+        raise NotFound(
+            "the run recorded no traces",
+            where=str(run),
+            why=failure_words(result.failure),
+            fix="Its message is in the output of paceline run",
+        ) from problem
+
+
+def mean_of(parts: tuple[RankPhases, ...]) -> Breakdown:
+    """Return the seconds of all steps by phase, the mean over ranks."""
+    total = Breakdown()
+    for one in parts:
+        total += one.breakdown()
+    return total.scaled(1 / max(1, len(parts)))
+
+
+def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
+    """Return what the machine's links promise for one of these collectives, as `perf` prices it.
+
+    None for an operation that the machine has no figure for.
+    """
+    link = machine.link("gloo", traffic.operation) if machine else None
+    if link is None or traffic.ranks < 2:
+        return None
+    if traffic.operation == "all_reduce":
+        return sum(all_reduce_s(link, traffic.typical_bytes, traffic.ranks))
+    return broadcast_s(link, traffic.typical_bytes, traffic.ranks)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as ``paceline report --json`` prints it."""
+    result = report.result
+    return {
+        "version": 1,
+        "kind": "report",
+        "run": str(report.run),
+        "verdict": report.words,
+        "exit_code": result.exit_code if result else None,
+        "failure": _plain(result.failure) if result else None,
+        "world_size": report.world_size,
+        "steps": report.steps,
+        "step_time_s": report.step_time_s,
+        "stragglers": [_plain(one) for one in report.stragglers],
+        "ranks": [
+            {
+                "rank": part.rank,
+                "steps": part.steps,
+                "loop_wall_s": part.loop_wall_s,
+                "peak_memory_bytes": rank.status.peak_memory_bytes,
+                "dropped_count": rank.status.dropped_count,
+                "clock_offset_ns": report.trace.offset_ns[i],
+                "clock_error_ns": report.trace.offset_error_ns[i],
+                "phases": dict(part.breakdown().items()),
+            }
+            for i, (rank, part) in enumerate(zip(report.trace.ranks, report.parts, strict=True))
+        ],
+        "collectives": [
+            {
+                **_plain(one),
+                "bandwidth_bytes_per_s": one.bandwidth_bytes_per_s,
+                "modelled_s": modelled_s(one, report.machine),
+            }
+            for one in report.traffic
+        ],
+        "phases": [_plain(one) for one in report.comparison.phases],
+        "undisturbed_steps": report.comparison.undisturbed_steps,
+        "step_time_error": report.comparison.step_time_error,
+    }
+
+
+def _plain(record: Any) -> Any:
+    if record is None:
+        return None
+    data = record.to_json()
+    del data["version"]
+    return data
+
+
+def _record(cls: type[Any], path: Path) -> Any:
+    """Return the record that a run's file holds; None without the file."""
+    if not path.exists():
+        return None
+    try:
+        return cls.from_text(read_text(path), where=str(path))
+    except ConfigError as problem:
+        raise _not_understood(path, problem) from problem
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(read_text(path))
+    except json.JSONDecodeError as problem:
+        raise _not_understood(path, problem) from problem
+    return data if isinstance(data, dict) else {}
+
+
+def _not_understood(path: Path, problem: Exception) -> CorruptData:
+    return CorruptData(
+        "a file of the run cannot be understood",
+        where=str(path),
+        why=str(problem),
+        fix="Restore it, or move it away to report without it",
+    )
