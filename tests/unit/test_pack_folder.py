@@ -1,5 +1,7 @@
 """Packing a folder: what is taken, what is refused, and what is left behind."""
 
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -318,6 +320,45 @@ def test_two_runs_to_one_destination_do_not_mix(source, tmp_path):
 
     pack_folder(source, tmp_path / "pack", on_progress=second_run)
     assert len(problems) == 1
+    with open_pack(tmp_path / "pack") as pack:
+        assert list(pack.verify()) == []
+
+
+def test_a_rival_that_finishes_between_open_and_lock_wins(source, tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def finish_then_lock(descriptor, operation):
+        (tmp_path / "pack.partial").rename(tmp_path / "pack")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", finish_then_lock)
+    with pytest.raises(DestinationExists):
+        pack_folder(source, tmp_path / "pack")
+    assert left_behind(tmp_path) == ["pack"]
+
+
+def test_a_leftover_that_vanishes_before_it_is_opened_is_made_again(source, tmp_path, monkeypatch):
+    os_open = os.open
+    vanished = []
+
+    def vanish_then_open(path, flags, *args, **kwargs):
+        if str(path).endswith(".partial") and not vanished:
+            vanished.append(path)
+            path.rmdir()
+        return os_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", vanish_then_open)
+    pack_folder(source, tmp_path / "pack")
+    assert vanished
+    assert left_behind(tmp_path) == ["pack"]
+
+
+def test_a_file_system_without_locks_still_packs(source, tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    pack_folder(source, tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert list(pack.verify()) == []
 
