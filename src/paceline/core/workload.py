@@ -80,6 +80,7 @@ class Workload(Record):
         batch: samples that one rank processes per step.
         input_bytes: of one batch, inputs and targets.
         layers: in the order of the forward pass.
+        largest_bytes: of the largest tensor that a step allocates.
         optimizer: name of its class.
         optimizer_bytes: state that it keeps between steps.
         dataset: None when the data are not known.
@@ -91,6 +92,7 @@ class Workload(Record):
     batch: int
     input_bytes: int
     layers: tuple[Layer, ...]
+    largest_bytes: int = 0
     optimizer: str = ""
     optimizer_bytes: int = 0
     dataset: Dataset | None = None

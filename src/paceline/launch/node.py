@@ -155,13 +155,17 @@ def _max_ratio(text: str) -> float | None:
     return None
 
 
-def memory_bytes(root: Path = ROOT) -> int:
-    """Return the memory of the node, or less where a control group says so; 0 if unknown."""
-    total = 0
+def total_memory_bytes(root: Path = ROOT) -> int:
+    """Return the memory of the node; 0 if unknown."""
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-    limit = read_limits(root).memory_bytes
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def memory_bytes(root: Path = ROOT) -> int:
+    """Return the memory that a job may use: the node's, or less where a control group says so."""
+    total, limit = total_memory_bytes(root), read_limits(root).memory_bytes
     return min(total, limit) if limit and total else total or limit or 0
 
 

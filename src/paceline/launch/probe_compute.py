@@ -186,11 +186,19 @@ def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def _update_s(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], count: int, effort: Effort
 ) -> float:
+    """Return seconds of an update that comes, as in training, when other data fill the caches."""
     parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    step = make(parameters).step
-    return min(time_calls(step, effort.budget_s) for _ in range(effort.rounds))
+    optimizer = make(parameters)
+    other = torch.zeros(1 << 20)
+    samples = []
+    for _ in range(4 * effort.rounds + 2):
+        other.add_(1.0)
+        begin = time.perf_counter()
+        optimizer.step()
+        samples.append(time.perf_counter() - begin)
+    return typical_s(samples[2:])
 
 
 def measure_memory(effort: Effort) -> dict[str, float]:

@@ -89,3 +89,4 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))))
+    sys.stdout.flush()

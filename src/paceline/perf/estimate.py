@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from paceline.core.workload import Layer, Workload
 
 SPREAD = 0.25  # half of the interval, relative; bench/predict_small.py is what it rests on
-# The C library keeps this much freed memory; what a step frees beyond goes back to the system and
-# is touched anew in the next step. Source: glibc malloc, M_TRIM_THRESHOLD at its dynamic maximum.
-KEPT_BYTES = 64 << 20
+# Memory that a step frees beyond twice its largest tensor goes back to the system, and the next
+# step pays for touching it anew; about once per step. Source: glibc malloc, the dynamic threshold
+# of mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (at most 32 MiB); page faults counted on four
+# models were 0.5 to 1.5 times what this gives.
+TRIM_FACTOR = 2
+LARGEST_BYTES = 32 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -135,9 +138,9 @@ def _compute(machine: Machine, workload: Workload, plan: Plan) -> _Compute:
     if plan.mesh.data > 1:
         for phase in ("forward", "backward"):
             phases[phase] += Price(overhead_s=prices.overhead_s("ddp", phase))
-    if device.first_touch_bytes_per_s:
-        fresh = max(0, workload.saved_bytes - KEPT_BYTES)
-        phases["forward"] += Price(memory_s=fresh / device.first_touch_bytes_per_s.value)
+    if device.kind == "cpu" and device.first_touch_bytes_per_s:
+        touch_s = _fresh_bytes(workload) / device.first_touch_bytes_per_s.value
+        phases["backward"] += Price(memory_s=touch_s)
     gradients = []
     for layer in reversed(workload.layers):
         by_phase = _price_layer(prices, layer)
@@ -146,6 +149,12 @@ def _compute(machine: Machine, workload: Workload, plan: Plan) -> _Compute:
         ready_s = phases["backward"].total_s
         gradients += [(size, ready_s) for size in reversed(layer.parameter_bytes)]
     return _Compute(phases=phases, gradients=gradients)
+
+
+def _fresh_bytes(workload: Workload) -> int:
+    """Return the bytes that a step gets from the system again; none if all of it is kept."""
+    kept = TRIM_FACTOR * min(workload.largest_bytes, LARGEST_BYTES)
+    return kept if workload.saved_bytes + workload.parameter_bytes > kept else 0
 
 
 def _price_layer(prices: PriceList, layer: Layer) -> dict[str, Price]:

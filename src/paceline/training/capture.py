@@ -87,6 +87,7 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
         batch=int(batch[0].shape[0]) if batch and batch[0].dim() else 1,
         input_bytes=sum(one.nbytes for one in batch + tensors_in(target)),
         layers=recorder.layers(),
+        largest_bytes=recorder.largest_bytes,
         optimizer=type(optimizer).__name__ if optimizer else "",
         optimizer_bytes=_state_bytes(optimizer),
         dataset=step.dataset,
@@ -155,6 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.phase: Phase | None = None
+        self.largest_bytes = 0
         self._module = module
         self._stack = [""]
         self._counts: dict[str, Counter[tuple[Any, ...]]] = {"": Counter()}
@@ -223,6 +225,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         dtype = next((one.dtype for one in tensors_in(result)), torch.float32)
         flops = count_flops(func, args, kwargs, result)
         bytes_ = 0 if operator == "view" else count_bytes(func, args, kwargs, result)
+        if operator != "view":
+            made = max((one.nbytes for one in tensors_in(result)), default=0)
+            self.largest_bytes = max(self.largest_bytes, made)
         key = (self.phase, operator, str(dtype).removeprefix("torch."), flops, bytes_)
         self._counts[self._layer(args)][key] += 1
         return result

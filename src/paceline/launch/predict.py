@@ -1,0 +1,100 @@
+"""Predicts a user's model on a probed machine: captures in a process with torch, estimates here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.core.config import cache_folder
+from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
+from paceline.core.files import read_text
+from paceline.core.machine import Machine
+from paceline.core.plan import Mesh, Plan
+from paceline.core.workload import Workload
+from paceline.perf import Estimate, estimate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAPTURE_DEADLINE_S = 300.0
+
+
+def predict(
+    target: str, *, ranks: int, threads: int | None = None, machine_path: Path | None = None
+) -> Estimate:
+    """Return the estimate of a model on one node.
+
+    Args:
+        target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
+        ranks: that train, data-parallel.
+        threads: of each; by default an equal share of the machine's cores.
+        machine_path: a Machine as JSON; by default what ``paceline probe`` wrote last.
+
+    Raises:
+        NotFound: there is no such file, or no machine was probed.
+        UsageError: the model cannot be captured or the plan not predicted.
+        ScriptFailed: the user's code raised; its traceback went to stderr.
+    """
+    machine = load_machine(machine_path)
+    workload = capture_file(target)
+    cores = machine.devices[0].cores if machine.devices else 1
+    plan = Plan(mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks))
+    return estimate(machine, workload, plan)
+
+
+def load_machine(path: Path | None = None) -> Machine:
+    """Return the machine at `path`, by default the one that was probed last.
+
+    Raises:
+        NotFound: there is none.
+    """
+    chosen = path or cache_folder() / "machine.json"
+    if not chosen.exists():
+        raise NotFound(
+            "no description of the machine",
+            where=str(chosen),
+            why="predictions start from measured rates",
+            fix="Run `paceline probe`" + (f" --out {path}" if path else ""),
+        )
+    return Machine.from_text(read_text(chosen), where=str(chosen))
+
+
+def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
+    """Return the Workload of the training step that ``FILE.py:FUNCTION`` returns.
+
+    Raises:
+        NotFound, UsageError, ScriptFailed: as in `predict`.
+        DeadlineExceeded: the user's code did not end in time.
+    """
+    from pathlib import Path
+
+    name, colon, function = target.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise UsageError(
+            f"'{target}' is not FILE.py:FUNCTION", fix="For example: paceline plan model.py:step"
+        )
+    path = Path(name)
+    if not path.exists():
+        raise NotFound("no such file", where=str(path))
+    command = [sys.executable, "-m", "paceline.launch.capture_worker", str(path), function]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(
+            "the model was not captured in time", where=target, why=f"{deadline_s:g} s passed"
+        ) from None
+    if done.returncode:
+        raise ScriptFailed(
+            "the model's code failed", where=target, why="its traceback stands above"
+        )
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        problem = answer["error"]
+        raise UsageError(
+            problem["what"], where=problem["where"], why=problem["why"], fix=problem["fix"]
+        )
+    return Workload.from_json(answer, where=target)
