@@ -25,7 +25,8 @@ def start(command: Sequence[str], ranks: int) -> tuple[Exit, ...]:
         The exits of ranks that did not end well; none when all did. A stop by signal appears as
         rank -1 with that signal.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # the agent's own story of a failure; we tell it in our words
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -48,6 +49,8 @@ def start(command: Sequence[str], ranks: int) -> tuple[Exit, ...]:
             )
         except SignalException as stopped:
             return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)
+        finally:
+            logging.disable(before)
     return ()
 
 

@@ -21,8 +21,13 @@ def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
     A rank killed by a signal breaks its peers' connections, and they raise before anybody noticed
     the kill; a rank that raises breaks them too, but wrote down when.
     """
-    killed = [one for one in exits if one.rank >= 0 and one.signal not in ("", "SIGTERM")]
     reports = sorted(_failure_reports(run), key=lambda report: int(report["at_ns"]))
+    raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
+    killed = [
+        one
+        for one in exits
+        if one.rank >= 0 and one.signal not in ("", "SIGTERM") and one.rank not in raised
+    ]
     if killed:
         rank, signal_name, error = killed[0].rank, killed[0].signal, ""
     elif reports:

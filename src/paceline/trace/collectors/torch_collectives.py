@@ -231,7 +231,7 @@ class CollectiveRecorder:
 
     def _completed(self, key: int, _: object) -> None:
         end_ns = monotonic_ns()
-        issued = self.works.pop(key, None)
+        issued = self.works.get(key)  # stays: whoever waits for it later is still told what for
         if issued is not None:
             self._complete(issued, end_ns)
 
