@@ -26,7 +26,7 @@ VERBS = {
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "why": "Say who was late in a run, and why.",
     "report": "Report a run: verdict, time, lateness, prediction beside measurement.",
-    "trace": "Merge, export and summarise a run's traces (stats, export).",
+    "trace": "Summarise and export a run's traces (stats, export).",
 }
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import NotFound, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -18,10 +19,16 @@ def commit_bytes(path: Path, data: bytes) -> None:
     Raises:
         StorageError: the disk is full or the folder not writable; the old content is intact.
     """
+    commit_chunks(path, (data,))
+
+
+def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write `chunks` one after the other, for what is too large to hold; see `commit_bytes`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -117,7 +117,7 @@ def late_map(
     rows, columns = cells.shape
     row_px = 26.0 if rows <= 8 else max(7.0, 260.0 / rows)
     width, height = _PLOT / columns, rows * row_px
-    level = np.ceil(np.clip(cells / top_s, 0, 1) * LEVELS - 0.25).astype(int)
+    level = np.rint(np.clip(cells / top_s, 0, 1) * LEVELS).astype(int)
     parts = [svg.rect(_LEFT, 4, _PLOT, height, "heat-none")]
     scale = f"translate({_LEFT:g} 4) scale({width:.5f} {row_px:.5f})"
     for one in range(1, LEVELS + 1):

@@ -118,7 +118,16 @@ def failure_words(failure: Failure) -> str:
         return f"Rank {failure.rank} was killed by {failure.signal} {where}."
     text = f"Rank {failure.rank} failed {where}"
     lines = failure.error.strip().splitlines()
-    return f"{text}: {lines[-1].rstrip('.')}." if lines else f"{text}."
+    return f"{text}: {printable(lines[-1]).rstrip('.')}." if lines else f"{text}."
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with escape codes and other control characters written out.
+
+    >>> printable("red \x1b[31m")
+    'red \\x1b[31m'
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _late_words(late: Straggler, world_size: int, place: str) -> str:

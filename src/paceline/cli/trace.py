@@ -1,0 +1,61 @@
+"""``paceline trace``: a run's traces for other tools, and in numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group(epilog="Example: paceline trace export RUN --format chrome")
+def trace() -> None:
+    """Summarise and export a run's traces."""
+
+
+@trace.command(epilog="Example: paceline trace export RUN --format chrome --out train.json")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["chrome"]),
+    default="chrome",
+    show_default=True,
+    help="chrome: JSON that ui.perfetto.dev opens.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write [default: RUN/trace.json]."
+)
+def export(run: Path, form: str, out: Path | None) -> None:
+    """Write the events of all ranks of RUN, on one clock, to one file."""
+    from paceline.core.errors import DestinationExists, NotFound
+    from paceline.core.files import commit_chunks
+    from paceline.trace.chrome import chrome_json
+    from paceline.trace.merge import load_run
+
+    assert form == "chrome"
+    path = out or run / "trace.json"
+    if out is not None and out.exists():
+        raise DestinationExists("will not overwrite", where=str(out), fix="Name another file")
+    if not path.parent.is_dir():
+        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
+    commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(run))))
+    click.echo(f"trace: {path}; open it at https://ui.perfetto.dev", err=True)
+
+
+@trace.command(epilog="Example: paceline trace stats RUN --json")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def stats(run: Path, as_json: bool) -> None:
+    """Print what RUN recorded: events by kind, time by phase, clocks and collectives."""
+    from rich.console import Console
+
+    from paceline.report.terminal import render_stats
+    from paceline.trace.merge import load_run
+    from paceline.trace.stats import summarize_trace
+
+    found = summarize_trace(load_run(run))
+    if as_json:
+        click.echo(json.dumps({"kind": "trace", **found.to_json()}))
+        return
+    Console(highlight=False).print(render_stats(found))

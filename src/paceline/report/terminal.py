@@ -1,0 +1,145 @@
+"""The report for a terminal: the verdict, and the tables that fit a screen.
+
+Names come from scripts and files, so they reach the terminal as `Text` without markup, and with
+control characters written out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.breakdown import PHASES
+from paceline.report.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    plural,
+)
+from paceline.report.words import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from paceline.report.model import Report
+    from paceline.trace.communication import Traffic
+    from paceline.trace.stats import TraceStats
+
+_ROWS = 16
+
+
+def render_terminal(report: Report) -> Group:
+    """Return what ``paceline report`` shows."""
+    failed = report.result is not None and report.result.failure is not None
+    parts: list[RenderableType] = [
+        Text(printable(report.words), style="bold red" if failed else "bold"),
+        Text(
+            f"{plural(report.world_size, 'rank')}, {plural(report.steps, 'step')} of "
+            f"{format_seconds(report.step_time_s)}, "
+            f"peak memory {format_bytes(report.peak_memory_bytes)}"
+        ),
+    ]
+    if report.dropped_count:
+        lost = f"{plural(report.dropped_count, 'event')} could not be recorded"
+        parts.append(Text(lost, style="yellow"))
+    if report.steps:
+        parts += [Text(), _phases(report)]
+    if report.comparison.predicted_step_s is not None:
+        parts += [Text(), _comparison(report)]
+    if report.traffic:
+        parts += [Text(), _traffic(report.traffic)]
+    return Group(*parts)
+
+
+def render_stats(stats: TraceStats) -> Group:
+    """Return what ``paceline trace stats`` shows."""
+    kinds = sorted({kind for rank in stats.ranks for kind in rank.events})
+    events = _table("events", kinds)
+    clocks = _table("clock", ["offset", "error at most", "dropped", "file"])
+    for rank in stats.ranks:
+        name = f"rank {rank.rank}"
+        events.add_row(name, *(f"{rank.events.get(kind, 0):,}" for kind in kinds))
+        clocks.add_row(
+            name,
+            format_seconds(rank.clock_offset_ns / 1e9),
+            format_seconds(rank.clock_error_ns / 1e9),
+            f"{rank.dropped_count:,}",
+            "whole" if rank.complete else "ends early",
+        )
+    present = [one for one in PHASES if any(getattr(r.breakdown, one) for r in stats.ranks)]
+    times = _table("time", [*present, "loop", "steps"])
+    for rank in stats.ranks:
+        spent = [format_seconds(getattr(rank.breakdown, one)) for one in present]
+        wall = format_seconds(rank.loop_wall_s)
+        times.add_row(f"rank {rank.rank}", *spent, wall, f"{rank.steps:,}")
+    parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
+    if stats.traffic:
+        parts += [Text(), _traffic(stats.traffic)]
+    return Group(*parts)
+
+
+def _phases(report: Report) -> Table:
+    total = report.total
+    present = [name for name in PHASES if getattr(total, name) > 0]
+    shown = _table("share", [*present, "loop"])
+    late = {one.rank for one in report.stragglers}
+    parts = sorted(report.parts, key=lambda one: (one.rank not in late, one.rank))[:_ROWS]
+    for part in sorted(parts, key=lambda one: one.rank):
+        spent = part.breakdown()
+        wall_s = max(spent.total_s, 1e-12)
+        shares = [format_share(getattr(spent, name) / wall_s) for name in present]
+        name = Text(f"rank {part.rank}", style="bold" if part.rank in late else "")
+        shown.add_row(name, *shares, format_seconds(spent.total_s))
+    left = len(report.parts) - len(parts)
+    if left:
+        shown.add_row(f"and {plural(left, 'rank')} more")
+    return shown
+
+
+def _comparison(report: Report) -> Table:
+    shown = _table("undisturbed step", ["predicted", "measured", "ratio"])
+    for one in report.comparison.phases:
+        if one.measured_s > 0 or one.predicted_s:
+            ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
+            predicted, measured = format_seconds(one.predicted_s), format_seconds(one.measured_s)
+            shown.add_row(one.name, predicted, measured, ratio)
+    found = report.comparison
+    error = format_share(found.step_time_error)
+    shown.add_row(
+        Text("step", style="bold"),
+        format_seconds(found.predicted_step_s),
+        format_seconds(found.measured_step_s),
+        f"error {error}",
+    )
+    return shown
+
+
+def _traffic(traffic: Iterable[Traffic]) -> Table:
+    heads = ["group", "ranks", "size", "count", "transfer", "bandwidth"]
+    shown = _table("collective", heads)
+    for one in list(traffic)[:_ROWS]:
+        shown.add_row(
+            Text(printable(one.operation)),
+            Text(printable(one.group.removeprefix("group "))),
+            f"{one.ranks:,}",
+            f"≤ {format_bytes(one.size_class_bytes)}" if one.size_class_bytes else "no data",
+            f"{one.count:,}",
+            format_seconds(one.transfer_s),
+            format_rate(one.bandwidth_bytes_per_s),
+        )
+    return shown
+
+
+def _table(name: str, heads: Sequence[str]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column(name)
+    for head in heads:
+        shown.add_column(head, justify="right")
+    return shown

@@ -1,0 +1,126 @@
+"""Writes a trace as Chrome's JSON, which Perfetto opens: one process per rank, one track per lane.
+
+Times are microseconds on the run's one clock, from 0. Events of the main lane are nested, as the
+format wants them on one track. Collectives overlap, so those that are under way at the same time
+get tracks of their own. The text comes in pieces, never as a whole: a trace may be larger than
+memory allows.
+
+Format: Trace Event Format, Google, 2016 (phases X, M and C).
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.trace.events import Kind, Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.trace.files import RankTrace
+    from paceline.trace.merge import Trace
+
+
+def chrome_json(trace: Trace) -> Iterator[str]:
+    """Yield the trace as pieces of one JSON text."""
+    information = {"world_size": trace.world_size, "ranks": [one.rank for one in trace.ranks]}
+    yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
+    start_ns = _start_ns(trace)
+    before = ""
+    for rank, offset_ns in zip(trace.ranks, trace.offset_ns, strict=True):
+        for event in _rank_events(rank, offset_ns - start_ns):
+            yield before + json.dumps(event, separators=(",", ":"))
+            before = ",\n"
+    yield "\n]}\n"
+
+
+def _start_ns(trace: Trace) -> int:
+    """Return when the run's first event began, on the run's clock."""
+    begins = [
+        int(one.events["begin_ns"].min()) + offset
+        for one, offset in zip(trace.ranks, trace.offset_ns, strict=True)
+        if len(one.events)
+    ]
+    return min(begins, default=0)
+
+
+def _rank_events(rank: RankTrace, shift_ns: int) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", rank.rank, 0, name=f"rank {rank.rank}")
+    yield _metadata("process_sort_index", rank.rank, 0, sort_index=rank.rank)
+    yield _metadata("thread_name", rank.rank, int(Lane.MAIN), name="main")
+    events = rank.events
+    order = np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))
+    tracks = _Tracks()
+    for event in events[order]:
+        kind = Kind(event["kind"])
+        lane = int(event["lane"])
+        begin_ns = int(event["begin_ns"])
+        if kind is Kind.COUNTER:
+            yield _counter(rank, event, _microseconds(begin_ns + shift_ns))
+            continue
+        if lane != Lane.MAIN:
+            lane, opened = tracks.take(begin_ns, int(event["end_ns"]))
+            if opened:
+                name = "communication" if lane == Lane.COMMUNICATION else f"communication {lane}"
+                yield _metadata("thread_name", rank.rank, lane, name=name)
+        yield {
+            "ph": "X",
+            "pid": rank.rank,
+            "tid": lane,
+            "ts": _microseconds(begin_ns + shift_ns),
+            "dur": _microseconds(int(event["end_ns"]) - begin_ns),
+            "name": rank.names[event["name"]] or kind.name.lower(),
+            "cat": kind.name.lower(),
+            "args": _arguments(rank, event),
+        }
+
+
+def _arguments(rank: RankTrace, event: np.void) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": int(event["step"])}
+    if event["amount"]:
+        found["bytes"] = int(event["amount"])
+    if event["group"]:
+        found["group"] = rank.names[event["group"]]
+        found["sequence"] = int(event["sequence"])
+    if event["peer"] >= 0:
+        found["peer"] = int(event["peer"])
+    return found
+
+
+def _counter(rank: RankTrace, event: np.void, ts: float) -> dict[str, Any]:
+    name = rank.names[event["name"]]
+    value = {"value": int(event["amount"])}
+    return {"ph": "C", "pid": rank.rank, "tid": 0, "ts": ts, "name": name, "args": value}
+
+
+def _metadata(what: str, pid: int, tid: int, **arguments: object) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": arguments}
+
+
+def _microseconds(ns: int) -> float:
+    return ns / 1000
+
+
+class _Tracks:
+    """Gives overlapping events different tracks, and a track that is free again to the next."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[int, int]] = []  # (end, track)
+        self._free: list[int] = []
+        self._count = 0
+
+    def take(self, begin_ns: int, end_ns: int) -> tuple[int, bool]:
+        """Return a track that is free at `begin_ns`, and whether it is a new one."""
+        while self._busy and self._busy[0][0] <= begin_ns:
+            heapq.heappush(self._free, heapq.heappop(self._busy)[1])
+        opened = not self._free
+        if opened:
+            self._count += 1
+            heapq.heappush(self._free, self._count)
+        track = heapq.heappop(self._free)
+        heapq.heappush(self._busy, (end_ns, track))
+        return track, opened
