@@ -55,6 +55,7 @@ def _show(estimate: Estimate) -> None:
         f"({estimate.low_s * 1e3:.2f} to {estimate.high_s * 1e3:.2f}) on {estimate.world_size} "
         f"rank(s) of {estimate.threads} thread(s), limited by {estimate.limit}",
         markup=False,
+        soft_wrap=True,
     )
     phases = Table("phase", "ms", "of the step", "rests on", box=None)
     for name, seconds in estimate.breakdown.items():

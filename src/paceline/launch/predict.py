@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from paceline.core.config import cache_folder
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
@@ -14,9 +14,6 @@ from paceline.core.machine import Machine
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Workload
 from paceline.perf import Estimate, estimate
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAPTURE_DEADLINE_S = 300.0
 
@@ -56,7 +53,7 @@ def load_machine(path: Path | None = None) -> Machine:
             "no description of the machine",
             where=str(chosen),
             why="predictions start from measured rates",
-            fix="Run `paceline probe`" + (f" --out {path}" if path else ""),
+            fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
         )
     return Machine.from_text(read_text(chosen), where=str(chosen))
 
@@ -68,8 +65,6 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
         NotFound, UsageError, ScriptFailed: as in `predict`.
         DeadlineExceeded: the user's code did not end in time.
     """
-    from pathlib import Path
-
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise UsageError(

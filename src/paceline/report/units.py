@@ -11,9 +11,9 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits, never in powers of ten.
+    """Return `value` with `digits` significant digits; whole digits are never rounded away.
 
-    >>> significant(0.012345), significant(9.996), significant(1234.5)
+    >>> significant(0.012345), significant(9.996), significant(1234.4)
     ('0.0123', '10.0', '1,234')
     """
     if not math.isfinite(value):
@@ -23,7 +23,7 @@ def significant(value: float, digits: int = 3) -> str:
     magnitude = math.floor(math.log10(abs(value)))
     rounded = round(value, digits - 1 - magnitude)
     magnitude = math.floor(math.log10(abs(rounded)))  # 9.996 has become 10.0
-    return f"{rounded:,.{max(0, digits - 1 - magnitude)}f}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
 def format_seconds(seconds: float | None, digits: int = 3) -> str:

@@ -1,7 +1,8 @@
 """Reads trace files: whole ones, and those of ranks that were killed, up to the last flush.
 
-A file that ends early is what a crash leaves and is read as far as it goes; a block whose checksum
-is wrong is damage and is an error that names the rank.
+A file that was not closed and ends early is what a crash leaves, of a process or of its node; it is
+read as far as it goes. A block whose checksum is wrong, or a closed file that is too short, is
+damage and is an error that names the rank.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def read_trace(path: Path) -> RankTrace:
         elif kind == _NAMES:
             names.extend(_parse_names(payload, count, path, status.rank))
         at = body + length
-    if at < status.written_bytes:
+    if status.closed and at < status.written_bytes:
         why = f"{status.written_bytes} bytes were written, {at} can be read"
         raise _corrupt(path, status.rank, why)
     events = np.concatenate(blocks) if blocks else np.empty(0, EVENT_DTYPE)

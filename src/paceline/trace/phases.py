@@ -41,7 +41,8 @@ class RankPhases:
         rank: the global rank.
         seconds: by step and phase, shape (steps, phases), in the order of `PHASES`.
         step_s: wall time of each step, shape (steps,).
-        not_running_s: time its threads were runnable without a core, shape (steps,).
+        not_running_s: time its threads were runnable without a core, shape (steps,); 0 in the
+            first step, whose counter holds all that was before the loop too.
     """
 
     rank: int
@@ -161,6 +162,6 @@ def _not_running_s(rank: RankTrace, count: int) -> np.ndarray:
     result = np.zeros(count)
     counters = rank.of(Kind.COUNTER)
     for event in counters:
-        if rank.names[event["name"]] == NOT_RUNNING and event["step"] < count:
+        if rank.names[event["name"]] == NOT_RUNNING and 0 < event["step"] < count:
             result[event["step"]] = event["amount"] / 1e9
     return result

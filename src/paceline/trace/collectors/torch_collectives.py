@@ -70,7 +70,7 @@ _FUNCTIONAL = {
     "irecv": "recv",
 }
 _PEER_ARGUMENTS = ("root_rank", "dst", "src")
-_PENDING_MAX = 4096  # works that nobody waits for must not pile up
+_PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Issued:
     sequence: int
     peer: int
     step: int
-    keep: object  # the work, so that its identity stays its own
+    keep: object  # the work: its identity stays its own as long as it lives
     done: bool = False
 
 
@@ -105,6 +105,7 @@ class CollectiveRecorder:
         self.drain_name = self.recorder.intern(DRAIN)
         self.in_backward = False
         self.callback_queued = False
+        self.issued_before: set[int] = set()
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
         self.sequences: dict[str, int] = {}
         self.last_issued: _Issued | None = None
@@ -145,16 +146,23 @@ class CollectiveRecorder:
     def enter_backward(self) -> None:
         """Note that collectives from here on are issued by a backward pass."""
         self.in_backward = True
+        self.issued_before = set(self.works)
         self.callback_queued = False
         self.computed_ns = 0
 
     def leave_backward(self, end_ns: int) -> None:
         """Record the wait for the collectives that the backward pass issued."""
         self.in_backward = False
+        self._forget_works(self.issued_before)
         if self.computed_ns:
             self.recorder.record(
                 int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, end_ns
             )
+
+    def _forget_works(self, but: set[int]) -> None:
+        """Let go of works that C++ has waited for; their futures still tell when they end."""
+        for key in self.works.keys() - but:
+            del self.works[key]
 
     def _computed(self) -> None:
         self.computed_ns = monotonic_ns()
@@ -189,7 +197,6 @@ class CollectiveRecorder:
         if issued.done:
             return
         issued.done = True
-        issued.keep = None
         self.recorder.record(
             int(Kind.COLLECTIVE),
             int(Lane.COMMUNICATION),
@@ -223,17 +230,14 @@ class CollectiveRecorder:
             _bounded(self.works)[id(work)] = issued
             # gloo's send and receive have no future: their wait tells.
             with contextlib.suppress(RuntimeError):
-                work.get_future().add_done_callback(functools.partial(self._completed, id(work)))
+                work.get_future().add_done_callback(functools.partial(self._completed, issued))
             self._watch_backward()
             return result
 
         return kernel
 
-    def _completed(self, key: int, _: object) -> None:
-        end_ns = monotonic_ns()
-        issued = self.works.get(key)  # stays: whoever waits for it later is still told what for
-        if issued is not None:
-            self._complete(issued, end_ns)
+    def _completed(self, issued: _Issued, _: object) -> None:
+        self._complete(issued, monotonic_ns())
 
     def _functional_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
         name = self.recorder.intern(_FUNCTIONAL[operator])
@@ -290,10 +294,12 @@ class CollectiveRecorder:
         @functools.wraps(original)
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             self.last_issued = None
+            issued_before = set(self.works)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             try:
                 return original(*args, **kwargs)
             finally:
+                self._forget_works(issued_before)
                 self._record_wait(self.last_issued, begin_ns)
 
         dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
