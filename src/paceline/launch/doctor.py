@@ -2,7 +2,8 @@
 
 Each check is a pure function from facts to a finding; `diagnose` gathers the facts: files under
 /proc and /sys through `root`, programs through `run`, torch in a process of its own with a
-deadline, since importing it may take seconds or crash. A finding fails only when training here cannot work.
+deadline, since importing it may take seconds or crash. A finding fails only when training here
+cannot work.
 """
 
 from __future__ import annotations

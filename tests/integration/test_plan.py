@@ -1,0 +1,127 @@
+"""A user's model, from its file to a table; and each way to get it wrong."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.plan import plan
+from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
+from paceline.core.machine import Device, Link, Machine, Point, Quantity, Rate
+from paceline.launch.predict import capture_file, load_machine, predict
+from paceline.perf import Estimate
+
+pytest.importorskip("torch")
+
+MODEL = """
+import torch
+from torch import nn
+
+def step():
+    print("building")
+    module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    target = torch.zeros(32, dtype=torch.long)
+    loss = nn.functional.cross_entropy
+    return module, torch.zeros(32, 64), target, loss, torch.optim.Adam
+
+def named():
+    return {"module": nn.Linear(4, 4), "inputs": torch.zeros(2, 4)}
+
+def misnamed():
+    return {"module": nn.Linear(4, 4), "input": torch.zeros(2, 4)}
+
+def nothing():
+    return 3
+
+def raises():
+    raise ValueError("no such data")
+
+def hangs():
+    import threading
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("plan")
+    (place / "model.py").write_text(MODEL)
+
+    def sheet(value):
+        return Quantity(value=value, source="datasheet")
+
+    rates = tuple(
+        Rate(
+            operator=operator,
+            phase="forward",
+            dtype="float32",
+            threads=1,
+            processes=1,
+            unit=unit,
+            source="datasheet",
+            points=(Point(work=1.0, rate_per_s=1e9),),
+        )
+        for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
+    )
+    device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
+    link = Link(
+        level="gloo",
+        operation="all_reduce",
+        latency_s=sheet(1e-4),
+        bandwidth_bytes_per_s=sheet(1e9),
+    )
+    machine = Machine(name="m", devices=(device,), links=(link,))
+    (place / "machine.json").write_text(machine.to_text())
+    return place
+
+
+def test_predicts_a_file_and_writes_the_estimate(folder, tmp_path):
+    out = tmp_path / "estimate.json"
+    arguments = [f"{folder}/model.py:step", "-n", "2", "--machine", f"{folder}/machine.json"]
+    runner = CliRunner()
+    result = runner.invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "2 rank(s) of 2 thread(s)" in result.stdout
+    for words in ("forward", "transfer", "parameters", "limited by"):
+        assert words in result.stdout
+    estimate = Estimate.from_text(out.read_text())
+    assert estimate.memory_bytes["parameters"] == 4 * (64 * 128 + 128 + 128 * 10 + 10)
+    data = runner.invoke(plan, [*arguments, "--json"], catch_exceptions=False)
+    assert json.loads(data.stdout) == estimate.to_json()
+
+
+def test_a_dict_will_do(folder):
+    workload = capture_file(f"{folder}/model.py:named")
+    assert (workload.name, workload.parameter_bytes) == ("named", 4 * 20)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        ("stop", UsageError, "Did you mean 'step'"),
+        ("misnamed", UsageError, "Did you mean 'inputs'"),
+        ("nothing", UsageError, "must return"),
+        ("raises", ScriptFailed, "failed"),
+        ("no-name", UsageError, r"FILE\.py:FUNCTION"),
+    ],
+)
+def test_wrong_functions_are_explained(folder, function, error, words):
+    with pytest.raises(error, match=words):
+        capture_file(f"{folder}/model.py:{function}")
+
+
+def test_a_model_that_never_comes(folder):
+    with pytest.raises(DeadlineExceeded, match="in time"):
+        capture_file(f"{folder}/model.py:hangs", deadline_s=0.1)
+
+
+def test_what_is_not_there(folder, tmp_path, monkeypatch):
+    with pytest.raises(NotFound, match="no such file"):
+        capture_file(f"{folder}/none.py:step")
+    with pytest.raises(UsageError, match=r"FILE\.py:FUNCTION"):
+        capture_file("model.py")
+    with pytest.raises(NotFound, match="paceline probe"):
+        predict(f"{folder}/model.py:step", ranks=1, machine_path=tmp_path / "none.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NotFound, match="paceline probe"):
+        load_machine()

@@ -1,0 +1,115 @@
+"""One quick probe of this machine, and what is said when something is not here."""
+
+import importlib.util
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.probe import probe as verb
+from paceline.core.errors import DeadlineExceeded, StorageError
+from paceline.core.machine import Machine
+from paceline.launch import probe
+from paceline.launch.probe_links import measure_links
+from paceline.launch.probe_storage import measure_folder
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    out = folder / "machine.json"
+    arguments = ["--quick", "--json", "--out", str(out), "--folder", str(folder)]
+    result = CliRunner().invoke(verb, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert [one.name for one in folder.iterdir()] == ["machine.json"]
+    return result, out
+
+
+def test_prints_what_it_wrote(outcome):
+    result, out = outcome
+    machine = Machine.from_text(out.read_text())
+    assert json.loads(result.stdout) == machine.to_json()
+    assert "gloo" in result.stderr
+
+
+def test_measures_compute_links_and_storage(outcome):
+    machine = Machine.from_text(outcome[1].read_text())
+    assert machine.missing == ()
+    (device,) = machine.devices
+    classes = {(one.operator, one.phase, one.processes) for one in device.rates}
+    for operator in ("matmul", "convolution", "attention", "batch_norm", "elementwise"):
+        for phase in ("forward", "backward"):
+            assert {(operator, phase, 1), (operator, phase, 2)} <= classes
+    assert {"float32", "bfloat16"} <= {one.dtype for one in device.rates}
+    assert all(point.rate_per_s > 0 for one in device.rates for point in one.points)
+    overheads = {(one.operator, one.phase): one.seconds.value for one in device.overheads}
+    for key in (("matmul", "forward"), ("step", "backward"), ("elementwise", "optimizer")):
+        assert overheads[key] > 0
+    assert ("ddp", "forward") in overheads
+    assert device.bandwidth_shared_bytes_per_s.value > 0
+    levels = {(one.level, one.operation) for one in machine.links}
+    assert levels == {
+        ("shared-memory", "send"),
+        ("loopback", "send"),
+        ("gloo", "all_reduce"),
+        ("gloo", "broadcast"),
+    }
+    (tier,) = machine.tiers
+    assert tier.bandwidth_bytes_per_s.value > 0
+    assert tier.open_latency_s.value > 0
+    lines = probe.summary(machine)
+    assert any(line.startswith("gloo all_reduce") for line in lines)
+
+
+def test_without_torch_the_rest_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    machine = probe.measure(tmp_path, quick=True)
+    assert "torch is not installed" in machine.missing[0]
+    assert machine.link("loopback") is not None
+    assert machine.devices[0].rates == ()
+    assert any("not measured" in line for line in probe.summary(machine))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    with pytest.raises(StorageError, match="cannot measure"):
+        measure_folder(tmp_path / "none", quick=True)
+
+
+def test_what_fails_is_named(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise OSError("no sockets")
+
+    def hang(_settings):
+        return probe.subprocess.Popen(
+            [probe.sys.executable, "-c", "import threading; threading.Event().wait()"],
+            stdout=probe.subprocess.PIPE,
+            stderr=probe.subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    monkeypatch.setattr(probe, "measure_links", refuse)
+    monkeypatch.setattr(probe, "_start", hang)
+    monkeypatch.setattr(probe, "DEADLINE_S", 0.05)
+    machine = probe.measure(tmp_path / "none", quick=True)
+    text = "\n".join(machine.missing)
+    for words in ("no sockets", "cannot measure the folder", "did not end"):
+        assert words in text
+
+
+def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
+    real = probe.subprocess.Popen
+
+    def broken(_command, **settings):
+        return real([probe.sys.executable, "-c", "raise SystemExit('no luck')"], **settings)
+
+    monkeypatch.setattr(probe, "measure_links", lambda **_: {})
+    monkeypatch.setattr(probe.subprocess, "Popen", broken)
+    machine = probe.measure(tmp_path, quick=True)
+    assert "no luck" in machine.missing[0]
+
+
+def test_links_have_a_deadline(monkeypatch):
+    monkeypatch.setattr("paceline.launch.probe_links.sys.executable", "/bin/false")
+    with pytest.raises(DeadlineExceeded, match="no answer"):
+        measure_links(rounds=10, deadline_s=0.2)

@@ -1,0 +1,167 @@
+"""A Workload from a model: counts that are known by hand, and nothing run or changed."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+
+from paceline.core.errors import UsageError  # noqa: E402
+from paceline.core.workload import Dataset  # noqa: E402
+from paceline.training.capture import TrainingStep, capture  # noqa: E402
+
+
+def flops(workload, layer, phase):
+    (found,) = [one for one in workload.layers if one.name == layer]
+    return sum(one.flops * one.count for one in found.operations if one.phase == phase)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def small_cnn():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+def capture_cnn(**changes):
+    step = {
+        "module": small_cnn(),
+        "inputs": torch.zeros(4, 3, 8, 8),
+        "target": torch.zeros(4, dtype=torch.long),
+        "loss_fn": F.cross_entropy,
+        "optimizer": sgd,
+    }
+    return capture(TrainingStep(**(step | changes)), name="cnn")
+
+
+def test_counts_of_a_cnn():
+    workload = capture_cnn()
+    assert (workload.name, workload.batch, workload.optimizer) == ("cnn", 4, "SGD")
+    assert workload.input_bytes == 4 * 3 * 64 * 4 + 4 * 8
+    assert workload.parameter_bytes == 4 * (8 * 27 + 8 + 8 + 8 + 512 * 10 + 10)
+    assert workload.optimizer_bytes == workload.parameter_bytes  # momentum
+    assert workload.buffer_bytes == 4 * 16 + 8
+    conv = 2 * 4 * 64 * 8 * 27
+    # The images need no gradient: the first convolution only makes that of its weight.
+    assert flops(workload, "0", "forward") == flops(workload, "0", "backward") == conv
+    linear = 2 * 4 * 512 * 10
+    assert flops(workload, "4", "forward") == linear
+    assert flops(workload, "4", "backward") == 2 * linear
+    assert workload.flops == 2 * conv + 3 * linear
+
+
+def test_operators_belong_to_their_layer_and_class():
+    classes = {}
+    for layer in capture_cnn().layers:
+        for one in layer.operations:
+            classes.setdefault((layer.name, one.phase), set()).add(one.operator)
+    assert classes["0", "forward"] == classes["0", "backward"] == {"convolution"}
+    assert "batch_norm" in classes["1", "forward"]
+    assert "batch_norm" in classes["1", "backward"]
+    assert classes["2", "forward"] == classes["2", "backward"] == {"elementwise"}
+    assert "softmax" in classes["", "forward"]
+    assert classes["4", "optimizer"] == {"elementwise"}
+
+
+def test_saved_activations_count_each_storage_once():
+    # ReLU saves its result, which the next Linear saves as its input: one storage.
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    workload = capture(TrainingStep(module=module, inputs=torch.zeros(8, 16)))
+    # The batch itself (saved by the first layer), the activation, and what the sum keeps: nothing.
+    assert workload.saved_bytes == 8 * 16 * 4 + 8 * 32 * 4
+
+
+def test_the_model_is_neither_run_nor_changed():
+    calls = []
+    module = small_cnn()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module[2].register_forward_hook(lambda _module, _inputs, output: calls.append(type(output)))
+    capture_cnn(module=module)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(one.grad is None for one in module.parameters())
+    assert len(module[2]._forward_hooks) == 1
+    assert all(kind is not torch.Tensor for kind in calls)
+
+
+def test_shared_parameters_count_once():
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module[1].weight = module[0].weight
+    workload = capture(TrainingStep(module=module, inputs=torch.zeros(2, 8)))
+    assert workload.parameter_bytes == 8 * 8 * 4
+
+
+def test_adam_and_attention():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 8)
+
+        def forward(self, tokens):
+            x = self.table(tokens)[:, None]
+            return F.gelu(F.scaled_dot_product_attention(x, x, x))
+
+    workload = capture(
+        TrainingStep(
+            module=Attends(),
+            inputs=torch.zeros(3, 5, dtype=torch.long),
+            optimizer=torch.optim.Adam,
+            dataset=Dataset(samples_count=9, sample_bytes=40, seconds_per_sample=1e-4),
+        )
+    )
+    product = 2 * 3 * 5 * 5 * 8
+    assert workload.flops == product * (2 + 5)
+    assert workload.optimizer_bytes >= 2 * workload.parameter_bytes
+    assert "dataset.seconds_per_sample" in workload.measured
+    found = {one.operator for layer in workload.layers for one in layer.operations}
+    assert {"attention", "embedding", "transcendental"} <= found
+
+
+def test_modules_with_several_inputs_and_outputs():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, a, b):
+            return {"sum": self.linear(a) + b["x"], "left": a}
+
+    inputs = (torch.zeros(2, 4), {"x": torch.zeros(2, 4)})
+    workload = capture(TrainingStep(module=Both(), inputs=inputs))
+    assert workload.name == "Both"
+    assert flops(workload, "linear", "forward") == 2 * 2 * 4 * 4
+
+
+def test_dropout_is_random_and_recomputation_is_counted_in_its_phase():
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    workload = capture(TrainingStep(module=Again(), inputs=torch.zeros(2, 8, requires_grad=True)))
+    matmul = 2 * 2 * 8 * 8
+    assert workload.flops == matmul * (1 + 1 + 2)
+
+
+def test_no_loss_and_data_dependent_models_are_explained():
+    with pytest.raises(UsageError, match="no loss"):
+        capture(TrainingStep(module=nn.Flatten(), inputs=torch.zeros(2, 2), loss_fn=torch.sum))
+
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum().item() > 0 else -x
+
+    with pytest.raises(UsageError, match="cannot be captured"):
+        capture(TrainingStep(module=Branches(), inputs=torch.zeros(2, 2, requires_grad=True)))

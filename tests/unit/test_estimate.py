@@ -1,0 +1,288 @@
+"""The estimate at its limits, where the answer is known without a machine."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import UsageError
+from paceline.core.machine import Device, Link, Machine, Overhead, Point, Quantity, Rate
+from paceline.core.plan import Mesh, Plan
+from paceline.core.workload import Dataset, Layer, Operation, Workload
+from paceline.perf import Estimate, estimate
+from paceline.perf.communication import (
+    Bucket,
+    all_reduce_s,
+    broadcast_s,
+    exposed_s,
+    make_buckets,
+)
+from paceline.perf.prices import PriceList, rate_at
+
+MIB = 1 << 20
+
+
+def sheet(value):
+    return Quantity(value=float(value), source="datasheet")
+
+
+def rate(operator, per_s, **changes):
+    settings = {
+        "operator": operator,
+        "phase": "forward",
+        "dtype": "float32",
+        "threads": 1,
+        "processes": 1,
+        "unit": "flops" if operator == "matmul" else "bytes",
+        "source": "datasheet",
+        "points": (Point(work=1.0, rate_per_s=float(per_s)),),
+    }
+    return Rate(**(settings | changes))
+
+
+def overhead(operator, phase, seconds):
+    return Overhead(operator=operator, phase=phase, threads=1, processes=1, seconds=sheet(seconds))
+
+
+def make_machine(overheads=(), links=True, **device):
+    settings = {
+        "name": "cpu",
+        "kind": "cpu",
+        "cores": 4,
+        "memory_bytes": sheet(1 << 30),
+        "rates": (rate("matmul", 1e9), rate("elementwise", 1e8)),
+        "overheads": tuple(overheads),
+    }
+    gloo = tuple(
+        Link(level="gloo", operation=one, latency_s=sheet(1e-3), bandwidth_bytes_per_s=sheet(1e9))
+        for one in ("all_reduce", "broadcast")
+    )
+    device = Device(**(settings | device))
+    return Machine(name="m", devices=(device,), links=gloo if links else ())
+
+
+def operation(phase, operator="matmul", count=1, flops=0, bytes_=0):
+    return Operation(
+        phase=phase, operator=operator, dtype="float32", count=count, flops=flops, bytes=bytes_
+    )
+
+
+def make_workload(operations, **changes):
+    layer = Layer(
+        name="0",
+        kind="Linear",
+        parameter_bytes=(MIB,),
+        buffer_bytes=changes.pop("buffer_bytes", 0),
+        operations=tuple(operations),
+    )
+    return Workload(**({"name": "w", "batch": 8, "input_bytes": 0, "layers": (layer,)} | changes))
+
+
+STEP = (
+    operation("forward", flops=1_000_000),
+    operation("backward", count=2, flops=1_000_000),
+    operation("optimizer", "elementwise", bytes_=100_000),
+)
+
+
+def test_large_operators_cost_work_over_rate():
+    result = estimate(make_machine(), make_workload(STEP), Plan())
+    assert result.breakdown.forward == pytest.approx(1e-3)
+    assert result.breakdown.backward == pytest.approx(2e-3)
+    assert result.breakdown.optimizer == pytest.approx(1e-3)
+    assert result.breakdown.transfer == result.breakdown.input == 0
+    assert result.step_time_s == pytest.approx(result.breakdown.total_s)
+    assert result.low_s < result.step_time_s < result.high_s
+    assert result.limit == "compute"
+    assert result.shares["compute"] == pytest.approx(0.75)
+
+
+def test_small_operators_cost_their_overhead():
+    machine = make_machine(
+        [overhead("matmul", "forward", 1e-3), overhead("step", "forward", 0.5e-3)]
+    )
+    workload = make_workload([operation("forward", count=10, flops=1)])
+    result = estimate(machine, workload, Plan())
+    assert result.breakdown.forward == pytest.approx(10.5e-3, rel=1e-3)
+    assert result.limit == "operator overhead"
+
+
+def test_a_class_without_figures_costs_what_an_elementwise_one_does():
+    machine = make_machine([overhead("elementwise", "forward", 1e-3)])
+    workload = make_workload([operation("forward", "softmax", bytes_=100_000)])
+    assert estimate(machine, workload, Plan()).breakdown.forward == pytest.approx(2e-3)
+
+
+def test_a_view_costs_only_its_overhead():
+    machine = make_machine([overhead("view", "forward", 1e-3)])
+    workload = make_workload([operation("forward", "view", bytes_=10**9)])
+    assert estimate(machine, workload, Plan()).breakdown.forward == pytest.approx(1e-3)
+
+
+def test_beyond_the_cache_memory_limits():
+    operations = [operation("forward", "elementwise", bytes_=10_000_000)]
+    slow = make_machine(bandwidth_bytes_per_s=sheet(1e7), cache_bytes=sheet(4 * MIB))
+    small = make_workload(operations)
+    large = make_workload(operations, optimizer_bytes=64 * MIB)
+    assert estimate(slow, small, Plan()).breakdown.forward == pytest.approx(0.1)
+    result = estimate(slow, large, Plan())
+    assert result.breakdown.forward == pytest.approx(1.0)
+    assert result.limit == "memory bandwidth"
+
+
+def test_memory_that_the_process_gives_back_is_touched_again():
+    machine = make_machine(first_touch_bytes_per_s=sheet(1e6))
+    kept = make_workload(STEP, largest_bytes=MIB)
+    given_back = make_workload(STEP, largest_bytes=100_000)
+    before = estimate(machine, kept, Plan()).breakdown.backward
+    assert estimate(machine, given_back, Plan()).breakdown.backward == pytest.approx(before + 0.2)
+
+
+def test_threads_scale_a_rate_up_to_the_cores():
+    workload = make_workload(STEP)
+    one = estimate(make_machine(), workload, Plan()).breakdown.forward
+    four = estimate(make_machine(), workload, Plan(threads=4)).breakdown.forward
+    many = estimate(make_machine(), workload, Plan(threads=64)).breakdown.forward
+    assert one == pytest.approx(4 * four)
+    assert many == pytest.approx(four)
+
+
+def test_the_nearest_measurement_wins():
+    rates = (
+        rate("matmul", 1e9),
+        rate("matmul", 5e8, processes=2),
+        rate("matmul", 4e9, dtype="bfloat16"),
+        rate("matmul", 3e9, threads=4),
+    )
+    machine = make_machine(rates=rates)
+    workload = make_workload([operation("backward", flops=10**9)])
+    plain = estimate(machine, workload, Plan())
+    assert plain.breakdown.backward == pytest.approx(1.0)
+    shared = estimate(machine, workload, Plan(mesh=Mesh(data=2)))
+    assert shared.breakdown.backward == pytest.approx(2.0)
+    half = estimate(machine, workload, Plan(precision="bfloat16"))
+    assert half.breakdown.backward == pytest.approx(0.25)
+    assert "scaled" in estimate(machine, workload, Plan(threads=3)).sources["forward"]
+
+
+def test_data_parallel_pays_for_gradients_buffers_and_the_wrapper():
+    machine = make_machine([overhead("ddp", "forward", 1e-3), overhead("ddp", "backward", 2e-3)])
+    workload = make_workload(STEP, buffer_bytes=1000)
+    alone = estimate(machine, workload, Plan()).breakdown
+    result = estimate(machine, workload, Plan(mesh=Mesh(data=2)))
+    assert result.breakdown.forward == pytest.approx(alone.forward + 1e-3)
+    assert result.breakdown.backward == pytest.approx(alone.backward + 2e-3)
+    reduce_s, broadcasts_s = 1e-3 + MIB / 1e9, 2e-3 + 1000 / 1e9
+    assert result.breakdown.transfer == pytest.approx(reduce_s + broadcasts_s)
+    assert result.link_bytes == {"node": MIB + 1000}
+    assert result.memory_bytes["buckets"] == MIB
+    over_network = estimate(machine, workload, Plan(mesh=Mesh(data=2), nodes=2))
+    assert set(over_network.link_bytes) == {"network"}
+
+
+def test_the_loader_is_waited_for_only_when_it_is_slower():
+    data = Dataset(samples_count=100, sample_bytes=10, seconds_per_sample=1e-3)
+    workload = make_workload(STEP, dataset=data)
+    busy_s = 4e-3
+    in_loop = estimate(make_machine(), workload, Plan())
+    assert in_loop.breakdown.input == pytest.approx(8e-3)
+    assert in_loop.limit == "data loading"
+    one = estimate(make_machine(), workload, Plan(loader_workers=1)).breakdown.input
+    four = estimate(make_machine(), workload, Plan(loader_workers=4)).breakdown.input
+    assert (one, four) == (pytest.approx(8e-3 - busy_s), 0.0)
+
+
+def test_memory_by_kind_and_precision():
+    layer = Layer(name="", kind="x", parameter_bytes=(100, 20), buffer_bytes=7, saved_bytes=1000)
+    workload = Workload(name="w", batch=1, input_bytes=5, layers=(layer,), optimizer_bytes=240)
+    found = estimate(make_machine(), workload, Plan(precision="bfloat16")).memory_bytes
+    assert found == {
+        "parameters": 120,
+        "gradients": 120,
+        "optimizer": 240,
+        "activations": 500,
+        "buffers": 7,
+        "input": 5,
+        "buckets": 0,
+    }
+
+
+def test_what_cannot_be_predicted_is_refused():
+    workload = make_workload(STEP)
+    with pytest.raises(UsageError, match="data parallelism"):
+        estimate(make_machine(), workload, Plan(mesh=Mesh(pipeline=2)))
+    with pytest.raises(UsageError, match="no compute rates"):
+        estimate(make_machine(rates=()), workload, Plan())
+    with pytest.raises(UsageError, match="all_reduce"):
+        estimate(make_machine(links=False), workload, Plan(mesh=Mesh(data=2)))
+
+
+def test_an_estimate_survives_json():
+    result = estimate(make_machine(), make_workload(STEP), Plan(mesh=Mesh(data=2)))
+    assert Estimate.from_text(result.to_text()) == result
+
+
+POSITIVE = st.floats(1.0, 1e12)
+
+
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=5, unique_by=lambda p: p[0]))
+def test_a_rate_lies_between_its_points(pairs):
+    points = tuple(Point(work=work, rate_per_s=per_s) for work, per_s in sorted(pairs))
+    lowest = min(one.rate_per_s for one in points)
+    highest = max(one.rate_per_s for one in points)
+    for point in points:
+        assert rate_at(points, point.work) == pytest.approx(point.rate_per_s, rel=1e-6)
+        for work in (point.work / 3, point.work * 1.5, point.work * 100):
+            assert lowest * 0.999 <= rate_at(points, work) <= highest * 1.001
+
+
+def test_prices_are_kept():
+    device = make_machine().devices[0]
+    prices = PriceList(device, threads=1, processes=1, step_bytes=0.0, precision="float32")
+    one = operation("forward", flops=10**9)
+    assert prices.price(one) == prices.price(one)
+    assert prices.price(one).times(3).total_s == pytest.approx(3.0)
+
+
+LINK = Link(
+    level="gloo", operation="all_reduce", latency_s=sheet(1e-3), bandwidth_bytes_per_s=sheet(1e9)
+)
+
+
+@given(st.lists(st.integers(1, 4 * MIB), max_size=30))
+def test_buckets_keep_every_byte_in_order(sizes):
+    gradients = [(size, float(index)) for index, size in enumerate(sizes)]
+    buckets = make_buckets(gradients, bucket_bytes=3 * MIB, first_bucket_bytes=MIB)
+    assert sum(one.bytes for one in buckets) == sum(sizes)
+    ready = [one.ready_s for one in buckets]
+    assert ready == sorted(ready)
+    assert all(one.bytes >= 3 * MIB for one in buckets[1:-1])
+
+
+def test_an_all_reduce_between_two_is_the_measurement_itself():
+    assert all_reduce_s(LINK, 10**9, 1) == (0.0, 0.0)
+    assert all_reduce_s(LINK, 10**9, 2) == (pytest.approx(1e-3), pytest.approx(1.0))
+    latency_s, move_s = all_reduce_s(LINK, 10**9, 1000)
+    assert latency_s == pytest.approx(0.999)
+    assert move_s == pytest.approx(2.0, rel=0.01)
+    assert broadcast_s(LINK, 0, 1) == 0.0
+    assert broadcast_s(LINK, 0, 8) == pytest.approx(3e-3)
+
+
+def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():
+    early = [Bucket(bytes=MIB, ready_s=0.0)]
+    assert exposed_s(early, 1.0, LINK, 2, cpu_moves=False) == pytest.approx(0.0)
+    assert exposed_s(early, 1.0, LINK, 2, cpu_moves=True) == pytest.approx(MIB / 1e9)
+    late = [Bucket(bytes=MIB, ready_s=1.0)]
+    assert exposed_s(late, 1.0, LINK, 2, cpu_moves=False) == pytest.approx(1e-3 + MIB / 1e9)
+    assert exposed_s([], 1.0, LINK, 2, cpu_moves=True) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, MIB), st.floats(0, 1)), max_size=8), st.integers(2, 64))
+def test_exposed_time_is_at_most_all_of_it(pairs, ranks):
+    buckets = [Bucket(bytes=size, ready_s=at) for size, at in sorted(pairs, key=lambda p: p[1])]
+    total_s = sum(math.fsum(all_reduce_s(LINK, one.bytes, ranks)) for one in buckets)
+    for cpu_moves in (False, True):
+        exposed = exposed_s(buckets, 1.0, LINK, ranks, cpu_moves=cpu_moves)
+        assert -1e-9 <= exposed <= total_s * (2 if cpu_moves else 1) + 1e-9
