@@ -6,12 +6,17 @@ own time minus the smallest own time among the ranks. Judging by arrival alone w
 wrong rank: a broadcast makes its receivers as late as its root, and they carry that delay into
 the next all-reduce.
 
+Among many ranks somebody is always first, so that all others are a little late. A rank is
+therefore accused for its excess over what is usual among the others, and only if chance would not
+bring so many late steps together.
+
 The late rank's extra time is split by comparing it with the other ranks in the same steps: input
 is data, time without a core is not_running, the rest is compute.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from paceline.trace.merge import Trace
     from paceline.trace.phases import RankPhases
 
+_LOOKS = 2
 CAUSES = ("data", "compute", "not_running")
 
 
@@ -65,7 +71,9 @@ class BlameRules(Record):
         min_late_share: neither is less than this share of the median step.
         min_steps: a window is at least this long.
         min_late_steps: this share of the window's steps is late.
-        min_signal: median lateness in the window, over its median absolute deviation there.
+        min_signal: median excess in the window, over its median absolute deviation there.
+        max_chance: probability that so many late steps lie together by chance, if late steps were
+            strewn as they are elsewhere in the run.
     """
 
     min_late_s: float = 0.001
@@ -73,6 +81,7 @@ class BlameRules(Record):
     min_steps: int = 8
     min_late_steps: float = 0.8
     min_signal: float = 2.0
+    max_chance: float = 1e-3
 
 
 def lateness_s(trace: Trace, steps: int) -> np.ndarray:
@@ -142,10 +151,12 @@ def blame(
     late = lateness_s(trace, steps)
     step_s = np.median(np.min([one.step_s[:steps] for one in ranks], axis=0))
     least_s = max(rules.min_late_s, rules.min_late_share * float(step_s))
+    excess = excess_s(late)
+    is_late = excess > least_s
     found = []
     for i in range(len(ranks)):
-        window = late_window(late[i], least_s, rules)
-        if window is None:
+        window = late_window(excess[i], least_s, rules)
+        if window is None or chance(is_late, i, window) > rules.max_chance:
             continue
         first, last = window
         cost = float(late[i, first : last + 1].sum())
@@ -153,21 +164,63 @@ def blame(
     return tuple(one for _, one in sorted(found, key=lambda pair: -pair[0]))
 
 
+def excess_s(late_s: np.ndarray) -> np.ndarray:
+    """Return by how much each rank is later than the others usually are, in each step.
+
+    Usual is the (lower) median of the other ranks. Shapes are (ranks, steps), of two or more ranks.
+    """
+    ordered = np.sort(late_s, axis=0)
+    middle = (len(late_s) - 2) // 2  # of the others, were they without this rank's own value
+    usual = np.where(late_s <= ordered[middle], ordered[middle + 1], ordered[middle])
+    return np.asarray(late_s - usual)
+
+
+def chance(is_late: np.ndarray, i: int, window: tuple[int, int]) -> float:
+    """Return a bound on the probability that noise gives rank `i` such a window somewhere.
+
+    Noise would make steps late at the rate that is seen outside the window; that a window of n
+    steps then has a share s of late ones has a probability of at most exp(-n KL(s, rate)), for
+    each rank and place of the window.
+    Source: W. Hoeffding, Probability inequalities for sums of bounded random variables (1963), 2.1.
+
+    Args:
+        is_late: which steps are late, shape (ranks, steps).
+        i: the rank.
+        window: its first and last step.
+    """
+    first, last = window
+    count = last - first + 1
+    inside = is_late[i, first : last + 1]
+    outside = is_late.size - count
+    rate = (int(is_late.sum()) - int(inside.sum()) + 1) / (outside + 2)
+    share = float(inside.mean())
+    if share <= rate:
+        return 1.0
+    divergence = share * math.log(share / rate)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - rate))
+    return min(1.0, is_late.size * math.exp(-count * divergence))
+
+
 def late_window(late_s: np.ndarray, least_s: float, rules: BlameRules) -> tuple[int, int] | None:
     """Return the first and last step of the stretch in which a rank is late, if there is one.
 
     The stretch is the one that maximises the sum of (lateness - threshold), with lateness cut at
     a few thresholds so that a single hiccup cannot make a stretch. The threshold is half of what
-    is typical for late steps, so that the edges fall where lateness begins and ends.
+    is typical for late steps, so that the edges fall where lateness begins and ends; a second look
+    takes what is typical from the stretch itself, where noise does not dilute it.
     Source: maximum subarray, J. Bentley, Programming Pearls (1984).
     """
     above = late_s[late_s > least_s]
     if len(above) < rules.min_steps:
         return None
-    threshold = max(least_s, float(np.median(above)) / 2)
-    score = np.minimum(late_s, 2 * threshold) - threshold
-    first, last = _best_stretch(score)
-    inside = late_s[first : last + 1]
+    typical = float(np.median(above))
+    for _ in range(_LOOKS):
+        threshold = max(least_s, typical / 2)
+        score = np.clip(late_s, 0.0, 2 * threshold) - threshold
+        first, last = _best_stretch(score)
+        inside = late_s[first : last + 1]
+        typical = float(np.median(inside))
     middle = float(np.median(inside))
     spread = 1.4826 * float(np.median(np.abs(inside - middle)))
     if (
