@@ -34,11 +34,12 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
         partial.replace(path)
         sync_folder(path.parent)
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise StorageError(
             "cannot write", where=str(path), why=problem.strerror or str(problem)
         ) from problem
+    finally:  # also when making the chunks failed; after the rename there is nothing left
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def commit_text(path: Path, text: str) -> None:

@@ -141,6 +141,8 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         return None
     problem: ConfigError | None = None
     for option in options:
+        if option is type(None):
+            continue  # a value that is there is judged by what it could be
         try:
             return convert(value, option, where)
         except ConfigError as one:

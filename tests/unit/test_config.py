@@ -1,0 +1,123 @@
+"""Configuration: file < environment < flag, with origins; an unknown key is refused in each."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.config import cache_folder, environment, resolve
+from paceline.core.errors import ConfigError, NotFound
+from paceline.core.record import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(Record):
+    """Of each kind one."""
+
+    ranks: int | None = None
+    record: bool = True
+    late_s: float = 0.5
+    name: str = "x"
+    names: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "paceline.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults_without_any_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve(Settings, "run", environ={})
+    assert resolved.config == Settings()
+    assert set(resolved.origin.values()) == {"default"}
+
+
+@given(st.none() | st.integers(1, 9), st.none() | st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_the_later_source_wins(tmp_path_factory, in_file, in_environ, in_flag):
+    path = tmp_path_factory.mktemp("config") / "some.toml"
+    path.write_text("[run]\n" + (f"ranks = {in_file}\n" if in_file else ""))
+    environ = {"PACELINE_RUN__RANKS": str(in_environ)} if in_environ else {}
+    resolved = resolve(Settings, "run", flags={"ranks": in_flag}, environ=environ, file=path)
+    sources = [("flag", in_flag), ("environment", in_environ), ("file", in_file)]
+    origin, value = next((one for one in sources if one[1] is not None), ("default", None))
+    assert resolved.config.ranks == value
+    assert resolved.origin["ranks"] == origin
+    assert resolved.to_json()["values"]["ranks"] == {"value": value, "origin": origin}
+    assert resolved.to_json()["version"] == 1
+
+
+def test_a_file_in_the_working_directory_is_read(toml, monkeypatch):
+    path = toml("[run]\nlate_s = 2\nnames = ['a', 'b']\n[other]\nunseen = 1\n")
+    monkeypatch.chdir(path.parent)
+    resolved = resolve(Settings, "run", environ={})
+    assert resolved.config.late_s == 2.0
+    assert resolved.config.names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("TRUE", True), ("no", False), ("0", False), ("yes", True)]
+)
+def test_booleans_from_the_environment(text, value):
+    resolved = resolve(Settings, "run", environ={"PACELINE_RUN__RECORD": text})
+    assert resolved.config.record is value
+
+
+def test_numbers_and_text_from_the_environment():
+    environ = {"PACELINE_RUN__LATE_S": "1e-3", "PACELINE_RUN__NAME": "7", "PACELINE_OTHER__X": "1"}
+    resolved = resolve(Settings, "run", environ=environ)
+    assert resolved.config.late_s == 0.001
+    assert resolved.config.name == "7"
+
+
+def test_an_unknown_key_is_refused_in_each_source(toml):
+    path = toml("[run]\nrank = 2\n")
+    with pytest.raises(ConfigError, match="unknown key 'rank'") as in_file:
+        resolve(Settings, "run", environ={}, file=path)
+    with pytest.raises(ConfigError, match="unknown key 'recrod'") as in_environ:
+        resolve(Settings, "run", environ={"PACELINE_RUN__RECROD": "1"})
+    with pytest.raises(ConfigError, match="unknown key 'nmae'") as in_flag:
+        resolve(Settings, "run", environ={}, flags={"nmae": "1"})
+    assert "'ranks'" in in_file.value.fix
+    assert str(path) in in_file.value.where
+    assert "'record'" in in_environ.value.fix
+    assert in_environ.value.where == "PACELINE_RUN__RECROD"
+    assert "'name'" in in_flag.value.fix
+    assert in_flag.value.where == "--nmae"
+
+
+@pytest.mark.parametrize("key", ["RANKS", "RECORD", "LATE_S"])
+def test_a_value_of_the_wrong_type_names_its_place(key):
+    name = f"PACELINE_RUN__{key}"
+    with pytest.raises(ConfigError, match="'maybe' is not") as caught:
+        resolve(Settings, "run", environ={name: "maybe"})
+    assert caught.value.where == name
+
+
+def test_files_that_are_missing_or_no_toml_are_refused(toml, tmp_path):
+    with pytest.raises(NotFound):
+        resolve(Settings, "run", environ={}, file=tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        resolve(Settings, "run", environ={}, file=toml("[run"))
+    with pytest.raises(ConfigError, match="must be a table"):
+        resolve(Settings, "run", environ={}, file=toml("run = 1"))
+
+
+def test_the_process_environment_is_the_default(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PACELINE_RUN__RANKS", "3")
+    assert environment()["PACELINE_RUN__RANKS"] == "3"
+    assert resolve(Settings, "run").config.ranks == 3
+
+
+def test_the_cache_folder_follows_xdg(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/paceline")
+    assert cache_folder({}) == Path("/home/someone/.cache/paceline")

@@ -1,0 +1,63 @@
+"""Each error ends a command with its code, is its nearest built-in, and tells all it knows."""
+
+import inspect
+import re
+
+import pytest
+
+from paceline.core import errors
+from paceline.core.errors import PacelineError
+
+CLASSES = [
+    one
+    for _, one in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(one, PacelineError) and one is not PacelineError
+]
+LINE = re.compile(r"\+-- (\w+)(?: \((\w+)\))?\s+(\d+)?")
+TREE = {
+    name: (base, code) for name, base, code in LINE.findall(errors.__doc__)
+}  # as the docstring draws it
+
+
+def drawn_parent(name):
+    lines = errors.__doc__.splitlines()
+    at = next(i for i, one in enumerate(lines) if re.search(rf"\+-- {name}\b", one))
+    depth = lines[at].index("+--")
+    above = (LINE.search(one) for one in reversed(lines[:at]) if "+--" in one)
+    for match in above:
+        if match.start() < depth:
+            return match.group(1)
+    return "PacelineError"
+
+
+def test_the_docstring_draws_every_class():
+    assert set(TREE) == {one.__name__ for one in CLASSES}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda one: one.__name__)
+def test_code_parent_and_built_in_are_as_drawn(cls):
+    base, code = TREE[cls.__name__]
+    assert cls.exit_code == int(code)
+    assert drawn_parent(cls.__name__) in {one.__name__ for one in cls.__bases__}
+    built_ins = [one for one in cls.__mro__ if one.__module__ == "builtins"]
+    if base:
+        assert base in {one.__name__ for one in cls.__bases__}
+    assert built_ins[0] not in (Exception, BaseException), "the nearest built-in is none"
+    assert cls.__doc__
+
+
+@pytest.mark.parametrize("cls", [PacelineError, *CLASSES], ids=lambda one: one.__name__)
+def test_json_and_text_carry_what_where_why_fix(cls):
+    error = cls("it broke", where="rank 3", why="too hot", fix="Cool it")
+    assert error.to_json() == {
+        "error": {
+            "code": cls.__name__,
+            "what": "it broke",
+            "where": "rank 3",
+            "why": "too hot",
+            "fix": "Cool it",
+        }
+    }
+    assert str(error) == "it broke (rank 3): too hot. Cool it"
+    assert str(cls("it broke")) == "it broke"
+    assert error.args == ("it broke",)

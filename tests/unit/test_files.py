@@ -1,0 +1,102 @@
+"""A committed file is the old one or the new one, whatever stops the writing; nothing is left."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from paceline.core.errors import NotFound, StorageError
+from paceline.core.files import commit_bytes, commit_chunks, commit_text, read_text
+
+
+@pytest.fixture
+def old(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    return path
+
+
+def names(path):
+    return sorted(one.name for one in path.parent.iterdir())
+
+
+def test_new_content_replaces_old(old):
+    commit_text(old, "n\u00e9w")
+    assert read_text(old) == "n\u00e9w"
+    commit_chunks(old, (bytes([i]) for i in range(3)))
+    assert old.read_bytes() == b"\0\1\2"
+    assert names(old) == ["result.json"]
+
+
+def test_a_full_disk_leaves_the_old_content(old):
+    partial = old.with_name(f".{old.name}.{os.getpid()}.partial")
+    partial.symlink_to("/dev/full")  # the kernel's own ENOSPC
+    with pytest.raises(StorageError) as caught:
+        commit_bytes(old, b"new" * 100_000)
+    assert os.strerror(errno.ENOSPC) in str(caught.value)
+    assert str(old) == caught.value.where
+    assert old.read_text() == "old"
+    assert names(old) == ["result.json"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(StorageError, match="No such file") as caught:
+        commit_bytes(tmp_path / "none" / "f", b"")
+    assert "none/f" in caught.value.where
+
+
+def test_a_destination_that_is_a_folder_stays(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(StorageError):
+        commit_bytes(tmp_path / "taken", b"x")
+    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+
+
+def test_content_that_fails_on_its_way_leaves_the_old(old):
+    def chunks():
+        yield b"new"
+        raise KeyError("the source broke")
+
+    with pytest.raises(KeyError, match="the source broke"):
+        commit_chunks(old, chunks())
+    assert old.read_text() == "old"
+    assert names(old) == ["result.json"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from paceline.core import files
+seen = 0
+def dying(call):
+    def one(*args):
+        global seen
+        seen += 1
+        if seen == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args)
+    return one
+os.fsync = dying(os.fsync)
+Path.replace = dying(Path.replace)
+files.commit_bytes(Path(sys.argv[1]), b"new")
+"""
+
+
+@pytest.mark.parametrize(("at", "content"), [(1, "old"), (2, "old"), (3, "new")])
+def test_killed_at_any_call_it_is_old_or_new(old, at, content):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(old), str(at)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert old.read_text() == content
+
+
+def test_reading_says_what_is_wrong(tmp_path):
+    with pytest.raises(NotFound, match="no such file"):
+        read_text(tmp_path / "none")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_text(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_text(tmp_path / "binary")
