@@ -1,1 +1,1 @@
-"""TODO docstring."""
+"""What composes the rest of Paceline into one answer."""

@@ -1,0 +1,253 @@
+"""The whole loop on handwritten digits, in about a minute.
+
+Check the machine, pack the images, measure the machine, predict the run, train on two ranks of
+which one is slowed on purpose, find out which and why from the traces alone, and set prediction
+beside measurement. Every figure is measured or computed in this very run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from paceline.core.config import Resolved
+from paceline.core.errors import UsageError
+from paceline.core.files import commit_text, read_text
+from paceline.core.record import Record
+from paceline.launch.doctor import diagnose
+from paceline.launch.predict import predict
+from paceline.launch.probe import measure, summary
+from paceline.launch.run import RunConfig, execute, prepare
+from paceline.report.compare import PhaseComparison
+from paceline.report.html import write_html
+from paceline.report.model import gather
+from paceline.store import PackOptions, pack_folder
+from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.core.clock import Clock
+    from paceline.launch.doctor import Finding
+    from paceline.perf import Estimate
+    from paceline.report.model import Report
+    from paceline.trace.files import Status
+
+RANKS = 2
+EPOCHS = 30
+STEPS = EPOCHS * 23  # 1437 training images over two ranks, 32 each
+SCRIPT = Path(__file__).with_name("demo_train.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Injection(Record):
+    """What the demo does to one rank; the analysis never sees it.
+
+    Attributes:
+        rank: to slow.
+        late_ms: by how much in each step of the window.
+        cause: data waits in the loader, compute keeps the core busy in the model.
+    """
+
+    rank: int = 1
+    late_ms: float = 20.0
+    cause: Literal["data", "compute"] = "data"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < RANKS:
+            raise UsageError(
+                f"there is no rank {self.rank}", fix=f"The demo has ranks 0 to {RANKS - 1}"
+            )
+        if not 0 < self.late_ms <= 1000:
+            raise UsageError(f"cannot slow a rank by {self.late_ms:g} ms", fix="Give 1 to 1000 ms")
+
+    @classmethod
+    def parse(cls, text: str) -> Injection | None:
+        """Return the injection that ``rank,ms``, ``rank,ms,cause`` or ``none`` asks for.
+
+        Raises:
+            UsageError: it is none of these.
+        """
+        if text == "none":
+            return None
+        parts = text.split(",")
+        try:
+            rank, late_ms = int(parts[0]), float(parts[1])
+            (cause,) = parts[2:] or ["data"]
+            if cause not in ("data", "compute"):
+                raise ValueError(cause)
+        except (ValueError, IndexError):
+            raise UsageError(
+                f"'{text}' does not say how to slow a rank",
+                where="--straggler",
+                fix="For example 1,20 or 0,30,compute or none",
+            ) from None
+        return cls(rank=rank, late_ms=late_ms, cause="data" if cause == "data" else "compute")
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last step to slow."""
+        return STEPS * 2 // 5, STEPS * 7 // 10 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundStraggler(Record):
+    """The late rank as the traces tell it, beside what was measured where it was slowed."""
+
+    rank: int
+    cause: str
+    late_ms: float
+    injected_ms: float
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult(Record):
+    """What the demo leaves as ``paceline-demo/result.json``.
+
+    Attributes:
+        test_accuracy: on the fifth of the images that was not trained on.
+        images: that were packed.
+        steps: that each rank trained.
+        straggler: found in the traces; None when nobody was late.
+        phases: seconds per undisturbed step, predicted and measured.
+        step_time_error: |predicted / measured - 1| of undisturbed steps.
+        report: path of the page.
+        verdict: in words.
+    """
+
+    kind: Literal["demo"] = "demo"
+    test_accuracy: float
+    images: int
+    steps: int
+    straggler: FoundStraggler | None
+    phases: tuple[PhaseComparison, ...]
+    step_time_error: float | None
+    report: str
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """What the demo tells while it goes on: a stage's name, and its outcome in a line or more."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+def run_demo(
+    injection: Injection | None,
+    *,
+    seed: int,
+    clock: Clock,
+    on_stage: Callable[[Stage], None],
+    on_status: Callable[[list[Status]], None],
+) -> DemoResult:
+    """Run the demo in ``./paceline-demo`` and return its result.
+
+    Args:
+        injection: whom to slow; None slows nobody.
+        seed: of the weights and the sample order.
+        clock: for waits.
+        on_stage: called after each stage.
+        on_status: called while it trains, with the ranks' live status.
+
+    Raises:
+        PacelineError: of whatever stage fails.
+    """
+    make_folder()
+    on_stage(Stage(name="check", lines=_check_lines(diagnose(Path.cwd()))))
+    images = write_images()
+    packed = pack_folder(IMAGES, PACK, options=PackOptions())
+    line = (
+        f"{packed.sample_count} images in {packed.class_count} classes: "
+        f"files to open per epoch {images} -> {packed.shard_count}"
+    )
+    on_stage(Stage(name="pack", lines=(line,)))
+    machine_path = FOLDER / "machine.json"
+    machine = measure(folder=FOLDER, quick=True)
+    commit_text(machine_path, machine.to_text())
+    on_stage(Stage(name="measure", lines=tuple(summary(machine)[:1])))
+    estimate_path = FOLDER / "estimate.json"
+    estimate = predict(f"{SCRIPT}:training_step", ranks=RANKS, machine_path=machine_path)
+    commit_text(estimate_path, estimate.to_text())
+    on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
+    run = FOLDER / "run"
+    trained = _train(run, injection, seed, machine_path, estimate_path, clock, on_status)
+    report = gather(run)
+    page = run / "report.html"
+    write_html(report, page)
+    result = _result(report, trained, images, page)
+    commit_text(FOLDER / "result.json", result.to_text())
+    return result
+
+
+def _check_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
+    return tuple(f"{one.status:4} {one.topic:11} {one.what}" for one in findings)
+
+
+def _predict_line(estimate: Estimate) -> str:
+    return (
+        f"{estimate.step_time_s * 1e3:.2f} ms per step on {RANKS} ranks, "
+        f"limited by {estimate.limit}; saved, to be checked below"
+    )
+
+
+def _train(
+    run: Path,
+    injection: Injection | None,
+    seed: int,
+    machine_path: Path,
+    estimate_path: Path,
+    clock: Clock,
+    on_status: Callable[[list[Status]], None],
+) -> dict[str, object]:
+    """Train, and return what the script itself wrote: accuracy and what it injected."""
+    answer = FOLDER / "trained.json"
+    args = ["--result", str(answer), "--epochs", str(EPOCHS), "--seed", str(seed)]
+    if injection is not None:
+        first, last = injection.window
+        args += ["--slow-rank", str(injection.rank), "--slow-ms", str(injection.late_ms)]
+        args += ["--slow-cause", injection.cause, "--slow-steps", str(first), str(last)]
+    config = RunConfig(ranks=RANKS)
+    origin = {"ranks": "demo", "record": "default", "bind": "default"}
+    job = prepare(SCRIPT, args, Resolved(config=config, origin=origin), run, clock)
+    execute(
+        job,
+        machine_path=machine_path,
+        estimate_path=estimate_path,
+        clock=clock,
+        on_status=on_status,
+    )
+    trained: dict[str, object] = json.loads(read_text(answer))
+    return trained
+
+
+def _result(report: Report, trained: dict[str, object], images: int, page: Path) -> DemoResult:
+    injected = trained["injected"]
+    found = None
+    if report.stragglers:
+        late = report.stragglers[0]
+        found = FoundStraggler(
+            rank=late.rank,
+            cause=late.cause,
+            late_ms=late.late_ms,
+            injected_ms=float(injected["injected_ms"]) if isinstance(injected, dict) else 0.0,
+            first_step=late.first_step,
+            last_step=late.last_step,
+        )
+    accuracy = trained["test_accuracy"]
+    assert isinstance(accuracy, float)
+    return DemoResult(
+        test_accuracy=accuracy,
+        images=images,
+        steps=report.steps,
+        straggler=found,
+        phases=report.comparison.phases,
+        step_time_error=report.comparison.step_time_error,
+        report=str(page),
+        verdict=report.words,
+    )

@@ -1,0 +1,61 @@
+"""Where the demo keeps its files, and the handwritten digits written as PNG files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from paceline.core.errors import DestinationExists, Missing, StorageError
+
+FOLDER = Path("paceline-demo")
+IMAGES = FOLDER / "images"
+PACK = FOLDER / "digits.pack"
+BATCH = 32  # samples per rank and step
+SIDE = 8  # pixels
+
+_MARK = FOLDER / ".paceline-demo"  # what carries it was made by a demo, and may be replaced by one
+
+
+def make_folder() -> None:
+    """Make the demo's folder, in place of an earlier demo's.
+
+    Raises:
+        DestinationExists: there is such a folder, but no demo made it.
+        StorageError: it cannot be made here.
+    """
+    if FOLDER.exists() and not _MARK.exists():
+        raise DestinationExists(
+            "there is a folder that no demo has made",
+            where=str(FOLDER),
+            fix="Move it away, or start the demo elsewhere",
+        )
+    try:
+        if FOLDER.exists():
+            shutil.rmtree(FOLDER)
+        FOLDER.mkdir()
+        _MARK.touch()
+    except OSError as problem:
+        why = problem.strerror or str(problem)
+        raise StorageError("cannot make the demo's folder", where=str(FOLDER), why=why) from problem
+
+
+def write_images() -> int:
+    """Write scikit-learn's digits as PNG files, a folder per class; return how many.
+
+    Raises:
+        Missing: scikit-learn or Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+        from sklearn.datasets import load_digits
+    except ImportError as problem:
+        raise Missing(
+            f"the demo needs {problem.name}", fix="pip install 'paceline[demo]'"
+        ) from problem
+    digits = load_digits()
+    for label in sorted(set(digits.target.tolist())):
+        (IMAGES / str(label)).mkdir(parents=True)
+    pixels = (digits.images * (255 / 16)).round().astype("uint8")
+    for i, (image, label) in enumerate(zip(pixels, digits.target.tolist(), strict=True)):
+        Image.fromarray(image).save(IMAGES / str(label) / f"{i:04d}.png")
+    return len(pixels)
