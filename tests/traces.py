@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.native import Recorder
 from paceline.trace.events import NOT_RUNNING, Kind, Lane
 from paceline.trace.files import trace_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MS = 1_000_000
 BOOT_ID_AT = 8 + 4 * 4 + 2 * 8  # in the header: after magic, four numbers and two clocks
