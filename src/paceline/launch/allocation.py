@@ -15,6 +15,8 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: batch scripts, shells of salloc and the like
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
@@ -38,6 +40,14 @@ class Allocation:
     first_host: str = ""
     name: str = ""
 
+    def __post_init__(self) -> None:
+        for place, count in (
+            (self.rank, self.world_size),
+            (self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= place < count:
+                raise ValueError(f"task {place} of {count}")
+
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
     """Return this task's place in a Slurm step or under mpirun, or None outside of both.
@@ -46,7 +56,8 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
         UsageError: the launcher's variables do not make sense.
     """
     try:
-        return _slurm(environ) or _openmpi(environ) or _mpich(environ)
+        # mpirun within a Slurm job starts its daemons with srun: the ranks are mpirun's.
+        return _openmpi(environ) or _mpich(environ) or _slurm(environ)
     except (KeyError, ValueError) as problem:
         raise UsageError(
             "the launcher's environment cannot be understood",
@@ -84,8 +95,10 @@ def first_host(node_list: str) -> str:
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation | None:
-    # A batch script without srun has tasks, but it is no step: it starts ranks by itself.
+    # A batch script or an interactive shell has tasks, but starts them by itself.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    if int(environ["SLURM_STEP_ID"]) >= _FIRST_SPECIAL_STEP:
         return None
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")

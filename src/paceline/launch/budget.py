@@ -44,7 +44,7 @@ def share(
         Disjoint cores per rank; when ranks outnumber cores, ranks share and stay unbound.
     """
     assert 0 <= local_rank < local_world_size
-    wanted = environ.get("OMP_NUM_THREADS", "")
+    wanted = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # then come those of nested levels
     if wanted.isdecimal() and int(wanted) > 0:
         return Share(cores=(), threads=int(wanted))
     if local_world_size > len(cores):

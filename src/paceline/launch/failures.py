@@ -19,14 +19,18 @@ def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
     """Return the failure that came first: the others are its consequences.
 
     A rank killed by a signal breaks its peers' connections, and they raise before anybody noticed
-    the kill; a rank that raises breaks them too, but wrote down when.
+    the kill; a rank that raises breaks them too, but wrote down when. The agent ends with SIGTERM
+    who is left: only when that is the first exit did somebody else send it.
     """
     reports = sorted(_failure_reports(run), key=lambda report: int(report["at_ns"]))
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
     killed = [
         one
-        for one in exits
-        if one.rank >= 0 and one.signal not in ("", "SIGTERM") and one.rank not in raised
+        for i, one in enumerate(exits)
+        if one.rank >= 0
+        and one.signal
+        and (one.signal != "SIGTERM" or i == 0)
+        and one.rank not in raised
     ]
     if killed:
         rank, signal_name, error = killed[0].rank, killed[0].signal, ""

@@ -79,7 +79,8 @@ def _bind(cores: str, environ: Mapping[str, str]) -> None:
         int(environ["LOCAL_WORLD_SIZE"]),
         environ,
     )
-    os.environ["OMP_NUM_THREADS"] = str(mine.threads)
+    if mine.cores or "OMP_NUM_THREADS" not in environ:
+        os.environ["OMP_NUM_THREADS"] = str(mine.threads)
     if mine.cores:
         os.sched_setaffinity(0, mine.cores)
 

@@ -1,0 +1,116 @@
+"""Which rank failed first, from exits, reports and traces as runs leave them."""
+
+import json
+
+import pytest
+from traces import Event, write_run
+
+from paceline.core.errors import Interrupted, RankLost, ScriptFailed
+from paceline.launch.failures import exit_code, first_failure, raise_failure, tracebacks
+from paceline.launch.processes import Exit
+from paceline.launch.result import Failure
+from paceline.native import Recorder
+from paceline.trace.events import Kind
+from paceline.trace.files import trace_name
+
+RAISED = "RuntimeError('the loss is not finite')"
+LOST = "RuntimeError('Connection closed by peer')"
+
+
+def report(run, rank, at_ns, error):
+    text = f"Traceback (most recent call last):\n{error}\n"
+    body = {"rank": rank, "at_ns": at_ns, "traceback": text, "error": error}
+    (run / "trace").mkdir(exist_ok=True)
+    (run / "trace" / f"rank-{rank:05d}.failure").write_text(json.dumps(body))
+
+
+def test_the_first_to_raise_failed_first(tmp_path):
+    report(tmp_path, 0, 200, LOST)
+    report(tmp_path, 1, 100, RAISED)
+    exits = (Exit(rank=0, code=1), Exit(rank=1, code=1))
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, error=RAISED)
+    assert exit_code(exits, failure) == 1
+    assert tracebacks(tmp_path)[0].startswith("rank 1:\nTraceback")
+    with pytest.raises(ScriptFailed, match="rank 1 failed first") as caught:
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+    assert caught.value.why == RAISED
+    assert caught.value.where.endswith("train.py")
+
+
+def test_a_killed_rank_comes_before_those_that_lost_it(tmp_path):
+    report(tmp_path, 0, 100, LOST)
+    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-9, signal="SIGKILL"))
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, signal="SIGKILL")
+    assert exit_code(exits, failure) == 5
+
+
+def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
+    write_run(tmp_path, [[Event(Kind.STEP, 0, 1)]])
+    recorder = Recorder(str(tmp_path / "trace" / trace_name(1)), 1, 2)
+    for _ in range(17):
+        recorder.end_step()
+    recorder.begin(int(Kind.BACKWARD))
+    exits = (Exit(rank=1, code=-11, signal="SIGSEGV"),)
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, signal="SIGSEGV", step=17, phase="backward")
+    with pytest.raises(RankLost, match="rank 1 was killed by SIGSEGV") as caught:
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+    assert caught.value.where == "step 17, in backward"
+    assert "native code crashed" in caught.value.why
+    recorder.begin(int(Kind.WAIT))
+    assert first_failure(tmp_path, exits).phase == "waiting"
+    recorder.close()
+
+
+def test_a_rank_that_the_agent_stopped_is_no_culprit(tmp_path):
+    report(tmp_path, 0, 100, RAISED)
+    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-15, signal="SIGTERM"))
+    assert first_failure(tmp_path, exits) == Failure(rank=0, error=RAISED)
+
+
+def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
+    """The agent terminates ranks only after another failed: the first exit is nobody's doing."""
+    report(tmp_path, 0, 100, LOST)
+    exits = (Exit(rank=1, code=-15, signal="SIGTERM"), Exit(rank=0, code=1))
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, signal="SIGTERM")
+    with pytest.raises(RankLost, match="SIGTERM") as caught:
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+    assert "a signal ended it" in caught.value.why
+
+
+def test_a_rank_that_raised_and_crashed_on_its_way_out_raised(tmp_path):
+    report(tmp_path, 1, 100, RAISED)
+    exits = (Exit(rank=1, code=-6, signal="SIGABRT"),)
+    assert first_failure(tmp_path, exits) == Failure(rank=1, error=RAISED)
+
+
+def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
+    exits = (Exit(rank=1, code=7),)
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, error="exit code 7")
+    assert exit_code(exits, failure) == 1
+
+
+def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):
+    report(tmp_path, 1, 100, RAISED)
+    (tmp_path / "trace" / "rank-00000.failure").write_text('{"rank": 0, "at_ns"')
+    assert first_failure(tmp_path, (Exit(rank=0, code=1),)).rank == 1
+    assert len(tracebacks(tmp_path)) == 1
+
+
+def test_all_well(tmp_path):
+    assert first_failure(tmp_path, ()) is None
+    assert exit_code((), None) == 0
+    raise_failure(tmp_path, tmp_path / "train.py", (), None)
+
+
+def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
+    report(tmp_path, 0, 100, LOST)
+    exits = (Exit(rank=-1, code=130, signal="SIGINT"),)
+    failure = first_failure(tmp_path, exits)
+    assert exit_code(exits, failure) == 130
+    with pytest.raises(Interrupted, match="stopped by SIGINT"):
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
