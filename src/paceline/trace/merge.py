@@ -7,7 +7,7 @@ everybody has entered it, so for each one and each pair of ranks
     issue_a + offset_a <= completion_b + offset_b     and the same with a and b exchanged,
 
 which bounds the difference of the two offsets from both sides. The middle of the tightest bounds
-is taken; its error is at most half the fastest collective.
+is taken; its error is at most what the fastest collective took, the mean of both ranks.
 
 Source: the same inequality as in D. L. Mills, RFC 5905 (NTP), with a collective as the message.
 """

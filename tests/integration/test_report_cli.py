@@ -1,0 +1,102 @@
+"""`paceline why`, `report` and `trace` as a user calls them; none of them may load torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from traces import Late, data_parallel, write_run
+
+from paceline.trace.files import trace_name
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; sys.argv[0] = 'paceline'; "
+    "from paceline.cli.app import main; main()"
+)
+
+
+def _paceline(*arguments):
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    late = (Late(1, 18, 40, 80),)
+    return write_run(tmp_path_factory.mktemp("run"), data_parallel(2, 120, late=late))
+
+
+def test_why_says_it_in_a_sentence(run):
+    done = _paceline("why", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "Rank 1 arrives 18 ms late at every all-reduce between steps 40 and 80, because of data "
+        "loading; rank 0 waits 64 % of each of these steps.\n"
+    )
+
+
+def test_why_as_json(run):
+    data = json.loads(_paceline("why", run, "--json").stdout)
+    assert (data["version"], data["kind"]) == (1, "why")
+    assert data["stragglers"][0]["cause"] == "data"
+
+
+def test_report_writes_its_page_and_shows_the_rest(run, tmp_path):
+    page = tmp_path / "page.html"
+    done = _paceline("report", run, "--out", page)
+    assert done.returncode == 0, done.stderr
+    assert "Rank 1 arrives 18 ms late" in done.stdout
+    assert "all_reduce" in done.stdout
+    assert str(page) in done.stderr
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_report_as_json_keeps_stdout_clean(run):
+    done = _paceline("report", run, "--json")
+    data = json.loads(done.stdout)
+    assert data["report"] == str(run / "report.html")
+    assert (run / "report.html").exists()
+
+
+def test_trace_export_and_stats(run, tmp_path):
+    done = _paceline("trace", "export", run, "--format", "chrome", "--out", tmp_path / "one.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "one.json").read_text())["traceEvents"]
+    again = _paceline("trace", "export", run, "--out", tmp_path / "one.json")
+    assert again.returncode == 2
+    assert _paceline("trace", "export", run).returncode == 0
+    assert (run / "trace.json").exists()
+    assert _paceline("trace", "export", run, "--out", tmp_path / "no" / "x").returncode == 2
+    shown = _paceline("trace", "stats", run)
+    assert "collective" in shown.stdout
+    data = json.loads(_paceline("trace", "stats", run, "--json").stdout)
+    assert data["ranks"][1]["events"]["step"] == 120
+
+
+@pytest.mark.parametrize("verb", [["why"], ["report"], ["trace", "stats"], ["trace", "export"]])
+def test_missing_runs_are_misuse_and_damaged_ones_corrupt(verb, tmp_path):
+    missing = _paceline(*verb, tmp_path / "nothing")
+    assert missing.returncode == 2
+    assert "nothing" in missing.stderr
+    run = write_run(tmp_path / "run", data_parallel(2, 10))
+    path = run / "trace" / trace_name(1)
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(bytes(data))
+    damaged = _paceline(*verb, run)
+    assert damaged.returncode == 4
+    assert "rank 1" in damaged.stderr
+
+
+def test_errors_are_json_when_asked(tmp_path):
+    done = _paceline("why", tmp_path / "nothing", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == "NotFound"
+    assert error["fix"]
+
+
+@pytest.mark.parametrize("verb", ["why", "report", "trace"])
+def test_help_has_an_example(verb):
+    done = _paceline(verb, "--help")
+    assert done.returncode == 0
+    assert "Example: paceline" in done.stdout

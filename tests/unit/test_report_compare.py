@@ -1,0 +1,63 @@
+"""Prediction beside measurement: what an undisturbed step is, and how far off it was."""
+
+import pytest
+from traces import Late, data_parallel, write_run
+
+from paceline.core.breakdown import Breakdown
+from paceline.report.compare import Comparison, compare, undisturbed
+from paceline.trace.blame import blame
+from paceline.trace.merge import load_run
+from paceline.trace.phases import phases
+
+PREDICTED = Breakdown(input=0.001, forward=0.003, backward=0.005, transfer=0.001, optimizer=0.001)
+
+
+def _compare(run, predicted=None, **kwargs):
+    late = (Late(1, 18, 40, 80),)
+    trace = load_run(write_run(run, data_parallel(2, 100, late=late)))
+    parts = phases(trace)
+    return compare(parts, blame(trace, parts), predicted, **kwargs)
+
+
+def test_a_stragglers_window_and_the_warm_up_are_left_out(tmp_path):
+    found = _compare(tmp_path, PREDICTED)
+    assert (found.steps, found.undisturbed_steps) == (100, 100 - 10 - 41)
+    measured = {one.name: one.measured_s for one in found.phases}
+    assert measured["input"] == pytest.approx(0.001)
+    assert measured["backward"] == pytest.approx(0.004)
+    assert measured["waiting"] == 0
+    assert found.measured_step_s == pytest.approx(0.010)
+
+
+def test_errors_and_ratios(tmp_path):
+    found = _compare(tmp_path, PREDICTED)
+    assert found.predicted_step_s == pytest.approx(0.011)
+    assert found.step_time_error == pytest.approx(0.1)
+    ratios = {one.name: one.ratio for one in found.phases}
+    assert ratios["backward"] == pytest.approx(1.25)
+    assert ratios["waiting"] is None
+    assert Comparison.from_text(found.to_text()) == found
+
+
+def test_a_step_time_may_be_predicted_apart_from_phases(tmp_path):
+    found = _compare(tmp_path, PREDICTED, predicted_step_s=0.02)
+    assert found.step_time_error == pytest.approx(1.0)
+
+
+def test_without_prediction_there_is_only_the_measurement(tmp_path):
+    found = _compare(tmp_path)
+    assert found.step_time_error is None
+    assert all(one.predicted_s is None for one in found.phases)
+    assert found.measured_step_s > 0
+
+
+def test_without_steps_there_is_nothing(tmp_path):
+    found = compare((), (), PREDICTED)
+    assert (found.steps, found.undisturbed_steps, found.measured_step_s) == (0, 0, 0)
+    assert found.step_time_error is None
+
+
+def test_short_runs_warm_up_for_a_third(tmp_path):
+    assert undisturbed(9, ()).tolist() == [False] * 3 + [True] * 6
+    assert undisturbed(100, ()).sum() == 90
+    assert not undisturbed(0, ()).any()

@@ -1,0 +1,316 @@
+"""The HTML page: complete, small, harmless whatever names it shows, and needing nothing else."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from traces import Late, data_parallel, set_boot_id, write_run, write_trace
+
+from paceline.core.breakdown import PHASES, Breakdown
+from paceline.core.errors import CorruptData, CorruptTrace, DestinationExists, NotFound
+from paceline.core.machine import Device, Link, Machine, Quantity
+from paceline.launch.result import Failure, RunResult
+from paceline.perf import Estimate
+from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
+from paceline.report.html import render_html, write_html
+from paceline.report.model import gather, modelled_s, to_json
+from paceline.trace.files import trace_name
+from paceline.trace.phases import RankPhases
+
+HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
+LATE = (Late(1, 18, 40, 80),)
+SECTIONS = [
+    "Time by phase",
+    "Lateness",
+    "Step time",
+    "Prediction beside measurement",
+    "Collectives",
+    "Memory",
+    "Provenance",
+]
+
+
+def _machine(name="box"):
+    quantity = Quantity(value=1e9, source="probe")
+    latency = Quantity(value=1e-4, source="probe")
+    links = tuple(
+        Link(level="gloo", operation=one, latency_s=latency, bandwidth_bytes_per_s=quantity)
+        for one in ("all_reduce", "broadcast")
+    )
+    device = Device(name=name, kind="cpu", cores=2, memory_bytes=quantity)
+    return Machine(name=name, devices=(device,), links=links, missing=(name,))
+
+
+def _estimate(name="net"):
+    predicted = Breakdown(input=0.001, forward=0.002, backward=0.004, transfer=0.002)
+    values = {
+        "workload": name,
+        "machine": name,
+        "world_size": 2,
+        "threads": 1,
+        "breakdown": predicted,
+        "step_time_s": predicted.total_s,
+        "low_s": 0.007,
+        "high_s": 0.011,
+        "memory_bytes": {"parameters": 3 << 20, name: 5 << 20},
+        "link_bytes": {},
+        "limit": name,
+        "shares": {name: 0.7, "compute": 0.3},
+        "sources": {},
+    }
+    known = {one.name for one in dataclasses.fields(Estimate)}
+    return Estimate(**{key: value for key, value in values.items() if key in known})
+
+
+def _run(folder, name="script.py", *, failure=None):
+    """Write a run's whole folder, with `name` wherever somebody else's text goes."""
+    run = write_run(folder, data_parallel(2, 120, late=LATE, group=f"group {name}"))
+    result = RunResult(
+        exit_code=0 if failure is None else 5,
+        world_size=2,
+        step_time_s=0.01,
+        loop_wall_s=1.0,
+        ranks=(),
+        failure=failure,
+    )
+    (run / "result.json").write_text(result.to_text())
+    (run / "machine.json").write_text(_machine(name).to_text())
+    (run / "estimate.json").write_text(_estimate(name).to_text())
+    (run / "versions.json").write_text(json.dumps({"version": 1, "torch": name, name: None}))
+    values = {name: {"value": name, "origin": name}}
+    config = {"version": 1, "values": values, "script": name, "args": [name]}
+    (run / "config.json").write_text(json.dumps(config))
+    return run
+
+
+class _Tags(HTMLParser):
+    """Collects a page's elements, attributes and text, and checks that they nest."""
+
+    VOID = frozenset({"meta", "br", "img", "input", "link"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.texts, self.stack = [], [], [], []
+        self.feed(page)
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_every_section_is_there_with_its_numbers(tmp_path):
+    report = gather(_run(tmp_path))
+    page = render_html(report)
+    found = _Tags(page)
+    text = " ".join(found.texts)
+    for title in SECTIONS:
+        assert f"<h2>{title}</h2>" in page
+    assert "Rank 1 arrives 18 ms late at every all-reduce between steps 40 and 80" in text
+    assert "finished" in text
+    assert "exit code 0" in text
+    for head in ("predicted", "measured", "ratio", "transfer", "modelled", "origin"):
+        assert head in found.texts
+    assert found.tags.count("details") >= 4
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+
+
+def test_hostile_names_do_nothing(tmp_path):
+    failure = Failure(rank=1, step=3, phase="backward", error=HOSTILE)
+    page = render_html(gather(_run(tmp_path, HOSTILE, failure=failure)))
+    found = _Tags(page)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert not any(name.startswith("on") for name, _ in found.attributes)
+    assert page.count("&lt;script&gt;") >= 8  # it is shown, as text
+    assert "failed" in " ".join(found.texts)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    assert "http://" not in page
+    assert "https://" not in page
+    assert not re.search(r"url\(|@import|\bsrc=|\bhref=", page)
+    assert "default-src 'none'" in page
+
+
+def _long(report, ranks, steps):
+    """Return `report` as if its run had had so many ranks and steps."""
+    generator = np.random.default_rng(0)
+    seconds = generator.exponential(0.001, (steps, len(PHASES)))
+    parts = tuple(
+        RankPhases(
+            rank=rank,
+            seconds=seconds,
+            step_s=seconds.sum(axis=1),
+            not_running_s=np.zeros(steps),
+        )
+        for rank in range(ranks)
+    )
+    late_s = generator.exponential(0.01, (ranks, steps))
+    traffic = report.traffic * 500
+    traces = tuple(
+        SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
+        for rank in range(ranks)
+    )
+    trace = dataclasses.replace(
+        report.trace, ranks=traces, offset_ns=(0,) * ranks, offset_error_ns=(0,) * ranks
+    )
+    return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(64, 5000), (1500, 700), (2, 200_000)])
+def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
+    page = render_html(_long(gather(_run(tmp_path)), ranks, steps))
+    assert len(page.encode()) < 2_000_000
+    _Tags(page)
+
+
+def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
+    run = tmp_path / "run"
+    (run / "trace").mkdir(parents=True)
+    events = data_parallel(2, 30)[0]
+    write_trace(run / "trace" / trace_name(0), 0, 2, events, close=False)
+    report = gather(run)
+    assert report.missing_ranks == (1,)
+    text = " ".join(_Tags(render_html(report)).texts)
+    assert "not finished" in text
+    assert "1 rank left no trace" in text
+    assert "ends early" in text
+
+
+def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
+    report = gather(write_run(tmp_path, [[]]))
+    text = " ".join(_Tags(render_html(report)).texts)
+    assert "No step was recorded" in text
+    assert to_json(report)["steps"] == 0
+
+
+def test_ranks_that_lost_events_are_pointed_out(tmp_path):
+    run = _run(tmp_path)
+    path = run / "trace" / trace_name(0)
+    data = bytearray(path.read_bytes())
+    data[104:112] = (7).to_bytes(8, "little")  # the header's count of dropped events
+    path.write_bytes(bytes(data))
+    assert "7 events could not be recorded" in render_html(gather(run))
+
+
+def test_clock_offsets_are_told(tmp_path):
+    run = _run(tmp_path)
+    set_boot_id(run / "trace" / trace_name(1), "another node")
+    row = 'rank 1</td><td class="n">[^<]*</td><td class="n">1.00 ms</td>'  # an all-reduce's time
+    assert re.search(row, render_html(gather(run)))
+
+
+@pytest.mark.parametrize("name", ["machine.json", "estimate.json", "config.json", "result.json"])
+def test_files_that_make_no_sense_are_named(tmp_path, name):
+    run = _run(tmp_path)
+    (run / name).write_text('{"version": 1, "surprise": ')
+    with pytest.raises(CorruptData, match=re.escape(name)) as caught:
+        gather(run)
+    assert caught.value.exit_code == 4
+
+
+def test_a_damaged_trace_names_its_rank(tmp_path):
+    run = _run(tmp_path)
+    path = run / "trace" / trace_name(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptTrace, match="rank 1"):
+        gather(run)
+
+
+def test_missing_runs_and_unrecorded_failures_are_told_apart(tmp_path):
+    with pytest.raises(NotFound, match="no such run"):
+        gather(tmp_path / "nothing")
+    with pytest.raises(NotFound, match="no traces"):
+        gather(tmp_path)
+    failure = Failure(rank=0, error="ImportError: no module")
+    result = RunResult(
+        exit_code=1, world_size=2, step_time_s=0, loop_wall_s=0, ranks=(), failure=failure
+    )
+    (tmp_path / "result.json").write_text(result.to_text())
+    with pytest.raises(NotFound, match="ImportError"):
+        gather(tmp_path)
+
+
+def test_only_reports_are_overwritten(tmp_path):
+    report = gather(_run(tmp_path / "run"))
+    page = tmp_path / "page.html"
+    write_html(report, page)
+    write_html(report, page)
+    other = tmp_path / "thesis.html"
+    other.write_text("years of work")
+    for taken in (other, tmp_path):
+        with pytest.raises(DestinationExists):
+            write_html(report, taken)
+    assert other.read_text() == "years of work"
+    with pytest.raises(NotFound, match="no such folder"):
+        write_html(report, tmp_path / "nowhere" / "page.html")
+
+
+def test_the_model_prices_what_the_machine_has_figures_for(tmp_path):
+    report = gather(_run(tmp_path))
+    (traffic,) = report.traffic
+    assert modelled_s(traffic, _machine()) == pytest.approx(1e-4 + (1 << 20) / 1e9)
+    broadcast = dataclasses.replace(traffic, operation="broadcast", ranks=4)
+    assert modelled_s(broadcast, _machine()) == pytest.approx(2 * (1e-4 + (1 << 20) / 1e9))
+    assert modelled_s(dataclasses.replace(traffic, operation="barrier"), _machine()) is None
+    assert modelled_s(traffic, None) is None
+
+
+def test_json_holds_what_the_page_shows(tmp_path):
+    data = json.loads(json.dumps(to_json(gather(_run(tmp_path)))))
+    assert data["version"] == 1
+    assert data["stragglers"][0]["rank"] == 1
+    assert [one["name"] for one in data["phases"]] == list(PHASES)
+    assert data["step_time_error"] == pytest.approx(0.1)
+    assert data["collectives"][0]["modelled_s"] > 0
+    assert data["ranks"][1]["phases"]["input"] > data["ranks"][0]["phases"]["input"]
+
+
+# --- charts -----------------------------------------------------------------------------------
+
+
+def test_bounding_a_heat_map_keeps_the_worst():
+    values = np.zeros((200, 5000))
+    values[131, 3777] = 9
+    small = worst(values)
+    assert small.shape == (64, 400)
+    assert small.max() == 9
+    assert worst(np.eye(3)).tolist() == np.eye(3).tolist()
+    assert blocks(200, 64)[-1] == 200
+
+
+def test_noise_looks_pale_and_a_straggler_full():
+    noise = np.abs(np.random.default_rng(0).normal(0, 1e-4, (4, 300)))
+    assert late_scale_s(noise, (), 0.001) == 0.002
+    assert "heat-" not in re.sub("heat-none", "", late_map(noise, range(4), (), 0.02))
+    late = noise.copy()
+    late[2, 100:150] = 0.02
+    assert 'class="heat-8"' in late_map(late, range(4), (), 0.02)
+
+
+def test_steps_beyond_the_scale_are_marked():
+    times = np.full((2, 100), 0.01)
+    times[:, 0] = 3.0
+    chart = step_lines(times, [0, 1])
+    assert 'class="beyond"' in chart
+    assert "3.00 s" in chart
+    assert 'class="band"' in step_lines(np.full((9, 100), 0.01), range(9))

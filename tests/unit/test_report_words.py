@@ -1,0 +1,148 @@
+"""The words of `paceline why` and of the line that ends a run."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+import paceline.report.charts
+import paceline.report.svg
+import paceline.report.units
+import paceline.report.words
+import paceline.trace.communication
+from paceline.core.breakdown import Breakdown
+from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult
+from paceline.report.words import meeting_place, summary_line, verdict
+from paceline.trace.blame import Straggler
+
+LATE = Straggler(
+    rank=1, cause="data", late_ms=18.2, first_step=200, last_step=400, others_wait=0.243
+)
+TOTAL = Breakdown(input=1, forward=3, backward=5, transfer=1)
+
+
+def _verdict(stragglers=(), **changes):
+    given = {"world_size": 8, "steps": 700, "total": TOTAL, **changes}
+    return verdict(stragglers, **given)
+
+
+def test_the_late_rank_is_named_with_numbers_and_cause():
+    assert _verdict((LATE,)) == (
+        "Rank 1 arrives 18 ms late at every all-reduce between steps 200 and 400, because of data "
+        "loading; the others wait 24 % of each of these steps."
+    )
+
+
+def test_of_two_ranks_the_other_one_is_named():
+    assert _verdict((LATE,), world_size=2).endswith("rank 0 waits 24 % of each of these steps.")
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("compute", "because it computes longer"),
+        ("not_running", "because its threads waited for a core (another process took it)"),
+    ],
+)
+def test_each_cause_has_its_words(cause, words):
+    late = Straggler(rank=3, cause=cause, late_ms=5, first_step=1, last_step=9, others_wait=0.1)
+    assert words in _verdict((late,))
+
+
+def test_further_stragglers_share_a_sentence():
+    second = Straggler(
+        rank=5, cause="compute", late_ms=7, first_step=10, last_step=50, others_wait=0.1
+    )
+    one_more = _verdict((LATE, second))
+    assert one_more.endswith(
+        "Also late: rank 5 by 7.0 ms in steps 10 to 50, because it computes longer."
+    )
+    two_more = _verdict((LATE, second, LATE))
+    assert "2 other ranks were late too, most of all rank 5" in two_more
+
+
+def test_when_nobody_is_late_the_largest_shares_are_named():
+    assert _verdict() == (
+        "No rank was late in 700 steps: most of a step goes to the backward pass (50 %), then to "
+        "the forward pass (30 %)."
+    )
+    assert _verdict(world_size=1).startswith("One rank took 700 steps: most of a step")
+
+
+def test_waiting_for_nobody_in_particular_is_said():
+    text = _verdict(total=Breakdown(backward=6, waiting=4))
+    assert "ranks wait for each other 40 % of the time, now for one and now for another" in text
+
+
+def test_a_run_without_steps_says_why_nothing_can_be_said():
+    assert "optimizer's step()" in _verdict(steps=0)
+
+
+def test_a_failure_comes_first():
+    killed = Failure(rank=1, signal="SIGKILL", step=17, phase="backward")
+    text = _verdict((LATE,), failure=killed)
+    assert text.startswith(
+        "Rank 1 was killed by SIGKILL in step 17, during the backward pass. Rank 1 arrives"
+    )
+    raised = Failure(rank=0, step=3, phase="forward", error="ValueError: bad\x1b[2J shape.")
+    assert _verdict(failure=raised).startswith(
+        "Rank 0 failed in step 3, during the forward pass: ValueError: bad\\x1b[2J shape. No rank"
+    )
+    unknown = Failure(rank=0, step=3, phase="waiting")
+    text = _verdict(failure=unknown)
+    assert text.startswith("Rank 0 failed in step 3, during waiting for other ranks.")
+
+
+def test_the_place_of_lateness_depends_on_what_meets():
+    assert meeting_place(frozenset({"all_reduce"}), 1.0) == "at every all-reduce"
+    assert meeting_place(frozenset({"all_reduce"}), 4.0) == "in every step"
+    assert meeting_place(frozenset({"all_gather", "reduce_scatter"}), 1.0) == "in every step"
+    assert "late in every step between" in _verdict((LATE,), place="in every step")
+
+
+def _result(**changes):
+    phases = tuple(
+        PhaseTime(name=name, measured_s=seconds)
+        for name, seconds in Breakdown(forward=3, waiting=1).items()
+    )
+    ranks = tuple(
+        RankResult(rank=rank, steps=40, loop_wall_s=4.0, peak_memory_bytes=1, phases=phases)
+        for rank in (0, 1)
+    )
+    given = {
+        "exit_code": 0,
+        "world_size": 2,
+        "step_time_s": 0.0124,
+        "loop_wall_s": 4.0,
+        "ranks": ranks,
+    }
+    return RunResult(**{**given, **changes})
+
+
+def test_the_summary_is_one_line():
+    assert summary_line(_result(), Path("runs/one")) == (
+        "2 ranks, 40 steps of 12.4 ms, 25 % of the time waiting: runs/one"
+    )
+    late = summary_line(_result(straggler=LATE), Path("runs/one"))
+    assert "rank 1 was late in steps 200 to 400" in late
+    nothing = summary_line(_result(ranks=(), step_time_s=0.0), Path("runs/one"))
+    assert nothing == "2 ranks, no step recorded: runs/one"
+    failure = Failure(rank=1, error="first\nRuntimeError: boom")
+    failed = summary_line(_result(failure=failure), Path("runs/one"))
+    assert failed.startswith("Rank 1 failed in step 0, during the rest of the loop: RuntimeError")
+    assert "\n" not in failed
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        paceline.report.charts,
+        paceline.report.svg,
+        paceline.report.units,
+        paceline.report.words,
+        paceline.trace.communication,
+    ],
+    ids=lambda module: module.__name__,
+)
+def test_examples_hold(module):
+    assert doctest.testmod(module).failed == 0
