@@ -1,6 +1,7 @@
 """The HTML page: complete, small, harmless whatever names it shows, and needing nothing else."""
 
 import dataclasses
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from traces import Late, data_parallel, set_boot_id, write_run, write_trace
 
 from paceline.core.breakdown import PHASES, Breakdown
@@ -18,6 +20,7 @@ from paceline.perf import Estimate
 from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
 from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
+from paceline.report.terminal import render_terminal
 from paceline.trace.files import trace_name
 from paceline.trace.phases import RankPhases
 
@@ -283,6 +286,22 @@ def test_json_holds_what_the_page_shows(tmp_path):
     assert data["step_time_error"] == pytest.approx(0.1)
     assert data["collectives"][0]["modelled_s"] > 0
     assert data["ranks"][1]["phases"]["input"] > data["ranks"][0]["phases"]["input"]
+
+
+def test_the_terminal_shows_the_same_in_short(tmp_path):
+    name = "evil\x1b[2J[red]"
+    failure = Failure(rank=1, step=3, phase="backward", error=name)
+    report = gather(_run(tmp_path, name, failure=failure))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_terminal(report))
+    shown = console.export_text()
+    assert "\x1b" not in shown
+    assert "[red]" in shown
+    assert "Rank 1 failed in step 3" in shown
+    assert "error 10 %" in shown
+    many = _long(report, 40, 200)
+    console.print(render_terminal(many))
+    assert "and 24 ranks more" in console.export_text()
 
 
 # --- charts -----------------------------------------------------------------------------------

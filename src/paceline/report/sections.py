@@ -18,6 +18,7 @@ from paceline.report.units import (
     format_rate,
     format_seconds,
     format_share,
+    format_size_class,
     plural,
     significant,
 )
@@ -205,7 +206,7 @@ def collectives(report: Report) -> str:
                 one.operation,
                 one.group.removeprefix("group "),
                 f"{one.ranks:,}",
-                f"≤ {format_bytes(one.size_class_bytes)}" if one.size_class_bytes else "no data",
+                format_size_class(one.size_class_bytes),
                 f"{one.count:,}",
                 format_bytes(one.bytes),
                 format_seconds(one.spread_s),

@@ -19,6 +19,7 @@ from paceline.report.units import (
     format_rate,
     format_seconds,
     format_share,
+    format_size_class,
     plural,
 )
 from paceline.report.words import printable
@@ -51,6 +52,9 @@ def render_terminal(report: Report) -> Group:
         parts.append(Text(lost, style="yellow"))
     if report.steps:
         parts += [Text(), _phases(report)]
+        left = len(report.parts) - _ROWS
+        if left > 0:
+            parts.append(Text(f"and {plural(left, 'rank')} more"))
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report)]
     if report.traffic:
@@ -97,9 +101,6 @@ def _phases(report: Report) -> Table:
         shares = [format_share(getattr(spent, name) / wall_s) for name in present]
         name = Text(f"rank {part.rank}", style="bold" if part.rank in late else "")
         shown.add_row(name, *shares, format_seconds(spent.total_s))
-    left = len(report.parts) - len(parts)
-    if left:
-        shown.add_row(f"and {plural(left, 'rank')} more")
     return shown
 
 
@@ -129,7 +130,7 @@ def _traffic(traffic: Iterable[Traffic]) -> Table:
             Text(printable(one.operation)),
             Text(printable(one.group.removeprefix("group "))),
             f"{one.ranks:,}",
-            f"≤ {format_bytes(one.size_class_bytes)}" if one.size_class_bytes else "no data",
+            format_size_class(one.size_class_bytes),
             f"{one.count:,}",
             format_seconds(one.transfer_s),
             format_rate(one.bandwidth_bytes_per_s),

@@ -58,6 +58,17 @@ def format_bytes(count: float | None) -> str:
     return f"{significant(value)} {_BINARY[-1]}"
 
 
+def format_size_class(count: int) -> str:
+    """Return the upper end of a class of sizes, a power of two.
+
+    >>> format_size_class(524288), format_size_class(0)
+    ('≤ 512 KiB', 'no data')
+    """
+    if not count:
+        return "no data"
+    return "≤ " + format_bytes(count).replace(".00", "").replace(".0 ", " ")
+
+
 def format_rate(bytes_per_s: float | None) -> str:
     """Return a bandwidth; ``-`` where there is none.
 
