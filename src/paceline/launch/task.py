@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.config import environment
-from paceline.core.errors import DeadlineExceeded
+from paceline.core.errors import DeadlineExceeded, UsageError
 from paceline.core.files import commit_text
 from paceline.launch.processes import Exit
 from paceline.trace.files import read_status, trace_name
@@ -65,13 +65,31 @@ def _meet(allocation: Allocation, run: Path, clock: Clock) -> tuple[str, int]:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        alone = allocation.local_world_size == allocation.world_size
-        address = "127.0.0.1" if alone else allocation.first_host or socket.gethostname()
+        address = _address(allocation)
         commit_text(path, json.dumps({"address": address, "port": port}))
         return address, port
     await_path(path, clock)
     where = json.loads(path.read_text(encoding="utf-8"))
     return where["address"], where["port"]
+
+
+def _address(allocation: Allocation) -> str:
+    """Return a name of this host under which the other ranks can reach it."""
+    if allocation.local_world_size == allocation.world_size:
+        return "127.0.0.1"
+    names = [allocation.first_host, socket.gethostname(), socket.getfqdn()]
+    for name in filter(None, names):
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:  # a node's name in Slurm need not be a host's name
+            continue
+        return name
+    raise UsageError(
+        "this host has no name that resolves",
+        where=f"rank {allocation.rank}",
+        why=f"tried {', '.join(filter(None, names))}",
+        fix="Give the host a name in DNS or /etc/hosts",
+    )
 
 
 def await_path(path: Path, clock: Clock) -> None:
