@@ -53,6 +53,8 @@ def test_measures_compute_links_and_storage(outcome):
         ("loopback", "send"),
         ("gloo", "all_reduce"),
         ("gloo", "broadcast"),
+        ("ddp", "all_reduce"),
+        ("ddp", "broadcast"),
     }
     (tier,) = machine.tiers
     assert tier.bandwidth_bytes_per_s.value > 0

@@ -136,7 +136,7 @@ class Link(Record):
 
     Attributes:
         level: for example ``shared-memory``, ``loopback``, ``network``, or with a library that runs
-            over it, ``gloo``.
+            over it, ``gloo``; ``ddp`` is what DistributedDataParallel pays for it.
         operation: ``send``, or the collective that was measured as a whole between `ranks` ranks.
         ranks: that took part.
         latency_s: of an empty message.

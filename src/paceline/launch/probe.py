@@ -64,7 +64,7 @@ def measure(
     return Machine(
         name=platform.node() or "this node",
         devices=(_device(cores, workers),),
-        links=(*links, *_collectives(workers)),
+        links=(*links, *_collectives(workers[1:])),
         tiers=tiers,
         missing=tuple(missing),
     )
@@ -195,19 +195,26 @@ def _ddp(pair: Measured) -> tuple[Overhead, ...]:
     )
 
 
-def _collectives(workers: Measured) -> tuple[Link, ...]:
-    for worker in workers:
-        if "collectives" in worker:
-            return tuple(
-                Link(
-                    level="gloo",
-                    operation=operation,
-                    latency_s=_probed(latency_s),
-                    bandwidth_bytes_per_s=_probed(bandwidth),
-                )
-                for operation, (latency_s, bandwidth) in worker["collectives"].items()
-            )
-    return ()
+def _collectives(pair: Measured) -> tuple[Link, ...]:
+    if not pair:
+        return ()
+    measured = pair[0]["collectives"]
+    figures = [("gloo", operation, *measured[operation]) for operation in measured]
+    ddp = {key: sum(worker["ddp"][key] for worker in pair) / len(pair) for key in pair[0]["ddp"]}
+    # Buffers go in one broadcast per dtype: floats, and the counters of batches.
+    figures += [
+        ("ddp", "all_reduce", measured["all_reduce"][0], ddp["bandwidth"]),
+        ("ddp", "broadcast", ddp["buffers"] / 2, measured["broadcast"][1]),
+    ]
+    return tuple(
+        Link(
+            level=level,
+            operation=operation,
+            latency_s=_probed(latency_s),
+            bandwidth_bytes_per_s=_probed(bandwidth),
+        )
+        for level, operation, latency_s, bandwidth in figures
+    )
 
 
 def summary(machine: Machine) -> list[str]:

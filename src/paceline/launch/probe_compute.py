@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -104,6 +105,7 @@ def _added(short: tuple[Operation, ...], long: tuple[Operation, ...]) -> dict[tu
 def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int) -> list[Rate]:
     """Return the curve of each class, dtype and phase; `costs` from `measure_overheads`."""
     points: dict[tuple[str, str, str], list[Point]] = {}
+    convolutions: dict[Phase, list[tuple[float, float, float]]] = {phase: [] for phase in PHASES}
     kernels = rate_kernels(quick=effort.quick)
     for kernel, times in zip(
         kernels, _best_times([(one, SHORT) for one in kernels], effort), strict=True
@@ -117,11 +119,16 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
             work = sum(getattr(one, unit) * one.count for one in own)
             if work:
                 busy_s = _busy_s(kernel, phase, times[phase], operations, costs, points)
+                if kernel.operator == "convolution":
+                    moved = sum(one.bytes * one.count for one in own)
+                    convolutions[phase].append((work, moved, busy_s))
+                    continue
                 calls = sum(one.count for one in own)
                 key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
                 point = Point(work=work / calls, rate_per_s=work / busy_s)
                 points.setdefault(key, []).append(point)
-    return [
+    rates = _fit_convolutions(convolutions, threads=threads, processes=processes)
+    return rates + [
         Rate(
             operator=operator,  # type: ignore[arg-type]  # a class of the kernels above
             phase=phase,  # type: ignore[arg-type]
@@ -134,6 +141,50 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
         )
         for (operator, phase, dtype), curve in points.items()
     ]
+
+
+def _fit_convolutions(
+    samples: dict[Phase, list[tuple[float, float, float]]], *, threads: int, processes: int
+) -> list[Rate]:
+    """Return two rates per phase: a convolution computes, and rearranges its tensors to do so.
+
+    ``seconds = flops / flops_rate + bytes / bytes_rate``, by relative least squares: the size of a
+    call alone says little, since one with few channels is bound by the second term.
+    """
+    rates = []
+    for phase, rows in samples.items():
+        work = np.asarray([row[:2] for row in rows])
+        seconds = np.asarray([row[2] for row in rows])
+        per_unit = nonnegative_fit(work / seconds[:, None])
+        for index, unit in enumerate(("flops", "bytes")):
+            if per_unit[index] > 0:
+                point = Point(work=float(work[:, index].max()), rate_per_s=1 / per_unit[index])
+                rates.append(
+                    Rate(
+                        operator="convolution",
+                        phase=phase,
+                        dtype="float32",
+                        threads=threads,
+                        processes=processes,
+                        unit=unit,  # type: ignore[arg-type]  # one of the two above
+                        source="fit",
+                        points=(point,),
+                    )
+                )
+    return rates
+
+
+def nonnegative_fit(columns_NU: np.ndarray) -> tuple[float, float]:  # noqa: N803  # shape letters
+    """Return the two coefficients, neither below 0, that bring each row's sum nearest to 1.
+
+    Args:
+        columns_NU: work per second by sample (N) and unit (U, two of them).
+    """
+    first, second = (float(one) for one in np.linalg.lstsq(columns_NU, np.ones(len(columns_NU)))[0])
+    if first >= 0 and second >= 0:
+        return first, second
+    alone = columns_NU.sum(axis=0) / (columns_NU**2).sum(axis=0)  # least squares of one column
+    return (float(alone[0]), 0.0) if second < 0 else (0.0, float(alone[1]))
 
 
 def _busy_s(
@@ -191,7 +242,7 @@ def _update_s(
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make(parameters)
-    other = torch.zeros(1 << 20)
+    other = torch.zeros(4 << 20)
     samples = []
     for _ in range(4 * effort.rounds + 2):
         other.add_(1.0)

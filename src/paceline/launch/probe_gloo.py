@@ -64,24 +64,41 @@ def _broadcast(data: torch.Tensor) -> None:
 
 
 def measure_ddp(all_reduce: tuple[float, float], *, quick: bool) -> dict[str, float]:
-    """Return seconds that DistributedDataParallel adds once to forward and to backward.
+    """Return what DistributedDataParallel adds to a step.
+
+    ``buffers`` are the seconds of sending small buffers (running means) before a forward pass,
+    ``forward`` and ``backward`` are its seconds per step besides the collectives; ``bandwidth`` is
+    at how many bytes per second gradients are reduced inside it: less than in a bare all-reduce,
+    since they are copied into buckets and back and compete with the backward pass for the core.
 
     Args:
-        all_reduce: latency and bandwidth, which are not part of the answer.
+        all_reduce: latency and bandwidth of the bare collective.
         quick: with fewer steps.
     """
-    plain = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    size = sum(one.nbytes for one in plain.parameters())
-    inputs = torch.randn(8, 32)
+    latency_s, bare_bandwidth = all_reduce
     steps = STEPS // 4 if quick else STEPS
-    plain_s = _phases_s(plain, inputs, steps)
-    ddp_s = _phases_s(nn.parallel.DistributedDataParallel(plain), inputs, steps)
-    latency_s, bandwidth = all_reduce
-    reduce_s = latency_s + size / bandwidth
+    small = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    large = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
+    normed = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(4))
+    )
+    forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
+    normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
+    _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
+    sizes = [sum(one.nbytes for one in module.parameters()) for module in (small, large)]
+    per_byte = max(1 / bare_bandwidth, (large_s - backward_s) / (sizes[1] - sizes[0]))
     return {
-        "forward": max(0.0, ddp_s[0] - plain_s[0]),
-        "backward": max(0.0, ddp_s[1] - plain_s[1] - reduce_s),
+        "forward": max(0.0, forward_s),
+        "backward": max(0.0, backward_s - latency_s - sizes[0] * per_byte),
+        "bandwidth": 1 / per_byte,
+        "buffers": max(0.0, normed_s - forward_s),
     }
+
+
+def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[float, float]:
+    plain_s = _phases_s(module, inputs, steps)
+    ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
+    return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 
 def _phases_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[float, float]:

@@ -79,8 +79,8 @@ def _linear(width: int) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(width, width)
 
 
-def _conv(channels: int, size: int = 3) -> Callable[[], nn.Module]:
-    return lambda: nn.Conv2d(channels, channels, size, padding=size // 2)
+def _conv(into: int, out: int, size: int = 3) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(into, out, size, padding=size // 2)
 
 
 def _pool() -> nn.Module:
@@ -100,7 +100,7 @@ def tiny_kernels() -> list[Kernel]:
         Kernel(operator="transcendental", layer=nn.GELU, shape=(8, 8)),
         Kernel(operator="random", layer=lambda: nn.Dropout(0.5), shape=(8, 8)),
         Kernel(operator="matmul", layer=_linear(8), shape=(8, 8)),
-        Kernel(operator="convolution", layer=_conv(2), shape=(2, 2, 4, 4)),
+        Kernel(operator="convolution", layer=_conv(2, 2), shape=(2, 2, 4, 4)),
         Kernel(operator="batch_norm", layer=lambda: nn.BatchNorm2d(2), shape=(2, 2, 4, 4)),
         Kernel(operator="layer_norm", layer=lambda: nn.LayerNorm(8), shape=(8, 8)),
         Kernel(operator="softmax", layer=lambda: nn.Softmax(-1), shape=(8, 8)),
@@ -116,8 +116,9 @@ def rate_kernels(*, quick: bool) -> list[Kernel]:
     sizes: list[tuple[Operator, list[tuple[Callable[[], nn.Module], tuple[int, ...]]]]] = [
         ("matmul", [(_linear(w), (m, w)) for m, w in ((32, 128), (64, 256), (128, 512))]),
         ("matmul", [(_linear(1024), (256, 1024))]),
-        ("convolution", [(_conv(c), (b, c, s, s)) for b, c, s in ((8, 8, 8), (16, 16, 16))]),
-        ("convolution", [(_conv(c), (b, c, s, s)) for b, c, s in ((16, 32, 16), (16, 64, 16))]),
+        ("convolution", [(_conv(3, 16), (8, 3, 32, 32)), (_conv(16, 16), (16, 16, 16, 16))]),
+        ("convolution", [(_conv(32, 32, 1), (16, 32, 16, 16)), (_conv(3, 32), (16, 3, 32, 32))]),
+        ("convolution", [(_conv(64, 64), (8, 64, 8, 8)), (_conv(32, 64), (16, 32, 16, 16))]),
         ("elementwise", [(nn.ReLU, (n, 1024)) for n in (16, 64, 256, 1024)]),
         ("transcendental", [(nn.GELU, (n, 1024)) for n in (16, 64, 256, 1024)]),
         ("random", [(lambda: nn.Dropout(0.5), (n, 1024)) for n in (16, 256)]),

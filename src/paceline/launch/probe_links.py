@@ -41,8 +41,10 @@ def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, f
     )
     try:
         with listener, listener.accept()[0] as connection:
-            return _exchange(descriptor, connection, rounds, deadline_s, leads=True)
-    except TimeoutError as problem:
+            result = _exchange(descriptor, connection, rounds, deadline_s, leads=True)
+        peer.wait(deadline_s)
+        return result
+    except (TimeoutError, subprocess.TimeoutExpired) as problem:
         raise DeadlineExceeded(
             "no answer between two processes", where="probe of links", why=f"{deadline_s} s passed"
         ) from problem

@@ -2,8 +2,11 @@
 
 ::
 
-    seconds(call) = overhead(class, phase) + max(work / rate(class, phase, work),
-                                                 bytes / bandwidth   if the step exceeds the cache)
+    seconds(call) = overhead(class, phase)
+                    + max(flops / flops_rate(class, phase) + bytes / bytes_rate(class, phase),
+                          bytes / bandwidth    if the step exceeds the cache)
+
+Most classes have one of the two rates; convolutions have both: they rearrange their tensors.
 
 Limits: a call with no work costs its overhead, which is what bounds small models; a large one costs
 work / rate, the roofline with the efficiency that this class really reached. On a machine that is
@@ -22,8 +25,6 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.core.machine import Device, Overhead, Point, Rate
     from paceline.core.workload import Operation
-
-FLOPS_OPERATORS = ("matmul", "convolution", "attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,7 @@ class PriceList:
         self._threads = threads
         self._processes = processes
         self._precision = precision
-        self._rates: dict[tuple[str, str, str], tuple[Rate, float]] = {}
+        self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
         self._overheads: dict[tuple[str, str], float] = {}
         shared = processes > 1 and device.bandwidth_shared_bytes_per_s
         bandwidth = shared or device.bandwidth_bytes_per_s
@@ -96,13 +97,18 @@ class PriceList:
         if operation.operator == "view":
             return Price(overhead_s=overhead_s)
         dtype = self._precision if operation.dtype == "float32" else operation.dtype
-        rate, scale = self._rate(operation.operator, operation.phase, dtype)
-        work = operation.flops if rate.unit == "flops" else operation.bytes
-        work_s = work / (scale * rate_at(rate.points, work)) if work else 0.0
-        memory_s = operation.bytes / self._bandwidth
-        if memory_s > work_s or rate.unit == "bytes":
-            return Price(overhead_s=overhead_s, memory_s=max(memory_s, work_s))
-        return Price(overhead_s=overhead_s, compute_s=work_s)
+        compute_s = memory_s = 0.0
+        for rate, scale in self._rates_of(operation.operator, operation.phase, dtype):
+            work = operation.flops if rate.unit == "flops" else operation.bytes
+            work_s = work / (scale * rate_at(rate.points, work)) if work else 0.0
+            if rate.unit == "flops":
+                compute_s += work_s
+            else:
+                memory_s += work_s
+        beyond_cache_s = operation.bytes / self._bandwidth
+        if beyond_cache_s > compute_s + memory_s:
+            return Price(overhead_s=overhead_s, memory_s=beyond_cache_s)
+        return Price(overhead_s=overhead_s, compute_s=compute_s, memory_s=memory_s)
 
     def overhead_s(self, operator: str, phase: str) -> float:
         """Return seconds of dispatching one operator; 0 if the machine does not say."""
@@ -123,14 +129,14 @@ class PriceList:
         """Return how far a measurement is from what is asked: processes first, then threads."""
         return abs(one.processes - self._processes), abs(math.log(one.threads / self._threads))
 
-    def _rate(self, operator: str, phase: str, dtype: str) -> tuple[Rate, float]:
-        """Return the nearest curve, and the factor for threads that it was not measured with."""
+    def _rates_of(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
+        """Return the nearest curve of each unit, with its factor for threads not measured."""
         key = (operator, phase, dtype)
         if key not in self._rates:
-            self._rates[key] = self._find_rate(operator, phase, dtype)
+            self._rates[key] = self._find_rates(operator, phase, dtype)
         return self._rates[key]
 
-    def _find_rate(self, operator: str, phase: str, dtype: str) -> tuple[Rate, float]:
+    def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
         def distance(one: Rate) -> tuple[bool, bool, bool, bool, int, float]:
             return (
                 one.operator != operator,
@@ -140,9 +146,11 @@ class PriceList:
                 *self._distance(one),
             )
 
-        rate = min(self._device.rates, key=distance)
+        nearest = min(distance(one) for one in self._device.rates)
+        found = {one.unit: one for one in self._device.rates if distance(one) == nearest}
         # Rates grow at most with the threads; beyond the cores that were measured, not at all.
-        return rate, min(self._threads, self._device.cores) / rate.threads
+        threads = min(self._threads, self._device.cores)
+        return [(one, threads / one.threads) for one in found.values()]
 
 
 def rate_at(points: tuple[Point, ...], work: float) -> float:

@@ -1,0 +1,294 @@
+"""Does prediction meet measurement on small models? |predicted / measured - 1| of the step time.
+
+Six models that the estimate was not tuned on (MLP, CNN, transformer; two widths each), on 1 and on
+2 ranks with threads = cores / ranks, trained under DDP over gloo with the data in memory. The
+machine is probed and every model captured and predicted before the first one is trained.
+
+    python bench/predict_small.py --json [--quick] [--tuning]
+
+``--tuning`` uses the other models, on which the estimate was developed. Before and after each row a
+matrix product of fixed size is timed: `disturbance` is its slowest time over its fastest in the
+probe, so rows measured while something else ran can be told from wrong predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BAR = 0.25
+RANKS = (1, 2)
+
+
+def mlp(width, depth, batch):
+    import torch
+    from torch import nn
+
+    layers = [nn.Linear(784, width), nn.ReLU()]
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    module = nn.Sequential(*layers, nn.Linear(width, 10))
+    return module, torch.randn(batch, 784), torch.randint(0, 10, (batch,))
+
+
+def cnn(width, size, batch, channels=3):
+    import torch
+    from torch import nn
+
+    def block(a, b):
+        return [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)]
+
+    layers = [*block(channels, width), *block(width, 2 * width), *block(2 * width, 4 * width)]
+    flat = 4 * width * (size // 8) ** 2
+    module = nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, 10))
+    return module, torch.randn(batch, channels, size, size), torch.randint(0, 10, (batch,))
+
+
+def transformer(width, heads, depth, length, batch, vocabulary=256):
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x_BTW):
+            b, t, w = x_BTW.shape
+            q, k, v = (
+                one.view(b, t, heads, w // heads).transpose(1, 2)
+                for one in self.qkv(self.norm1(x_BTW)).chunk(3, -1)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x_BTW = x_BTW + self.out(mixed.transpose(1, 2).reshape(b, t, w))
+            return x_BTW + self.down(F.gelu(self.up(self.norm2(x_BTW))))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(vocabulary, width)
+            self.place = nn.Parameter(torch.zeros(length, width))
+            self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+            self.head = nn.Linear(width, vocabulary)
+
+        def forward(self, x_BT):
+            return self.head(self.blocks(self.token(x_BT) + self.place)).flatten(0, 1)
+
+    tokens = torch.randint(0, vocabulary, (batch, length + 1))
+    return Model(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous().flatten()
+
+
+HELD_OUT = {
+    "mlp-256": (mlp, (256, 2, 64), "SGD"),
+    "mlp-1024": (mlp, (1024, 3, 128), "Adam"),
+    "cnn-16": (cnn, (16, 32, 32), "SGD"),
+    "cnn-48": (cnn, (48, 32, 32), "SGD"),
+    "transformer-64": (transformer, (64, 4, 2, 64, 8), "AdamW"),
+    "transformer-256": (transformer, (256, 8, 2, 64, 8), "AdamW"),
+}
+TUNING = {
+    "mlp-128": (mlp, (128, 4, 32), "Adam"),
+    "mlp-640": (mlp, (640, 2, 96), "SGD"),
+    "cnn-8": (cnn, (8, 16, 64, 1), "Adam"),
+    "cnn-32": (cnn, (32, 32, 24), "SGD"),
+    "transformer-96": (transformer, (96, 3, 3, 48, 12), "Adam"),
+    "transformer-192": (transformer, (192, 6, 2, 128, 6), "SGD"),
+}
+MODELS = {**HELD_OUT, **TUNING}
+
+
+def make(name):
+    """Return module, inputs, target, loss and optimizer factory of a model."""
+    import torch
+    import torch.nn.functional as F
+
+    build, arguments, kind = MODELS[name]
+    torch.manual_seed(0)
+    module, inputs, target = build(*arguments)
+    settings = {"lr": 0.01, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
+    return (
+        module,
+        inputs,
+        target,
+        F.cross_entropy,
+        lambda p: getattr(torch.optim, kind)(p, **settings),
+    )
+
+
+def reference_s():
+    """Return the typical seconds of a matrix product: slower when something disturbs."""
+    import time
+
+    import torch
+
+    a = torch.ones(256, 256)
+    samples = []
+    for _ in range(40):
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        samples.append(time.perf_counter() - begin)
+    return sorted(samples)[len(samples) // 2]
+
+
+def train(name, rank, ranks, threads, meeting, seconds):
+    """Train one rank for about `seconds`; print its step times and the disturbance."""
+    import time
+
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > 1:
+        os.sched_setaffinity(0, cores[rank * threads :][:threads])
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(threads)
+    module, inputs, target, loss_fn, factory = make(name)
+    before = reference_s()
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks
+        )
+        module = DistributedDataParallel(module)
+    optimizer = factory(module.parameters())
+    steps, count, warm = [], None, 12
+    marks = []
+    while count is None or len(steps) < count + warm:
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_fn(module(inputs), target)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        optimizer.step()
+        end = time.perf_counter()
+        steps.append(end - begin)
+        marks.append((forward - begin, backward - forward, end - backward))
+        if len(steps) == warm:
+            each = torch.tensor(sorted(steps)[warm // 2])
+            if ranks > 1:
+                dist.all_reduce(each, dist.ReduceOp.MAX)
+            count = max(20, min(2000, int(seconds / each.item())))
+    after = reference_s()
+    if ranks > 1:
+        dist.destroy_process_group()
+    print(json.dumps({"steps": steps[warm:], "marks": marks[warm:], "reference": [before, after]}))
+
+
+def run_ranks(name, ranks, cores, seconds):
+    """Return what each rank of one training printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--train", name, str(rank), str(ranks)]
+                + [str(max(1, cores // ranks)), f"{folder}/store", str(seconds)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            return [json.loads(one.communicate(timeout=120)[0]) for one in processes]
+        finally:
+            for one in processes:
+                one.kill()
+                one.wait()
+
+
+def middle(values, part=0.5):
+    return sorted(values)[int(len(values) * part)]
+
+
+def predictions(machine, names, cores):
+    from paceline.core.plan import Mesh, Plan
+    from paceline.perf import estimate
+    from paceline.training.capture import TrainingStep, capture
+
+    result = {}
+    for name in names:
+        module, inputs, target, loss_fn, factory = make(name)
+        step = TrainingStep(
+            module=module, inputs=inputs, target=target, loss_fn=loss_fn, optimizer=factory
+        )
+        workload = capture(step, name=name)
+        for ranks in RANKS:
+            plan = Plan(mesh=Mesh(data=ranks), threads=max(1, cores // ranks))
+            result[name, ranks] = estimate(machine, workload, plan)
+    return result
+
+
+def compare(name, ranks, predicted, outcomes):
+    steps = [outcome["steps"] for outcome in outcomes]
+    # A step ends with its slowest rank; the ranks meet in every step.
+    slowest = [max(each) for each in zip(*steps, strict=False)]
+    measured = middle(slowest)
+    references = [one for outcome in outcomes for one in outcome["reference"]]
+    phases = [middle([mark[i] for mark in outcomes[0]["marks"]]) for i in range(3)]
+    return {
+        "model": name,
+        "ranks": ranks,
+        "predicted_s": predicted.step_time_s,
+        "measured_s": measured,
+        "measured_s_p20": middle(slowest, 0.2),
+        "error": abs(predicted.step_time_s / measured - 1),
+        "ratio": predicted.step_time_s / measured,
+        "limit": predicted.limit,
+        "predicted_phases_s": dict(predicted.breakdown.items()),
+        "measured_phases_s": dict(zip(("forward", "backward", "optimizer"), phases, strict=True)),
+        "reference_s": references,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="only the JSON object on stdout")
+    parser.add_argument("--quick", action="store_true", help="within a minute, rougher")
+    parser.add_argument("--tuning", action="store_true", help="the models used in development")
+    parser.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        name, rank, ranks, threads, meeting, seconds = options.train
+        train(name, int(rank), int(ranks), int(threads), meeting, float(seconds))
+        return
+    from paceline.launch.probe import measure
+
+    def tell(text):
+        print(text, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        machine = measure(Path(folder), quick=options.quick, tell=tell)
+    cores = machine.devices[0].cores
+    names = list(TUNING if options.tuning else HELD_OUT)
+    predicted = predictions(machine, names, cores)
+    rows = []
+    for name in names:
+        for ranks in RANKS:
+            outcomes = run_ranks(name, ranks, cores, 0.5 if options.quick else 3.0)
+            row = compare(name, ranks, predicted[name, ranks], outcomes)
+            rows.append(row)
+            tell(
+                f"{name:>16} x{ranks}: predicted {row['predicted_s'] * 1e3:8.3f} ms, measured "
+                f"{row['measured_s'] * 1e3:8.3f} ms (p20 {row['measured_s_p20'] * 1e3:8.3f}), "
+                f"ratio {row['ratio']:.2f}"
+            )
+            measured = row["measured_phases_s"]
+            parts = {k: f"{v * 1e3:.2f}" for k, v in row["predicted_phases_s"].items() if v}
+            tell(f"      {parts} measured { {k: f'{v * 1e3:.2f}' for k, v in measured.items()} }")
+    least = min(one for row in rows for one in row["reference_s"])
+    for row in rows:
+        row["disturbance"] = max(row["reference_s"]) / least
+    value = middle([row["error"] for row in rows])
+    bar = {"name": "median step_time_error", "value": value, "bar": BAR, "met": value <= BAR}
+    result = {"name": "predict_small", "rows": rows, "machine": machine.to_json(), "bars": [bar]}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
