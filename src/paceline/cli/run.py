@@ -43,7 +43,7 @@ def run(
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError
     from paceline.launch.failures import tracebacks
-    from paceline.launch.run import RunConfig, execute, prepare
+    from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
@@ -59,6 +59,8 @@ def run(
         for text in tracebacks(job.run)[:1]:
             click.echo(text, err=True)
         raise
+    for warning in trace_warnings(job.run):
+        click.echo(f"warning: {warning}", err=True)
     if as_json:
         click.echo(result.to_text(), nl=False)
     if result.ranks:

@@ -208,6 +208,19 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
     )
 
 
+def trace_warnings(run: Path) -> tuple[str, ...]:
+    """Return what is missing in the traces of folder `run`, a line per rank that lost events."""
+    lines = []
+    for path in sorted((run / "trace").glob("rank-*.trace")):
+        status = read_status(path)
+        if status.error or status.dropped_count:
+            why = os.strerror(status.error) if status.error else "events came too fast"
+            lines.append(
+                f"the trace of rank {status.rank} lacks {status.dropped_count} events: {why}"
+            )
+    return tuple(lines)
+
+
 def _rank_results(trace: Trace, parts: tuple[RankPhases, ...]) -> tuple[RankResult, ...]:
     return tuple(
         RankResult(
@@ -283,7 +296,16 @@ def _start(job: Job, clock: Clock) -> tuple[Exit, ...]:
     cores = ",".join(map(str, _node_cores(job.allocation))) if job.resolved.config.bind else ""
     record = "on" if job.resolved.config.record else "off"
     command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run)]
-    command += ["--cores", cores, "--record", record, str(job.script), *job.args]
+    command += [
+        "--launcher",
+        str(os.getpid()),
+        "--cores",
+        cores,
+        "--record",
+        record,
+        str(job.script),
+        *job.args,
+    ]
     if job.allocation is None:
         # By name: torch is loaded only now, after the first line is out.
         elastic = importlib.import_module("paceline.launch.elastic")

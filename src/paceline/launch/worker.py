@@ -38,12 +38,13 @@ def main(argv: list[str]) -> int:
     """Run one rank; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.worker")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--launcher", type=int, required=True, help="its process")
     parser.add_argument("--cores", default="", help="the node's cores, by comma; none: unbound")
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    _die_with_launcher()
+    _die_with_launcher(options.launcher)
     environ = environment()
     rank = int(environ["RANK"])
     logs.configure(rank)
@@ -51,7 +52,11 @@ def main(argv: list[str]) -> int:
     if options.record == "off":
         return _run_script(options.script, options.args, options.run, rank)
     path = options.run / "trace" / trace_name(rank)
-    recorder = Recorder(str(path), rank, int(environ["WORLD_SIZE"]))
+    try:
+        recorder = Recorder(str(path), rank, int(environ["WORLD_SIZE"]))
+    except OSError as problem:  # a full disk, or a folder that this node does not see
+        _report_failure(problem, options.run, rank)
+        return 1
     # By name: torch is loaded by this process alone, after its threads and cores are settled.
     module = importlib.import_module("paceline.trace.collectors.torch")
     collector = module.TorchCollector(recorder)
@@ -63,10 +68,10 @@ def main(argv: list[str]) -> int:
         recorder.close()
 
 
-def _die_with_launcher() -> None:
+def _die_with_launcher(launcher: int) -> None:
     """Have the kernel end this rank when its launcher is killed: no orphan keeps the cores."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:
+    if os.getppid() != launcher:  # it was killed before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

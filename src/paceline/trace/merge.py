@@ -49,7 +49,8 @@ def load_run(run: Path) -> Trace:
         CorruptTrace: a trace is damaged; the rank is named.
     """
     folder = run / "trace"
-    paths = sorted(folder.glob("rank-*.trace"))
+    # An empty file is of a rank that ended, or found the disk full, before it could record.
+    paths = [path for path in sorted(folder.glob("rank-*.trace")) if path.stat().st_size]
     if not paths:
         raise NotFound(
             "no traces", where=str(folder), fix="Record a run first: paceline run script.py"
