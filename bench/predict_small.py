@@ -2,7 +2,8 @@
 
 Six models that the estimate was not tuned on (MLP, CNN, transformer; two widths each), on 1 and on
 2 ranks with threads = cores / ranks, trained under DDP over gloo with the data in memory. The
-machine is probed and every model captured and predicted before the first one is trained.
+machine is probed and every model captured and predicted before the first one is trained; rows are
+measured in two interleaved rounds, so that a disturbance does not fall on one model alone.
 
     python bench/predict_small.py --json [--quick] [--tuning]
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 BAR = 0.25
 RANKS = (1, 2)
+ROUNDS = 2
 
 
 def mlp(width, depth, batch):
@@ -51,8 +53,7 @@ def cnn(width, size, batch, channels=3):
 
 def transformer(width, heads, depth, length, batch, vocabulary=256):
     import torch
-    import torch.nn.functional as F
-    from torch import nn
+        from torch import nn
 
     class Block(nn.Module):
         def __init__(self):
@@ -61,15 +62,15 @@ def transformer(width, heads, depth, length, batch, vocabulary=256):
             self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-        def forward(self, x_BTW):
-            b, t, w = x_BTW.shape
+        def forward(self, x):
+            b, t, w = x.shape
             q, k, v = (
                 one.view(b, t, heads, w // heads).transpose(1, 2)
-                for one in self.qkv(self.norm1(x_BTW)).chunk(3, -1)
+                for one in self.qkv(self.norm1(x)).chunk(3, -1)
             )
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x_BTW = x_BTW + self.out(mixed.transpose(1, 2).reshape(b, t, w))
-            return x_BTW + self.down(F.gelu(self.up(self.norm2(x_BTW))))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(b, t, w))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
     class Model(nn.Module):
         def __init__(self):
@@ -79,8 +80,8 @@ def transformer(width, heads, depth, length, batch, vocabulary=256):
             self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
             self.head = nn.Linear(width, vocabulary)
 
-        def forward(self, x_BT):
-            return self.head(self.blocks(self.token(x_BT) + self.place)).flatten(0, 1)
+        def forward(self, tokens_in):
+            return self.head(self.blocks(self.token(tokens_in) + self.place)).flatten(0, 1)
 
     tokens = torch.randint(0, vocabulary, (batch, length + 1))
     return Model(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous().flatten()
@@ -108,8 +109,7 @@ MODELS = {**HELD_OUT, **TUNING}
 def make(name):
     """Return module, inputs, target, loss and optimizer factory of a model."""
     import torch
-    import torch.nn.functional as F
-
+    
     build, arguments, kind = MODELS[name]
     torch.manual_seed(0)
     module, inputs, target = build(*arguments)
@@ -118,7 +118,7 @@ def make(name):
         module,
         inputs,
         target,
-        F.cross_entropy,
+        torch.nn.functional.cross_entropy,
         lambda p: getattr(torch.optim, kind)(p, **settings),
     )
 
@@ -158,7 +158,8 @@ def train(name, rank, ranks, threads, meeting, seconds):
         )
         module = DistributedDataParallel(module)
     optimizer = factory(module.parameters())
-    steps, count, warm = [], None, 12
+    steps, count = [], None
+    warm, least = (6, 8) if seconds < 1 else (12, 20)
     marks = []
     while count is None or len(steps) < count + warm:
         begin = time.perf_counter()
@@ -175,7 +176,7 @@ def train(name, rank, ranks, threads, meeting, seconds):
             each = torch.tensor(sorted(steps)[warm // 2])
             if ranks > 1:
                 dist.all_reduce(each, dist.ReduceOp.MAX)
-            count = max(20, min(2000, int(seconds / each.item())))
+            count = max(least, min(2000, int(seconds / each.item())))
     after = reference_s()
     if ranks > 1:
         dist.destroy_process_group()
@@ -184,11 +185,12 @@ def train(name, rank, ranks, threads, meeting, seconds):
 
 def run_ranks(name, ranks, cores, seconds):
     """Return what each rank of one training printed."""
+    threads = max(1, cores // ranks)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--train", name, str(rank), str(ranks)]
-                + [str(max(1, cores // ranks)), f"{folder}/store", str(seconds)],
+                [sys.executable, __file__, "--train", name]
+                + [str(one) for one in (rank, ranks, threads, f"{folder}/store", seconds)],
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -224,13 +226,17 @@ def predictions(machine, names, cores):
     return result
 
 
-def compare(name, ranks, predicted, outcomes):
-    steps = [outcome["steps"] for outcome in outcomes]
+def compare(name, ranks, predicted, rounds):
     # A step ends with its slowest rank; the ranks meet in every step.
-    slowest = [max(each) for each in zip(*steps, strict=False)]
+    slowest = [
+        max(each)
+        for outcomes in rounds
+        for each in zip(*(outcome["steps"] for outcome in outcomes), strict=False)
+    ]
     measured = middle(slowest)
-    references = [one for outcome in outcomes for one in outcome["reference"]]
-    phases = [middle([mark[i] for mark in outcomes[0]["marks"]]) for i in range(3)]
+    references = [one for outcomes in rounds for each in outcomes for one in each["reference"]]
+    marks = [mark for outcomes in rounds for mark in outcomes[0]["marks"]]
+    phases = [middle([mark[i] for mark in marks]) for i in range(3)]
     return {
         "model": name,
         "ranks": ranks,
@@ -267,11 +273,16 @@ def main():
     cores = machine.devices[0].cores
     names = list(TUNING if options.tuning else HELD_OUT)
     predicted = predictions(machine, names, cores)
+    outcomes_of = {key: [] for key in predicted}
+    for _ in range(1 if options.quick else ROUNDS):
+        for name, ranks in predicted:
+            outcomes_of[name, ranks].append(
+                run_ranks(name, ranks, cores, 0.3 if options.quick else 1.5)
+            )
     rows = []
     for name in names:
         for ranks in RANKS:
-            outcomes = run_ranks(name, ranks, cores, 0.5 if options.quick else 3.0)
-            row = compare(name, ranks, predicted[name, ranks], outcomes)
+            row = compare(name, ranks, predicted[name, ranks], outcomes_of[name, ranks])
             rows.append(row)
             tell(
                 f"{name:>16} x{ranks}: predicted {row['predicted_s'] * 1e3:8.3f} ms, measured "
