@@ -53,7 +53,7 @@ def cnn(width, size, batch, channels=3):
 
 def transformer(width, heads, depth, length, batch, vocabulary=256):
     import torch
-        from torch import nn
+    from torch import nn
 
     class Block(nn.Module):
         def __init__(self):
@@ -109,7 +109,7 @@ MODELS = {**HELD_OUT, **TUNING}
 def make(name):
     """Return module, inputs, target, loss and optimizer factory of a model."""
     import torch
-    
+
     build, arguments, kind = MODELS[name]
     torch.manual_seed(0)
     module, inputs, target = build(*arguments)
