@@ -14,22 +14,22 @@ from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
 
 RAISED = "RuntimeError('the loss is not finite')"
-LOST = "RuntimeError('Connection closed by peer')"
+LOST = "RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer')"
 
 
-def report(run, rank, at_ns, error):
+def report(run, rank, at_ns, error, phase=""):
     text = f"Traceback (most recent call last):\n{error}\n"
-    body = {"rank": rank, "at_ns": at_ns, "traceback": text, "error": error}
+    body = {"rank": rank, "at_ns": at_ns, "phase": phase, "traceback": text, "error": error}
     (run / "trace").mkdir(exist_ok=True)
     (run / "trace" / f"rank-{rank:05d}.failure").write_text(json.dumps(body))
 
 
 def test_the_first_to_raise_failed_first(tmp_path):
     report(tmp_path, 0, 200, LOST)
-    report(tmp_path, 1, 100, RAISED)
+    report(tmp_path, 1, 100, RAISED, "backward")
     exits = (Exit(rank=0, code=1), Exit(rank=1, code=1))
     failure = first_failure(tmp_path, exits)
-    assert failure == Failure(rank=1, error=RAISED)
+    assert failure == Failure(rank=1, error=RAISED, phase="backward")
     assert exit_code(exits, failure) == 1
     assert tracebacks(tmp_path)[0].startswith("rank 1:\nTraceback")
     with pytest.raises(ScriptFailed, match="rank 1 failed first") as caught:
@@ -70,10 +70,32 @@ def test_a_rank_that_the_agent_stopped_is_no_culprit(tmp_path):
     assert first_failure(tmp_path, exits) == Failure(rank=0, error=RAISED)
 
 
-def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
-    """The agent terminates ranks only after another failed: the first exit is nobody's doing."""
+def test_a_rank_that_did_not_listen_to_the_agent_is_no_culprit(tmp_path):
+    report(tmp_path, 1, 100, RAISED)
+    exits = (Exit(rank=1, code=1), Exit(rank=0, code=-9, signal="SIGKILL"))
+    assert first_failure(tmp_path, exits) == Failure(rank=1, error=RAISED)
+
+
+def test_a_rank_that_crashed_is_the_culprit_whatever_others_say_of_it(tmp_path):
+    report(tmp_path, 0, 100, "TimeoutError('where is rank 1?')")
+    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-11, signal="SIGSEGV"))
+    assert first_failure(tmp_path, exits) == Failure(rank=1, signal="SIGSEGV")
+
+
+def test_a_rank_that_left_without_a_word_failed_before_those_that_lost_it(tmp_path):
     report(tmp_path, 0, 100, LOST)
-    exits = (Exit(rank=1, code=-15, signal="SIGTERM"), Exit(rank=0, code=1))
+    exits = (Exit(rank=0, code=1), Exit(rank=1, code=7))
+    assert first_failure(tmp_path, exits) == Failure(rank=1, error="exit code 7")
+
+
+def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
+    """The agent ends ranks only after another failed, but all that failed lost this one."""
+    report(tmp_path, 0, 100, LOST)
+    exits = (
+        Exit(rank=0, code=1),
+        Exit(rank=1, code=-15, signal="SIGTERM"),
+        Exit(rank=2, code=-15, signal="SIGTERM"),
+    )
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGTERM")
     with pytest.raises(RankLost, match="SIGTERM") as caught:

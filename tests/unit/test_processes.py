@@ -50,7 +50,7 @@ def test_descendants_are_found_parents_first():
     assert descendants(os.getpid()) == [child.pid, grandchild]
     assert descendants(child.pid) == [grandchild]
     assert descendants(grandchild) == []
-    end_descendants()
+    end_descendants(SystemClock())
     """)
 
 
@@ -61,7 +61,7 @@ def test_all_descendants_are_killed_but_those_from_before():
     become_reaper()
     child, line = ready(PARENT)
     deaf, _ = ready(DEAF)
-    end_descendants(before)
+    end_descendants(SystemClock(), before)
     assert not alive(child.pid) and not alive(int(line)) and not alive(deaf.pid)
     assert kept.poll() is None
     kept.kill()
@@ -78,7 +78,7 @@ def test_an_orphan_is_adopted_and_killed():
     child.wait()
     assert alive(orphan)
     assert descendants(os.getpid()) == [orphan]
-    end_descendants()
+    end_descendants(SystemClock())
     assert not alive(orphan)
     """)
 
@@ -89,7 +89,7 @@ def test_a_child_that_has_ended_is_reaped():
     if not pid:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    end_descendants()
+    end_descendants(SystemClock())
     assert not alive(pid)
     """)
 
@@ -112,7 +112,7 @@ def test_other_signals_and_no_signal_kill_nobody():
     with ended_on_signal(ManualClock()):
         os.kill(os.getpid(), signal.SIGUSR1)
     assert child.poll() is None
-    end_descendants()
+    end_descendants(SystemClock())
     """)
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @click.command(
@@ -41,7 +48,7 @@ def run(
     click.echo(f"paceline run: {script}" + (f" on {ranks} ranks" if ranks else ""), err=True)
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.core.errors import PacelineError
+    from paceline.core.errors import ScriptFailed
     from paceline.launch.failures import tracebacks
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
 
@@ -54,8 +61,9 @@ def run(
     if dry_run:
         return
     try:
-        result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
-    except PacelineError:
+        with _stdout_as_stderr() if as_json else contextlib.nullcontext():
+            result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
+    except ScriptFailed:
         for text in tracebacks(job.run)[:1]:
             click.echo(text, err=True)
         raise
@@ -67,3 +75,16 @@ def run(
         from paceline.report.words import summary_line
 
         click.echo(summary_line(result, job.run), err=True)
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Send what the ranks print on stdout to stderr: with --json, stdout holds one object."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

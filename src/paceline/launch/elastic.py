@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import tempfile
 import uuid
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,16 @@ from paceline.launch.processes import Exit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
-def start(command: Sequence[str], ranks: int) -> tuple[Exit, ...]:
+def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ...]:
     """Run `command` on `ranks` ranks until all end, or one fails and the others were stopped.
+
+    Args:
+        command: of each rank.
+        ranks: on this node.
+        temporary: a folder for what the agent writes.
 
     Returns:
         The exits of ranks that did not end well; none when all did. A stop by signal appears as
@@ -27,30 +32,29 @@ def start(command: Sequence[str], ranks: int) -> tuple[Exit, ...]:
     """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # the agent's own story of a failure; we tell it in our words
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=str(temporary)),
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as failed:
+        return tuple(
+            Exit(rank=rank, code=failure.exitcode, signal=_signal_of(failure.exitcode))
+            for rank, failure in failed.failures.items()
         )
-        try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as failed:
-            return tuple(
-                Exit(rank=rank, code=failure.exitcode, signal=_signal_of(failure.exitcode))
-                for rank, failure in failed.failures.items()
-            )
-        except SignalException as stopped:
-            return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)
-        finally:
-            logging.disable(before)
+    except SignalException as stopped:
+        return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)
+    finally:
+        logging.disable(before)
     return ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import Interrupted, PacelineError, RankLost, ScriptFailed
@@ -15,53 +16,59 @@ if TYPE_CHECKING:
     from paceline.launch.processes import Exit
 
 
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+# How the peers of a rank that is gone say so: gloo, NCCL and torch's own store.
+_LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
+
+
 def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
     """Return the failure that came first: the others are its consequences.
 
-    A rank killed by a signal breaks its peers' connections, and they raise before anybody noticed
-    the kill; a rank that raises breaks them too, but wrote down when. The agent ends with SIGTERM
-    who is left: only when that is the first exit did somebody else send it.
+    A rank that is killed breaks its peers' connections, and they raise before anybody noticed the
+    kill; a rank that raises breaks them too, but wrote down when. Whoever is left then is ended by
+    the agent, which looks like a kill.
     """
-    reports = sorted(_failure_reports(run), key=lambda report: int(report["at_ns"]))
+    reports = _failure_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
-    killed = [
-        one
-        for i, one in enumerate(exits)
-        if one.rank >= 0
-        and one.signal
-        and (one.signal != "SIGTERM" or i == 0)
-        and one.rank not in raised
-    ]
-    if killed:
-        rank, signal_name, error = killed[0].rank, killed[0].signal, ""
+    silent = [one for one in exits if one.rank >= 0 and one.rank not in raised]
+    if not all(_LOST_A_PEER.search(str(report["error"])) for report in reports):
+        silent = [one for one in silent if one.signal in _CRASHES or _killed_before(one, exits)]
+    if silent:
+        rank, signal_name = silent[0].rank, silent[0].signal
+        error = "" if signal_name else f"exit code {silent[0].code}"
     elif reports:
         rank, signal_name, error = int(reports[0]["rank"]), "", str(reports[0]["error"])
-    elif exits and exits[0].rank >= 0:
-        rank, signal_name, error = exits[0].rank, exits[0].signal, f"exit code {exits[0].code}"
     else:
         return None
-    path = run / "trace" / trace_name(rank)
+    step, phase = _place(run, rank)
+    if not signal_name:  # an exception leaves its phase on its way out
+        phase = next((one["phase"] for one in reports if one["rank"] == rank), "") or phase
+    return Failure(rank=rank, signal=signal_name, step=step, phase=phase, error=error)
+
+
+def _place(run: Path, rank: int) -> tuple[int, str]:
+    """Return the step and phase in which a rank ended, as far as its trace tells."""
     try:
-        status = read_status(path)
+        status = read_status(run / "trace" / trace_name(rank))
     except (PacelineError, OSError):  # it ended before its recorder began
-        return Failure(rank=rank, signal=signal_name, error=error)
-    return Failure(
-        rank=rank,
-        signal=signal_name,
-        step=status.step,
-        phase="waiting" if status.phase_name == "wait" else status.phase_name,
-        error=error,
-    )
+        return 0, "other"
+    return status.step, "waiting" if status.phase_name == "wait" else status.phase_name
+
+
+def _killed_before(one: Exit, exits: tuple[Exit, ...]) -> bool:
+    """Whether a signal ended a rank before the agent, which needs a reason, ended any."""
+    return bool(one.signal) and one is exits[0]
 
 
 def _failure_reports(run: Path) -> list[dict[str, Any]]:
+    """Return what ranks whose script raised wrote down, the first to fail first."""
     reports = []
     for path in (run / "trace").glob("rank-*.failure"):
         try:
             reports.append(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError):  # cut short by a full disk
             continue
-    return reports
+    return sorted(reports, key=lambda report: int(report["at_ns"]))
 
 
 def exit_code(exits: tuple[Exit, ...], failure: Failure | None) -> int:
@@ -111,12 +118,11 @@ def raise_failure(
 def _why_killed(signal_name: str) -> str:
     if signal_name == "SIGKILL":
         return "somebody killed it, or the kernel did for want of memory (see dmesg)"
-    if signal_name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+    if signal_name in _CRASHES:
         return "native code crashed"
     return "a signal ended it"
 
 
 def tracebacks(run: Path) -> list[str]:
     """Return the tracebacks of ranks whose script raised, the first to fail first."""
-    reports = sorted(_failure_reports(run), key=lambda report: int(report["at_ns"]))
-    return [f"rank {report['rank']}:\n{report['traceback']}" for report in reports]
+    return [f"rank {report['rank']}:\n{report['traceback']}" for report in _failure_reports(run)]

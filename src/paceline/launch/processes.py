@@ -1,7 +1,9 @@
 """Leaves nothing running: finds and ends whatever the ranks of a run started.
 
 The launcher makes itself the reaper of its descendants, so that a loader worker whose rank was
-killed becomes its own child instead of init's, and can be ended with the run.
+killed becomes its own child instead of init's, and can be ended with the run. The keepers of shared
+memory that torch and Python start beside it end last, and by themselves: they remove what the
+killed ones left.
 """
 
 from __future__ import annotations
@@ -51,15 +53,30 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def end_descendants(before: frozenset[int] = frozenset()) -> None:
-    """Kill and reap every descendant of this process but those in `before`."""
-    for pid in descendants(os.getpid()):
-        if pid in before:
-            continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
+    """Kill and reap every descendant of this process but those in `before` and their own."""
+    spared = before.union(*(descendants(pid) for pid in before))
+    patience_s = clock.now_s() + GRACE_S
+    never = threading.Event()
+    while left := [pid for pid in descendants(os.getpid()) if pid not in spared]:
+        for pid in left:
+            if clock.now_s() >= patience_s or not _keeps_shared_memory(pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if clock.now_s() >= patience_s + GRACE_S:  # stuck in the kernel, where no signal reaches
+            return
+        clock.wait(never, 0.005)
+
+
+def _keeps_shared_memory(pid: int) -> bool:
+    """Whether a process waits for others to end, in order to remove what they shared."""
+    try:
+        command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"torch_shm_manager" in command or b"multiprocessing.resource_tracker" in command
 
 
 @contextlib.contextmanager
@@ -86,8 +103,9 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
                 continue
             if not clock.wait(done, GRACE_S):
                 for pid in descendants(os.getpid()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    if not _keeps_shared_memory(pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
             return
 
     watcher = threading.Thread(target=watch, name="paceline-signals", daemon=True)

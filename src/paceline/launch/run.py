@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -166,11 +167,13 @@ def execute(
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
-    try:
-        with watch, ended_on_signal(clock):
-            exits = _start(job, clock)
-    finally:
-        end_descendants(before)
+    # Removed when all have ended: a rank that is killed leaves its workers' sockets behind.
+    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
+        try:
+            with watch, ended_on_signal(clock):
+                exits = _start(job, Path(folder), clock)
+        finally:
+            end_descendants(clock, before)
     if rank != 0:
         return _follow(job, exits)
     if job.allocation and job.resolved.config.record:
@@ -292,7 +295,7 @@ def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None
         commit_text(job.run / "estimate.json", estimate)
 
 
-def _start(job: Job, clock: Clock) -> tuple[Exit, ...]:
+def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
     cores = ",".join(map(str, _node_cores(job.allocation))) if job.resolved.config.bind else ""
     record = "on" if job.resolved.config.record else "off"
     command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run)]
@@ -309,7 +312,7 @@ def _start(job: Job, clock: Clock) -> tuple[Exit, ...]:
     if job.allocation is None:
         # By name: torch is loaded only now, after the first line is out.
         elastic = importlib.import_module("paceline.launch.elastic")
-        exits: tuple[Exit, ...] = elastic.start(command, job.ranks)
+        exits: tuple[Exit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
     return start_task(job.allocation, command, job.run, clock)
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from paceline.trace.files import trace_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_COLLECTOR = "paceline.trace.collectors.torch"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,6 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--launcher", type=int, required=True, help="its process")
     parser.add_argument("--cores", default="", help="the node's cores, by comma; none: unbound")
+    parser.add_argument("--temporary", help="folder for what multiprocessing keeps in files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
@@ -49,6 +52,9 @@ def main(argv: list[str]) -> int:
     rank = int(environ["RANK"])
     logs.configure(rank)
     _bind(options.cores, environ)
+    if options.temporary:  # children take it over, as they do a folder that Python has chosen
+        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
+        config["tempdir"] = options.temporary
     if options.record == "off":
         return _run_script(options.script, options.args, options.run, rank)
     path = options.run / "trace" / trace_name(rank)
@@ -58,7 +64,7 @@ def main(argv: list[str]) -> int:
         _report_failure(problem, options.run, rank)
         return 1
     # By name: torch is loaded by this process alone, after its threads and cores are settled.
-    module = importlib.import_module("paceline.trace.collectors.torch")
+    module = importlib.import_module(_COLLECTOR)
     collector = module.TorchCollector(recorder)
     collector.install()
     try:
@@ -128,7 +134,14 @@ def _report_failure(error: BaseException, run: Path, rank: int) -> None:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    report = {"rank": rank, "at_ns": monotonic_ns(), "traceback": text, "error": repr(error)}
+    collector = sys.modules.get(_COLLECTOR)
+    report = {
+        "rank": rank,
+        "at_ns": monotonic_ns(),
+        "phase": collector.phase_of(error) if collector else "",
+        "traceback": text,
+        "error": repr(error),
+    }
     try:
         path = run / "trace" / f"rank-{rank:05d}.failure"
         path.write_text(json.dumps(report), encoding="utf-8")

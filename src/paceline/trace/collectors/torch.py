@@ -175,19 +175,25 @@ class TorchCollector:
     def _hook_optimizers(self) -> None:
         recorder = self.recorder
         name = recorder.intern("step")
-        open_steps: list[tuple[int, int]] = []  # an optimizer may step others inside its own step
+        # An optimizer may step others inside its own step.
+        open_steps: list[tuple[torch.optim.Optimizer, int, int]] = []
 
-        def before(*_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() != self.loop.main_thread:
                 return
-            open_steps.append((recorder.begin(_OPTIMIZER), self.loop.phase))
+            for i, (one, _begin, phase) in enumerate(open_steps):
+                if one is optimizer:  # its last step raised, and the script went on
+                    self.loop.phase = phase
+                    del open_steps[i:]
+                    break
+            open_steps.append((optimizer, recorder.begin(_OPTIMIZER), self.loop.phase))
             self.loop.phase = _OPTIMIZER
             self.loss_begin_ns = 0
 
         def after(*_: Any) -> None:
             if threading.get_ident() != self.loop.main_thread or not open_steps:
                 return
-            begin_ns, self.loop.phase = open_steps.pop()
+            _optimizer, begin_ns, self.loop.phase = open_steps.pop()
             if open_steps:
                 return
             recorder.end(_OPTIMIZER, name, begin_ns, 0, self.loop.phase)
@@ -203,6 +209,17 @@ class TorchCollector:
         for attribute in ("save", "async_save"):
             if hasattr(module, attribute):
                 self._wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
+
+
+def phase_of(error: BaseException) -> str:
+    """Return the phase in which `error` was raised, or nothing if it was between phases."""
+    frames = error.__traceback__
+    while frames is not None:
+        frame = frames.tb_frame
+        if frame.f_code.co_filename == __file__ and "number" in frame.f_locals:
+            return Kind(frame.f_locals["number"]).name.lower()
+        frames = frames.tb_next
+    return ""
 
 
 def _saved_bytes(_: object, target: object = None, *__: object, **___: object) -> int:

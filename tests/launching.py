@@ -1,0 +1,112 @@
+"""Starts `paceline run` as a user does, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "integration" / "scripts"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEADLINE_S = 120
+MARK = "TEST_RUN_MARK"
+
+
+class Launched:
+    """A run of the command line in a folder of its own, with a temporary folder of its own."""
+
+    def __init__(self, folder: Path, *args, prefix=(), env=None, threads=1, own_group=False):
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.mark = uuid.uuid4().hex
+        environ = {
+            **os.environ,
+            MARK: self.mark,
+            "TMPDIR": str(self.temporary),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            **(env or {}),
+        }
+        self.shared_before = _names("/dev/shm")
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "paceline", *map(str, args)],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=own_group,
+        )
+        self.code: int | None = None
+        self.out = self.err = ""
+
+    def wait(self) -> Launched:
+        """Wait for its end and keep what it said."""
+        try:
+            self.out, self.err = self.process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            for pid in self.running():
+                os.kill(pid, 9)
+            self.out, self.err = self.process.communicate()
+            raise AssertionError(f"it hangs; so far: {self.out}{self.err}") from None
+        self.code = self.process.returncode
+        return self
+
+    def running(self) -> list[int]:
+        """Return the processes of this run that still run: all of them carry its mark."""
+        needle = f"{MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdecimal() and needle in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:  # it has ended
+                continue
+        return found
+
+    def shared_memory(self) -> list[str]:
+        """Return what is new in /dev/shm and belongs to no living process."""
+        left = []
+        for name in sorted(_names("/dev/shm") - self.shared_before):
+            owner = re.match(r"torch_(\d+)_", name)
+            if not (owner and Path(f"/proc/{owner.group(1)}").exists()):
+                left.append(name)
+        return left
+
+    def assert_nothing_left(self) -> None:
+        """Check for processes, shared memory and temporary files."""
+        assert self.running() == []
+        # torch makes an empty cache folder when it is imported, under torchrun too.
+        left = [one for one in self.temporary.rglob("*") if "torchinductor" not in one.name]
+        assert left == []
+        await_true(lambda: not self.shared_memory(), "shared memory to be gone")
+
+
+def _names(folder: str) -> set[str]:
+    return {one.name for one in Path(folder).iterdir()}
+
+
+def paceline(folder: Path, *args, **options) -> Launched:
+    """Run the command line to its end."""
+    return Launched(folder, *args, **options).wait()
+
+
+def await_true(condition, what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Wait until `condition()` holds."""
+    never = threading.Event()
+    for _ in range(int(deadline_s / 0.05)):
+        if condition():
+            return
+        never.wait(0.05)
+    raise AssertionError(f"waited {deadline_s} s for {what}")
+
+
+def last_json(text: str) -> dict:
+    """Return the object in the last line of `text`."""
+    return json.loads(text.splitlines()[-1])
