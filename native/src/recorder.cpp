@@ -99,6 +99,7 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   shared_->spare.reserve(options.buffer_events);
   intern("");  // name 0 means "none"
   step_name_ = intern("step");
+  running_name_ = intern("running_ns");
   not_running_name_ = intern("not_running_ns");
   // The writer must not take the script's signals.
   sigset_t all;
@@ -172,14 +173,16 @@ std::uint64_t Recorder::end_step() {
   const std::uint64_t now = monotonic_ns();
   if (!owned()) return now;
   start_steps(now);
-  const std::uint64_t runnable_ns = usage_.sample(now).runnable_ns;
+  const ThreadTimes times = usage_.sample(now);
   const std::lock_guard lock(shared_->mutex);
   const std::uint64_t begin_ns = step_begin_ns_.load(std::memory_order_relaxed);
   const std::uint32_t step = step_.load(std::memory_order_relaxed);
   append(Event{begin_ns, now, 0, step, step_name_, 0, 0, -1, Kind::step, 0, 0});
-  append(Event{begin_ns, now, runnable_ns - runnable_before_ns_, step, not_running_name_, 0,
+  append(Event{begin_ns, now, times.running_ns - before_.running_ns, step, running_name_, 0, 0, -1,
+               Kind::counter, 0, 0});
+  append(Event{begin_ns, now, times.runnable_ns - before_.runnable_ns, step, not_running_name_, 0,
                0, -1, Kind::counter, 0, 0});
-  runnable_before_ns_ = runnable_ns;
+  before_ = times;
   step_begin_ns_.store(now, std::memory_order_relaxed);
   step_.store(step + 1, std::memory_order_relaxed);
   header_->step.store(step + 1, std::memory_order_relaxed);

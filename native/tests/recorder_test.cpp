@@ -103,18 +103,20 @@ void writes_what_was_recorded() {
     CHECK(recorder.dropped_count() == 1);
   }
   const Parsed parsed = parse(path);
-  CHECK(parsed.names.size() == 4 && parsed.names[0].empty() && parsed.names[3] == "all_reduce");
-  CHECK(parsed.events.size() == 4);
+  CHECK(parsed.names.size() == 5 && parsed.names[0].empty() && parsed.names[4] == "all_reduce");
+  CHECK(parsed.events.size() == 5);
   CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
   CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
   CHECK(parsed.events[1].lane == 2 && parsed.events[1].peer == -1);
   CHECK(parsed.events[2].kind == Kind::step && parsed.events[3].kind == Kind::counter);
+  CHECK(parsed.names[parsed.events[3].name] == "running_ns" && parsed.events[3].amount > 0);
+  CHECK(parsed.names[parsed.events[4].name] == "not_running_ns");
   const std::string bytes = slurp(path);
   TraceHeader header;
   std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
   CHECK(header.version == paceline::trace_format_version && header.rank == 3);
   CHECK(header.world_size == 8 && header.step == 1 && header.closed == 1 && header.error == 0);
-  CHECK(header.recorded_count == 4 && header.dropped_count == 1);
+  CHECK(header.recorded_count == 5 && header.dropped_count == 1);
   CHECK(header.written_bytes == parsed.bytes);
   CHECK(header.peak_memory_bytes > 0);
 }
@@ -162,7 +164,7 @@ void loses_nothing_between_threads() {
     CHECK(parsed.names.at(event.name) == "thread " + std::to_string(event.group));
   }
   for (const std::uint64_t count : next) CHECK(count == each);
-  CHECK(parsed.events.size() == thread_count * each + 50 * 3);
+  CHECK(parsed.events.size() == thread_count * each + 50 * 4);
 }
 
 void counts_what_does_not_fit() {
@@ -211,7 +213,7 @@ void does_nothing_in_a_forked_child() {
   recorder->record(Event{});
   delete recorder;
   const Parsed parsed = parse(path);
-  CHECK(parsed.events.size() == 2 && parsed.names.size() == 3);
+  CHECK(parsed.events.size() == 2 && parsed.names.size() == 4);
 }
 
 void keeps_a_readable_file_when_writing_fails() {

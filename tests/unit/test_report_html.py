@@ -163,6 +163,7 @@ def _long(report, ranks, steps):
             rank=rank,
             seconds=seconds,
             step_s=seconds.sum(axis=1),
+            running_s=np.zeros(steps),
             not_running_s=np.zeros(steps),
         )
         for rank in range(ranks)

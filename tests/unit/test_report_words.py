@@ -129,7 +129,7 @@ def test_the_summary_is_one_line():
     assert nothing == "2 ranks, no step recorded: runs/one"
     failure = Failure(rank=1, error="first\nRuntimeError: boom")
     failed = summary_line(_result(failure=failure), Path("runs/one"))
-    assert failed.startswith("Rank 1 failed in step 0, during the rest of the loop: RuntimeError")
+    assert failed.startswith("Rank 1 failed before the end of its first step: RuntimeError")
     assert "\n" not in failed
 
 

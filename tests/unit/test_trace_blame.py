@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.blame import BlameRules, blame, chance, excess_s, late_window, lateness_s
-from paceline.trace.events import DRAIN, Kind, Lane
+from paceline.trace.events import DRAIN, NOT_RUNNING, RUNNING, Kind, Lane
 from paceline.trace.merge import load_run
 from paceline.trace.phases import phases
 
@@ -123,6 +123,16 @@ def test_windows_end_where_lateness_ends(
     assert abs(found.first_step - first) <= 0.1 * length
     assert abs(found.last_step - last) <= 0.1 * length
     assert found.late_ms == pytest.approx(ms, rel=0.25)
+
+
+def test_a_rank_whose_threads_queue_behind_its_own_computing_computes_longer(tmp_path):
+    """On a shared core 18 ms of computing keeps another thread of the rank waiting for as long."""
+    by_rank = data_parallel(2, STEPS, late=(Late(0, 18, 40, 80, "compute"),))
+    for step in range(40, 81):
+        for name in (RUNNING, NOT_RUNNING):
+            by_rank[0].append(Event(Kind.COUNTER, 1, 1, name, step, 18 * MS))
+    (found,) = _blame(tmp_path, by_rank)
+    assert (found.rank, found.cause) == (0, "compute")
 
 
 # --- what lateness is -------------------------------------------------------------------------

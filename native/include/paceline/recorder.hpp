@@ -100,7 +100,7 @@ class Recorder {
   std::uint64_t end(Kind kind, std::uint32_t name, std::uint64_t begin_ns, std::uint64_t amount,
                     Kind outer);
   void record(const Event& event);
-  // Ends the current step now: records it with the time its threads waited for a core.
+  // Ends the current step now: records it with the time its threads ran and waited for a core.
   std::uint64_t end_step();
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
@@ -148,9 +148,10 @@ class Recorder {
   std::atomic<std::uint32_t> step_ = 0;           // only the training loop's thread moves these two,
   std::atomic<std::uint64_t> step_begin_ns_ = 0;  // but backward's threads read them
   std::uint32_t step_name_ = 0;
+  std::uint32_t running_name_ = 0;
   std::uint32_t not_running_name_ = 0;
   ThreadUsage usage_;
-  std::uint64_t runnable_before_ns_ = 0;
+  ThreadTimes before_;  // at the end of the previous step
 };
 
 }  // namespace paceline

@@ -38,12 +38,14 @@ _ROWS = 16
 
 def render_terminal(report: Report) -> Group:
     """Return what ``paceline report`` shows."""
+    steps = "no step recorded"
+    if report.steps:
+        steps = f"{plural(report.steps, 'step')} of {format_seconds(report.step_time_s)}"
     failed = report.result is not None and report.result.failure is not None
     parts: list[RenderableType] = [
         Text(printable(report.words), style="bold red" if failed else "bold"),
         Text(
-            f"{plural(report.world_size, 'rank')}, {plural(report.steps, 'step')} of "
-            f"{format_seconds(report.step_time_s)}, "
+            f"{plural(report.world_size, 'rank')}, {steps}, "
             f"peak memory {format_bytes(report.peak_memory_bytes)}"
         ),
     ]

@@ -114,6 +114,8 @@ def meeting_place(operations: frozenset[str], meetings_per_step: float) -> str:
 def failure_words(failure: Failure) -> str:
     """Return what ended a run, as a sentence."""
     where = f"in step {failure.step}, during {DOING.get(failure.phase, failure.phase)}"
+    if failure.step == 0 and failure.phase == "other":
+        where = "before the end of its first step"
     if failure.signal:
         return f"Rank {failure.rank} was killed by {failure.signal} {where}."
     text = f"Rank {failure.rank} failed {where}"

@@ -11,7 +11,9 @@ therefore accused for its excess over what is usual among the others, and only i
 bring so many late steps together.
 
 The late rank's extra time is split by comparing it with the other ranks in the same steps: input
-is data, time without a core is not_running, the rest is compute.
+is data, time without a core is not_running, the rest is compute. A rank whose threads share a core
+queues behind itself: the more it computes, the longer some of its threads are runnable. So what
+its threads ran longer than those of others counts as compute first.
 """
 
 from __future__ import annotations
@@ -257,11 +259,14 @@ def _straggler(
     working = [PHASES.index(one) for one in ("copy", "forward", "backward", "optimizer")]
     working += [PHASES.index("checkpoint"), PHASES.index("other")]
     rest_s = float(extra[working].sum())
+    ran_s = float(
+        ranks[i].running_s[window].mean() - np.mean([one.running_s[window] for one in others])
+    )
     starved_s = float(
         ranks[i].not_running_s[window].mean()
-        - np.mean([one.not_running_s[window].mean() for one in others])
+        - np.mean([one.not_running_s[window] for one in others])
     )
-    starved_s = min(max(0.0, starved_s), max(0.0, rest_s))
+    starved_s = max(0.0, min(starved_s, rest_s - max(0.0, ran_s)))
     by_cause = {"data": data_s, "compute": rest_s - starved_s, "not_running": starved_s}
     waiting = PHASES.index("waiting")
     shares = [

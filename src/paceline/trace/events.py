@@ -62,4 +62,5 @@ TO_ROOT = frozenset({"reduce", "gather"})
 ROOTED = TO_ROOT | {"broadcast", "scatter"}
 
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
-NOT_RUNNING = "not_running_ns"  # counter: a step's time that threads spent runnable, without a core
+# Counters of a step, summed over the process's threads: time on a core, and time runnable without.
+RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
 from paceline.trace.arrivals import Blocked, arrivals, blocked, meetings
-from paceline.trace.events import NOT_RUNNING, Kind, Lane
+from paceline.trace.events import NOT_RUNNING, RUNNING, Kind, Lane
 
 if TYPE_CHECKING:
     from paceline.trace.files import RankTrace
@@ -41,13 +41,15 @@ class RankPhases:
         rank: the global rank.
         seconds: by step and phase, shape (steps, phases), in the order of `PHASES`.
         step_s: wall time of each step, shape (steps,).
-        not_running_s: time its threads were runnable without a core, shape (steps,); 0 in the
-            first step, whose counter holds all that was before the loop too.
+        running_s: time its threads ran, summed over them, shape (steps,).
+        not_running_s: the same for time that they were runnable without a core. In the first step
+            both are 0, since its counters hold all that was before the loop too.
     """
 
     rank: int
     seconds: np.ndarray
     step_s: np.ndarray
+    running_s: np.ndarray
     not_running_s: np.ndarray
 
     @property
@@ -110,7 +112,8 @@ def _rank_phases(rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]) -> 
         rank=rank.rank,
         seconds=seconds,
         step_s=step_s,
-        not_running_s=_not_running_s(rank, count),
+        running_s=_counter_s(rank, RUNNING, count),
+        not_running_s=_counter_s(rank, NOT_RUNNING, count),
     )
 
 
@@ -158,10 +161,10 @@ def _timed(kinds: np.ndarray) -> np.ndarray:
     return np.isin(kinds, [int(kind) for kind in _PHASE_OF] + [int(Kind.WAIT)])
 
 
-def _not_running_s(rank: RankTrace, count: int) -> np.ndarray:
+def _counter_s(rank: RankTrace, name: str, count: int) -> np.ndarray:
     result = np.zeros(count)
     counters = rank.of(Kind.COUNTER)
     for event in counters:
-        if rank.names[event["name"]] == NOT_RUNNING and 0 < event["step"] < count:
+        if rank.names[event["name"]] == name and 0 < event["step"] < count:
             result[event["step"]] = event["amount"] / 1e9
     return result
