@@ -72,6 +72,8 @@ def test_when_nobody_is_late_the_largest_shares_are_named():
 def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
     assert "ranks wait for each other 40 % of the time, now for one and now for another" in text
+    text = _verdict(total=Breakdown(backward=6, waiting=4), latest=3)
+    assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
 
 
 def test_a_run_without_steps_says_why_nothing_can_be_said():

@@ -122,6 +122,7 @@ def gather(run: Path) -> Report:
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
     )
+    late_s = lateness_s(trace, steps)
     meetings = [
         one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
     ]
@@ -135,13 +136,14 @@ def gather(run: Path) -> Report:
             frozenset(one.operation for one in meetings),
             sum(one.count for one in meetings) / max(1, steps),
         ),
+        latest=_latest(trace, late_s),
     )
     return Report(
         run=run,
         words=words,
         trace=trace,
         parts=parts,
-        late_s=lateness_s(trace, steps),
+        late_s=late_s,
         stragglers=stragglers,
         traffic=traffic,
         comparison=comparison,
@@ -165,6 +167,15 @@ def _traces(run: Path, result: RunResult | None) -> Trace:
             why=failure_words(result.failure),
             fix="Its message is in the output of paceline run",
         ) from problem
+
+
+def _latest(trace: Trace, late_s: np.ndarray) -> int | None:
+    """Return the rank that two thirds of all lateness are of, if there is one."""
+    by_rank = late_s.sum(axis=1)
+    worst = int(by_rank.argmax())
+    if by_rank.sum() <= 0 or by_rank[worst] < 2 / 3 * by_rank.sum():
+        return None
+    return trace.ranks[worst].rank
 
 
 def mean_of(parts: tuple[RankPhases, ...]) -> Breakdown:

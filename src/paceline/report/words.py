@@ -72,6 +72,7 @@ def verdict(
     total: Breakdown,
     failure: Failure | None = None,
     place: str = "at every all-reduce",
+    latest: int | None = None,
 ) -> str:
     """Return what to say of a run first, in one or two sentences after its failure, if any.
 
@@ -82,6 +83,7 @@ def verdict(
         total: seconds by phase, the mean over ranks.
         failure: of the rank that failed first.
         place: where lateness shows; see `meeting_place`.
+        latest: the rank that most lateness is of, if one stands out.
     """
     sentences = [] if failure is None else [failure_words(failure)]
     if not steps:
@@ -94,7 +96,7 @@ def verdict(
         if len(stragglers) > 1:
             sentences.append(_more_words(stragglers[1:]))
     else:
-        sentences.append(_even_words(world_size, steps, total))
+        sentences.append(_even_words(world_size, steps, total, latest))
     return " ".join(sentences)
 
 
@@ -152,7 +154,7 @@ def _more_words(more: tuple[Straggler, ...]) -> str:
     return f"{len(more)} other ranks were late too, most of all {text}."
 
 
-def _even_words(world_size: int, steps: int, total: Breakdown) -> str:
+def _even_words(world_size: int, steps: int, total: Breakdown, latest: int | None) -> str:
     shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
     first, second = sorted(shares, key=lambda name: -shares[name])[:2]
     spent = (
@@ -162,9 +164,11 @@ def _even_words(world_size: int, steps: int, total: Breakdown) -> str:
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
     if shares["waiting"] >= _NOTABLE_WAITING:
+        whom = "now for one and now for another"
+        if latest is not None:
+            whom = f"mostly for rank {latest}, but never for long at a time"
         return (
             f"No rank was late for long in {plural(steps, 'step')}, yet ranks wait for each other "
-            f"{format_share(shares['waiting'])} of the time, now for one and now for another; "
-            f"{spent}"
+            f"{format_share(shares['waiting'])} of the time, {whom}; {spent}"
         )
     return f"No rank was late in {plural(steps, 'step')}: {spent}"
