@@ -81,10 +81,10 @@ class Launched:
 
     def assert_nothing_left(self) -> None:
         """Check for processes, shared memory and temporary files."""
-        assert self.running() == []
+        assert self.running() == [], self.running()
         # torch makes an empty cache folder when it is imported, under torchrun too.
         left = [one for one in self.temporary.rglob("*") if "torchinductor" not in one.name]
-        assert left == []
+        assert left == [], left
         await_true(lambda: not self.shared_memory(), "shared memory to be gone")
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0  # from a stop signal to SIGKILL; a rank blocked in a collective cannot answer
+_KEEPERS_S = 3.0  # torch's keeper of shared memory ends 2 s after the last process that uses it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def descendants(pid: int) -> list[int]:
 def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
     """Kill and reap every descendant of this process but those in `before` and their own."""
     spared = before.union(*(descendants(pid) for pid in before))
-    patience_s = clock.now_s() + GRACE_S
+    patience_s = clock.now_s() + _KEEPERS_S
     never = threading.Event()
     while left := [pid for pid in descendants(os.getpid()) if pid not in spared]:
         for pid in left:

@@ -1,0 +1,368 @@
+"""`paceline run` with real ranks: what it leaves, what it changes, and what it says on failure."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
+
+from paceline.core.breakdown import PHASES
+from paceline.core.errors import PacelineError
+from paceline.launch.result import load_result
+from paceline.trace.files import read_status, trace_name
+from paceline.trace.merge import load_run
+
+DIGITS = EXAMPLES / "ddp_digits.py"
+TRAIN = SCRIPTS / "train.py"
+BIN = os.path.dirname(sys.executable)  # noqa: PTH120  # beside it stand torchrun and mpiexec
+
+
+def steps_of(run, ranks=2):
+    """Return how far each rank of a run in progress is; 0 before its trace is there."""
+    found = []
+    for rank in range(ranks):
+        try:
+            found.append(read_status(run / "trace" / trace_name(rank)).step)
+        except PacelineError:
+            found.append(0)
+    return found
+
+
+# --- an ordinary script, unchanged ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    return paceline(folder, "run", "-n", 2, "--out", "RUN", DIGITS, "--epochs", 5)
+
+
+def test_the_result_is_as_designed(digits):
+    assert digits.code == 0, digits.err
+    result = json.loads((digits.folder / "RUN" / "result.json").read_text())
+    assert result["version"] == 1
+    assert result["kind"] == "run"
+    assert result["exit_code"] == 0
+    assert result["world_size"] == 2
+    assert result["failure"] is None
+    assert 0 < result["step_time_s"] < result["loop_wall_s"]
+    assert set(result) == {
+        *("version", "kind", "exit_code", "world_size", "step_time_s", "loop_wall_s"),
+        *("ranks", "straggler", "failure"),
+    }
+    for number, rank in enumerate(result["ranks"]):
+        assert rank["rank"] == number
+        assert rank["steps"] == 5 * 23
+        assert rank["peak_memory_bytes"] > 100 << 20
+        assert rank["dropped_count"] == 0
+        assert [phase["name"] for phase in rank["phases"]] == list(PHASES)
+    assert load_result(digits.folder / "RUN").ranks[1].steps == 115
+
+
+def test_phases_explain_the_loop(digits):
+    for rank in load_result(digits.folder / "RUN").ranks:
+        explained = sum(one.measured_s for one in rank.phases if one.name != "other")
+        assert explained >= 0.97 * rank.loop_wall_s
+        assert sum(one.measured_s for one in rank.phases) == pytest.approx(rank.loop_wall_s)
+
+
+def test_the_weights_are_those_of_plain_torchrun(digits, tmp_path):
+    plain = subprocess.run(
+        [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", DIGITS, "--epochs", "5"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert last_json(digits.out) == last_json(plain.stdout)
+    assert len(last_json(digits.out)["weights_sha256"]) == 64
+
+
+def test_the_scripts_output_is_on_stdout_and_ours_on_stderr(digits):
+    assert len(digits.out.splitlines()) == 1
+    lines = digits.err.splitlines()
+    assert lines[0].startswith("paceline run:")
+    assert lines[-1].startswith("2 ranks, 115 steps of ")
+
+
+def test_the_folder_holds_what_the_design_lists(digits):
+    run = digits.folder / "RUN"
+    names = sorted(str(one.relative_to(run)) for one in run.rglob("*") if one.is_file())
+    assert names == [
+        *("config.json", "machine.json", "result.json"),
+        *("trace/rank-00000.trace", "trace/rank-00001.trace", "versions.json"),
+    ]
+    versions = json.loads((run / "versions.json").read_text())
+    assert versions["version"] == 1
+    assert versions["torch"].startswith("2.")
+
+
+def test_a_good_run_leaves_nothing_behind(digits):
+    digits.assert_nothing_left()
+
+
+# --- configuration, and what is refused before anything starts -------------------------------
+
+
+@pytest.fixture
+def hello(tmp_path):
+    path = tmp_path / "hello.py"
+    path.write_text("import sys; print('hello', sys.argv[1:])\n")
+    return path
+
+
+def test_each_value_is_written_with_its_origin(tmp_path, hello):
+    (tmp_path / "paceline.toml").write_text("[run]\nranks = 7\nbind = false\n")
+    environ = {"PACELINE_RUN__RANKS": "2"}
+    one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
+    done = paceline(
+        tmp_path,
+        *("run", "--no-record", "--json", "--out", "RUN", hello, "--out", "of the script"),
+        env=environ,
+        prefix=one_core,
+    )
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "RUN" / "config.json").read_text())
+    assert config["version"] == 1
+    assert config["values"] == {
+        "ranks": {"value": 2, "origin": "environment"},
+        "record": {"value": False, "origin": "flag"},
+        "bind": {"value": False, "origin": "file"},
+    }
+    assert config["script"] == str(hello)
+    assert config["args"] == ["--out", "of the script"]
+    assert config["world_size"] == 2
+    # --no-record: no traces, but a result.
+    assert list((tmp_path / "RUN" / "trace").iterdir()) == []
+    # --json: one object on stdout; what the script prints goes to stderr.
+    result = json.loads(done.out)
+    assert result == json.loads((tmp_path / "RUN" / "result.json").read_text())
+    assert result["ranks"] == []
+    assert done.err.count("of the script") == 2
+    # More ranks than cores: a warning, no more.
+    assert "warning: 2 ranks share 1 cores" in done.err
+
+
+def test_a_missing_script_is_misuse(tmp_path):
+    done = paceline(tmp_path, "run", "--json", "nothing.py")
+    assert done.code == 2
+    error = json.loads(done.out)["error"]
+    assert error["code"] == "NotFound"
+    assert error["where"] == "nothing.py"
+    assert not list(tmp_path.glob("paceline-runs"))
+
+
+def test_a_folder_that_is_not_empty_stays_untouched(tmp_path, hello):
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "mine.txt").write_text("precious")
+    done = paceline(tmp_path, "run", "--out", "RUN", hello)
+    assert done.code == 2
+    assert "not empty" in done.err
+    assert "--out" in done.err
+    assert [one.name for one in (tmp_path / "RUN").iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
+    (tmp_path / "file").write_text("")
+    done = paceline(tmp_path, "run", "--out", "file/RUN", hello)
+    assert done.code == 1
+    assert "cannot make the run's folder" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        (("-n", "0"), {}, "0 ranks"),
+        (("-n", "x"), {}, "not a valid integer"),
+        ((), {"PACELINE_RUN__RNAKS": "2"}, "'ranks'"),
+        ((), {"PACELINE_RUN__RANKS": "two"}, "PACELINE_RUN__RANKS"),
+        (("--machine", "none.json"), {}, "none.json"),
+        (("--estimate", "none.json"), {}, "none.json"),
+    ],
+)
+def test_misuse_is_told_before_anything_is_written(tmp_path, hello, arguments, environ, said):
+    done = paceline(tmp_path, "run", "--out", "RUN", *arguments, hello, env=environ)
+    assert done.code == 2
+    assert said in done.err
+    assert not (tmp_path / "RUN").exists()
+
+
+def test_a_dry_run_says_what_and_where_and_writes_nothing(tmp_path, hello):
+    done = paceline(tmp_path, "run", "--dry-run", "-n", 2, hello)
+    assert done.code == 0
+    assert "world size 2, writing paceline-runs/hello-" in done.err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["hello.py", "tmp"]
+
+
+# --- scripts that fail -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("raised")
+    return paceline(
+        folder, "run", "--json", "-n", "2", "--out", "RUN", TRAIN, "--fail", "1", "3", "raise"
+    )
+
+
+def test_the_rank_that_raised_first_is_told_first(raised):
+    assert raised.code == 1
+    told = raised.err[raised.err.index("Traceback") :]
+    assert "ValueError: the loss is not finite" in told.split("\n\n")[0]
+    assert raised.err.index("rank 1:") < raised.err.index("Traceback")
+    error = json.loads(raised.out)["error"]
+    assert error["code"] == "ScriptFailed"
+    assert error["what"] == "rank 1 failed first, in step 3 (backward)"
+    assert error["why"] == "ValueError('the loss is not finite')"
+
+
+def test_a_failed_run_keeps_its_result(raised):
+    failure = json.loads((raised.folder / "RUN" / "result.json").read_text())["failure"]
+    assert failure == {
+        "rank": 1,
+        "signal": "",
+        "step": 3,
+        "phase": "backward",
+        "error": "ValueError('the loss is not finite')",
+    }
+    assert min(len(one.events) for one in load_run(raised.folder / "RUN").ranks) > 0
+    raised.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    how = [
+        "--steps",
+        "40",
+        "--workers",
+        "2",
+        "--sharing",
+        "file_system",
+        "--fail",
+        "1",
+        "17",
+        "SIGKILL",
+    ]
+    return paceline(folder, "run", "-n", "2", "--out", "RUN", TRAIN, *how)
+
+
+def test_a_killed_rank_is_named_with_signal_step_and_phase(killed):
+    assert killed.code == 5, killed.err
+    assert "error: rank 1 was killed by SIGKILL\n  where: step 17, in backward\n" in killed.err
+    assert "Traceback" not in killed.err  # of rank 0, which only lost its peer
+    result = load_result(killed.folder / "RUN")
+    assert result.exit_code == 5
+    assert result.failure.rank == 1
+    assert (result.failure.signal, result.failure.step) == ("SIGKILL", 17)
+    assert result.failure.phase == "backward"
+
+
+def test_a_killed_rank_leaves_no_process_shared_memory_or_file(killed):
+    """Its loader's workers, and the tensors that they shared, go with it."""
+    killed.assert_nothing_left()
+
+
+def test_the_trace_of_a_killed_rank_is_readable(killed):
+    ranks = load_run(killed.folder / "RUN").ranks
+    assert [one.rank for one in ranks] == [0, 1]
+    assert not ranks[1].complete
+
+
+def test_a_rank_that_somebody_terminates_is_named(tmp_path):
+    done = paceline(
+        tmp_path,
+        "run",
+        "-n",
+        "2",
+        "--out",
+        "RUN",
+        TRAIN,
+        *["--deaf", "--fail", "1", "5", "SIGABRT"],
+    )
+    assert done.code == 5
+    assert "rank 1 was killed by SIGABRT" in done.err
+    assert "native code crashed" in done.err
+    done.assert_nothing_left()
+
+
+# --- stopped from outside ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whom", ["launcher", "all"])
+def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
+    arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
+    running = Launched(tmp_path, *arguments, own_group=True)
+    await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 5, "five steps")
+    if whom == "launcher":
+        running.process.send_signal(signal.SIGINT)
+    else:  # as a terminal does
+        os.killpg(running.process.pid, signal.SIGINT)
+    running.wait()
+    assert running.code == 130, running.err
+    assert "stopped by SIGINT" in running.err
+    assert "paceline report RUN" in running.err
+    running.assert_nothing_left()
+    assert all(one.status.step >= 5 for one in load_run(tmp_path / "RUN").ranks)
+    result = load_result(tmp_path / "RUN")
+    assert result.exit_code == 130
+    assert result.failure is None
+    assert all(one.steps >= 1 for one in result.ranks)
+
+
+def test_a_killed_launcher_takes_its_ranks_along(tmp_path):
+    arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
+    running = Launched(tmp_path, *arguments)
+    await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 1, "the first step")
+    running.process.kill()
+    running.wait()
+    assert running.code == -signal.SIGKILL
+    await_true(lambda: not running.running(), "the ranks to end")
+
+
+# --- workers and launchers of other kinds --------------------------------------------------------
+
+
+def test_workers_that_are_spawned_find_the_scripts_classes(tmp_path):
+    done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, "--workers", 1, "--context", "spawn")
+    assert done.code == 0, done.err
+    assert last_json(done.out) == {"backend": "gloo", "main": "__main__"}
+    assert load_result(tmp_path / "RUN").ranks[0].steps == 20
+    done.assert_nothing_left()
+
+
+def test_under_mpirun_each_task_is_a_rank(tmp_path):
+    mpirun = (f"{BIN}/mpiexec", "-n", "2")
+    done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, prefix=mpirun)
+    assert done.code == 0, done.err
+    assert last_json(done.out)["backend"] == "gloo"
+    result = load_result(tmp_path / "RUN")
+    assert result.world_size == 2
+    assert [(one.rank, one.steps) for one in result.ranks] == [(0, 20), (1, 20)]
+    done.assert_nothing_left()
+
+
+def test_under_mpirun_another_world_size_is_refused(tmp_path, hello):
+    mpirun = (f"{BIN}/mpiexec", "-n", "2")
+    done = paceline(tmp_path, "run", "-n", 3, "--out", "RUN", hello, prefix=mpirun)
+    assert done.code == 2
+    assert "3 ranks were asked for, but this mpich step has 2" in done.err
+    assert not (tmp_path / "RUN").exists()
+    unnamed = paceline(tmp_path, "run", hello, prefix=mpirun)
+    assert unnamed.code == 2
+    assert "Name it with --out" in unnamed.err
+
+
+def test_under_mpirun_a_rank_that_raises_ends_the_run(tmp_path):
+    mpirun = (f"{BIN}/mpiexec", "-n", "2")
+    done = paceline(
+        tmp_path, "run", "--out", "RUN", TRAIN, "--fail", "1", "3", "raise", prefix=mpirun
+    )
+    assert done.code == 1
+    assert "ValueError: the loss is not finite" in done.err
+    assert load_result(tmp_path / "RUN").failure.error == "ValueError('the loss is not finite')"
+    done.assert_nothing_left()
