@@ -277,7 +277,7 @@ def main():
     for _ in range(1 if options.quick else ROUNDS):
         for name, ranks in predicted:
             outcomes_of[name, ranks].append(
-                run_ranks(name, ranks, cores, 0.3 if options.quick else 1.5)
+                run_ranks(name, ranks, cores, 0.2 if options.quick else 1.5)
             )
     rows = []
     for name in names:

@@ -118,7 +118,7 @@ def _run_workers(ranks: int, *, quick: bool) -> Measured:
                 "cores": mine.cores,
                 "threads": sorted({1, mine.threads}) if ranks == 1 else [mine.threads],
                 "budget_s": 0.002 if quick else 0.007,
-                "rounds": 1 if quick else 3,
+                "rounds": 2 if quick else 3,
                 "quick": quick,
                 "meeting": str(Path(meeting) / "store"),
                 "deadline_s": DEADLINE_S,
