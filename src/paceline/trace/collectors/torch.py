@@ -32,12 +32,14 @@ from paceline.trace.events import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
+    from types import FrameType, ModuleType
 
     from paceline.native import Recorder
 
 _OUTSIDE = int(Kind.STEP)  # the phase between phases
 _OPTIMIZER = int(Kind.OPTIMIZER)
+# What torch wraps around the step of each class of optimizers; all wrappers share its code.
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class TorchCollector:
@@ -176,24 +178,22 @@ class TorchCollector:
         recorder = self.recorder
         name = recorder.intern("step")
         # An optimizer may step others inside its own step.
-        open_steps: list[tuple[torch.optim.Optimizer, int, int]] = []
+        open_steps: list[tuple[int, int]] = []
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(*_: Any) -> None:
             if threading.get_ident() != self.loop.main_thread:
                 return
-            for i, (one, _begin, phase) in enumerate(open_steps):
-                if one is optimizer:  # its last step raised, and the script went on
-                    self.loop.phase = phase
-                    del open_steps[i:]
-                    break
-            open_steps.append((optimizer, recorder.begin(_OPTIMIZER), self.loop.phase))
+            if open_steps and (outer_count := _steps_on_stack() - 1) < len(open_steps):
+                self.loop.phase = open_steps[outer_count][1]  # that step raised, the script went on
+                del open_steps[outer_count:]
+            open_steps.append((recorder.begin(_OPTIMIZER), self.loop.phase))
             self.loop.phase = _OPTIMIZER
             self.loss_begin_ns = 0
 
         def after(*_: Any) -> None:
             if threading.get_ident() != self.loop.main_thread or not open_steps:
                 return
-            _optimizer, begin_ns, self.loop.phase = open_steps.pop()
+            begin_ns, self.loop.phase = open_steps.pop()
             if open_steps:
                 return
             recorder.end(_OPTIMIZER, name, begin_ns, 0, self.loop.phase)
@@ -209,6 +209,16 @@ class TorchCollector:
         for attribute in ("save", "async_save"):
             if hasattr(module, attribute):
                 self._wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
+
+
+def _steps_on_stack() -> int:
+    """Return how many optimizers are in their step right now, the calling one included."""
+    count = 0
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001  # the stack is what is asked for
+    while frame is not None:
+        count += frame.f_code is _STEP_CODE
+        frame = frame.f_back
+    return max(1, count)
 
 
 def phase_of(error: BaseException) -> str:

@@ -1,0 +1,273 @@
+"""What the torch collector records of unchanged scripts: collectives, and loops of any shape."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from launching import SCRIPTS, last_json, paceline
+
+from paceline.trace.arrivals import arrivals
+from paceline.trace.events import DRAIN, Kind, Lane
+from paceline.trace.merge import load_run
+
+# --- collectives ---------------------------------------------------------------------------------
+
+FLOAT_BYTES = 4
+
+
+@pytest.fixture(scope="module")
+def collectives(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("collectives")
+    names = ("plain", "groups", "fsdp", "dtensor", "ddp")
+    done = paceline(folder, "run", "-n", 2, "--out", "RUN", SCRIPTS / "collectives.py", *names)
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def trace(collectives):
+    return load_run(collectives.folder / "RUN")
+
+
+@pytest.fixture(scope="module")
+def by_rank(trace):
+    return arrivals(trace)
+
+
+def test_nothing_that_the_script_can_ask_about_changes(collectives):
+    assert last_json(collectives.out) == {"backend": "gloo", "size": 2}
+
+
+def test_both_ranks_tell_the_same_of_each_collective(by_rank):
+    common = by_rank[0].keys() & by_rank[1].keys()
+    assert len(common) > 30
+    for key in common:
+        mine, theirs = by_rank[0][key], by_rank[1][key]
+        if {mine.name, theirs.name} != {"send", "recv"}:
+            assert mine.name == theirs.name, key
+        assert mine.amount == theirs.amount, (key, mine.name)
+
+
+def test_only_a_group_of_ones_own_is_not_common(by_rank):
+    for mine, theirs in (by_rank, by_rank[::-1]):
+        alone = [arrival for key, arrival in mine.items() if key not in theirs]
+        assert [(one.name, one.amount) for one in alone] == [("all_reduce", 10 * FLOAT_BYTES)]
+
+
+def test_sequences_of_each_group_count_from_one(by_rank):
+    for mine in by_rank:
+        groups = Counter(group for group, _ in mine)
+        for group, count in groups.items():
+            numbers = [sequence for name, sequence in mine if name == group]
+            assert numbers == list(range(1, count + 1))
+        assert len(groups) >= 3
+
+
+def test_every_front_end_is_seen(by_rank):
+    """The operations of collectives.py, in its order, with the bytes that a rank gives."""
+    seen = [(one.name, one.amount) for one in by_rank[0].values()]
+    thousand = 1000 * FLOAT_BYTES
+    plain = [("all_reduce", thousand), ("broadcast", thousand), ("all_gather", thousand)]
+    plain += [("barrier", 0), ("send", thousand)]
+    assert seen[: len(plain)] == plain
+    # The object's size, then the object.
+    assert [name for name, _ in seen[5:7]] == ["all_gather", "all_gather"]
+    of = Counter(seen)
+    assert of["all_reduce", 10 * FLOAT_BYTES] == 2  # new_group
+    layer = (64 * 64 + 64) * FLOAT_BYTES
+    steps = 3
+    # Sharded: each step gathers both layers, forward and backward but for the last, and reduces.
+    assert of["all_gather", layer // 2] >= 2 * steps
+    assert of["reduce_scatter", layer] == 2 * steps
+    # DTensor: a shard of 4 rows is gathered.
+    assert of["all_gather", 4 * 8 * FLOAT_BYTES] >= 2
+    # DDP: its reducer's only bucket, once a step.
+    assert of["all_reduce", layer] == steps
+
+
+def test_a_collective_ends_after_it_began(trace, by_rank):
+    for mine in by_rank:
+        assert all(one.issue_ns <= one.complete_ns for one in mine.values())
+    for rank in trace.ranks:
+        events = rank.of(Kind.COLLECTIVE)
+        assert set(events["lane"].tolist()) == {int(Lane.COMMUNICATION)}
+
+
+def test_roots_and_peers_are_known(by_rank):
+    for mine, other in zip(by_rank, (1, 0), strict=True):
+        first = [one for one in mine.values() if one.name in ("broadcast", "send", "recv")]
+        assert first[0].peer == 1
+        assert first[1].peer == other
+
+
+def test_no_wait_is_without_a_name(trace):
+    for rank in trace.ranks:
+        waits = rank.of(Kind.WAIT)
+        names = {rank.names[one] for one in waits["name"].tolist()}
+        assert "" not in names
+        assert {"all_reduce", "all_gather", "reduce_scatter", "barrier", DRAIN} <= names
+        assert set(waits["lane"].tolist()) == {int(Lane.MAIN)}
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+LOOPS = (
+    *("lbfgs", "accumulation", "recomputation", "step_in_backward", "step_that_raises"),
+    *("optimizer_of_optimizers", "saving", "sharded_saving", "copies", "evaluation"),
+    *("computed_input", "clipping"),
+)
+
+
+class Section:
+    """The events of one of the loops in scripts/loops.py."""
+
+    def __init__(self, rank, begin_ns, end_ns):
+        self.rank = rank
+        events = rank.events
+        # A step begins where the one before it ended: it is of the section in which it ends.
+        inside = (events["end_ns"] >= begin_ns) & (events["end_ns"] <= end_ns)
+        self.events = events[inside]
+
+    def of(self, kind):
+        chosen = self.events[self.events["kind"] == kind]
+        return chosen[chosen["begin_ns"].argsort(kind="stable")]
+
+    def names(self, kind):
+        return [self.rank.names[one] for one in self.of(kind)["name"].tolist()]
+
+    def inside(self, kind, outer):
+        """Return how many events of `kind` lie within one of `outer`."""
+        return sum(
+            any(o["begin_ns"] <= one["begin_ns"] and one["end_ns"] <= o["end_ns"] for o in outer)
+            for one in self.of(kind)
+        )
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loops")
+    done = paceline(folder, "run", "--out", "RUN", SCRIPTS / "loops.py", *LOOPS)
+    assert done.code == 0, done.err
+    rank = load_run(folder / "RUN").ranks[0]
+    sections = {name: Section(rank, *ns) for name, ns in last_json(done.out).items()}
+    sections["folder"] = folder
+    return sections
+
+
+def test_a_closure_runs_the_model_within_the_optimizer(loops):
+    section = loops["lbfgs"]
+    assert len(section.of(Kind.STEP)) == 2
+    steps = section.of(Kind.OPTIMIZER)
+    assert section.names(Kind.OPTIMIZER).count("step") == 2
+    backwards = section.of(Kind.BACKWARD)
+    assert len(backwards) == section.inside(Kind.BACKWARD, steps) == 6
+    assert section.names(Kind.FORWARD).count("forward") == 6
+    assert section.inside(Kind.FORWARD, steps) == len(section.of(Kind.FORWARD))
+
+
+def test_accumulated_gradients_are_one_step(loops):
+    section = loops["accumulation"]
+    assert len(section.of(Kind.STEP)) == 2
+    assert section.names(Kind.FORWARD) == ["forward", "loss"] * 6
+    assert section.names(Kind.BACKWARD) == ["backward"] * 6
+    first = section.of(Kind.STEP)["step"][0]
+    assert section.of(Kind.BACKWARD)["step"].tolist() == [first] * 3 + [first + 1] * 3
+
+
+def test_what_is_recomputed_in_backward_is_backward(loops):
+    section = loops["recomputation"]
+    assert len(section.of(Kind.BACKWARD)) == 2
+    assert section.names(Kind.FORWARD).count("forward") == 4
+    assert section.inside(Kind.FORWARD, section.of(Kind.BACKWARD)) == 0
+
+
+def test_steps_taken_in_backward_are_one_step_each_time(loops):
+    section = loops["step_in_backward"]
+    assert len(section.of(Kind.STEP)) == 3
+    assert len(section.of(Kind.BACKWARD)) == 3
+    assert section.inside(Kind.OPTIMIZER, section.of(Kind.BACKWARD)) == 3 * 4
+
+
+def test_a_step_that_raises_is_none_and_those_after_it_count(loops):
+    section = loops["step_that_raises"]
+    assert len(section.of(Kind.STEP)) == 2
+    assert section.names(Kind.OPTIMIZER) == ["step", "step"]
+    assert section.names(Kind.BACKWARD) == ["backward"] * 3
+
+
+def test_an_optimizer_within_an_optimizer_is_one_step(loops):
+    section = loops["optimizer_of_optimizers"]
+    assert len(section.of(Kind.STEP)) == 2
+    assert section.names(Kind.OPTIMIZER) == ["step", "step"]
+
+
+def test_saving_is_checkpointing_with_its_bytes(loops):
+    section = loops["saving"]
+    assert section.names(Kind.CHECKPOINT) == ["save", "save"]
+    size = (loops["folder"] / "model.pt").stat().st_size
+    assert section.of(Kind.CHECKPOINT)["amount"].tolist() == [size, 0]  # a stream has no size
+
+
+def test_a_sharded_checkpoint_is_one(loops):
+    assert loops["sharded_saving"].names(Kind.CHECKPOINT) == ["checkpoint save"]
+
+
+def test_only_copies_between_devices_are_copies(loops):
+    section = loops["copies"]
+    assert section.names(Kind.COPY) == ["copy to", "copy copy_"]
+    assert section.of(Kind.COPY)["amount"].tolist() == [8 * 16 * FLOAT_BYTES, 16 * FLOAT_BYTES]
+
+
+def test_an_evaluation_is_neither_a_step_nor_has_it_a_loss(loops):
+    section = loops["evaluation"]
+    assert len(section.of(Kind.STEP)) == 1
+    assert section.names(Kind.FORWARD) == ["forward", "forward", "forward"]
+
+
+def test_a_model_that_makes_samples_is_input(loops):
+    section = loops["computed_input"]
+    assert section.names(Kind.INPUT) == ["iter", "next", "next", "next"]
+    assert len(section.of(Kind.FORWARD)) == 0
+    assert len(section.of(Kind.STEP)) == 0
+
+
+def test_clipping_and_clearing_gradients_is_of_the_optimizer(loops):
+    section = loops["clipping"]
+    assert section.names(Kind.OPTIMIZER) == ["clip_grad_norm", "step", "zero_grad"]
+
+
+def test_phases_of_the_main_lane_are_properly_nested(loops):
+    rank = loops["lbfgs"].rank
+    timed = [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.CHECKPOINT]
+    events = rank.events[[one in timed for one in rank.events["kind"].tolist()]]
+    open_until: list[int] = []
+    for begin, end in sorted(
+        zip(events["begin_ns"].tolist(), events["end_ns"].tolist(), strict=True),
+        key=lambda pair: (pair[0], -pair[1]),
+    ):
+        while open_until and open_until[-1] <= begin:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1]
+        open_until.append(end)
+
+
+def test_a_compiled_model_computes_the_same(tmp_path):
+    script = SCRIPTS / "compiled.py"
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    plain = subprocess.run(
+        [sys.executable, script, "inductor"],
+        env={**os.environ, **cache},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    done = paceline(tmp_path, "run", "--out", "RUN", script, "inductor", env=cache)
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == last_json(plain.stdout)
+    rank = load_run(tmp_path / "RUN").ranks[0]
+    assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
