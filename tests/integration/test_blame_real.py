@@ -1,0 +1,35 @@
+"""Real ranks, one slowed on purpose: the right one is named, with cause, window and lateness."""
+
+import pytest
+from launching import SCRIPTS, last_json, paceline
+
+from paceline.launch.result import load_result
+
+FIRST, LAST, STEPS = 40, 100, 140
+WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)
+
+
+def run(folder, *arguments):
+    script = (SCRIPTS / "slowed.py", "--steps", STEPS, "--first", FIRST, "--last", LAST)
+    done = paceline(folder, "run", "-n", 2, "--out", "RUN", *script, *arguments)
+    assert done.code == 0, done.err
+    return done, load_result(folder / "RUN")
+
+
+@pytest.mark.parametrize("place", ["data", "compute"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_slowed_rank_is_named(tmp_path, rank, place):
+    done, result = run(tmp_path, "--rank", rank, "--place", place, "--ms", 25)
+    late = result.straggler
+    assert late is not None
+    assert late.rank == rank
+    assert late.cause == place
+    assert abs(late.first_step - FIRST) <= WINDOW_TOLERANCE
+    assert abs(late.last_step - LAST) <= WINDOW_TOLERANCE
+    assert late.late_ms == pytest.approx(last_json(done.out)["injected_ms"], rel=0.25)
+    assert 0 < late.others_wait < 1
+
+
+def test_nobody_is_named_when_nobody_is_slowed(tmp_path):
+    _, result = run(tmp_path)
+    assert result.straggler is None
