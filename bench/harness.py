@@ -1,0 +1,97 @@
+"""What the benchmarks share: the machine, bars, intervals, and one shape of output.
+
+    {"name", "machine", "load": [before, after], "rows": [...], "bars": [{"name", "value", "bar",
+     "met"}]}
+
+`load` is the load average over a minute: what else ran can be told from what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+import numpy as np
+
+
+def options(doc, *more):
+    """Return the parsed flags that every benchmark has, and `more` names of hidden ones."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON object on stdout")
+    parser.add_argument("--quick", action="store_true", help="within a minute, rougher")
+    for name in more:
+        parser.add_argument(name, nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def tell(text):
+    """Say something that is no result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def bar(name, value, limit, *, reason=""):
+    """Return a bar: a measured value that must not exceed its limit. None is not met."""
+    met = value is not None and value <= limit
+    return {
+        "name": name,
+        "value": value,
+        "bar": limit,
+        "met": met,
+        **({"reason": reason} if reason else {}),
+    }
+
+
+def median_interval(values, *, seed=0, draws=10_000):
+    """Return the median, and its bootstrapped 95 % interval."""
+    values = np.asarray(values)
+    rng = np.random.default_rng(seed)
+    medians = np.median(rng.choice(values, (draws, len(values))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return float(np.median(values)), float(low), float(high)
+
+
+class Report:
+    """Collects rows and bars, and prints them; made before the measuring begins."""
+
+    def __init__(self, name, as_json):
+        self.name = name
+        self.as_json = as_json
+        self.load = [os.getloadavg()[0]]
+        self.rows = []
+        self.bars = []
+
+    def row(self, **values):
+        self.rows.append(values)
+        tell("  " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
+
+    def bar(self, *args, **kwargs):
+        self.bars.append(bar(*args, **kwargs))
+
+    def print(self):
+        """Print the outcome; return the exit code: 1 when a bar is not met."""
+        from paceline.launch.provenance import known_machine, versions
+
+        self.load.append(os.getloadavg()[0])
+        for one in self.bars:
+            verdict = "met" if one["met"] else "NOT MET"
+            reason = f" ({one['reason']})" if "reason" in one else ""
+            tell(f"{verdict:>8}: {one['name']}: {_short(one['value'])} <= {one['bar']}{reason}")
+        if self.as_json:
+            result = {
+                "name": self.name,
+                "machine": known_machine(None).to_json(),
+                "versions": versions(),
+                "load": self.load,
+                "rows": self.rows,
+                "bars": self.bars,
+            }
+            print(json.dumps(result))
+        return 0 if all(one["met"] for one in self.bars) else 1
+
+
+def _short(value):
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
