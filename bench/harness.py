@@ -45,13 +45,20 @@ def bar(name, value, limit, *, reason=""):
     }
 
 
-def median_interval(values, *, seed=0, draws=10_000):
-    """Return the median, and its bootstrapped 95 % interval."""
-    values = np.asarray(values)
+def median_interval(groups, *, seed=0, draws=4000):
+    """Return the median of all values, and its bootstrapped 95 % interval.
+
+    Values of one group have something in common, for example their processes: groups are drawn
+    first, then values within each.
+    """
+    groups = [np.asarray(group) for group in groups]
     rng = np.random.default_rng(seed)
-    medians = np.median(rng.choice(values, (draws, len(values))), axis=1)
+    medians = []
+    for _ in range(draws):
+        drawn = [groups[i] for i in rng.integers(len(groups), size=len(groups))]
+        medians.append(np.median(np.concatenate([rng.choice(one, len(one)) for one in drawn])))
     low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.median(values)), float(low), float(high)
+    return float(np.median(np.concatenate(groups))), float(low), float(high)
 
 
 class Report:
