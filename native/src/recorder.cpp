@@ -132,7 +132,8 @@ std::uint32_t Recorder::intern(const std::string& name) {
 }
 
 void Recorder::append(const Event& event) {
-  if (shared_->active.size() == shared_->active.capacity() || shared_->stopping) {
+  if (shared_->stopping) return;  // hooks outlive the recording: what comes then is not missing
+  if (shared_->active.size() == shared_->active.capacity()) {
     header_->dropped_count.fetch_add(1, std::memory_order_relaxed);
     return;
   }
@@ -145,7 +146,7 @@ std::uint64_t Recorder::begin(Kind kind) {
   const std::uint64_t now = monotonic_ns();
   if (!owned()) return now;
   header_->phase.store(static_cast<std::uint32_t>(kind), std::memory_order_relaxed);
-  start_steps(now);
+  if (kind >= Kind::input && kind <= Kind::optimizer && kind != Kind::copy) start_steps(now);
   return now;
 }
 

@@ -63,14 +63,13 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the outcome has in design.md."""
-    wants_json = "--json" in sys.argv[1:]
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
-        _explain(error, wants_json)
+        _explain(error, _wants_json(sys.argv[1:]))
         code = error.exit_code
     except click.ClickException as error:
-        if wants_json:
+        if _wants_json(sys.argv[1:]):
             fix = "See --help"
             _print_json({"code": "UsageError", "what": error.format_message(), "fix": fix})
         else:
@@ -83,6 +82,28 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code or 0)
+
+
+def _wants_json(argv: list[str]) -> bool:
+    """Return whether ``--json`` is ours: what follows a script's name is the script's."""
+    if not argv or argv[0] != "run":
+        return "--json" in argv
+    command = importlib.import_module("paceline.cli.run").run
+    takes_value = {
+        name
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and not parameter.is_flag
+        for name in parameter.opts
+    }
+    rest = iter(argv[1:])
+    for word in rest:
+        if word == "--json":
+            return True
+        if word in takes_value:
+            next(rest, None)
+        elif not word.startswith("-"):
+            break
+    return False
 
 
 def _print_json(fields: dict[str, str]) -> None:

@@ -106,11 +106,11 @@ class _Screen:
         out.print(f"  test accuracy {result.test_accuracy:.3f} after {result.steps} steps")
         out.print("\n[bold]blame    from the traces alone[/bold]")
         out.print(f"  {result.verdict}", markup=False, soft_wrap=True)
-        if result.straggler:
-            late = result.straggler
+        if result.injected:
+            did = result.injected
             out.print(
-                f"  where it was slowed: {late.injected_ms:.1f} ms in each of these steps; "
-                f"found: {late.late_ms:.1f} ms",
+                f"  what was done on purpose: rank {did.rank} slowed by {did.injected_ms:.1f} ms "
+                f"in steps {did.first_step} to {did.last_step} ({did.cause})",
                 soft_wrap=True,
             )
         out.print("\n[bold]compare  prediction beside measurement, ms per undisturbed step[/bold]")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paceline.perf import Estimate
 
 
-@click.command(epilog="Example: paceline plan model.py:step -n 2")
+@click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
 @click.argument("target", metavar="FILE.py:FUNCTION")
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=1, help="Ranks [default: 1].")
 @click.option("--machine", type=click.Path(path_type=Path), help="Machine [default: as probed].")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 @click.command(
@@ -48,27 +48,26 @@ def run(
     click.echo(f"paceline run: {script}" + (f" on {ranks} ranks" if ranks else ""), err=True)
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.core.errors import ScriptFailed
+    from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.launch.failures import tracebacks
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
     job = prepare(script, args, resolve(RunConfig, "run", flags=flags), out, clock)
-    for warning in job.warnings:
-        click.echo(f"warning: {warning}", err=True)
+    _warn(job.warnings)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
             result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
-    except ScriptFailed:
-        for text in tracebacks(job.run)[:1]:
+    except PacelineError as error:
+        for text in tracebacks(job.run)[:1] if isinstance(error, ScriptFailed) else ():
             click.echo(text, err=True)
+        _warn(trace_warnings(job.run))
         raise
-    for warning in trace_warnings(job.run):
-        click.echo(f"warning: {warning}", err=True)
+    _warn(trace_warnings(job.run))
     if as_json:
         click.echo(result.to_text(), nl=False)
     if result.ranks:
@@ -88,3 +87,8 @@ def _stdout_as_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)

@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
 R = TypeVar("R", bound=Record)
 
 PREFIX = "PACELINE_"
+SECTIONS = ("pack", "run")  # every verb that takes configuration; others are errors
 FILE_NAME = "paceline.toml"
 
 
@@ -96,6 +97,9 @@ def resolve(
     environ = environment() if environ is None else environ
     prefix = f"{PREFIX}{section.upper()}__"
     for key in sorted(environ):
+        if not key.startswith(PREFIX) or "__" not in key:
+            continue
+        _check_section(key.removeprefix(PREFIX).partition("__")[0].lower(), key)
         if key.startswith(prefix):
             name = key.removeprefix(prefix).lower()
             hint = hints.get(name, str)
@@ -115,10 +119,17 @@ def _file_values(section: str, file: Path | None) -> dict[str, Any]:
         tables = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError("not valid TOML", where=str(file), why=str(problem)) from None
+    for name in tables:
+        _check_section(name, str(file))
     table = tables.get(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"'{section}' must be a table", where=str(file))
     return table
+
+
+def _check_section(name: str, where: str) -> None:
+    if name not in SECTIONS:
+        raise ConfigError(f"unknown section '{name}'", where=where, fix=nearest(name, SECTIONS))
 
 
 def _parse(text: str, hint: Any) -> Any:

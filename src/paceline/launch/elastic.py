@@ -27,8 +27,8 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ..
         temporary: a folder for what the agent writes.
 
     Returns:
-        The exits of ranks that did not end well; none when all did. A stop by signal appears as
-        rank -1 with that signal.
+        The exits of ranks that did not end well, in order of time; none when all did. A stop by
+        signal appears as rank -1 with that signal.
     """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # the agent's own story of a failure; we tell it in our words
@@ -38,7 +38,8 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ..
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # one node: its host name need not resolve
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
@@ -47,9 +48,10 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ..
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as failed:
+        in_time = sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
         return tuple(
             Exit(rank=rank, code=failure.exitcode, signal=_signal_of(failure.exitcode))
-            for rank, failure in failed.failures.items()
+            for rank, failure in in_time
         )
     except SignalException as stopped:
         return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)

@@ -31,7 +31,7 @@ def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
     reports = _failure_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
     silent = [one for one in exits if one.rank >= 0 and one.rank not in raised]
-    if not all(_LOST_A_PEER.search(str(report["error"])) for report in reports):
+    if not all(_LOST_A_PEER.search(str(report["traceback"])) for report in reports):
         silent = [one for one in silent if one.signal in _CRASHES or _killed_before(one, exits)]
     if silent:
         rank, signal_name = silent[0].rank, silent[0].signal

@@ -215,7 +215,10 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
     """Return what is missing in the traces of folder `run`, a line per rank that lost events."""
     lines = []
     for path in sorted((run / "trace").glob("rank-*.trace")):
-        status = read_status(path)
+        try:
+            status = read_status(path)
+        except PacelineError:  # damaged, or hardly begun: its reader says so
+            continue
         if status.error or status.dropped_count:
             why = os.strerror(status.error) if status.error else "events came too fast"
             lines.append(
@@ -302,6 +305,8 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
     command += [
         "--launcher",
         str(os.getpid()),
+        "--temporary",
+        str(temporary),
         "--cores",
         cores,
         "--record",

@@ -105,9 +105,9 @@ def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
     sys.argv = [script, *args]
     sys.path[0] = str(path.resolve().parent)
     try:
-        exec(
-            compile(path.read_bytes(), str(path), "exec"), module.__dict__
-        )  # the script is what we run
+        # Not with this file's __future__ flags: they would turn the script's annotations to text.
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
     except SystemExit as stop:
         return _exit_code(stop, run, rank)
     except KeyboardInterrupt:

@@ -99,6 +99,17 @@ class FoundStraggler(Record):
     rank: int
     cause: str
     late_ms: float
+    injected_ms: float | None
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Injected(Record):
+    """What the script did on purpose, as measured where it did it; steps are first and last."""
+
+    rank: int
+    cause: str
     injected_ms: float
     first_step: int
     last_step: int
@@ -112,7 +123,9 @@ class DemoResult(Record):
         test_accuracy: on the fifth of the images that was not trained on.
         images: that were packed.
         steps: that each rank trained.
-        straggler: found in the traces; None when nobody was late.
+        straggler: found in the traces; None when nobody was late. `injected_ms` stands beside it
+            only if it is the rank that was slowed.
+        injected: whom the script slowed; None for nobody.
         phases: seconds per undisturbed step, predicted and measured.
         step_time_error: |predicted / measured - 1| of undisturbed steps.
         report: path of the page.
@@ -124,6 +137,7 @@ class DemoResult(Record):
     images: int
     steps: int
     straggler: FoundStraggler | None
+    injected: Injected | None
     phases: tuple[PhaseComparison, ...]
     step_time_error: float | None
     report: str
@@ -227,7 +241,7 @@ def _train(
 
 
 def _result(report: Report, trained: dict[str, object], images: int, page: Path) -> DemoResult:
-    injected = trained["injected"]
+    injected = Injected.from_json(trained["injected"]) if trained["injected"] else None
     found = None
     if report.stragglers:
         late = report.stragglers[0]
@@ -235,7 +249,7 @@ def _result(report: Report, trained: dict[str, object], images: int, page: Path)
             rank=late.rank,
             cause=late.cause,
             late_ms=late.late_ms,
-            injected_ms=float(injected["injected_ms"]) if isinstance(injected, dict) else 0.0,
+            injected_ms=injected.injected_ms if injected and injected.rank == late.rank else None,
             first_step=late.first_step,
             last_step=late.last_step,
         )
@@ -246,6 +260,7 @@ def _result(report: Report, trained: dict[str, object], images: int, page: Path)
         images=images,
         steps=report.steps,
         straggler=found,
+        injected=injected,
         phases=report.comparison.phases,
         step_time_error=report.comparison.step_time_error,
         report=str(page),

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.native import Recorder
+
+_LOG = logging.getLogger(__name__)
 
 # Operator -> the field's word for it, and which argument holds the bytes this rank gives.
 _C10D = {
@@ -69,7 +73,12 @@ _FUNCTIONAL = {
     "isend": "send",
     "irecv": "recv",
 }
+# Operators of these namespaces that move nothing, or are recorded elsewhere.
+_NO_COLLECTIVES = frozenset(
+    {"check_for_nan", "wait_tensor", "_wrap_tensor_autograd", "batch_p2p_ops"}
+)
 _PEER_ARGUMENTS = ("root_rank", "dst", "src")
+_OUR_REFERENCES = 2  # to a work that nobody else holds: the table's, and getrefcount's argument
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
 
 
@@ -85,6 +94,7 @@ class _Issued:
     peer: int
     step: int
     keep: object  # the work: its identity stays its own as long as it lives
+    has_future: bool = False
     done: bool = False
 
 
@@ -124,6 +134,9 @@ class CollectiveRecorder:
                 for name in torch._C._dispatch_get_all_op_names()  # noqa: SLF001  # no public list of operators
                 if name.startswith(namespace + "::")
             }
+            unseen = known - table.keys() - _NO_COLLECTIVES
+            if unseen:  # of a newer torch
+                _LOG.warning("these collectives are not recorded: %s", ", ".join(sorted(unseen)))
             for operator in sorted(table.keys() & known):
                 overload = getattr(getattr(torch.ops, namespace), operator).default
                 make = self._c10d_kernel if table is _C10D else self._functional_kernel
@@ -153,15 +166,22 @@ class CollectiveRecorder:
     def leave_backward(self, end_ns: int) -> None:
         """Record the wait for the collectives that the backward pass issued."""
         self.in_backward = False
-        self._forget_works(self.issued_before)
+        self._forget_works(self.issued_before, end_ns)
         if self.computed_ns:
             self.recorder.record(
                 int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, end_ns
             )
 
-    def _forget_works(self, but: set[int]) -> None:
-        """Let go of works that C++ has waited for; their futures still tell when they end."""
+    def _forget_works(self, but: set[int], end_ns: int) -> None:
+        """Let go of works that C++ has waited for by now: those that no Python object holds.
+
+        A work that the script holds is still to be waited for, and may be on its way.
+        """
         for key in self.works.keys() - but:
+            issued = self.works[key]
+            if sys.getrefcount(issued.keep) > _OUR_REFERENCES:
+                continue
+            self._complete(issued, end_ns)  # its callback may come late, after the GIL
             del self.works[key]
 
     def _computed(self) -> None:
@@ -192,6 +212,14 @@ class CollectiveRecorder:
             keep=keep,
         )
         return self.last_issued
+
+    def _make_room(self, table: dict[int, _Issued]) -> dict[int, _Issued]:
+        """Return `table` with room in it: the oldest goes, as nobody has waited for it so far."""
+        if len(table) >= _PENDING_MAX:
+            oldest = table.pop(next(iter(table)))
+            if not oldest.has_future:
+                self._complete(oldest, oldest.begin_ns)
+        return table
 
     def _complete(self, issued: _Issued, end_ns: int) -> None:
         if issued.done:
@@ -227,10 +255,11 @@ class CollectiveRecorder:
             if work is None:  # monitored_barrier returns when it is over
                 self._record_wait(issued, begin_ns)
                 return result
-            _bounded(self.works)[id(work)] = issued
+            self._make_room(self.works)[id(work)] = issued
             # gloo's send and receive have no future: their wait tells.
             with contextlib.suppress(RuntimeError):
                 work.get_future().add_done_callback(functools.partial(self._completed, issued))
+                issued.has_future = True
             self._watch_backward()
             return result
 
@@ -251,7 +280,7 @@ class CollectiveRecorder:
             amount = sum(_bytes(args[0]))
             issued = self._issue(name, _group_name(args[group_at]), amount, peer, begin_ns, None)
             for tensor in _tensors(result):
-                _bounded(self.tensors)[tensor.data_ptr()] = issued
+                self._make_room(self.tensors)[tensor.data_ptr()] = issued
             self._watch_backward()
             return result
 
@@ -299,7 +328,7 @@ class CollectiveRecorder:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._forget_works(issued_before)
+                self._forget_works(issued_before, monotonic_ns())
                 self._record_wait(self.last_issued, begin_ns)
 
         dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
@@ -354,10 +383,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _bytes(value: Any) -> Iterator[int]:
     for tensor in _tensors(value):
         yield tensor.numel() * tensor.element_size()
-
-
-def _bounded(table: dict[int, _Issued]) -> dict[int, _Issued]:
-    """Return `table` after making room in it: the oldest goes, nobody waited for it."""
-    if len(table) >= _PENDING_MAX:
-        del table[next(iter(table))]
-    return table
