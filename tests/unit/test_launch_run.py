@@ -1,0 +1,160 @@
+"""What a run checks before it starts, and what its summary makes of traces."""
+
+import json
+
+import pytest
+from traces import data_parallel, write_run
+
+from paceline.core.clock import ManualClock
+from paceline.core.config import resolve
+from paceline.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DestinationExists,
+    Missing,
+    NotFound,
+    UsageError,
+)
+from paceline.core.machine import Machine
+from paceline.launch import run as run_module
+from paceline.launch.allocation import Allocation
+from paceline.launch.provenance import known_machine, versions
+from paceline.launch.run import RunConfig, prepare, summarize
+from paceline.launch.task import await_path, await_traces
+
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return path
+
+
+def ready(script, run=None, **flags):
+    return prepare(script, [], resolve(RunConfig, "run", flags=flags), run, ManualClock())
+
+
+def test_a_job_is_ready(script, tmp_path):
+    job = ready(script, tmp_path / "RUN", ranks=1)
+    assert job.ranks == 1
+    assert job.allocation is None
+    assert job.warnings == ()
+    assert not (tmp_path / "RUN").exists()
+
+
+def test_a_folder_is_chosen_that_is_free(script, tmp_path):
+    first = ready(script).run
+    assert first.parent.name == "paceline-runs"
+    assert first.name.startswith("train-2023")
+    first.mkdir(parents=True)
+    assert ready(script).run.name == first.name + "-2"
+
+
+def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
+    with pytest.raises(NotFound):
+        ready(tmp_path / "none.py")
+    with pytest.raises(UsageError, match="0 ranks"):
+        ready(script, ranks=0)
+    with pytest.raises(DestinationExists):
+        ready(script, script)  # a file
+    (tmp_path / "empty").mkdir()
+    assert ready(script, tmp_path / "empty").run == tmp_path / "empty"
+    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(Missing) as caught:
+        ready(script)
+    assert caught.value.exit_code == 3
+    assert "pip install" in caught.value.fix
+
+
+def test_inside_an_allocation_the_world_is_its(script, tmp_path, monkeypatch):
+    for name, value in MPICH.items():
+        monkeypatch.setenv(name, value)
+    assert ready(script, tmp_path / "RUN").ranks == 2
+    with pytest.raises(UsageError, match="3 ranks"):
+        ready(script, tmp_path / "RUN", ranks=3)
+    with pytest.raises(UsageError, match="no common name"):
+        ready(script)
+    monkeypatch.setenv("PMI_RANK", "1")
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "meeting.json").write_text("{}")  # rank 0 was faster
+    assert ready(script, tmp_path / "RUN").allocation.rank == 1
+
+
+def test_tasks_of_a_named_step_choose_the_same_folder(script, monkeypatch):
+    openmpi = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    for name, value in openmpi.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1")
+    assert str(ready(script).run) == "paceline-runs/train-prterun-1"
+
+
+def test_more_ranks_than_cores_are_warned_of(script, tmp_path):
+    job = ready(script, tmp_path / "RUN", ranks=4096)
+    assert len(job.warnings) == 1
+    assert job.warnings[0].startswith("4096 ranks share")
+
+
+def test_the_configuration_counts_ranks(script):
+    with pytest.raises(ConfigError):
+        ready(script, ranks="2")
+
+
+def test_a_summary_of_traces(tmp_path):
+    run = write_run(tmp_path / "RUN", data_parallel(2, 20))
+    result = summarize(run, 2, 0)
+    assert [(one.rank, one.steps) for one in result.ranks] == [(0, 20), (1, 20)]
+    assert result.step_time_s == pytest.approx(0.010)
+    assert result.loop_wall_s == pytest.approx(0.2)
+    assert result.straggler is None
+
+
+def test_a_summary_of_nothing(tmp_path):
+    result = summarize(tmp_path, 2, 1)
+    assert (result.ranks, result.exit_code, result.world_size) == ((), 1, 2)
+
+
+def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = known_machine(None)
+    assert machine.devices[0].cores >= 1
+    assert "not probed" in machine.missing[0]
+    path = tmp_path / "some.json"
+    path.write_text(Machine(name="other", devices=()).to_text())
+    assert known_machine(path).name == "other"
+    with pytest.raises(NotFound):
+        known_machine(tmp_path / "none.json")
+    assert json.loads(json.dumps(versions()))["version"] == 1
+
+
+def test_waiting_for_rank_0_has_a_deadline(tmp_path):
+    clock = ManualClock()
+    with pytest.raises(DeadlineExceeded, match="rank 0 did not come") as caught:
+        await_path(tmp_path / "meeting.json", clock)
+    assert caught.value.exit_code == 5
+    assert 60 <= clock.now_s() < 61
+    await_path(tmp_path, clock)
+
+
+def test_waiting_for_the_others_traces_has_a_deadline(tmp_path):
+    run = write_run(tmp_path / "RUN", data_parallel(2, 10))
+    clock = ManualClock()
+    await_traces(run, 2, clock)
+    assert clock.now_s() == 0
+    await_traces(run, 3, clock)
+    assert clock.now_s() >= 60
+
+
+def test_a_rank_that_its_allocation_has_bound_is_not_bound_again(monkeypatch):
+    monkeypatch.setattr(run_module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(run_module, "allowed_cores", lambda: (4, 5))
+    task = Allocation(source="slurm", rank=0, world_size=4, local_rank=0, local_world_size=4)
+    assert run_module._node_cores(task) == ()
+    monkeypatch.setattr(run_module, "allowed_cores", lambda: tuple(range(8)))
+    assert run_module._node_cores(task) == tuple(range(8))
+    assert run_module._node_cores(None) == tuple(range(8))
