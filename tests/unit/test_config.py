@@ -55,7 +55,7 @@ def test_the_later_source_wins(tmp_path_factory, in_file, in_environ, in_flag):
 
 
 def test_a_file_in_the_working_directory_is_read(toml, monkeypatch):
-    path = toml("[run]\nlate_s = 2\nnames = ['a', 'b']\n[other]\nunseen = 1\n")
+    path = toml("[run]\nlate_s = 2\nnames = ['a', 'b']\n[pack]\nunseen = 1\n")
     monkeypatch.chdir(path.parent)
     resolved = resolve(Settings, "run", environ={})
     assert resolved.config.late_s == 2.0
@@ -71,7 +71,7 @@ def test_booleans_from_the_environment(text, value):
 
 
 def test_numbers_and_text_from_the_environment():
-    environ = {"PACELINE_RUN__LATE_S": "1e-3", "PACELINE_RUN__NAME": "7", "PACELINE_OTHER__X": "1"}
+    environ = {"PACELINE_RUN__LATE_S": "1e-3", "PACELINE_RUN__NAME": "7", "PACELINE_PACK__X": "1"}
     resolved = resolve(Settings, "run", environ=environ)
     assert resolved.config.late_s == 0.001
     assert resolved.config.name == "7"
@@ -91,6 +91,16 @@ def test_an_unknown_key_is_refused_in_each_source(toml):
     assert in_environ.value.where == "PACELINE_RUN__RECROD"
     assert "'name'" in in_flag.value.fix
     assert in_flag.value.where == "--nmae"
+
+
+def test_an_unknown_section_is_refused_in_file_and_environment(toml):
+    with pytest.raises(ConfigError, match="unknown section 'rnu'") as in_file:
+        resolve(Settings, "run", environ={}, file=toml("[rnu]\nranks = 2\n"))
+    assert "'run'" in in_file.value.fix
+    with pytest.raises(ConfigError, match="unknown section") as in_environ:
+        resolve(Settings, "run", environ={"PACELINE_RNU__RANKS": "2"})
+    assert in_environ.value.where == "PACELINE_RNU__RANKS"
+    assert "'run'" in in_environ.value.fix
 
 
 @pytest.mark.parametrize("key", ["RANKS", "RECORD", "LATE_S"])
