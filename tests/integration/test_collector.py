@@ -271,3 +271,19 @@ def test_a_compiled_model_computes_the_same(tmp_path):
     assert json.loads(done.out) == last_json(plain.stdout)
     rank = load_run(tmp_path / "RUN").ranks[0]
     assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
+
+
+# --- gradients reduced by the script itself --------------------------------------------------------
+
+
+def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", SCRIPTS / "own_reduction.py")
+    assert done.code == 0, done.err
+    assert last_json(done.out) == {"annotation": "<class 'int'>"}  # ours would make it text
+    for rank in load_run(tmp_path / "RUN").ranks:
+        waits = rank.of(Kind.WAIT)
+        named = Counter(rank.names[name] for name in waits["name"])
+        assert named["all_reduce"] == 4 * 4
+        assert "" not in named
+        reductions = rank.of(Kind.COLLECTIVE)
+        assert set(waits["sequence"][waits["sequence"] > 0]) == set(reductions["sequence"])
