@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MS = 1_000_000
 BOOT_ID_AT = 8 + 4 * 4 + 2 * 8  # in the header: after magic, four numbers and two clocks
+DROPPED_AT = BOOT_ID_AT + 40 + 4 * 4 + 8  # after the boot id, four numbers and a count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,13 @@ def set_boot_id(path: Path, boot_id: str) -> None:
     """Make the trace look as if it came from another node."""
     data = bytearray(path.read_bytes())
     data[BOOT_ID_AT : BOOT_ID_AT + 40] = boot_id.encode().ljust(40, b"\0")
+    path.write_bytes(bytes(data))
+
+
+def set_dropped_count(path: Path, count: int) -> None:
+    """Make the trace say that `count` events were dropped."""
+    data = bytearray(path.read_bytes())
+    data[DROPPED_AT : DROPPED_AT + 8] = count.to_bytes(8, "little")
     path.write_bytes(bytes(data))
 
 

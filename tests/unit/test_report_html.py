@@ -22,6 +22,7 @@ from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
 from paceline.trace.files import trace_name
+from paceline.trace.merge import Clock
 from paceline.trace.phases import RankPhases
 
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
@@ -165,6 +166,7 @@ def _long(report, ranks, steps):
             step_s=seconds.sum(axis=1),
             running_s=np.zeros(steps),
             not_running_s=np.zeros(steps),
+            recorded=np.ones(steps, dtype=bool),
         )
         for rank in range(ranks)
     )
@@ -174,9 +176,7 @@ def _long(report, ranks, steps):
         SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
         for rank in range(ranks)
     )
-    trace = dataclasses.replace(
-        report.trace, ranks=traces, offset_ns=(0,) * ranks, offset_error_ns=(0,) * ranks
-    )
+    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(Clock(),) * ranks)
     return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
 
 
@@ -185,6 +185,17 @@ def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
     page = render_html(_long(gather(_run(tmp_path)), ranks, steps))
     assert len(page.encode()) < 2_000_000
     _Tags(page)
+
+
+def test_an_unknown_clock_error_is_said(tmp_path):
+    run = _run(tmp_path)
+    report = gather(run)
+    clocks = (Clock(), Clock(offset_ns=5_000_000, drift=2e-5, error_ns=None))
+    report = dataclasses.replace(report, trace=dataclasses.replace(report.trace, clocks=clocks))
+    text = " ".join(_Tags(render_html(report)).texts)
+    assert "5.00 ms 20.00 ppm unknown" in text
+    assert "clocks whose error is unknown" in text
+    assert to_json(report)["ranks"][1]["clock_error_ns"] is None
 
 
 def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
@@ -219,7 +230,7 @@ def test_ranks_that_lost_events_are_pointed_out(tmp_path):
 def test_clock_offsets_are_told(tmp_path):
     run = _run(tmp_path)
     set_boot_id(run / "trace" / trace_name(1), "another node")
-    row = 'rank 1</td><td class="n">[^<]*</td><td class="n">1.00 ms</td>'  # an all-reduce's time
+    row = r'rank 1</td>(<td class="n">[^<]*</td>){2}<td class="n">1\.\d\d ms</td>'  # an all-reduce takes 1 ms
     assert re.search(row, render_html(gather(run)))
 
 

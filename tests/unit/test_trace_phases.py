@@ -1,13 +1,17 @@
 """Seconds by phase, on hand-made traces whose answer is known."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import MS, Event, Late, data_parallel, write_run
+from traces import MS, Event, Late, data_parallel, set_dropped_count, write_run
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
+from paceline.report.compare import compare
+from paceline.trace.arrivals import encounters
 from paceline.trace.events import DRAIN, NOT_RUNNING, Kind, Lane
+from paceline.trace.files import trace_name
 from paceline.trace.merge import load_run
 from paceline.trace.phases import phases, step_time_s
 
@@ -181,6 +185,88 @@ def test_time_without_a_core_is_read_from_the_counters(tmp_path):
 def test_steps_out_of_order_are_refused(tmp_path):
     with pytest.raises(CorruptTrace, match="steps are not numbered"):
         _phases(tmp_path, [[_step(10, 0, 0), _step(20, 10, 2)]])
+
+
+@pytest.mark.parametrize("lost", [(5,), (5, 6, 7), (0, 1), (3, 9)])
+def test_steps_that_a_full_buffer_lost_keep_totals_and_medians(tmp_path, lost):
+    events = data_parallel(2, 20)
+    (whole, _) = _phases(tmp_path / "whole", events)
+    events[1] = [one for one in events[1] if one.kind != Kind.STEP or one.step not in lost]
+    run = write_run(tmp_path / "run", events)
+    set_dropped_count(run / "trace" / trace_name(1), len(lost))
+    first, second = phases(load_run(run))
+    assert first.recorded.all()
+    assert np.flatnonzero(~second.recorded).tolist() == list(lost)
+    assert second.steps == 20
+    assert second.loop_wall_s == pytest.approx(whole.loop_wall_s)
+    assert second.step_s == pytest.approx(whole.step_s)  # all steps are equally long here
+    assert step_time_s((first, second)) == pytest.approx(step_time_s((whole,)))
+
+
+def test_time_of_lost_steps_is_no_median(tmp_path):
+    """Steps 1 and 2 are lost, and took 5 and 85 ms: nobody knows, so no median has them."""
+    events = [_step(10, 0, 0), _step(110, 100, 3)]
+    run = write_run(tmp_path, [events])
+    set_dropped_count(run / "trace" / trace_name(0), 2)
+    (rank,) = phases(load_run(run))
+    assert rank.step_s.tolist() == pytest.approx([0.010, 0.045, 0.045, 0.010])
+    assert step_time_s((rank,)) == pytest.approx(0.010)
+    found = compare((rank,), ())
+    assert found.measured_step_s == pytest.approx(0.010)
+    assert found.undisturbed_steps == 1
+
+
+def test_more_steps_lost_than_events_dropped_is_damage(tmp_path):
+    run = write_run(tmp_path, [[_step(10, 0, 0), _step(50, 40, 4)]])
+    set_dropped_count(run / "trace" / trace_name(0), 2)
+    with pytest.raises(CorruptTrace, match="3 of 5 are not there, 2 events dropped"):
+        phases(load_run(run))
+
+
+def test_a_root_is_named_by_global_rank_only_where_all_ranks_take_part(tmp_path):
+    """Ranks 1 and 2 of 3 broadcast from their group's rank 1, which is rank 2, not rank 1."""
+
+    def rank(issue_ms, end_ms):
+        return [
+            _collective("broadcast", issue_ms, end_ms, peer=1),
+            _wait(issue_ms, end_ms, "broadcast", peer=1),
+            _step(12),
+        ]
+
+    _, early, _ = _phases(tmp_path, [[_step(12)], rank(1, 10), rank(9, 10)])
+    _close(early.breakdown(), transfer=9, other=3)
+
+
+def test_a_root_whose_trace_is_missing_is_nobody_else(tmp_path):
+    def rank(issue_ms):
+        return [
+            _collective("broadcast", issue_ms, 10, peer=0),
+            _wait(issue_ms, 10, "broadcast", peer=0),
+            _step(12),
+        ]
+
+    run = write_run(tmp_path, [rank(5), rank(8), rank(1)])
+    (run / "trace" / trace_name(0)).unlink()
+    late, early = phases(load_run(run))
+    _close(late.breakdown(), transfer=2, other=10)
+    _close(early.breakdown(), transfer=9, other=3)
+
+
+def test_a_drain_does_not_wait_for_what_the_script_waits_for_later(tmp_path):
+    """An all-reduce issued in backward at 2 ms, still held, is waited for by name at 14 ms."""
+    events = [
+        _collective("all_reduce", 2, 16),
+        _wait(4, 6, DRAIN, 0),
+        Event(Kind.BACKWARD, 0, 6 * MS, "backward"),
+        Event(Kind.FORWARD, 6 * MS, 14 * MS, "forward"),
+        _wait(14, 16, "all_reduce"),
+        _step(20),
+    ]
+    trace = load_run(write_run(tmp_path, [events, events]))
+    drain, named = encounters(trace).blocked[0]
+    assert (drain.synchronises, named.synchronises) == (False, True)
+    assert drain.begin_ns == drain.end_ns
+    _close(phases(trace)[0].breakdown(), backward=6, forward=8, transfer=2, other=4)
 
 
 def test_a_rank_without_steps_has_no_time(tmp_path):

@@ -81,6 +81,8 @@ def compare(
     """
     steps = min((one.steps for one in parts), default=0)
     chosen = undisturbed(steps, stragglers)
+    for one in parts:
+        chosen &= one.recorded[:steps]
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():

@@ -22,6 +22,7 @@ from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
 from paceline.report.words import failure_words, meeting_place, verdict
+from paceline.trace.arrivals import encounters
 from paceline.trace.blame import Straggler, blame, lateness_s
 from paceline.trace.communication import Traffic, communication
 from paceline.trace.events import SYNCHRONISING
@@ -111,10 +112,12 @@ def gather(run: Path) -> Report:
         raise NotFound("no such run", where=str(run), fix="Give the folder of a run")
     result = load_result(run) if (run / "result.json").exists() else None
     trace = _traces(run, result)
-    parts = phases(trace)
-    stragglers = blame(trace, parts)
+    met = encounters(trace)
+    parts = phases(trace, met)
     steps = min(one.steps for one in parts)
-    traffic = communication(trace)
+    late_s = lateness_s(trace, steps, met)
+    stragglers = blame(trace, parts, late_s=late_s)
+    traffic = communication(trace, met)
     estimate = _record(Estimate, run / "estimate.json")
     comparison = compare(
         parts,
@@ -122,7 +125,6 @@ def gather(run: Path) -> Report:
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
     )
-    late_s = lateness_s(trace, steps)
     meetings = [
         one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
     ]
@@ -220,8 +222,9 @@ def to_json(report: Report) -> dict[str, Any]:
                 "loop_wall_s": part.loop_wall_s,
                 "peak_memory_bytes": rank.status.peak_memory_bytes,
                 "dropped_count": rank.status.dropped_count,
-                "clock_offset_ns": report.trace.offset_ns[i],
-                "clock_error_ns": report.trace.offset_error_ns[i],
+                "clock_offset_ns": report.trace.clocks[i].offset_ns,
+                "clock_drift": report.trace.clocks[i].drift,
+                "clock_error_ns": report.trace.clocks[i].error_ns,
                 "phases": dict(part.breakdown().items()),
             }
             for i, (rank, part) in enumerate(zip(report.trace.ranks, report.parts, strict=True))

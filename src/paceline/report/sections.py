@@ -15,6 +15,7 @@ from paceline.report.markup import Html, details, figures, section, table
 from paceline.report.model import modelled_s
 from paceline.report.units import (
     format_bytes,
+    format_clock_error,
     format_rate,
     format_seconds,
     format_share,
@@ -357,13 +358,20 @@ def _clocks(report: Report) -> str:
     rows = [
         [
             f"rank {rank.rank}",
-            format_seconds(report.trace.offset_ns[i] / 1e9),
-            format_seconds(report.trace.offset_error_ns[i] / 1e9),
+            format_seconds(report.trace.clocks[i].offset_ns / 1e9),
+            f"{report.trace.clocks[i].drift * 1e6:.2f} ppm",
+            format_clock_error(report.trace.clocks[i].error_ns),
             f"{rank.status.recorded_count:,}",
             f"{rank.status.dropped_count:,}",
             "whole" if rank.complete else "ends early",
         ]
         for i, rank in enumerate(report.trace.ranks[:_MAX_ROWS])
     ]
-    heads = ["trace", "clock offset", "error at most", "events", "dropped", "file"]
-    return details("Traces and clocks", table(heads, rows))
+    heads = ["trace", "clock offset", "drift", "error at most", "events", "dropped", "file"]
+    note = ""
+    if any(clock.error_ns is None for clock in report.trace.clocks):
+        note = (
+            "No collective bounds the clocks whose error is unknown, or one of them was set during "
+            "the run: lateness and waiting between these nodes may be wrong by as much. "
+        )
+    return details("Traces and clocks", f"<p>{note}</p>" * bool(note) + table(heads, rows))

@@ -16,6 +16,7 @@ from rich.text import Text
 from paceline.core.breakdown import PHASES
 from paceline.report.units import (
     format_bytes,
+    format_clock_error,
     format_rate,
     format_seconds,
     format_share,
@@ -68,14 +69,15 @@ def render_stats(stats: TraceStats) -> Group:
     """Return what ``paceline trace stats`` shows."""
     kinds = sorted({kind for rank in stats.ranks for kind in rank.events})
     events = _table("events", kinds)
-    clocks = _table("clock", ["offset", "error at most", "dropped", "file"])
+    clocks = _table("clock", ["offset", "drift", "error at most", "dropped", "file"])
     for rank in stats.ranks:
         name = f"rank {rank.rank}"
         events.add_row(name, *(f"{rank.events.get(kind, 0):,}" for kind in kinds))
         clocks.add_row(
             name,
             format_seconds(rank.clock_offset_ns / 1e9),
-            format_seconds(rank.clock_error_ns / 1e9),
+            f"{rank.clock_drift * 1e6:.2f} ppm",
+            format_clock_error(rank.clock_error_ns),
             f"{rank.dropped_count:,}",
             "whole" if rank.complete else "ends early",
         )

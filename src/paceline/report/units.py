@@ -42,6 +42,15 @@ def format_seconds(seconds: float | None, digits: int = 3) -> str:
     return f"{significant(seconds * 1e9, digits)} ns"
 
 
+def format_clock_error(error_ns: int | None) -> str:
+    """Return the largest error of a rank's clock; where nothing bounds it, that it is unknown.
+
+    >>> format_clock_error(1500), format_clock_error(None)
+    ('1.50 µs', 'unknown')
+    """
+    return "unknown" if error_ns is None else format_seconds(error_ns / 1e9)
+
+
 def format_bytes(count: float | None) -> str:
     """Return bytes with a binary unit; ``-`` where there are none.
 

@@ -6,20 +6,20 @@ transfer, or a late rank from its victims, starts from the times at which the ra
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.trace.events import DRAIN, ROOTED, SYNCHRONISING, TO_ROOT, Kind
-from paceline.trace.merge import collective_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.trace.files import RankTrace
-    from paceline.trace.merge import Trace
+    from paceline.trace.merge import Clock, Trace
 
 Key = tuple[str, int]
-_FIELDS = ("begin_ns", "end_ns", "amount", "step", "name", "group", "sequence", "peer")
+_FIELDS = ("amount", "step", "name", "group", "sequence", "peer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,26 +49,6 @@ class Blocked:
     synchronises: bool
 
 
-def arrivals(trace: Trace) -> list[dict[Key, Arrival]]:
-    """Return each rank's collectives by key, in order of issue."""
-    result = []
-    for rank, offset in zip(trace.ranks, trace.offset_ns, strict=True):
-        mine = {}
-        events = rank.of(Kind.COLLECTIVE)
-        columns = (events[field].tolist() for field in _FIELDS)  # an array's rows are slow to read
-        for begin, end, amount, step, name, group, sequence, peer in zip(*columns, strict=True):
-            mine[rank.names[group], sequence] = Arrival(
-                name=rank.names[name],
-                issue_ns=begin + offset,
-                complete_ns=end + offset,
-                step=step,
-                amount=amount,
-                peer=peer,
-            )
-        result.append(mine)
-    return result
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
     """When the ranks of one collective came: the last of them, and its root where known."""
@@ -77,11 +57,59 @@ class Meeting:
     root_ns: int | None = None
 
 
-def meetings(by_rank: list[dict[Key, Arrival]]) -> dict[Key, Meeting]:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Encounters:
+    """All that a run's ranks did together; found once, as every analysis starts from it.
+
+    Attributes:
+        arrivals: each rank's collectives by key, in order of issue.
+        meetings: when everybody had come to each collective.
+        blocked: what each rank's wait events were for, in the order of `of(Kind.WAIT)`.
+    """
+
+    arrivals: tuple[dict[Key, Arrival], ...]
+    meetings: dict[Key, Meeting]
+    blocked: tuple[tuple[Blocked, ...], ...]
+
+
+def encounters(trace: Trace) -> Encounters:
+    """Return who came when to each collective, and who was blocked for it how long."""
+    by_rank = tuple(arrivals(trace))
+    met = meetings(by_rank, trace.world_size)
+    waits = (
+        blocked(rank, clock, mine, met)
+        for rank, clock, mine in zip(trace.ranks, trace.clocks, by_rank, strict=True)
+    )
+    return Encounters(arrivals=by_rank, meetings=met, blocked=tuple(waits))
+
+
+def arrivals(trace: Trace) -> list[dict[Key, Arrival]]:
+    """Return each rank's collectives by key, in order of issue."""
+    result = []
+    for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
+        events = rank.of(Kind.COLLECTIVE)
+        begins, ends = clock.to_run_ns(events["begin_ns"]), clock.to_run_ns(events["end_ns"])
+        columns = [begins.tolist(), ends.tolist()]  # an array's rows are slow to read
+        columns += [events[field].tolist() for field in _FIELDS]
+        mine = {}
+        for begin, end, amount, step, name, group, sequence, peer in zip(*columns, strict=True):
+            mine[rank.names[group], sequence] = Arrival(
+                name=rank.names[name],
+                issue_ns=begin,
+                complete_ns=end,
+                step=step,
+                amount=amount,
+                peer=peer,
+            )
+        result.append(mine)
+    return result
+
+
+def meetings(by_rank: Sequence[dict[Key, Arrival]], world_size: int) -> dict[Key, Meeting]:
     """Return when everybody had come to each collective.
 
-    Roots are numbered within their group; only in a group of all ranks does that number name a
-    rank here, so other groups' roots stay unknown.
+    Roots are numbered within their group. Only where all of the run's ranks take part, and all
+    left a trace, does that number name a rank here; other roots stay unknown.
     """
     members: dict[Key, list[Arrival]] = {}
     for mine in by_rank:
@@ -90,12 +118,71 @@ def meetings(by_rank: list[dict[Key, Arrival]]) -> dict[Key, Meeting]:
     result = {}
     for key, present in members.items():
         root = present[0].peer
-        known = len(present) == len(by_rank) and present[0].name in ROOTED
+        known = len(present) == world_size and present[0].name in ROOTED
         result[key] = Meeting(
             last_ns=max(arrival.issue_ns for arrival in present),
-            root_ns=present[root].issue_ns if known and 0 <= root < len(present) else None,
+            root_ns=present[root].issue_ns if known and 0 <= root < world_size else None,
         )
     return result
+
+
+def blocked(
+    rank: RankTrace, clock: Clock, mine: dict[Key, Arrival], met: dict[Key, Meeting]
+) -> tuple[Blocked, ...]:
+    """Return what the rank's wait events were for, in the order of `of(Kind.WAIT)`."""
+    issued = list(mine.items())
+    issues = [arrival.issue_ns for _, arrival in issued]
+    starts = clock.to_run_ns(rank.of(Kind.BACKWARD)["begin_ns"]).tolist()
+    waits = rank.of(Kind.WAIT)
+    begins, ends = clock.to_run_ns(waits["begin_ns"]), clock.to_run_ns(waits["end_ns"])
+    columns = (waits[field].tolist() for field in ("name", "group", "sequence"))
+    found = []
+    for begin, end, name, group, sequence in zip(
+        begins.tolist(), ends.tolist(), *columns, strict=True
+    ):
+        if rank.names[name] == DRAIN:
+            opened = bisect_right(starts, begin) - 1
+            first = bisect_left(issues, starts[opened]) if opened >= 0 else len(issues)
+            within = issued[first : bisect_right(issues, end)]
+            found.append(_drained(begin, end, within, met))
+        else:
+            key = (rank.names[group], sequence)
+            found.append(_waited(rank.rank, begin, end, mine.get(key), met.get(key)))
+    return tuple(found)
+
+
+def _drained(
+    begin_ns: int, end_ns: int, issued: list[tuple[Key, Arrival]], met: dict[Key, Meeting]
+) -> Blocked:
+    """Return what the end of a backward pass waited for, of what was issued within it.
+
+    What completed later was not waited for here: the script holds its work and waits elsewhere.
+    """
+    awaited = [(key, arrival) for key, arrival in issued if arrival.complete_ns <= end_ns]
+    complete_ns = max((arrival.complete_ns for _, arrival in awaited), default=begin_ns)
+    common = [met[key].last_ns for key, arrival in awaited if arrival.synchronises]
+    end_ns = max(begin_ns, complete_ns)
+    return Blocked(
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        ready_ns=min(max([begin_ns, *common]), end_ns),
+        synchronises=bool(common),
+    )
+
+
+def _waited(
+    rank: int, begin_ns: int, end_ns: int, arrival: Arrival | None, meeting: Meeting | None
+) -> Blocked:
+    ready_ns = begin_ns
+    if arrival is not None and meeting is not None:
+        is_root = meeting.root_ns is not None and arrival.peer == rank
+        ready_ns = _ready_ns(arrival, meeting, is_root, begin_ns, end_ns)
+    return Blocked(
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        ready_ns=min(max(ready_ns, begin_ns), end_ns),
+        synchronises=arrival is not None and arrival.synchronises,
+    )
 
 
 def _ready_ns(arrival: Arrival, meeting: Meeting, is_root: bool, begin_ns: int, end_ns: int) -> int:
@@ -112,44 +199,3 @@ def _ready_ns(arrival: Arrival, meeting: Meeting, is_root: bool, begin_ns: int, 
         return meeting.root_ns
     other_ns = meeting.last_ns if is_root else meeting.root_ns
     return other_ns if other_ns <= end_ns else begin_ns
-
-
-def blocked(
-    rank: RankTrace,
-    offset_ns: int,
-    mine: dict[Key, Arrival],
-    met: dict[Key, Meeting],
-) -> dict[int, Blocked]:
-    """Return what the rank's wait events were for, by the event's position in `of(Kind.WAIT)`."""
-    ordered = list(mine.items())
-    issues = np.array([arrival.issue_ns for _, arrival in ordered], dtype=np.int64)
-    backwards = rank.of(Kind.BACKWARD)
-    starts = backwards["begin_ns"].astype(np.int64) + offset_ns
-    found = {}
-    for i, event in enumerate(rank.of(Kind.WAIT)):
-        begin, end = int(event["begin_ns"]) + offset_ns, int(event["end_ns"]) + offset_ns
-        if rank.names[event["name"]] == DRAIN:
-            opened = int(np.searchsorted(starts, begin, "right")) - 1
-            first = int(np.searchsorted(issues, starts[opened])) if opened >= 0 else len(issues)
-            stop = int(np.searchsorted(issues, end, "right"))
-            keys = [key for key, _ in ordered[first:stop]]
-            complete = max((mine[key].complete_ns for key in keys), default=begin)
-            common = [key for key in keys if mine[key].synchronises]
-            ready = max((met[key].last_ns for key in common), default=begin)
-            synchronises = bool(common)
-            end = min(end, max(begin, complete))
-        else:
-            key = collective_key(rank, event)
-            arrival = mine.get(key)
-            synchronises = arrival is not None and arrival.synchronises
-            ready = begin
-            if arrival is not None:
-                is_root = arrival.peer == rank.rank
-                ready = _ready_ns(arrival, met[key], is_root, begin, end)
-        found[i] = Blocked(
-            begin_ns=begin,
-            end_ns=end,
-            ready_ns=min(max(ready, begin), end),
-            synchronises=synchronises,
-        )
-    return found

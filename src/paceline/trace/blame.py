@@ -29,13 +29,14 @@ from paceline.core.record import Record
 from paceline.trace.arrivals import (
     Arrival,
     Blocked,
+    Encounters,
     Key,
-    arrivals,
-    blocked,
-    meetings,
+    encounters,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.trace.merge import Trace
     from paceline.trace.phases import RankPhases
 
@@ -86,28 +87,26 @@ class BlameRules(Record):
     max_chance: float = 1e-3
 
 
-def lateness_s(trace: Trace, steps: int) -> np.ndarray:
+def lateness_s(trace: Trace, steps: int, met: Encounters | None = None) -> np.ndarray:
     """Return each rank's lateness in each step, shape (ranks, steps), seconds.
 
     A step may hold several times at which ranks synchronise; their latenesses add up, since after
     each of them all start equal. A step without a synchronising collective counts as 0.
     """
-    by_rank = arrivals(trace)
-    met = meetings(by_rank)
+    met = met or encounters(trace)
     own = [
-        _own_times_ns(mine, list(blocked(rank, offset, mine, met).values()))
-        for rank, offset, mine in zip(trace.ranks, trace.offset_ns, by_rank, strict=True)
+        _own_times_ns(mine, waits) for mine, waits in zip(met.arrivals, met.blocked, strict=True)
     ]
     result = np.zeros((len(own), steps))
     worst: dict[tuple[int, int, int], float] = {}  # by rank, step, stretch
-    for key in met:
+    for key in met.meetings:
         present = [i for i, mine in enumerate(own) if key in mine]
         if len(present) < 2:
             continue
         fastest = min(own[i][key][0] for i in present)
         for i in present:
             own_ns, stretch = own[i][key]
-            place = (i, by_rank[i][key].step, stretch)
+            place = (i, met.arrivals[i][key].step, stretch)
             worst[place] = max(worst.get(place, 0.0), (own_ns - fastest) / 1e9)
     for (i, step, _), late in worst.items():
         if step < steps:
@@ -115,7 +114,7 @@ def lateness_s(trace: Trace, steps: int) -> np.ndarray:
     return result
 
 
-def _own_times_ns(mine: dict[Key, Arrival], waits: list[Blocked]) -> dict[Key, tuple[int, int]]:
+def _own_times_ns(mine: dict[Key, Arrival], waits: Sequence[Blocked]) -> dict[Key, tuple[int, int]]:
     """Return the rank's own time at each synchronising collective, and the stretch it is in.
 
     A stretch begins where the rank was last synchronised; before the first time there is none.
@@ -137,7 +136,11 @@ def _own_times_ns(mine: dict[Key, Arrival], waits: list[Blocked]) -> dict[Key, t
 
 
 def blame(
-    trace: Trace, ranks: tuple[RankPhases, ...], rules: BlameRules | None = None
+    trace: Trace,
+    ranks: tuple[RankPhases, ...],
+    rules: BlameRules | None = None,
+    *,
+    late_s: np.ndarray | None = None,
 ) -> tuple[Straggler, ...]:
     """Return the ranks that were late, the costliest first; empty when nobody was.
 
@@ -145,12 +148,13 @@ def blame(
         trace: the run.
         ranks: its phases, from `phases(trace)`.
         rules: thresholds; the defaults keep quiet about what a busy node does by itself.
+        late_s: from `lateness_s` over the steps that all ranks completed, where it is known.
     """
     rules = rules or BlameRules()
     steps = min((one.steps for one in ranks), default=0)
     if len(ranks) < 2 or steps < rules.min_steps:
         return ()
-    late = lateness_s(trace, steps)
+    late = lateness_s(trace, steps) if late_s is None else late_s
     step_s = np.median(np.min([one.step_s[:steps] for one in ranks], axis=0))
     least_s = max(rules.min_late_s, rules.min_late_share * float(step_s))
     excess = excess_s(late)

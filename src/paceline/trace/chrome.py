@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.trace.files import RankTrace
-    from paceline.trace.merge import Trace
+    from paceline.trace.merge import Clock, Trace
 
 
 def chrome_json(trace: Trace) -> Iterator[str]:
@@ -31,8 +31,8 @@ def chrome_json(trace: Trace) -> Iterator[str]:
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
     start_ns = _start_ns(trace)
     before = ""
-    for rank, offset_ns in zip(trace.ranks, trace.offset_ns, strict=True):
-        for event in _rank_events(rank, offset_ns - start_ns):
+    for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
+        for event in _rank_events(rank, clock, start_ns):
             yield before + json.dumps(event, separators=(",", ":"))
             before = ",\n"
     yield "\n]}\n"
@@ -41,14 +41,14 @@ def chrome_json(trace: Trace) -> Iterator[str]:
 def _start_ns(trace: Trace) -> int:
     """Return when the run's first event began, on the run's clock."""
     begins = [
-        int(one.events["begin_ns"].min()) + offset
-        for one, offset in zip(trace.ranks, trace.offset_ns, strict=True)
+        clock.to_run_ns(int(one.events["begin_ns"].min()))
+        for one, clock in zip(trace.ranks, trace.clocks, strict=True)
         if len(one.events)
     ]
     return min(begins, default=0)
 
 
-def _rank_events(rank: RankTrace, shift_ns: int) -> Iterator[dict[str, Any]]:
+def _rank_events(rank: RankTrace, clock: Clock, start_ns: int) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", rank.rank, 0, name=f"rank {rank.rank}")
     yield _metadata("process_sort_index", rank.rank, 0, sort_index=rank.rank)
     yield _metadata("thread_name", rank.rank, int(Lane.MAIN), name="main")
@@ -58,12 +58,13 @@ def _rank_events(rank: RankTrace, shift_ns: int) -> Iterator[dict[str, Any]]:
     for event in events[order]:
         kind = Kind(event["kind"])
         lane = int(event["lane"])
-        begin_ns = int(event["begin_ns"])
+        begin_ns = clock.to_run_ns(int(event["begin_ns"])) - start_ns
+        end_ns = max(begin_ns, clock.to_run_ns(int(event["end_ns"])) - start_ns)
         if kind is Kind.COUNTER:
-            yield _counter(rank, event, _microseconds(begin_ns + shift_ns))
+            yield _counter(rank, event, _microseconds(begin_ns))
             continue
         if lane != Lane.MAIN:
-            lane, opened = tracks.take(begin_ns, int(event["end_ns"]))
+            lane, opened = tracks.take(begin_ns, end_ns)
             if opened:
                 name = "communication" if lane == Lane.COMMUNICATION else f"communication {lane}"
                 yield _metadata("thread_name", rank.rank, lane, name=name)
@@ -71,8 +72,8 @@ def _rank_events(rank: RankTrace, shift_ns: int) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "pid": rank.rank,
             "tid": lane,
-            "ts": _microseconds(begin_ns + shift_ns),
-            "dur": _microseconds(int(event["end_ns"]) - begin_ns),
+            "ts": _microseconds(begin_ns),
+            "dur": _microseconds(end_ns - begin_ns),
             "name": rank.names[event["name"]] or kind.name.lower(),
             "cat": kind.name.lower(),
             "args": _arguments(rank, event),

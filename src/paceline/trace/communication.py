@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.record import Record
-from paceline.trace.arrivals import Arrival, Key, arrivals
+from paceline.trace.arrivals import Arrival, Encounters, Key, arrivals
 
 if TYPE_CHECKING:
     from paceline.trace.merge import Trace
@@ -55,10 +55,10 @@ class Traffic(Record):
         return self.typical_bytes / self.transfer_s
 
 
-def communication(trace: Trace) -> tuple[Traffic, ...]:
+def communication(trace: Trace, known: Encounters | None = None) -> tuple[Traffic, ...]:
     """Return the run's collectives by operation, group and size, the costliest first."""
     met: dict[Key, list[Arrival]] = {}
-    for mine in arrivals(trace):
+    for mine in known.arrivals if known else arrivals(trace):
         for key, arrival in mine.items():
             met.setdefault(key, []).append(arrival)
     classes: dict[tuple[str, str, int], list[list[Arrival]]] = {}

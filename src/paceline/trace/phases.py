@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
-from paceline.trace.arrivals import Blocked, arrivals, blocked, meetings
+from paceline.trace.arrivals import Blocked, Encounters, encounters
 from paceline.trace.events import NOT_RUNNING, RUNNING, Kind, Lane
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class RankPhases:
         running_s: time its threads ran, summed over them, shape (steps,).
         not_running_s: the same for time that they were runnable without a core. In the first step
             both are 0, since its counters hold all that was before the loop too.
+        recorded: which steps were recorded, shape (steps,). Of others, that were lost because a
+            buffer was full, only a share of the time between their neighbours is known.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class RankPhases:
     step_s: np.ndarray
     running_s: np.ndarray
     not_running_s: np.ndarray
+    recorded: np.ndarray
 
     @property
     def steps(self) -> int:
@@ -75,17 +78,19 @@ class RankPhases:
         return Breakdown(**dict(zip(PHASES, map(float, middle), strict=True)))
 
 
-def phases(trace: Trace) -> tuple[RankPhases, ...]:
+def phases(trace: Trace, met: Encounters | None = None) -> tuple[RankPhases, ...]:
     """Return each rank's seconds by step and phase, ranks in order.
+
+    Args:
+        trace: the run.
+        met: from `encounters(trace)`, where it is known.
 
     Raises:
         CorruptTrace: a rank's steps are not numbered as a run numbers them.
     """
-    by_rank = arrivals(trace)
-    met = meetings(by_rank)
+    met = met or encounters(trace)
     return tuple(
-        _rank_phases(rank, offset, blocked(rank, offset, mine, met))
-        for rank, offset, mine in zip(trace.ranks, trace.offset_ns, by_rank, strict=True)
+        _rank_phases(rank, waits) for rank, waits in zip(trace.ranks, met.blocked, strict=True)
     )
 
 
@@ -94,17 +99,18 @@ def step_time_s(ranks: tuple[RankPhases, ...]) -> float:
     count = min((one.steps for one in ranks), default=0)
     if not count:
         return 0.0
-    return float(np.median(np.max([one.step_s[:count] for one in ranks], axis=0)))
+    slowest = np.max([one.step_s[:count] for one in ranks], axis=0)
+    recorded = np.all([one.recorded[:count] for one in ranks], axis=0)
+    return float(np.median(slowest[recorded])) if recorded.any() else 0.0
 
 
-def _rank_phases(rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]) -> RankPhases:
-    steps = rank.of(Kind.STEP)
-    count = len(steps)
-    if count and not np.array_equal(steps["step"], np.arange(count)):
-        raise CorruptTrace("steps are not numbered in order", where=f"trace of rank {rank.rank}")
+def _rank_phases(rank: RankTrace, waits: tuple[Blocked, ...]) -> RankPhases:
+    begins, ends, recorded = _step_bounds(rank)
+    count = len(begins)
     seconds = np.zeros((count, len(PHASES)))
-    step_s = (steps["end_ns"] - steps["begin_ns"]) / 1e9
-    for step, phase, amount_s in _segments(rank, offset_ns, waits):
+    step_s = (ends - begins) / 1e9
+    first_ns = int(begins[0]) if count else 0
+    for step, phase, amount_s in _segments(rank, first_ns, waits):
         if step < count:
             seconds[step, phase] += amount_s
     seconds[:, _OTHER] = np.maximum(0.0, step_s - seconds.sum(axis=1))
@@ -114,18 +120,53 @@ def _rank_phases(rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]) -> 
         step_s=step_s,
         running_s=_counter_s(rank, RUNNING, count),
         not_running_s=_counter_s(rank, NOT_RUNNING, count),
+        recorded=recorded,
     )
 
 
+def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return when each step began and ended, and which of these steps were recorded.
+
+    A full buffer drops events, and with them steps. Those in a gap share the time between their
+    neighbours equally, so that totals stay what they were; medians leave them out.
+
+    Raises:
+        CorruptTrace: more steps are missing than events were dropped, or numbers do not rise.
+    """
+    steps = rank.of(Kind.STEP)
+    numbers = steps["step"].astype(np.int64)
+    count = int(numbers.max()) + 1 if len(numbers) else 0
+    missing = count - len(numbers)
+    if (np.diff(numbers) <= 0).any() or missing > rank.status.dropped_count:
+        raise CorruptTrace(
+            "steps are not numbered in order",
+            where=f"trace of rank {rank.rank}",
+            why=f"{missing} of {count} are not there, {rank.status.dropped_count} events dropped",
+            fix="Restore the file, or move it away to analyse the other ranks",
+        )
+    recorded = np.zeros(count, dtype=bool)
+    recorded[numbers] = True
+    begins, ends = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    begins[numbers], ends[numbers] = steps["begin_ns"], steps["end_ns"]
+    if not missing:
+        return begins, ends, recorded
+    timed = rank.events[(rank.events["lane"] == Lane.MAIN) & _timed(rank.events["kind"])]
+    before_ns = min(int(begins[numbers[0]]), int(timed["begin_ns"].min(initial=2**63)))
+    after = -1
+    for number in numbers.tolist():
+        if number > after + 1:
+            marks = np.linspace(before_ns, begins[number], number - after).astype(np.int64)
+            begins[after + 1 : number], ends[after + 1 : number] = marks[:-1], marks[1:]
+        before_ns, after = int(ends[number]), number
+    return begins, ends, recorded
+
+
 def _segments(
-    rank: RankTrace, offset_ns: int, waits: dict[int, Blocked]
+    rank: RankTrace, first_ns: int, waits: tuple[Blocked, ...]
 ) -> list[tuple[int, int, float]]:
     """Return (step, phase, seconds) of each main-lane event without what is nested in it."""
-    wait_events = rank.of(Kind.WAIT)
-    wait_at = {int(event["begin_ns"]): i for i, event in enumerate(wait_events)}
+    wait_at = dict(zip(rank.of(Kind.WAIT)["begin_ns"].tolist(), waits, strict=True))
     events = rank.events[(rank.events["lane"] == Lane.MAIN) & _timed(rank.events["kind"])]
-    begins = rank.of(Kind.STEP)["begin_ns"]
-    first_ns = int(begins[0]) if len(begins) else 0
     events = events[events["begin_ns"] >= first_ns]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
     result = []
@@ -141,7 +182,7 @@ def _segments(
         while stack and stack[-1][0] <= begin:
             stack.pop()
         if kind == Kind.WAIT:
-            wait = waits[wait_at[begin]]
+            wait = wait_at[begin]
             waited = wait.ready_ns - wait.begin_ns
             moved = wait.end_ns - wait.ready_ns
             result.append((step, _WAITING, waited / 1e9))
@@ -163,8 +204,9 @@ def _timed(kinds: np.ndarray) -> np.ndarray:
 
 def _counter_s(rank: RankTrace, name: str, count: int) -> np.ndarray:
     result = np.zeros(count)
-    counters = rank.of(Kind.COUNTER)
-    for event in counters:
-        if rank.names[event["name"]] == name and 0 < event["step"] < count:
-            result[event["step"]] = event["amount"] / 1e9
+    if name in rank.names:
+        counters = rank.events[rank.events["kind"] == Kind.COUNTER]
+        counters = counters[counters["name"] == rank.names.index(name)]
+        counters = counters[(counters["step"] > 0) & (counters["step"] < count)]
+        result[counters["step"]] = counters["amount"] / 1e9
     return result

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
+from paceline.trace.arrivals import encounters
 from paceline.trace.communication import Traffic, communication
 from paceline.trace.events import Kind
 from paceline.trace.phases import phases
@@ -27,8 +28,9 @@ class RankStats(Record):
         steps: that it completed.
         loop_wall_s: wall time of these steps.
         breakdown: the same by phase.
-        clock_offset_ns: what was added to its times to share rank 0's clock.
-        clock_error_ns: largest error of that.
+        clock_offset_ns: what was added to its first times to share rank 0's clock.
+        clock_drift: what was added more for each nanosecond since.
+        clock_error_ns: largest error of that; None if nothing bounds it.
         dropped_count: events that were not recorded or written.
         complete: whether the file was closed, rather than cut short.
     """
@@ -39,7 +41,8 @@ class RankStats(Record):
     loop_wall_s: float
     breakdown: Breakdown
     clock_offset_ns: int
-    clock_error_ns: int
+    clock_drift: float
+    clock_error_ns: int | None
     dropped_count: int
     complete: bool
 
@@ -61,8 +64,9 @@ class TraceStats(Record):
 
 def summarize_trace(trace: Trace) -> TraceStats:
     """Return the trace in numbers."""
+    met = encounters(trace)
     ranks = []
-    for i, (rank, part) in enumerate(zip(trace.ranks, phases(trace), strict=True)):
+    for rank, clock, part in zip(trace.ranks, trace.clocks, phases(trace, met), strict=True):
         counts = np.bincount(rank.events["kind"], minlength=max(Kind) + 1)
         ranks.append(
             RankStats(
@@ -71,10 +75,13 @@ def summarize_trace(trace: Trace) -> TraceStats:
                 steps=part.steps,
                 loop_wall_s=part.loop_wall_s,
                 breakdown=part.breakdown(),
-                clock_offset_ns=trace.offset_ns[i],
-                clock_error_ns=trace.offset_error_ns[i],
+                clock_offset_ns=clock.offset_ns,
+                clock_drift=clock.drift,
+                clock_error_ns=clock.error_ns,
                 dropped_count=rank.status.dropped_count,
                 complete=rank.complete,
             )
         )
-    return TraceStats(world_size=trace.world_size, ranks=tuple(ranks), traffic=communication(trace))
+    return TraceStats(
+        world_size=trace.world_size, ranks=tuple(ranks), traffic=communication(trace, met)
+    )
