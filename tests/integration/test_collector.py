@@ -273,7 +273,7 @@ def test_a_compiled_model_computes_the_same(tmp_path):
     assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
 
 
-# --- gradients reduced by the script itself --------------------------------------------------------
+# --- gradients reduced by the script itself -------------------------------------------------------
 
 
 def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
