@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Self
 
 SCRIPTS = Path(__file__).parent / "integration" / "scripts"
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -45,6 +46,16 @@ class Launched:
         )
         self.code: int | None = None
         self.out = self.err = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let nothing survive a test that fails."""
+        if self.code is None:
+            for pid in self.running():
+                os.kill(pid, 9)
+            self.process.communicate()
 
     def wait(self) -> Launched:
         """Wait for its end and keep what it said."""

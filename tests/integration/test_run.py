@@ -296,13 +296,13 @@ def test_a_rank_that_somebody_terminates_is_named(tmp_path):
 @pytest.mark.parametrize("whom", ["launcher", "all"])
 def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
     arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
-    running = Launched(tmp_path, *arguments, own_group=True)
-    await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 5, "five steps")
-    if whom == "launcher":
-        running.process.send_signal(signal.SIGINT)
-    else:  # as a terminal does
-        os.killpg(running.process.pid, signal.SIGINT)
-    running.wait()
+    with Launched(tmp_path, *arguments, own_group=True) as running:
+        await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 5, "five steps")
+        if whom == "launcher":
+            running.process.send_signal(signal.SIGINT)
+        else:  # as a terminal does
+            os.killpg(running.process.pid, signal.SIGINT)
+        running.wait()
     assert running.code == 130, running.err
     assert "stopped by SIGINT" in running.err
     assert "paceline report RUN" in running.err
@@ -316,12 +316,11 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path):
     arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
-    running = Launched(tmp_path, *arguments)
-    await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 1, "the first step")
-    running.process.kill()
-    running.wait()
-    assert running.code == -signal.SIGKILL
-    await_true(lambda: not running.running(), "the ranks to end")
+    with Launched(tmp_path, *arguments) as running:
+        await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 1, "the first step")
+        running.process.kill()
+        await_true(lambda: not running.running(), "the ranks to end")
+        assert running.wait().code == -signal.SIGKILL
 
 
 # --- workers and launchers of other kinds --------------------------------------------------------
