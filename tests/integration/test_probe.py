@@ -115,3 +115,11 @@ def test_links_have_a_deadline(monkeypatch):
     monkeypatch.setattr("paceline.launch.probe_links.sys.executable", "/bin/false")
     with pytest.raises(DeadlineExceeded, match="no answer"):
         measure_links(rounds=10, deadline_s=0.2)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "measure", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "machine.json"
+    with pytest.raises(StorageError, match="Name a file"):
+        CliRunner().invoke(verb, ["--out", str(out)], catch_exceptions=False)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paceline.core.errors import NotFound, StorageError
-from paceline.core.files import commit_bytes, commit_chunks, commit_text, read_text
+from paceline.core.files import commit_bytes, commit_chunks, commit_text, prepare_file, read_text
 
 
 @pytest.fixture
@@ -100,3 +100,15 @@ def test_reading_says_what_is_wrong(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(StorageError, match="cannot read"):
         read_text(tmp_path / "binary")
+
+
+def test_a_place_is_prepared_or_refused_before_work_begins(tmp_path):
+    place = tmp_path / "new" / "machine.json"
+    prepare_file(place)
+    assert list(place.parent.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file" / "machine.json", tmp_path / "new"):
+        with pytest.raises(StorageError, match="Name a file") as caught:
+            prepare_file(wrong)
+        assert caught.value.where == str(wrong)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "new"]

@@ -13,7 +13,13 @@ from rich.console import Console
 from traces import Late, data_parallel, set_boot_id, write_run, write_trace
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.core.errors import CorruptData, CorruptTrace, DestinationExists, NotFound
+from paceline.core.errors import (
+    CorruptData,
+    CorruptTrace,
+    DestinationExists,
+    NotFound,
+    PacelineError,
+)
 from paceline.core.machine import Device, Link, Machine, Quantity
 from paceline.launch.result import Failure, RunResult
 from paceline.perf import Estimate
@@ -230,7 +236,8 @@ def test_ranks_that_lost_events_are_pointed_out(tmp_path):
 def test_clock_offsets_are_told(tmp_path):
     run = _run(tmp_path)
     set_boot_id(run / "trace" / trace_name(1), "another node")
-    row = r'rank 1</td>(<td class="n">[^<]*</td>){2}<td class="n">1\.\d\d ms</td>'  # an all-reduce takes 1 ms
+    # an all-reduce takes 1 ms
+    row = r'rank 1</td>(<td class="n">[^<]*</td>){2}<td class="n">1\.\d\d ms</td>'
     assert re.search(row, render_html(gather(run)))
 
 
@@ -345,3 +352,35 @@ def test_steps_beyond_the_scale_are_marked():
     assert 'class="beyond"' in chart
     assert "3.00 s" in chart
     assert 'class="band"' in step_lines(np.full((9, 100), 0.01), range(9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 4}, "the prediction is of 4 ranks, the run had 2"),
+        ({"threads": 3}, "the prediction is of 3 threads per rank, the run had 1"),
+    ],
+)
+def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words):
+    run = _run(tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "threads": 1}))
+    assert gather(run).comparison.step_time_error is not None
+    other = dataclasses.replace(_estimate(), **changes)
+    (run / "estimate.json").write_text(other.to_text())
+    report = gather(run)
+    assert report.comparison.step_time_error is None
+    assert to_json(report)["unfit"] == words
+    assert words in render_html(report)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_terminal(report))
+    assert words in console.export_text()
+
+
+def test_the_demos_folder_stands_for_its_run(tmp_path):
+    run = _run(tmp_path / "run")
+    (tmp_path / "result.json").write_text(json.dumps({"version": 1, "kind": "demo"}))
+    assert gather(tmp_path).run == run
+    (tmp_path / "result.json").write_text(json.dumps({"version": 1, "kind": "other"}))
+    with pytest.raises(PacelineError):
+        gather(tmp_path)

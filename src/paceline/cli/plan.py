@@ -32,9 +32,11 @@ def plan(
     optimizer (a function of the parameters). The model is captured on tensors without data: it is
     neither run nor changed.
     """
-    from paceline.core.files import commit_text
+    from paceline.core.files import commit_text, prepare_file
     from paceline.launch.predict import predict
 
+    if out is not None:
+        prepare_file(out)
     estimate = predict(target, ranks=ranks, threads=threads, machine_path=machine)
     if out is not None:
         commit_text(out, estimate.to_text())

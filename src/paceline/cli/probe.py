@@ -24,14 +24,13 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
 
     Takes up to 20 seconds; leave the machine alone meanwhile. `paceline plan` predicts from it.
     """
-    from paceline.core.config import cache_folder
-    from paceline.core.files import commit_text
+    from paceline.core.files import commit_text, prepare_file
     from paceline.launch.probe import measure, summary
+    from paceline.launch.provenance import machine_path
 
+    path = out or machine_path()
+    prepare_file(path)  # rather than after 20 seconds of measuring
     machine = measure(folder, quick=quick, tell=lambda text: click.echo(f"probe: {text}", err=True))
-    path = out or cache_folder() / "machine.json"
-    if out is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
     commit_text(path, machine.to_text())
     click.echo(f"probe: wrote {path}", err=True)
     if as_json:

@@ -35,7 +35,10 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
         sync_folder(path.parent)
     except OSError as problem:
         raise StorageError(
-            "cannot write", where=str(path), why=problem.strerror or str(problem)
+            "cannot write",
+            where=str(path),
+            why=problem.strerror or str(problem),
+            fix="Free space or choose another place; what was there is unchanged",
         ) from problem
     finally:  # also when making the chunks failed; after the rename there is nothing left
         with contextlib.suppress(OSError):
@@ -45,6 +48,28 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
 def commit_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8; see `commit_bytes`."""
     commit_bytes(path, text.encode())
+
+
+def prepare_file(path: Path) -> None:
+    """Make the folder of `path`, and see that a file can be written there, before work begins.
+
+    Raises:
+        StorageError: it cannot.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        partial.touch()
+        partial.unlink()
+    except OSError as problem:
+        raise StorageError(
+            "cannot write",
+            where=str(path),
+            why=problem.strerror or str(problem),
+            fix="Name a file in a folder that you may write to",
+        ) from problem
 
 
 def sync_folder(path: Path) -> None:
@@ -66,6 +91,11 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise NotFound("no such file", where=str(path)) from None
+        raise NotFound("no such file", where=str(path), fix="Check the path") from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise StorageError("cannot read", where=str(path), why=str(problem)) from problem
+        raise StorageError(
+            "cannot read",
+            where=str(path),
+            why=str(problem),
+            fix="Check that it is a text file that you may read",
+        ) from problem

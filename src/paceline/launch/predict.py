@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.core.config import cache_folder
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
 from paceline.core.files import read_text
 from paceline.core.machine import Machine
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Workload
+from paceline.launch import provenance
 from paceline.perf import Estimate, estimate
 
 CAPTURE_DEADLINE_S = 300.0
@@ -27,7 +27,7 @@ def predict(
         target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
         ranks: that train, data-parallel.
         threads: of each; by default an equal share of the machine's cores.
-        machine_path: a Machine as JSON; by default what ``paceline probe`` wrote last.
+        machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
 
     Raises:
         NotFound: there is no such file, or no machine was probed.
@@ -42,12 +42,12 @@ def predict(
 
 
 def load_machine(path: Path | None = None) -> Machine:
-    """Return the machine at `path`, by default the one that was probed last.
+    """Return the machine at `path`, by default this host as it was probed.
 
     Raises:
         NotFound: there is none.
     """
-    chosen = path or cache_folder() / "machine.json"
+    chosen = path or provenance.machine_path()
     if not chosen.exists():
         raise NotFound(
             "no description of the machine",
@@ -72,7 +72,7 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
         )
     path = Path(name)
     if not path.exists():
-        raise NotFound("no such file", where=str(path))
+        raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
     command = [sys.executable, "-m", "paceline.launch.capture_worker", str(path), function]
     try:
         done = subprocess.run(
@@ -80,13 +80,27 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
         )
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(
-            "the model was not captured in time", where=target, why=f"{deadline_s:g} s passed"
+            "the model was not captured in time",
+            where=target,
+            why=f"{deadline_s:g} s passed",
+            fix="Make the function return without training or loading data",
         ) from None
     if done.returncode:
         raise ScriptFailed(
-            "the model's code failed", where=target, why="its traceback stands above"
+            "the model's code failed",
+            where=target,
+            why="its traceback stands above",
+            fix="Mend what it names; the function must run by itself",
         )
-    answer = json.loads(done.stdout)
+    try:
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])  # others may print before it
+    except json.JSONDecodeError:
+        raise ScriptFailed(
+            "the model's code ended the process",
+            where=target,
+            why="no answer came",
+            fix="Take out what exits, forks or prints when the interpreter ends",
+        ) from None
     if "error" in answer:
         problem = answer["error"]
         raise UsageError(

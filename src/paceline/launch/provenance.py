@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import socket
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,11 @@ from paceline import __version__
 from paceline.core.config import cache_folder
 from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
+from paceline.launch import node
 from paceline.launch.budget import allowed_cores
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -35,17 +36,24 @@ def versions() -> dict[str, Any]:
     return found
 
 
+def machine_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where this host's probed machine lies; nodes that share a home have a file each."""
+    return cache_folder(environ) / f"machine-{socket.gethostname()}.json"
+
+
 def known_machine(path: Path | None) -> Machine:
     """Return the probed machine, or what can be said of this one without probing."""
-    chosen = path or cache_folder() / "machine.json"
+    chosen = path or machine_path()
     if chosen.exists() or path is not None:
         return Machine.from_text(read_text(chosen), where=str(chosen))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # What the kernel says was not measured, and no more than what a control group leaves.
     device = Device(
-        name=platform.processor() or platform.machine(),
+        name=node.cpu_name(),
         kind="cpu",
         cores=len(allowed_cores()),
-        memory_bytes=Quantity(value=float(memory), source="probe"),
+        memory_bytes=Quantity(value=float(node.memory_bytes()), source="datasheet"),
     )
-    missing = ("not probed: run `paceline probe` to measure it",)
+    missing = (
+        "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says",
+    )
     return Machine(name=socket.gethostname(), devices=(device,), missing=missing)

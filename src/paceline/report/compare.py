@@ -49,6 +49,7 @@ class Comparison(Record):
         measured_step_s: the median over steps of the slowest rank's step time.
         undisturbed_steps: how many steps that is of.
         steps: that all ranks completed.
+        unfit: why a prediction that there was is not compared; empty if it is, or there was none.
     """
 
     phases: tuple[PhaseComparison, ...]
@@ -56,6 +57,7 @@ class Comparison(Record):
     measured_step_s: float
     undisturbed_steps: int
     steps: int
+    unfit: str = ""
 
     @property
     def step_time_error(self) -> float | None:
@@ -70,6 +72,8 @@ def compare(
     stragglers: Sequence[Straggler],
     predicted: Breakdown | None = None,
     predicted_step_s: float | None = None,
+    *,
+    unfit: str = "",
 ) -> Comparison:
     """Return a run's undisturbed step beside its prediction.
 
@@ -78,6 +82,7 @@ def compare(
         stragglers: from `trace.blame`; their windows are left out.
         predicted: one step's seconds by phase.
         predicted_step_s: in place of the sum of `predicted`.
+        unfit: why the prediction is of something else, so that it must not be compared.
     """
     steps = min((one.steps for one in parts), default=0)
     chosen = undisturbed(steps, stragglers)
@@ -91,6 +96,8 @@ def compare(
         measured = measured.scaled(1 / len(parts))
         slowest = np.max([one.step_s[:steps] for one in parts], axis=0)
         step_s = float(np.median(slowest[chosen]))
+    if unfit:
+        predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
         predicted_step_s = predicted.total_s
     return Comparison(
@@ -106,6 +113,7 @@ def compare(
         measured_step_s=step_s,
         undisturbed_steps=int(chosen.sum()),
         steps=steps,
+        unfit=unfit,
     )
 
 

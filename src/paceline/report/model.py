@@ -21,6 +21,7 @@ from paceline.launch.result import RunResult, load_result
 from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
+from paceline.report.units import plural
 from paceline.report.words import failure_words, meeting_place, verdict
 from paceline.trace.arrivals import encounters
 from paceline.trace.blame import Straggler, blame, lateness_s
@@ -101,7 +102,7 @@ class Report:
 
 
 def gather(run: Path) -> Report:
-    """Return the report of the run in folder `run`.
+    """Return the report of the run in folder `run`, or of the demo's run in the demo's folder.
 
     Raises:
         NotFound: there is no run, or it recorded nothing.
@@ -110,6 +111,7 @@ def gather(run: Path) -> Report:
     """
     if not run.is_dir():
         raise NotFound("no such run", where=str(run), fix="Give the folder of a run")
+    run = _run_folder(run)
     result = load_result(run) if (run / "result.json").exists() else None
     trace = _traces(run, result)
     met = encounters(trace)
@@ -118,12 +120,14 @@ def gather(run: Path) -> Report:
     late_s = lateness_s(trace, steps, met)
     stragglers = blame(trace, parts, late_s=late_s)
     traffic = communication(trace, met)
+    config = _object(run / "config.json")
     estimate = _record(Estimate, run / "estimate.json")
     comparison = compare(
         parts,
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
+        unfit=_unfit(estimate, trace.world_size, config.get("threads")) if estimate else "",
     )
     meetings = [
         one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
@@ -153,8 +157,31 @@ def gather(run: Path) -> Report:
         machine=_record(Machine, run / "machine.json"),
         estimate=estimate,
         versions=_object(run / "versions.json"),
-        config=_object(run / "config.json"),
+        config=config,
     )
+
+
+def _run_folder(run: Path) -> Path:
+    """Return the folder of the run: of the demo's folder, the one in it."""
+    inner = run / "run"
+    if inner.is_dir() and not (run / "trace").exists():
+        kind = _object(run / "result.json").get("kind")
+        return inner if kind == "demo" else run
+    return run
+
+
+def _unfit(estimate: Estimate, world_size: int, threads: object) -> str:
+    """Return why an estimate is not of this run; empty if it is, as far as is known."""
+    if estimate.world_size != world_size:
+        return (
+            f"the prediction is of {plural(estimate.world_size, 'rank')}, the run had {world_size}"
+        )
+    if isinstance(threads, int) and estimate.threads != threads:
+        return (
+            f"the prediction is of {plural(estimate.threads, 'thread')} per rank, the run had "
+            f"{threads}"
+        )
+    return ""
 
 
 def _traces(run: Path, result: RunResult | None) -> Trace:
@@ -239,6 +266,7 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "phases": [_plain(one) for one in report.comparison.phases],
         "undisturbed_steps": report.comparison.undisturbed_steps,
+        "unfit": report.comparison.unfit,
         "step_time_error": report.comparison.step_time_error,
     }
 

@@ -261,7 +261,9 @@ def prediction(report: Report) -> str:
         ", those after the warm-up and outside every late rank's window. Each phase is the median "
         "over steps, then the mean over ranks; the step is that of the slowest rank. "
     )
-    if found.predicted_step_s is None:
+    if found.unfit:
+        note += f"Only the measurement is shown, since {found.unfit}."
+    elif found.predicted_step_s is None:
         note += "The run was not predicted, so only the measurement is shown."
     else:
         note += "Ratio is predicted over measured. Upper bar: predicted; lower bar: measured."

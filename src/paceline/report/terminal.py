@@ -60,6 +60,8 @@ def render_terminal(report: Report) -> Group:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report)]
+    elif report.comparison.unfit:
+        parts += [Text(), Text(f"not compared: {report.comparison.unfit}", style="yellow")]
     if report.traffic:
         parts += [Text(), _traffic(report.traffic)]
     return Group(*parts)
