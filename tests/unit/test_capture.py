@@ -1,5 +1,7 @@
 """A Workload from a model: counts that are known by hand, and nothing run or changed."""
 
+from typing import NamedTuple
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -165,3 +167,25 @@ def test_no_loss_and_data_dependent_models_are_explained():
 
     with pytest.raises(UsageError, match="cannot be captured"):
         capture(TrainingStep(module=Branches(), inputs=torch.zeros(2, 2, requires_grad=True)))
+
+
+class Batch(NamedTuple):
+    """Two inputs with names."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_named_tuples_are_batches():
+    module = torch.nn.Bilinear(3, 4, 1)
+    found = capture(TrainingStep(module=module, inputs=Batch(torch.ones(2, 3), torch.ones(2, 4))))
+    assert (found.batch, found.input_bytes) == (2, 56)
+
+
+def test_batches_that_cannot_be_copied_are_explained():
+    class Odd(list):
+        def __init__(self):
+            super().__init__([torch.ones(1)])
+
+    with pytest.raises(UsageError, match="cannot be captured"):
+        capture(TrainingStep(module=torch.nn.Identity(), inputs=Odd()))

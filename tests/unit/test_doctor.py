@@ -109,3 +109,11 @@ def test_verb_fails_only_on_fail(monkeypatch, status, code):
         "version": 1,
         "findings": [{"topic": "memory", "status": status, "what": "w", "fix": "f"}],
     }
+
+
+def test_a_banner_before_the_answer_is_passed_over():
+    answer = json.dumps({"version": "2", "cuda": False, "gpus": 0, "backends": ["gloo"]})
+    assert doctor.check_torch(doctor.Answer(out=f"welcome!\n{answer}\n")).status == "ok"
+    found = doctor.check_torch(doctor.Answer(out="welcome!\n"))
+    assert found.status == "fail"
+    assert found.fix

@@ -298,3 +298,10 @@ def test_exposed_time_is_at_most_all_of_it(pairs, ranks):
     for cpu_moves in (False, True):
         exposed = exposed_s(buckets, 1.0, LINK, ranks, cpu_moves=cpu_moves)
         assert -1e-9 <= exposed <= total_s * (2 if cpu_moves else 1) + 1e-9
+
+
+def test_a_machine_without_devices_is_refused():
+    machine = Machine(name="empty", devices=(), missing=("torch is not installed",))
+    workload = Workload(name="net", batch=1, input_bytes=4, layers=())
+    with pytest.raises(UsageError, match="torch is not installed"):
+        estimate(machine, workload, Plan())

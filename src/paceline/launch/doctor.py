@@ -235,7 +235,15 @@ def check_torch(answer: Answer) -> Finding:
             what=f"installed, but does not import: {answer.problem}",
             fix='Run: python -c "import torch" and repair what it names',
         )
-    found = json.loads(answer.out)
+    try:
+        found = json.loads(answer.out.strip().rpartition("\n")[2])  # importing may print before it
+    except json.JSONDecodeError:
+        return Finding(
+            topic="torch",
+            status="fail",
+            what="imports, but ends without an answer",
+            fix='Run: python -c "import torch" and see what it prints',
+        )
     backends = ", ".join(found["backends"]) or "no backend"
     what = f"{found['version']}, {found['gpus']} GPU(s), {backends}"
     if not found["backends"]:

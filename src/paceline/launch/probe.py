@@ -19,12 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, Missing, PacelineError
 from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
 from paceline.launch import node
 from paceline.launch.budget import allowed_cores, share
 from paceline.launch.probe_links import measure_links
 from paceline.launch.probe_storage import measure_folder
+from paceline.launch.processes import ended_on_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,11 @@ def measure(
         quick: fewer sizes and repetitions: rougher, in about a third of the time.
         tell: called with what is being measured.
     """
+    with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
+        return _measure(folder, quick=quick, tell=tell)
+
+
+def _measure(folder: Path, *, quick: bool, tell: Callable[[str], None]) -> Machine:
     missing: list[str] = []
     cores = len(allowed_cores())
     tell(f"{cores} cores of {node.cpu_name()}")
@@ -113,6 +120,7 @@ def _run_workers(ranks: int, *, quick: bool) -> Measured:
         for rank in range(ranks):
             mine = share(allowed, rank, ranks, environ={})
             settings = {
+                "parent": os.getpid(),
                 "ranks": ranks,
                 "rank": rank,
                 "cores": mine.cores,
@@ -153,7 +161,8 @@ def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
     # gloo's threads may outlive the interpreter, which then aborts after the work is done: what
     # counts is whether the answer is whole.
     try:
-        answer: dict[str, Any] = json.loads(out)
+        # torch, or a library under it, may greet on stdout: the answer is the last line.
+        answer: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
     except json.JSONDecodeError:
         last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise Missing("the measurement failed", where=f"process {rank}", why=last[0]) from None

@@ -70,8 +70,8 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
     """Return the predicted step of `workload` on `machine` under `plan`.
 
     Raises:
-        UsageError: the plan asks for pipeline or tensor parallelism, the machine has no rates, or
-            no link for the ranks' collectives.
+        UsageError: the plan asks for pipeline or tensor parallelism, the machine has no device or
+            rates, or no link for the ranks' collectives.
     """
     if plan.mesh.pipeline > 1 or plan.mesh.tensor > 1:
         raise UsageError(
@@ -122,6 +122,13 @@ class _Compute:
 
 
 def _compute(machine: Machine, workload: Workload, plan: Plan) -> _Compute:
+    if not machine.devices:
+        raise UsageError(
+            "the machine has no device to compute on",
+            where=machine.name,
+            why="; ".join(machine.missing),
+            fix="Run `paceline probe` on a node with torch",
+        )
     device = machine.devices[0]
     step_bytes = workload.saved_bytes + 3 * workload.parameter_bytes + workload.optimizer_bytes
     prices = PriceList(

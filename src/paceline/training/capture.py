@@ -66,10 +66,10 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
             or returns no tensor to differentiate.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    module = _fake_copy(step.module, fake)
-    recorder = _Recorder(module)
-    inputs, target = _fake_values(step.inputs, fake), _fake_values(step.target, fake)
     try:
+        module = _fake_copy(step.module, fake)
+        recorder = _Recorder(module)
+        inputs, target = _fake_values(step.inputs, fake), _fake_values(step.target, fake)
         with fake, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
     except UsageError:
@@ -139,6 +139,8 @@ def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
         return fake.from_tensor(values)
     if isinstance(values, dict):
         return {key: _fake_values(value, fake) for key, value in values.items()}
+    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a NamedTuple takes them singly
+        return type(values)(*(_fake_values(value, fake) for value in values))
     if isinstance(values, (tuple, list)):
         return type(values)(_fake_values(value, fake) for value in values)
     return values
