@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from paceline.core.clock import ManualClock, SystemClock
 from paceline.launch.processes import (
-    become_reaper, descendants, end_descendants, ended_on_signal
+    Exit, Stopped, become_reaper, descendants, end_descendants, ended_on_signal
 )
 FOREVER = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 DEAF = [sys.executable, "-c",
@@ -96,12 +98,55 @@ def test_a_child_that_has_ended_is_reaped():
 
 def test_after_a_stop_signal_who_does_not_answer_is_killed():
     run("""
-    signal.signal(signal.SIGTERM, lambda *_: None)
     deaf, _ = ready(DEAF)
     with ended_on_signal(ManualClock()):
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as the agent takes the handler
         os.kill(os.getpid(), signal.SIGTERM)
         assert deaf.wait(30) == -signal.SIGKILL
     assert signal.set_wakeup_fd(-1) == -1
+    """)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+def test_the_first_stop_signal_stops_and_the_second_does_not_disturb(name):
+    run(f"""
+    number = signal.{name}
+    before = signal.getsignal(number)
+    try:
+        with ended_on_signal(SystemClock()):
+            try:
+                os.kill(os.getpid(), number)
+                raise AssertionError("not stopped")
+            finally:
+                os.kill(os.getpid(), number)
+    except Stopped as stop:
+        assert stop.signal == "{name}"
+        assert stop.to_exit(1.0) == Exit(
+            rank=-1, code=130, signal="{name}", fate="interrupted", at_s=1.0
+        )
+    assert signal.getsignal(number) == before
+    """)
+
+
+def test_an_ignored_signal_stays_ignored():
+    run("""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with ended_on_signal(SystemClock()):
+        os.kill(os.getpid(), signal.SIGHUP)
+    """)
+
+
+def test_a_process_ends_with_its_parent():
+    run("""
+    become_reaper()
+    child = ("import os, signal; from paceline.launch.processes import die_with_parent;"
+        "die_with_parent(os.getppid()); print(os.getpid(), flush=True); signal.pause()")
+    parent = subprocess.Popen([sys.executable, "-c", "import subprocess, sys;"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"], stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     """)
 
 

@@ -17,23 +17,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.errors import Interrupted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from paceline.core.clock import Clock
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 2.0  # from a stop signal to SIGKILL; a rank blocked in a collective cannot answer
 _KEEPERS_S = 3.0  # torch's keeper of shared memory ends 2 s after the last process that uses it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """How a rank's process ended; `signal` is empty unless one killed it."""
+    """How a rank's process ended.
+
+    Attributes:
+        rank: the global rank; -1 when a signal stopped the launcher.
+        code: of the process.
+        signal: that killed it, or stopped the launcher; else empty.
+        fate: ``interrupted`` when a signal stopped its launcher, ``stopped`` when its launcher
+            ended it because another rank had failed, ``lost`` when nobody told how it ended.
+        at_s: seconds since 1970; 0 when not known.
+    """
 
     rank: int
     code: int
     signal: str = ""
+    fate: str = ""
+    at_s: float = 0.0
+
+
+class Stopped(KeyboardInterrupt):  # not an error: somebody wants us to end
+    """A stop signal came."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(signal_name)
+        self.signal = signal_name
+
+    def to_exit(self, at_s: float) -> Exit:
+        """Return it as the end of what was stopped."""
+        code = Interrupted.exit_code
+        return Exit(rank=-1, code=code, signal=self.signal, fate="interrupted", at_s=at_s)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process when `parent`, who started it, is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it was killed before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def become_reaper() -> None:
@@ -82,11 +118,11 @@ def _keeps_shared_memory(pid: int) -> bool:
 
 @contextlib.contextmanager
 def ended_on_signal(clock: Clock) -> Iterator[None]:
-    """Within it, a stop signal kills what is left of the descendants after `GRACE_S`.
+    """Within it, the first stop signal raises `Stopped`; after `GRACE_S` descendants are killed.
 
     The agent asks ranks to stop and waits half a minute for them; one that is blocked in a
     collective will not answer. Signals are seen through the wake-up descriptor, because the agent
-    takes the handlers.
+    takes the handlers. A signal that we were started to ignore (nohup) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals do not reach other threads; neither do they stop the agent there
@@ -95,12 +131,23 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     done = threading.Event()
-    stop_signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    stopped = threading.Event()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if not stopped.is_set():  # who asks twice gets the same: all that is left to do is short
+            stopped.set()
+            raise Stopped(signal.Signals(number).name)
+
+    handlers = {
+        number: signal.signal(number, stop)
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
 
     def watch() -> None:
         while not done.is_set():
             seen = os.read(reader, 1)
-            if not seen or seen[0] not in stop_signals:
+            if not seen or seen[0] not in STOP_SIGNALS:
                 continue
             if not clock.wait(done, GRACE_S):
                 for pid in descendants(os.getpid()):
@@ -114,6 +161,8 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         done.set()
         signal.set_wakeup_fd(before)
         os.close(writer)  # ends the watcher's read

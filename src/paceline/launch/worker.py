@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import importlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from paceline.core import logs
 from paceline.core.config import environment
 from paceline.launch.budget import share
+from paceline.launch.processes import die_with_parent
 from paceline.native import Recorder, monotonic_ns
 from paceline.trace.files import trace_name
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _COLLECTOR = "paceline.trace.collectors.torch"
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    _die_with_launcher(options.launcher)
+    die_with_parent(options.launcher)  # no orphan keeps the cores
     environ = environment()
     rank = int(environ["RANK"])
     logs.configure(rank)
@@ -72,13 +70,6 @@ def main(argv: list[str]) -> int:
     finally:
         collector.close()
         recorder.close()
-
-
-def _die_with_launcher(launcher: int) -> None:
-    """Have the kernel end this rank when its launcher is killed: no orphan keeps the cores."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it was killed before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _bind(cores: str, environ: Mapping[str, str]) -> None:
