@@ -6,7 +6,13 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import Interrupted, PacelineError, RankLost, ScriptFailed
+from paceline.core.errors import (
+    DeadlineExceeded,
+    Interrupted,
+    PacelineError,
+    RankLost,
+    ScriptFailed,
+)
 from paceline.launch.result import Failure
 from paceline.trace.files import read_status, trace_name
 
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.launch.processes import Exit
 
 
+_LOST = "nobody told how it ended"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # How the peers of a rank that is gone say so: gloo, NCCL and torch's own store.
 _LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
@@ -36,6 +43,7 @@ def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
     if silent:
         rank, signal_name = silent[0].rank, silent[0].signal
         error = "" if signal_name else f"exit code {silent[0].code}"
+        error = _LOST if silent[0].fate == "lost" else error
     elif reports:
         rank, signal_name, error = int(reports[0]["rank"]), "", str(reports[0]["error"])
     else:
@@ -77,7 +85,8 @@ def exit_code(exits: tuple[Exit, ...], failure: Failure | None) -> int:
         return Interrupted.exit_code
     if failure is None:
         return 0
-    return RankLost.exit_code if failure.signal else ScriptFailed.exit_code
+    lost = failure.signal or failure.error == _LOST
+    return RankLost.exit_code if lost else ScriptFailed.exit_code
 
 
 def raise_failure(
@@ -88,6 +97,7 @@ def raise_failure(
     Raises:
         Interrupted: a signal stopped the launcher.
         RankLost: a rank was killed.
+        DeadlineExceeded: a rank's task is gone.
         ScriptFailed: a rank's script raised.
     """
     for one in exits:
@@ -106,6 +116,13 @@ def raise_failure(
             where=f"step {failure.step}, in {failure.phase}",
             why=_why_killed(failure.signal),
             fix=f"See what led to it: paceline report {run}",
+        )
+    if failure.error == _LOST:
+        raise DeadlineExceeded(
+            f"rank {failure.rank} is lost",
+            where=f"step {failure.step}, in {failure.phase}",
+            why="its task did not tell in time how it ended: it was killed, or its node is gone",
+            fix=f"See its output, and what led to it: paceline report {run}",
         )
     raise ScriptFailed(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
-    DestinationExists,
+    DeadlineExceeded,
+    Interrupted,
     Missing,
     NotFound,
     PacelineError,
@@ -33,16 +34,18 @@ from paceline.core.record import Record
 from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.budget import allowed_cores
 from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.meeting import await_result, refuse_taken
 from paceline.launch.processes import (
     Exit,
+    Stopped,
     become_reaper,
     descendants,
     end_descendants,
     ended_on_signal,
 )
 from paceline.launch.provenance import known_machine, versions
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult
-from paceline.launch.task import await_path, await_traces, start_task
+from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.launch.task import start_task
 from paceline.trace.blame import blame
 from paceline.trace.files import Status, read_status, trace_name
 from paceline.trace.merge import Trace, load_run
@@ -118,13 +121,7 @@ def prepare(
     ranks = allocation.world_size if allocation else config.ranks or 1
     if run is None:
         run = _default_run(script, allocation, clock)
-    taken = run.exists() and (not run.is_dir() or any(run.iterdir()))
-    if taken and (allocation is None or allocation.rank == 0):
-        raise DestinationExists(
-            "the run's folder exists and is not empty",
-            where=str(run),
-            fix="Choose another with --out, or remove it",
-        )
+    refuse_taken(run, allocation.rank if allocation else 0)
     return Job(
         script=script,
         args=tuple(args),
@@ -162,8 +159,6 @@ def execute(
     rank = job.allocation.rank if job.allocation else 0
     if rank == 0:
         _write_start(job, machine_path, estimate_path)
-    elif not job.run.is_dir():
-        await_path(job.run / "trace", clock)
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
@@ -172,13 +167,14 @@ def execute(
         try:
             with watch, ended_on_signal(clock):
                 exits = _start(job, Path(folder), clock)
+        except Stopped as stop:
+            exits = (stop.to_exit(clock.wall_s()),)
         finally:
             end_descendants(clock, before)
     if rank != 0:
-        return _follow(job, exits)
-    if job.allocation and job.resolved.config.record:
-        await_traces(job.run, job.ranks, clock)
-    failure = first_failure(job.run, exits)
+        return _follow(job, exits, clock)
+    interrupted = any(one.rank < 0 for one in exits)
+    failure = None if interrupted else first_failure(job.run, exits)
     result = summarize(job.run, job.ranks, exit_code(exits, failure), failure)
     commit_text(job.run / "result.json", result.to_text())
     raise_failure(job.run, job.script, exits, failure)
@@ -299,7 +295,9 @@ def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None
 
 
 def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
-    cores = ",".join(map(str, _node_cores(job.allocation))) if job.resolved.config.bind else ""
+    # Tasks of an allocation learn in their meeting which cores are whose.
+    bind = job.resolved.config.bind and job.allocation is None
+    cores = ",".join(map(str, allowed_cores())) if bind else ""
     record = "on" if job.resolved.config.record else "off"
     command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run)]
     command += [
@@ -319,21 +317,26 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         elastic = importlib.import_module("paceline.launch.elastic")
         exits: tuple[Exit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
-    return start_task(job.allocation, command, job.run, clock)
+    return start_task(job.allocation, command, job.run, clock, bind=job.resolved.config.bind)
 
 
-def _node_cores(allocation: Allocation | None) -> tuple[int, ...]:
-    """Return the cores that a node's ranks share; none when the allocation has bound each rank."""
-    cores = allowed_cores()
-    if allocation is None or len(cores) * allocation.local_world_size > (os.cpu_count() or 1):
-        return cores
-    return ()
-
-
-def _follow(job: Job, exits: tuple[Exit, ...]) -> RunResult:
+def _follow(job: Job, exits: tuple[Exit, ...], clock: Clock) -> RunResult:
     """Return what a task other than rank 0 knows; rank 0 writes the result of all."""
-    failure = first_failure(job.run, exits)
-    raise_failure(job.run, job.script, exits, failure)
+    if exits and await_result(job.run, clock):
+        told = load_result(job.run)
+        if told.exit_code == Interrupted.exit_code:
+            exits = (Exit(rank=-1, code=told.exit_code, signal=exits[0].signal or "a signal"),)
+        raise_failure(job.run, job.script, exits, told.failure)
+    elif exits:
+        rank_0_lost = exits[0].fate == "stopped"
+        failure = None if rank_0_lost else first_failure(job.run, exits)
+        raise_failure(job.run, job.script, exits, failure)
+        raise DeadlineExceeded(
+            "rank 0 did not tell how the run ended",
+            where=str(job.run),
+            why="the run was stopped, and no result.json appeared",
+            fix="See rank 0's output",
+        )
     return RunResult(exit_code=0, world_size=job.ranks, step_time_s=0.0, loop_wall_s=0.0, ranks=())
 
 
