@@ -9,7 +9,6 @@ from paceline.core.clock import ManualClock
 from paceline.core.config import resolve
 from paceline.core.errors import (
     ConfigError,
-    DeadlineExceeded,
     DestinationExists,
     Missing,
     NotFound,
@@ -17,10 +16,8 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import run as run_module
-from paceline.launch.allocation import Allocation
 from paceline.launch.provenance import known_machine, versions
 from paceline.launch.run import RunConfig, prepare, summarize
-from paceline.launch.task import await_path, await_traces
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
@@ -80,10 +77,6 @@ def test_inside_an_allocation_the_world_is_its(script, tmp_path, monkeypatch):
         ready(script, tmp_path / "RUN", ranks=3)
     with pytest.raises(UsageError, match="no common name"):
         ready(script)
-    monkeypatch.setenv("PMI_RANK", "1")
-    (tmp_path / "RUN").mkdir()
-    (tmp_path / "RUN" / "meeting.json").write_text("{}")  # rank 0 was faster
-    assert ready(script, tmp_path / "RUN").allocation.rank == 1
 
 
 def test_tasks_of_a_named_step_choose_the_same_folder(script, monkeypatch):
@@ -130,31 +123,3 @@ def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):
     with pytest.raises(NotFound):
         known_machine(tmp_path / "none.json")
     assert json.loads(json.dumps(versions()))["version"] == 1
-
-
-def test_waiting_for_rank_0_has_a_deadline(tmp_path):
-    clock = ManualClock()
-    with pytest.raises(DeadlineExceeded, match="rank 0 did not come") as caught:
-        await_path(tmp_path / "meeting.json", clock)
-    assert caught.value.exit_code == 5
-    assert 60 <= clock.now_s() < 61
-    await_path(tmp_path, clock)
-
-
-def test_waiting_for_the_others_traces_has_a_deadline(tmp_path):
-    run = write_run(tmp_path / "RUN", data_parallel(2, 10))
-    clock = ManualClock()
-    await_traces(run, 2, clock)
-    assert clock.now_s() == 0
-    await_traces(run, 3, clock)
-    assert clock.now_s() >= 60
-
-
-def test_a_rank_that_its_allocation_has_bound_is_not_bound_again(monkeypatch):
-    monkeypatch.setattr(run_module.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(run_module, "allowed_cores", lambda: (4, 5))
-    task = Allocation(source="slurm", rank=0, world_size=4, local_rank=0, local_world_size=4)
-    assert run_module._node_cores(task) == ()
-    monkeypatch.setattr(run_module, "allowed_cores", lambda: tuple(range(8)))
-    assert run_module._node_cores(task) == tuple(range(8))
-    assert run_module._node_cores(None) == tuple(range(8))
