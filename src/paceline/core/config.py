@@ -118,12 +118,16 @@ def _file_values(section: str, file: Path | None) -> dict[str, Any]:
     try:
         tables = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError("not valid TOML", where=str(file), why=str(problem)) from None
+        raise ConfigError(
+            "not valid TOML", where=str(file), why=str(problem), fix="Mend that line"
+        ) from None
     for name in tables:
         _check_section(name, str(file))
     table = tables.get(section, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"'{section}' must be a table", where=str(file))
+        raise ConfigError(
+            f"'{section}' must be a table", where=str(file), fix=f"Write it as [{section}]"
+        )
     return table
 
 

@@ -20,7 +20,9 @@ class Mesh(Record):
     def __post_init__(self) -> None:
         for axis in ("data", "pipeline", "tensor"):
             if getattr(self, axis) < 1:
-                raise ConfigError(f"mesh axis '{axis}' must be at least 1", where="Plan")
+                raise ConfigError(
+                    f"mesh axis '{axis}' must be at least 1", where="Plan", fix="Use 1 for none"
+                )
 
     @property
     def world_size(self) -> int:
@@ -56,9 +58,11 @@ class Plan(Record):
     def __post_init__(self) -> None:
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"'{name}' must be at least 1", where="Plan")
+                raise ConfigError(f"'{name}' must be at least 1", where="Plan", fix="Use 1 or more")
         if self.loader_workers < 0:
-            raise ConfigError("'loader_workers' must not be negative", where="Plan")
+            raise ConfigError(
+                "'loader_workers' must not be negative", where="Plan", fix="Use 0 for none"
+            )
 
     @property
     def ranks_per_node(self) -> int:

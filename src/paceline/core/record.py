@@ -49,7 +49,9 @@ class Record:
         """
         where = where or cls.__name__
         if not isinstance(data, dict):
-            raise ConfigError(f"{cls.__name__} must be a JSON object", where=where)
+            raise ConfigError(
+                f"{cls.__name__} must be a JSON object", where=where, fix="Write it as {...}"
+            )
         rest = dict(data)
         version = rest.pop("version", cls.version)
         if not isinstance(version, int) or version > cls.version:
@@ -67,7 +69,9 @@ class Record:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as problem:
-            raise ConfigError("not valid JSON", where=where, why=str(problem)) from None
+            raise ConfigError(
+                "not valid JSON", where=where, why=str(problem), fix="Mend it there"
+            ) from None
         return cls.from_json(data, where=where)
 
 
@@ -105,7 +109,7 @@ def _build(cls: type[T], data: dict[str, Any], where: str) -> T:
         if name in data:
             values[name] = convert(data[name], hints[name], f"{where}: {name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"key '{name}' is missing", where=where)
+            raise ConfigError(f"key '{name}' is missing", where=where, fix="Add it")
     return cls(**values)
 
 
@@ -133,7 +137,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if isinstance(hint, type) and isinstance(value, hint) and type(value) in (hint, type(None)):
         return value
     name = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
-    raise ConfigError(f"{value!r} is not {name}", where=where)
+    raise ConfigError(f"{value!r} is not {name}", where=where, fix="Give a value of that type")
 
 
 def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:

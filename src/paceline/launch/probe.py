@@ -156,7 +156,10 @@ def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
         out, errors = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(
-            "the measurement did not end", where=f"process {rank}", why=f"{DEADLINE_S} s passed"
+            "the measurement did not end",
+            where=f"process {rank}",
+            why=f"{DEADLINE_S} s passed",
+            fix="Probe when nothing else runs here; `paceline doctor` checks torch",
         ) from None
     # gloo's threads may outlive the interpreter, which then aborts after the work is done: what
     # counts is whether the answer is whole.
@@ -165,7 +168,12 @@ def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
     except json.JSONDecodeError:
         last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        raise Missing("the measurement failed", where=f"process {rank}", why=last[0]) from None
+        raise Missing(
+            "the measurement failed",
+            where=f"process {rank}",
+            why=last[0],
+            fix="Run `paceline doctor`, which checks torch",
+        ) from None
     return answer
 
 

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import DeadlineExceeded
+from paceline.launch.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,8 @@ def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, f
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(deadline_s)
     command = [sys.executable, "-m", "paceline.launch.probe_links"]
-    numbers = [descriptor, listener.getsockname()[1], rounds, int(deadline_s) + 1]
+    port = listener.getsockname()[1]
+    numbers = [descriptor, port, rounds, int(deadline_s) + 1, os.getpid()]
     peer = subprocess.Popen(
         [*command, *map(str, numbers)], pass_fds=[descriptor], start_new_session=True
     )
@@ -46,7 +48,10 @@ def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, f
         return result
     except (TimeoutError, subprocess.TimeoutExpired) as problem:
         raise DeadlineExceeded(
-            "no answer between two processes", where="probe of links", why=f"{deadline_s} s passed"
+            "no answer between two processes",
+            where="probe of links",
+            why=f"{deadline_s} s passed",
+            fix="Probe when nothing else runs here",
         ) from problem
     finally:
         peer.kill()
@@ -159,6 +164,7 @@ class _Memory:
 
 
 if __name__ == "__main__":
-    given, port, turns, limit_s = map(int, sys.argv[1:])
-    with socket.create_connection(("127.0.0.1", port), timeout=limit_s) as to_leader:
+    given, given_port, turns, limit_s, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    with socket.create_connection(("127.0.0.1", given_port), timeout=limit_s) as to_leader:
         _exchange(given, to_leader, turns, limit_s, leads=False)

@@ -89,5 +89,8 @@ def load_result(run: Path) -> RunResult:
         return RunResult.from_text(text, where=str(path))
     except ValueError as problem:
         raise CorruptData(
-            "the run's result cannot be understood", where=str(path), why=str(problem)
+            "the run's result cannot be understood",
+            where=str(path),
+            why=str(problem),
+            fix="Restore it, or move it away to report without it",
         ) from problem

@@ -281,7 +281,10 @@ def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None
         (job.run / "trace").mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise StorageError(
-            "cannot make the run's folder", where=str(job.run), why=problem.strerror or ""
+            "cannot make the run's folder",
+            where=str(job.run),
+            why=problem.strerror or "",
+            fix="Name another place: --out RUN",
         ) from problem
     config = job.resolved.to_json()
     config["script"] = str(job.script)

@@ -156,6 +156,7 @@ class Pack:
                 "samples are named by a list of integers",
                 where=str(self.path),
                 why=f"got an array of shape {ids.shape} and type {ids.dtype}",
+                fix="Give a list or a flat array of integers",
             )
         reader = self._open()
         if ids.size:
@@ -192,7 +193,9 @@ class Pack:
         if reader is not None:
             return reader
         if self._closed:
-            raise UsageError("the pack is closed", where=str(self.path))
+            raise UsageError(
+                "the pack is closed", where=str(self.path), fix="Open it again: open_pack"
+            )
         _refuse_unfinished(self.path)
         try:
             reader = PackReader(os.fsencode(self.path))
@@ -230,7 +233,9 @@ class Pack:
                 fix="Use a newer Paceline",
             )
         if kind == "io" and not isinstance(OSError(error, why), FileNotFoundError):
-            return StorageError("cannot open the pack", where=where, why=why)
+            return StorageError(
+                "cannot open the pack", where=where, why=why, fix="Check that you may read it"
+            )
         if kind == "io" and where.endswith(INDEX_NAME):
             return _no_pack(self.path)
         return CorruptPack(

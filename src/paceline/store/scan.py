@@ -59,12 +59,17 @@ def scan(root: bytes, *, follow_symlinks: bool) -> Source:
     try:
         status = os.stat(root)  # noqa: PTH116  # names are bytes here
     except FileNotFoundError:
-        raise NotFound("no such folder to pack", where=os.fsdecode(root)) from None
+        raise NotFound(
+            "no such folder to pack", where=os.fsdecode(root), fix="Check the path"
+        ) from None
     except OSError as problem:
         raise unreadable(root, problem) from problem
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(
-            "only a folder can be packed", where=os.fsdecode(root), why="this is not a folder"
+            "only a folder can be packed",
+            where=os.fsdecode(root),
+            why="this is not a folder",
+            fix="Name the folder that it lies in",
         )
     # A stack of sorted listings instead of recursion: trees may be deeper than Python's stack.
     ancestors = [(status.st_dev, status.st_ino)]

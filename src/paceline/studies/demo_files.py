@@ -36,7 +36,12 @@ def make_folder() -> None:
         _MARK.touch()
     except OSError as problem:
         why = problem.strerror or str(problem)
-        raise StorageError("cannot make the demo's folder", where=str(FOLDER), why=why) from problem
+        raise StorageError(
+            "cannot make the demo's folder",
+            where=str(FOLDER),
+            why=why,
+            fix="Start the demo in a folder that you may write to",
+        ) from problem
 
 
 def write_images() -> int:

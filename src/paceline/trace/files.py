@@ -128,10 +128,12 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise NotFound("no such trace", where=str(path)) from None
+        raise NotFound("no such trace", where=str(path), fix="Give the folder of a run") from None
     except OSError as problem:
         why = problem.strerror or str(problem)
-        raise StorageError("cannot read trace", where=str(path), why=why) from problem
+        raise StorageError(
+            "cannot read trace", where=str(path), why=why, fix="Check that you may read it"
+        ) from problem
 
 
 def _within(status: Status, end: int) -> bool:
@@ -140,7 +142,9 @@ def _within(status: Status, end: int) -> bool:
 
 def _parse_header(data: bytes, path: Path) -> Status:
     if len(data) < HEADER_BYTES or data[:8] != _MAGIC:
-        raise CorruptTrace("not a Paceline trace", where=str(path))
+        raise CorruptTrace(
+            "not a Paceline trace", where=str(path), fix="Move it out of the run's folder"
+        )
     (_, version, rank, world_size, _, monotonic, realtime, boot_id, step, phase, closed, error) = (
         _HEADER.unpack_from(data)[:12]
     )

@@ -1,0 +1,47 @@
+"""Every error that Paceline raises tells what to do about it."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.core import errors
+
+SOURCE = Path(paceline.__file__).parent
+NAMES = {
+    name
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.PacelineError)
+}
+
+
+def _without_fix(tree):
+    """Return the lines that construct an error without a `fix` that says something."""
+    lines = []
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        told = [one.value for one in call.keywords if one.arg == "fix"]
+        passed_on = any(one.arg is None for one in call.keywords)
+        empty = any(isinstance(one, ast.Constant) and not one.value for one in told)
+        if name in NAMES and not passed_on and (not told or empty):
+            lines.append(call.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
+def test_every_error_has_a_fix(path):
+    lines = _without_fix(ast.parse(path.read_text()))
+    assert not lines, f"an error without fix= in {path.relative_to(SOURCE)}, lines {lines}"
+
+
+def test_the_check_itself_finds_what_it_looks_for():
+    tree = ast.parse(
+        "raise NotFound('x', fix='')\nraise errors.NotFound('x')\nNotFound('x', fix='y')"
+    )
+    assert _without_fix(tree) == [1, 2]
