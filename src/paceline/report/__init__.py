@@ -1,1 +1,5 @@
-"""TODO docstring."""
+"""A run in words, tables and one page: where the loop closes, prediction beside measurement.
+
+`model.gather` finds all numbers once; `words` says them in a sentence, `terminal` in tables, `html`
+on one page that needs nothing else. They render the same `Report`, so they cannot disagree.
+"""

@@ -1,1 +1,5 @@
-"""One file per framework: each turns what an unchanged program does into events."""
+"""What an unchanged program does, turned into events; one file per framework.
+
+The only place in `trace` that may import a framework. `launch` loads a collector by name in the
+process that runs the script, so that analyses never do.
+"""

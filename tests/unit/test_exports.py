@@ -1,0 +1,55 @@
+"""What each package offers: a name that comes or goes is decided here, not by accident."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+EXPORTS = {
+    "": ["__version__"],
+    "cli": [],
+    "core": [],
+    "launch": [],
+    "perf": ["Estimate", "estimate"],
+    "report": [],
+    "store": [
+        "Pack",
+        "PackDataset",
+        "PackOptions",
+        "PackProgress",
+        "PackSummary",
+        "open_pack",
+        "pack_folder",
+        "plan_pack",
+    ],
+    "studies": [],
+    "trace": [],
+    "trace.collectors": [],
+    "training": [],
+}
+
+
+def test_every_package_is_listed():
+    found = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("__init__.py")}
+    assert {".".join(path.parts) for path in found} == set(EXPORTS)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_package_offers_what_is_pinned_here(name):
+    module = importlib.import_module(f"paceline.{name}".rstrip("."))
+    assert sorted(getattr(module, "__all__", [])) == EXPORTS[name]
+    for one in EXPORTS[name]:
+        if one != "PackDataset":  # loads torch
+            assert getattr(module, one) is not None
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_package_says_what_it_is(name):
+    path = SOURCE.joinpath(*name.split("."), "__init__.py")
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text
+    assert "TODO" not in text
