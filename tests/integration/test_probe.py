@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import signal
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from launching import Launched, await_true
 
 from paceline.cli.probe import probe as verb
 from paceline.core.errors import DeadlineExceeded, StorageError
@@ -123,3 +126,22 @@ def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path, mo
     out = tmp_path / "file" / "machine.json"
     with pytest.raises(StorageError, match="Name a file"):
         CliRunner().invoke(verb, ["--out", str(out)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_probe_that_is_ended_takes_its_workers_along(tmp_path, name):
+    running = Launched(tmp_path, "probe", "--quick", "--out", "machine.json")
+    await_true(lambda: any(_is_worker(pid) for pid in running.running()), "a worker")
+    running.process.send_signal(getattr(signal, name))
+    running.wait()
+    assert running.code == (130 if name == "SIGTERM" else -signal.SIGKILL)
+    await_true(lambda: not running.running(), "the workers to end")
+    if name == "SIGTERM":
+        running.assert_nothing_left()
+
+
+def _is_worker(pid):
+    try:
+        return b"probe_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False

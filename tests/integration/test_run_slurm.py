@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from launching import await_true
+
+from paceline.core.errors import PacelineError
+from paceline.trace.events import Kind
+from paceline.trace.files import read_trace, trace_name
 
 spec = importlib.util.spec_from_file_location(
     "slurm", __file__.replace("integration/test_run_slurm", "slurm")
@@ -69,3 +74,44 @@ def test_a_task_that_raises_ends_the_step(environ, tmp_path):
     done = srun(environ, tmp_path, "--out", "run", str(script))
     assert done.returncode == 1, done.stderr
     assert "the data are odd" in done.stderr
+
+
+def test_a_killed_task_is_named_with_signal_and_step(environ, root, tmp_path):
+    script = root / "tests/integration/scripts/train.py"
+    how = ("--steps", "40", "--fail", "1", "17", "SIGKILL")
+    done = srun(environ, tmp_path, "--out", "run", str(script), *how, nodes=2)
+    assert done.returncode == 5, done.stderr
+    assert "rank 1 was killed by SIGKILL\n  where: step 17, in backward" in done.stderr
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["exit_code"] == 5
+    assert (result["failure"]["rank"], result["failure"]["signal"]) == (1, "SIGKILL")
+    assert not (tmp_path / "run/meeting").exists()
+
+
+def test_a_step_that_is_cancelled_keeps_its_traces(environ, root, tmp_path):
+    script = root / "tests/integration/scripts/train.py"
+    command = [sys.executable, "-m", "paceline", "run", "--out", "run", str(script)]
+    step = subprocess.Popen(
+        ["srun", "-n2", "--job-name=stop-me", *command, "--steps", str(10**6)],
+        env=environ,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    traces = [tmp_path / "run/trace" / trace_name(rank) for rank in range(2)]
+
+    def training():
+        try:
+            return all(len(read_trace(path).of(Kind.STEP)) >= 3 for path in traces)
+        except PacelineError:
+            return False
+
+    await_true(training, "three steps on disk")  # the signal kills the ranks, too
+    subprocess.run(
+        ["scancel", "--signal=TERM", "--name=stop-me"], env=environ, check=True, timeout=20
+    )
+    _, told = step.communicate(timeout=60)
+    assert step.returncode == 130, told
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["exit_code"], result["failure"]) == (130, None)
+    assert all(rank["steps"] >= 3 for rank in result["ranks"])
