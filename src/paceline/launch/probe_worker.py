@@ -25,6 +25,7 @@ from paceline.launch.probe_compute import (
     overhead_records,
 )
 from paceline.launch.probe_gloo import measure_collectives, measure_ddp
+from paceline.launch.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,5 +89,6 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    die_with_parent(json.loads(sys.argv[1])["parent"])
     sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))))
     sys.stdout.flush()
