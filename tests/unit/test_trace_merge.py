@@ -104,6 +104,15 @@ def test_no_time_is_off_by_more_than_the_error(drift, seed, count):
     assert (np.abs(clock.to_run_ns(shown) - true) <= clock.error_ns + 1).all()
 
 
+def test_one_collective_tells_nothing_of_drift():
+    below, above, shown, true, _ = _hour(0, count=1)
+    clock = fit_clock(below, above, (int(shown[0]), int(shown[0]) + HOUR_NS))
+    assert clock.drift == 0
+    # 500 parts per million of an hour may have passed unseen.
+    assert 1.8e9 <= clock.error_ns < 1.9e9
+    assert abs(clock.to_run_ns(int(shown[0])) - int(true[0])) <= 5 * MS
+
+
 def test_a_clock_that_was_set_has_an_unknown_error():
     below, above, shown, _, _ = _hour(0)
     jump = np.where(shown > np.median(shown), 10**9, 0)

@@ -8,10 +8,11 @@ before everybody has entered it, so for each one and ranks a and b
     issue_a <= run(completion_b)     and     run(issue_b) <= completion_a
 
 with run(t) = t + offset + drift (t - at): points below and points above the line. The line taken
-has the largest distance to both, vertically. Every line between the points could be the true one,
-so the error is the largest distance to any of these over the node's events: about what the fastest
-collectives took. Points that no line parts mean a clock that was set or slewed meanwhile: the line
-is then the one least contradicted, and its error is unknown.
+keeps away from both, vertically: of the drifts that leave nine tenths of the largest distance it
+has the smallest, since a short run tells little of drift. Every line between the points could be
+the true one, so the error is the largest distance to any of these over the node's events: about
+what the fastest collectives took. Points that no line parts mean a clock that was set or slewed
+meanwhile: the line is then the one least contradicted, and its error is unknown.
 
 Source: the same inequality as in D. L. Mills, RFC 5905 (NTP), with a collective as the message.
 """
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 # What clock_adjtime(2) lets a clock be slewed by; a crystal alone is off by a tenth of it.
 MAX_DRIFT = 500e-6
 _HALVINGS = 96  # each leaves two thirds: 1e-3 becomes 1e-20, below a nanosecond in a year
+_KEPT_GAP = 0.9
 
 T = TypeVar("T", int, np.ndarray)
+_Times = dict[tuple[str, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +123,11 @@ def merge(ranks: list[RankTrace]) -> Trace:
     for one in ranks:
         nodes.setdefault(_node(one), []).append(one)
     reference = ranks[0]
-    clocks = {
-        node: Clock() if node == _node(reference) else _clock(reference, members)
-        for node, members in nodes.items()
-    }
+    clocks = {_node(reference): Clock()}
+    others = nodes.keys() - clocks.keys()
+    mine = _synchronising_times(reference) if others else {}
+    for node in others:
+        clocks[node] = _clock(reference, mine, nodes[node])
     return Trace(ranks=tuple(ranks), clocks=tuple(clocks[_node(one)] for one in ranks))
 
 
@@ -131,9 +135,8 @@ def _node(rank: RankTrace) -> str:
     return rank.status.boot_id or f"unknown node of rank {rank.rank}"
 
 
-def _clock(reference: RankTrace, members: list[RankTrace]) -> Clock:
+def _clock(reference: RankTrace, mine: _Times, members: list[RankTrace]) -> Clock:
     """Return the clock of a node, from what its ranks did together with the reference."""
-    mine = _synchronising_times(reference)
     pairs = [
         (*mine[key], *times)
         for one in members
@@ -186,6 +189,9 @@ def fit_clock(
         return highest(drift) - lowest(drift)
 
     drift = _peak(gap, -MAX_DRIFT, MAX_DRIFT)
+    best = gap(drift)
+    if best > 0:
+        drift = _edge(lambda d: gap(d) - _KEPT_GAP * best, drift, 0.0)
     middle = (lowest(drift) + highest(drift)) / 2
     error_ns = None
     if gap(drift) >= 0:
@@ -242,7 +248,8 @@ def _edge(gap: Callable[[float], float], inside: float, outside: float) -> float
     return outside
 
 
-def _synchronising_times(rank: RankTrace) -> dict[tuple[str, int], tuple[int, int]]:
+def _synchronising_times(rank: RankTrace) -> _Times:
+    """Return the issue and completion of each collective that synchronises, by its key."""
     events = rank.of(Kind.COLLECTIVE)
     wanted = [i for i, name in enumerate(rank.names) if name in SYNCHRONISING]
     events = events[np.isin(events["name"], wanted)]
