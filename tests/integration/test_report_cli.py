@@ -100,3 +100,13 @@ def test_help_has_an_example(verb):
     done = _paceline(verb, "--help")
     assert done.returncode == 0
     assert "Example: paceline" in done.stdout
+
+
+def test_the_demos_folder_stands_for_its_run(tmp_path):
+    write_run(tmp_path / "run", data_parallel(2, 30))
+    (tmp_path / "result.json").write_text('{"version": 1, "kind": "demo"}')
+    for verb in ("why", "report"):
+        done = _paceline(verb, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "No rank was late in 30 steps" in done.stdout
+    assert (tmp_path / "report.html").exists()
