@@ -139,6 +139,22 @@ def test_a_signal_to_one_task_stops_the_others_too(tmp_path, rank):
     assert load_result(run).exit_code == 130
 
 
+def test_a_signal_before_all_are_here(tmp_path):
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    zero = Launched(
+        tmp_path, "run", "--out", "RUN", TRAIN, env={**environ, "OMPI_COMM_WORLD_RANK": "0"}
+    )
+    await_true((tmp_path / "RUN/meeting/rank-00000.hello").exists, "rank 0 to wait for rank 1")
+    zero.process.terminate()
+    assert zero.wait().code == 130
+    assert load_result(tmp_path / "RUN").exit_code == 130
+    zero.assert_nothing_left()
+
+
 def test_a_signal_while_the_others_are_awaited(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, signal\nwhile os.environ['RANK'] == '1':\n    signal.pause()\n")

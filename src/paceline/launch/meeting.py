@@ -117,6 +117,10 @@ class Meeting:
         """Have the others stop: not all ranks will end well."""
         (self.folder / "failed").touch()
 
+    def began(self) -> bool:
+        """Whether all tasks came, so that all will tell how they end."""
+        return (self.folder / "start.json").exists()
+
     def failed(self) -> bool:
         """Whether some rank did not end well."""
         return (self.folder / "failed").exists()
@@ -263,7 +267,7 @@ def await_result(run: Path, clock: Clock) -> bool:
     deadline_s = clock.now_s() + 2 * AFTER_FAILURE_S
     never = threading.Event()
     while not (run / "result.json").exists():
-        if clock.now_s() > deadline_s:
+        if clock.now_s() > deadline_s or not run.is_dir():  # rank 0 has never come
             return False
         clock.wait(never, _LOOK_S)
     return True

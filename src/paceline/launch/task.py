@@ -55,7 +55,7 @@ def start_task(
         raise
     if meeting.folder.is_dir():  # else rank 0 has not come, and nobody listens
         meeting.tell(ended)
-    if allocation.rank != 0 or not meeting.folder.is_dir():
+    if allocation.rank != 0 or not meeting.began():
         return (ended,) if ended.code else ()
     try:
         return meeting.gather()
