@@ -125,3 +125,18 @@ def test_what_is_not_there(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(NotFound, match="paceline probe"):
         load_machine()
+
+
+def test_a_banner_is_passed_over_and_an_early_end_is_explained(tmp_path):
+    path = tmp_path / "odd.py"
+    path.write_text(
+        "import os, torch\n"
+        "def loud():\n"
+        "    os.write(1, b'welcome\\n')\n"  # past Python's stdout, as a library does
+        "    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+        "def ends():\n"
+        "    os._exit(0)\n"
+    )
+    assert capture_file(f"{path}:loud").name == "loud"
+    with pytest.raises(ScriptFailed, match="ended the process"):
+        capture_file(f"{path}:ends")
