@@ -143,8 +143,8 @@ class TorchCollector:
                 return original(*args, **kwargs)
             finally:
                 self.loop.phase = outer
-                end_ns = recorder.end(number, backward_name, begin_ns, 0, outer)
-                self.collectives.leave_backward(end_ns)
+                recorder.end(number, backward_name, begin_ns, 0, outer)
+                self.collectives.leave_backward()
                 if self.stepped_in_backward:
                     self.stepped_in_backward = False
                     recorder.end_step()

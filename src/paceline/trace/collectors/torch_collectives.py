@@ -163,16 +163,17 @@ class CollectiveRecorder:
         self.callback_queued = False
         self.computed_ns = 0
 
-    def leave_backward(self, end_ns: int) -> None:
+    def leave_backward(self) -> None:
         """Record the wait for the collectives that the backward pass issued."""
         self.in_backward = False
-        self._forget_works(self.issued_before, end_ns)
+        self._forget_works(self.issued_before)
         if self.computed_ns:
+            # Now and not when backward ended: no completion that it awaited may be noted later.
             self.recorder.record(
-                int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, end_ns
+                int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, monotonic_ns()
             )
 
-    def _forget_works(self, but: set[int], end_ns: int) -> None:
+    def _forget_works(self, but: set[int]) -> None:
         """Let go of works that C++ has waited for by now: those that no Python object holds.
 
         A work that the script holds is still to be waited for, and may be on its way.
@@ -181,7 +182,7 @@ class CollectiveRecorder:
             issued = self.works[key]
             if sys.getrefcount(issued.keep) > _OUR_REFERENCES:
                 continue
-            self._complete(issued, end_ns)  # its callback may come late, after the GIL
+            self._complete(issued, monotonic_ns())  # its callback may come late, after the GIL
             del self.works[key]
 
     def _computed(self) -> None:
@@ -328,7 +329,7 @@ class CollectiveRecorder:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._forget_works(issued_before, monotonic_ns())
+                self._forget_works(issued_before)
                 self._record_wait(self.last_issued, begin_ns)
 
         dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
