@@ -32,7 +32,7 @@ from paceline.core.errors import (
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
 from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.budget import allowed_cores
+from paceline.launch.budget import allowed_cores, share
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.meeting import await_result, refuse_taken
 from paceline.launch.processes import (
@@ -46,7 +46,9 @@ from paceline.launch.processes import (
 from paceline.launch.provenance import known_machine, versions
 from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.launch.task import start_task
-from paceline.trace.blame import blame
+from paceline.perf import Estimate
+from paceline.trace.arrivals import encounters
+from paceline.trace.blame import blame, lateness_s
 from paceline.trace.files import Status, read_status, trace_name
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.phases import RankPhases, phases, step_time_s
@@ -194,8 +196,10 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
             ranks=(),
             failure=failure,
         )
-    parts = phases(trace)
-    late = blame(trace, parts)
+    met = encounters(trace)
+    parts = phases(trace, met)
+    steps = min((one.steps for one in parts), default=0)
+    late = blame(trace, parts, late_s=lateness_s(trace, steps, met))
     return RunResult(
         exit_code=exit_code,
         world_size=ranks,
@@ -274,9 +278,20 @@ def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
     )
 
 
+def _threads(job: Job) -> int | None:
+    """Return the compute threads of each rank; None where torch or the allocation chooses them."""
+    environ = environment()
+    if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
+        return None
+    return share(allowed_cores(), 0, job.ranks, environ).threads
+
+
 def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None) -> None:
     machine = known_machine(machine_path)
-    estimate = read_text(estimate_path) if estimate_path else None
+    estimate = None
+    if estimate_path is not None:
+        text = read_text(estimate_path)
+        estimate = Estimate.from_text(text, where=str(estimate_path)).to_text()
     try:
         (job.run / "trace").mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -290,6 +305,7 @@ def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None
     config["script"] = str(job.script)
     config["args"] = list(job.args)
     config["world_size"] = job.ranks
+    config["threads"] = _threads(job)
     commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(job.run / "machine.json", machine.to_text())

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.core import logs
+from paceline.core.clock import SystemClock
 from paceline.core.config import environment
 from paceline.launch.budget import share
 from paceline.launch.processes import die_with_parent
-from paceline.native import Recorder, monotonic_ns
+from paceline.native import Recorder
 from paceline.trace.files import trace_name
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _report_failure(error: BaseException, run: Path, rank: int) -> None:
     collector = sys.modules.get(_COLLECTOR)
     report = {
         "rank": rank,
-        "at_ns": monotonic_ns(),
+        "at_ns": int(SystemClock().wall_s() * 1e9),  # comparable between nodes
         "phase": collector.phase_of(error) if collector else "",
         "traceback": text,
         "error": repr(error),
