@@ -45,7 +45,7 @@ def test_it_says_the_same_as_json_and_writes_only_in_its_folder(slowed):
     result, launched, folder = slowed
     assert json.loads(launched.out) == result
     assert {path.name for path in folder.iterdir()} <= {"paceline-demo", "tmp", "cache"}
-    assert not any((folder / "tmp").iterdir())
+    launched.assert_nothing_left()
 
 
 def test_its_report_is_one_page_without_references(slowed):

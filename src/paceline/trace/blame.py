@@ -75,6 +75,8 @@ class BlameRules(Record):
         min_steps: a window is at least this long.
         min_late_steps: this share of the window's steps is late.
         min_signal: median excess in the window, over its median absolute deviation there.
+        min_cost_share: the window's lateness adds up to at least this share of the whole loop: a
+            neighbour that takes a core for a blink is real, and not worth a name.
         max_chance: probability that so many late steps lie together by chance, if late steps were
             strewn as they are elsewhere in the run.
     """
@@ -84,6 +86,7 @@ class BlameRules(Record):
     min_steps: int = 8
     min_late_steps: float = 0.8
     min_signal: float = 2.0
+    min_cost_share: float = 0.02
     max_chance: float = 1e-3
 
 
@@ -157,6 +160,7 @@ def blame(
     late = lateness_s(trace, steps) if late_s is None else late_s
     step_s = np.median(np.min([one.step_s[:steps] for one in ranks], axis=0))
     least_s = max(rules.min_late_s, rules.min_late_share * float(step_s))
+    loop_s = float(np.min([one.step_s[:steps].sum() for one in ranks]))
     excess = excess_s(late)
     is_late = excess > least_s
     found = []
@@ -166,6 +170,8 @@ def blame(
             continue
         first, last = window
         cost = float(late[i, first : last + 1].sum())
+        if cost < rules.min_cost_share * loop_s:
+            continue
         found.append((cost, _straggler(i, ranks, late[i], first, last)))
     return tuple(one for _, one in sorted(found, key=lambda pair: -pair[0]))
 
