@@ -28,6 +28,13 @@ def _jitter_ns(seed, world_size, steps, scale_ms):
     return (generator.exponential(scale_ms, (world_size, steps)) * MS).astype(np.int64)
 
 
+@pytest.mark.parametrize(("ms", "accused"), [(4, False), (60, True)])
+def test_nobody_is_named_for_what_costs_the_run_next_to_nothing(tmp_path, ms, accused):
+    late = (Late(1, ms, 300, 311),)  # 12 of 600 steps of 10 ms: 48 ms and 720 ms of 6 s
+    found = _blame(tmp_path, data_parallel(2, 600, late=late))
+    assert [one.rank for one in found] == ([1] if accused else [])
+
+
 @pytest.mark.parametrize("cause", ["data", "compute", "not_running"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_rank_is_found_for_each_cause(tmp_path, rank, cause):
