@@ -119,6 +119,9 @@ class CollectiveRecorder:
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
         self.sequences: dict[str, int] = {}
         self.last_issued: _Issued | None = None
+        # Within a call that waits for its own works, its end tells theirs. gloo runs callbacks of
+        # a future before it wakes who waits: asking for one would make the wait longer.
+        self.call_waits = False
         self.works: dict[int, _Issued] = {}  # by id of the work
         self.tensors: dict[int, _Issued] = {}  # functional collectives: by data pointer
         self.libraries: list[torch.library.Library] = []
@@ -257,14 +260,18 @@ class CollectiveRecorder:
                 self._record_wait(issued, begin_ns)
                 return result
             self._make_room(self.works)[id(work)] = issued
-            # gloo's send and receive have no future: their wait tells.
-            with contextlib.suppress(RuntimeError):
-                work.get_future().add_done_callback(functools.partial(self._completed, issued))
-                issued.has_future = True
+            if not self.call_waits:
+                self._watch_future(work, issued)
             self._watch_backward()
             return result
 
         return kernel
+
+    def _watch_future(self, work: Any, issued: _Issued) -> None:
+        """Have the work's future tell when it ends; gloo's send and receive have none."""
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(functools.partial(self._completed, issued))
+            issued.has_future = True
 
     def _completed(self, issued: _Issued, _: object) -> None:
         self._complete(issued, monotonic_ns())
@@ -324,11 +331,13 @@ class CollectiveRecorder:
         @functools.wraps(original)
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             self.last_issued = None
+            self.call_waits = True
             issued_before = set(self.works)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             try:
                 return original(*args, **kwargs)
             finally:
+                self.call_waits = False
                 self._forget_works(issued_before)
                 self._record_wait(self.last_issued, begin_ns)
 
