@@ -24,7 +24,7 @@ def commit_bytes(path: Path, data: bytes) -> None:
 
 def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     """Write `chunks` one after the other, for what is too large to hold; see `commit_bytes`."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         with partial.open("wb") as file:
             for chunk in chunks:
@@ -56,7 +56,7 @@ def prepare_file(path: Path) -> None:
     Raises:
         StorageError: it cannot.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -99,3 +99,8 @@ def read_text(path: Path) -> str:
             why=str(problem),
             fix="Check that it is a text file that you may read",
         ) from problem
+
+
+def _partial(path: Path) -> Path:
+    """Return where this process writes what is to become `path`: beside it, for the rename."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
