@@ -12,6 +12,7 @@ autograd engine marks the moment when computing is done: what follows is the wai
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import sys
@@ -122,6 +123,7 @@ class CollectiveRecorder:
         # Within a call that waits for its own works, its end tells theirs. gloo runs callbacks of
         # a future before it wakes who waits: asking for one would make the wait longer.
         self.call_waits = False
+        self.kept_threads: set[int] = set()
         self.works: dict[int, _Issued] = {}  # by id of the work
         self.tensors: dict[int, _Issued] = {}  # functional collectives: by data pointer
         self.libraries: list[torch.library.Library] = []
@@ -275,6 +277,13 @@ class CollectiveRecorder:
 
     def _completed(self, issued: _Issued, _: object) -> None:
         self._complete(issued, monotonic_ns())
+        thread = threading.get_ident()
+        if thread not in self.kept_threads:
+            # Python forgets a thread that is not its own after each call, and maps and unmaps memory
+            # to greet it again at the next: 45 us a collective, which stop the main thread too.
+            # One reference too many keeps the state of the few threads of the backend.
+            self.kept_threads.add(thread)
+            ctypes.pythonapi.PyGILState_Ensure()
 
     def _functional_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
         name = self.recorder.intern(_FUNCTIONAL[operator])
