@@ -119,10 +119,6 @@ class CollectiveRecorder:
         self.issued_before: set[int] = set()
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
         self.sequences: dict[str, int] = {}
-        self.last_issued: _Issued | None = None
-        # Within a call that waits for its own works, its end tells theirs. gloo runs callbacks of
-        # a future before it wakes who waits: asking for one would make the wait longer.
-        self.call_waits = False
         self.kept_threads: set[int] = set()
         self.works: dict[int, _Issued] = {}  # by id of the work
         self.tensors: dict[int, _Issued] = {}  # functional collectives: by data pointer
@@ -207,7 +203,7 @@ class CollectiveRecorder:
         self, name: int, group_name: str, amount: int, peer: int, begin_ns: int, keep: object
     ) -> _Issued:
         sequence = self.sequences[group_name] = self.sequences.get(group_name, 0) + 1
-        self.last_issued = _Issued(
+        return _Issued(
             name=name,
             begin_ns=begin_ns,
             amount=amount,
@@ -217,7 +213,6 @@ class CollectiveRecorder:
             step=self.recorder.step,
             keep=keep,
         )
-        return self.last_issued
 
     def _make_room(self, table: dict[int, _Issued]) -> dict[int, _Issued]:
         """Return `table` with room in it: the oldest goes, as nobody has waited for it so far."""
@@ -262,8 +257,7 @@ class CollectiveRecorder:
                 self._record_wait(issued, begin_ns)
                 return result
             self._make_room(self.works)[id(work)] = issued
-            if not self.call_waits:
-                self._watch_future(work, issued)
+            self._watch_future(work, issued)
             self._watch_backward()
             return result
 
@@ -279,9 +273,9 @@ class CollectiveRecorder:
         self._complete(issued, monotonic_ns())
         thread = threading.get_ident()
         if thread not in self.kept_threads:
-            # Python forgets a thread that is not its own after each call, and maps and unmaps memory
-            # to greet it again at the next: 45 us a collective, which stop the main thread too.
-            # One reference too many keeps the state of the few threads of the backend.
+            # Python forgets a foreign thread after each call, and maps and unmaps memory to greet
+            # it again at the next: 45 us a collective, which stop the main thread too. One
+            # reference too many keeps the state of the backend's few threads.
             self.kept_threads.add(thread)
             ctypes.pythonapi.PyGILState_Ensure()
 
@@ -334,21 +328,24 @@ class CollectiveRecorder:
         c10d.Work.wait = wait  # type: ignore[method-assign,assignment]  # a hook
 
     def _wrap_broadcast_coalesced(self) -> None:
-        """See DDP's broadcast of buffers, which waits in C++ for the works that it issues."""
+        """Record DDP's broadcast of buffers, which comes twice a step, as the one call that it is.
+
+        It waits in C++ for the works that it issues, so that its end is theirs. Dispatched below
+        autograd, they pass by our kernels: a kernel in Python costs 100 us amid a step.
+        """
         original = dist._broadcast_coalesced  # noqa: SLF001  # what DDP calls
+        name = self.recorder.intern("broadcast")
 
         @functools.wraps(original)
-        def broadcast(*args: Any, **kwargs: Any) -> Any:
-            self.last_issued = None
-            self.call_waits = True
-            issued_before = set(self.works)
+        def broadcast(process_group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
+            amount = sum(_bytes(tensors))
             begin_ns = self.recorder.begin(int(Kind.WAIT))
+            issued = self._issue(name, process_group.group_name, amount, src, begin_ns, None)
             try:
-                return original(*args, **kwargs)
+                with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # as a kernel redispatches
+                    return original(process_group, tensors, buffer_size, src)
             finally:
-                self.call_waits = False
-                self._forget_works(issued_before)
-                self._record_wait(self.last_issued, begin_ns)
+                self._record_wait(issued, begin_ns)
 
         dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
 
