@@ -211,6 +211,10 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     write_trace(run / "trace" / trace_name(0), 0, 2, events, close=False)
     report = gather(run)
     assert report.missing_ranks == (1,)
+    # One rank alone cannot be late, and nothing is known of the other one.
+    assert report.words.startswith(
+        "Rank 1 left no trace, so this is of the others alone. One rank took 30 steps: "
+    )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text
     assert "1 rank left no trace" in text

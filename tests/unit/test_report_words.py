@@ -76,6 +76,13 @@ def test_waiting_for_nobody_in_particular_is_said():
     assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
 
 
+def test_ranks_without_a_trace_are_not_called_punctual():
+    assert _verdict(missing=(3, 4)).startswith(
+        "2 ranks left no trace (first: 3), so this is of the others. No rank was late"
+    )
+    assert "One rank took 700 steps" in _verdict(world_size=2, missing=(1,))
+
+
 def test_a_run_without_steps_says_why_nothing_can_be_said():
     assert "optimizer's step()" in _verdict(steps=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.errors import CorruptData
+from paceline.core.errors import ConfigError, CorruptData
 from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.trace.blame import Straggler
@@ -87,10 +87,15 @@ def load_result(run: Path) -> RunResult:
     text = read_text(path)
     try:
         return RunResult.from_text(text, where=str(path))
-    except ValueError as problem:
-        raise CorruptData(
-            "the run's result cannot be understood",
-            where=str(path),
-            why=str(problem),
-            fix="Restore it, or move it away to report without it",
-        ) from problem
+    except ConfigError as problem:
+        raise not_understood(problem) from problem
+
+
+def not_understood(problem: ConfigError) -> CorruptData:
+    """Return what a wrong record means in a file of a run: nobody writes these by hand."""
+    return CorruptData(
+        "a file of the run cannot be understood",
+        where=problem.where,
+        why=f"{problem.what}: {problem.why}" if problem.why else problem.what,
+        fix="Restore it, or move it away to do without it",
+    )

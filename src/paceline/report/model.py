@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from paceline.core.breakdown import Breakdown
-from paceline.core.errors import ConfigError, CorruptData, NotFound
+from paceline.core.errors import ConfigError, NotFound
 from paceline.core.files import read_text
 from paceline.core.machine import Machine
-from paceline.launch.result import RunResult, load_result
+from paceline.launch.result import RunResult, load_result, not_understood
 from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
@@ -88,7 +88,7 @@ class Report:
     @property
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that left no trace."""
-        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.parts}))
+        return self.trace.missing_ranks
 
     @property
     def dropped_count(self) -> int:
@@ -143,6 +143,7 @@ def gather(run: Path) -> Report:
             sum(one.count for one in meetings) / max(1, steps),
         ),
         latest=_latest(trace, late_s),
+        missing=trace.missing_ranks,
     )
     return Report(
         run=run,
@@ -286,7 +287,7 @@ def _record(cls: type[Any], path: Path) -> Any:
     try:
         return cls.from_text(read_text(path), where=str(path))
     except ConfigError as problem:
-        raise _not_understood(path, problem) from problem
+        raise not_understood(problem) from problem
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -295,14 +296,6 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(read_text(path))
     except json.JSONDecodeError as problem:
-        raise _not_understood(path, problem) from problem
+        wrong = ConfigError("not valid JSON", where=str(path), why=str(problem), fix="Restore it")
+        raise not_understood(wrong) from problem
     return data if isinstance(data, dict) else {}
-
-
-def _not_understood(path: Path, problem: Exception) -> CorruptData:
-    return CorruptData(
-        "a file of the run cannot be understood",
-        where=str(path),
-        why=str(problem),
-        fix="Restore it, or move it away to report without it",
-    )

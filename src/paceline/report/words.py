@@ -73,6 +73,7 @@ def verdict(
     failure: Failure | None = None,
     place: str = "at every all-reduce",
     latest: int | None = None,
+    missing: tuple[int, ...] = (),
 ) -> str:
     """Return what to say of a run first, in one or two sentences after its failure, if any.
 
@@ -84,8 +85,11 @@ def verdict(
         failure: of the rank that failed first.
         place: where lateness shows; see `meeting_place`.
         latest: the rank that most lateness is of, if one stands out.
+        missing: ranks that left no trace: nothing is known of them, nor of who waited for them.
     """
     sentences = [] if failure is None else [failure_words(failure)]
+    if missing:
+        sentences.append(_missing_words(missing))
     if not steps:
         sentences.append(
             "No step was recorded, so nothing can be said of who was late: "
@@ -96,7 +100,7 @@ def verdict(
         if len(stragglers) > 1:
             sentences.append(_more_words(stragglers[1:]))
     else:
-        sentences.append(_even_words(world_size, steps, total, latest))
+        sentences.append(_even_words(world_size - len(missing), steps, total, latest))
     return " ".join(sentences)
 
 
@@ -141,6 +145,12 @@ def _late_words(late: Straggler, world_size: int, place: str) -> str:
         f"{late.first_step} and {late.last_step}, {BECAUSE[late.cause]}; {others} "
         f"{format_share(late.others_wait)} of each of these steps."
     )
+
+
+def _missing_words(missing: tuple[int, ...]) -> str:
+    if len(missing) == 1:
+        return f"Rank {missing[0]} left no trace, so this is of the others alone."
+    return f"{len(missing)} ranks left no trace (first: {missing[0]}), so this is of the others."
 
 
 def _more_words(more: tuple[Straggler, ...]) -> str:

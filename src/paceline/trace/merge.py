@@ -80,6 +80,11 @@ class Trace:
         """Ranks that the run had, whether or not all left a trace."""
         return self.ranks[0].status.world_size
 
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that left no trace."""
+        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.ranks}))
+
 
 def load_run(run: Path) -> Trace:
     """Return the merged traces of the run in folder `run`.
