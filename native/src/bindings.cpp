@@ -1,12 +1,10 @@
-// The one file that knows Python. Calls are coarse or tiny, and no Python object outlives a call.
+// The compiled module. Files named bind_* and this one know Python; the rest is plain C++.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
-#include <memory>
-
+#include "bindings.hpp"
 #include "paceline/crc32c.hpp"
-#include "paceline/pack_reader.hpp"
+#include "paceline/pack_index.hpp"
 #include "paceline/recorder.hpp"
 
 namespace nb = nanobind;
@@ -14,20 +12,11 @@ using namespace nb::literals;
 using paceline::Event;
 using paceline::Kind;
 using paceline::PackError;
-using paceline::PackReader;
+using paceline::Bytes;
+using paceline::to_bytes;
 using paceline::Recorder;
 
 namespace {
-
-struct Bytes {  // a view of any object with the buffer protocol, for the length of a call
-  explicit Bytes(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  }
-  ~Bytes() { PyBuffer_Release(&view); }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-  Py_buffer view{};
-};
 
 std::uint32_t crc32c(nb::handle data, std::uint32_t crc) {
   const Bytes bytes(data);
@@ -78,118 +67,6 @@ void bind_recorder(nb::module_& module) {
       .def_prop_ro("dropped_count", &Recorder::dropped_count);
 }
 
-nb::bytes to_bytes(std::string_view text) { return nb::bytes(text.data(), text.size()); }
-
-template <class T>
-using View = nb::ndarray<nb::numpy, const T, nb::ndim<1>>;
-
-// An array in the mapped index; it keeps the reader alive.
-template <class T>
-View<T> view(nb::handle self, std::span<const T> array) {
-  return View<T>(array.data(), {array.size()}, self);
-}
-
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std::size_t size) {
-  nb::capsule owner(data.get(), [](void* pointer) noexcept { delete[] static_cast<T*>(pointer); });
-  return {data.release(), {size}, owner};
-}
-
-nb::object read_sample(const PackReader& reader, std::uint64_t sample) {
-  const std::size_t size = reader.checked_length(sample);
-  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
-  if (result == nullptr) throw nb::python_error();
-  const nb::object owner = nb::steal(result);
-  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // nobody sees it yet
-  nb::gil_scoped_release released;
-  reader.read(sample, target);
-  return owner;
-}
-
-using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-nb::tuple read_batch(const PackReader& reader, const Ids& array) {
-  const std::span<const std::int64_t> ids(array.data(), array.size());
-  std::unique_ptr<std::int64_t[]> offsets(new std::int64_t[ids.size() + 1]);
-  std::unique_ptr<std::uint8_t[]> buffer;
-  std::size_t size = 0;
-  {
-    nb::gil_scoped_release released;
-    size = reader.plan_batch(ids, offsets.get());
-    buffer.reset(new std::uint8_t[size]);
-    reader.read_batch(ids, offsets.get(), reinterpret_cast<std::byte*>(buffer.get()));
-  }
-  return nb::make_tuple(own(std::move(buffer), size), own(std::move(offsets), ids.size() + 1));
-}
-
-nb::list verify(const PackReader& reader, std::uint64_t first, std::uint64_t end) {
-  std::vector<paceline::BadSample> bad;
-  {
-    nb::gil_scoped_release released;
-    bad = reader.verify(first, end);
-  }
-  nb::list result;
-  for (const auto& one : bad) result.append(nb::make_tuple(one.sample, one.why));
-  return result;
-}
-
-void bind_pack_reader(nb::module_& module) {
-  nb::class_<PackReader>(module, "PackReader")
-      .def(
-          "__init__",
-          [](PackReader* self, const nb::bytes& folder) {
-            const std::string path(folder.c_str(), folder.size());
-            nb::gil_scoped_release released;
-            new (self) PackReader(path);
-          },
-          "folder"_a)
-      .def_prop_ro("sample_count", &PackReader::sample_count)
-      .def_prop_ro("folder_count", &PackReader::folder_count)
-      .def_prop_ro("class_count", &PackReader::class_count)
-      .def_prop_ro("shard_count", &PackReader::shard_count)
-      .def_prop_ro("identity", &PackReader::identity)
-      .def_prop_ro("lengths",
-                   [](nb::handle_t<PackReader> self) {
-                     return view(self, nb::cast<PackReader&>(self).lengths());
-                   })
-      .def_prop_ro("labels",
-                   [](nb::handle_t<PackReader> self) {
-                     return view(self, nb::cast<PackReader&>(self).labels());
-                   })
-      .def_prop_ro("modes",
-                   [](nb::handle_t<PackReader> self) {
-                     return view(self, nb::cast<PackReader&>(self).modes());
-                   })
-      .def_prop_ro("mtimes",
-                   [](nb::handle_t<PackReader> self) {
-                     return view(self, nb::cast<PackReader&>(self).mtimes());
-                   })
-      .def_prop_ro("shards",
-                   [](nb::handle_t<PackReader> self) {
-                     return view(self, nb::cast<PackReader&>(self).shards());
-                   })
-      .def(
-          "name", [](const PackReader& self, std::uint64_t i) { return to_bytes(self.name(i)); },
-          "sample"_a)
-      .def(
-          "folder",
-          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.folder(i)); },
-          "index"_a)
-      .def(
-          "class_name",
-          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.class_name(i)); },
-          "index"_a)
-      .def(
-          "find",
-          [](const PackReader& self, const nb::bytes& name) {
-            return self.find({name.c_str(), name.size()});
-          },
-          "name"_a)
-      .def("read", &read_sample, "sample"_a)
-      .def("read_batch", &read_batch, "ids"_a)
-      .def("verify", &verify, "first"_a, "end"_a);
-}
-
 // Raised as PackError(kind, file, why, errno, sample, shard, expected, found, version).
 PyObject* pack_error_type = nullptr;
 
@@ -222,5 +99,5 @@ NB_MODULE(_native, module) {
   bind_recorder(module);
   pack_error_type = PyErr_NewException("paceline._native.PackError", PyExc_ValueError, nullptr);
   module.attr("PackError") = nb::handle(pack_error_type);
-  bind_pack_reader(module);
+  paceline::bind_pack_reader(module);
 }

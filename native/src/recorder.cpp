@@ -15,21 +15,12 @@
 #include <system_error>
 
 #include "paceline/crc32c.hpp"
+#include "paceline/fork.hpp"
 
 namespace paceline {
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
-
-// A forked child inherits the buffers and the mapped header but not the writer: it must leave
-// both alone. getpid() would cost a system call per event, so fork itself counts.
-std::atomic<std::uint64_t> fork_generation{0};
-
-void count_forks() {
-  static const int installed =
-      pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
-  static_cast<void>(installed);
-}
 
 std::uint64_t clock_ns(clockid_t clock) noexcept {
   timespec now{};
@@ -66,9 +57,7 @@ void read_boot_id(char (&boot_id)[40]) {
 std::uint64_t monotonic_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
 
 Recorder::Recorder(const std::string& path, const RecorderOptions& options)
-    : options_(options), generation_(0), shared_(std::make_unique<Shared>()) {
-  count_forks();
-  generation_ = fork_generation.load();
+    : options_(options), generation_(fork_generation()), shared_(std::make_unique<Shared>()) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | (options.exclusive ? O_EXCL : O_TRUNC);
   descriptor_ = open(path.c_str(), flags, 0644);
   const auto fail = [&](const char* what) {
@@ -120,7 +109,9 @@ Recorder::~Recorder() {
   ::close(descriptor_);
 }
 
-bool Recorder::owned() const noexcept { return generation_ == fork_generation.load(); }
+// A forked child inherits the buffers and the mapped header but not the writer: it must leave both
+// alone.
+bool Recorder::owned() const noexcept { return generation_ == fork_generation(); }
 
 std::uint32_t Recorder::intern(const std::string& name) {
   if (!owned()) return 0;

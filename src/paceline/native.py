@@ -12,10 +12,20 @@ except ImportError as problem:  # pragma: no cover - needs a broken installation
         "Install the package again with a C++20 compiler at hand: pip install ."
     ) from problem
 
+PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
+PackEntry = _native.PackEntry
 PackError = _native.PackError
 PackReader = _native.PackReader
 Recorder = _native.Recorder
 crc32c = _native.crc32c
 monotonic_ns = _native.monotonic_ns
 
-__all__ = ["PackError", "PackReader", "Recorder", "crc32c", "monotonic_ns"]
+__all__ = [
+    "PACK_FORMAT_VERSION",
+    "PackEntry",
+    "PackError",
+    "PackReader",
+    "Recorder",
+    "crc32c",
+    "monotonic_ns",
+]

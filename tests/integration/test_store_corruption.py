@@ -155,7 +155,7 @@ def test_a_newer_version_is_refused_with_the_version_needed(pack_path):
     content = bytearray((pack_path / "index.pace").read_bytes())
     struct.pack_into("<I", content, 8, 7)
     (pack_path / "index.pace").write_bytes(reseal(content))
-    with pytest.raises(UsageError, match=r"format version 7.*reads up to version 1"):
+    with pytest.raises(UsageError, match=r"format version 7.*reads up to version 2"):
         open_pack(pack_path)
 
 

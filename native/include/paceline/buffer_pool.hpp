@@ -1,0 +1,15 @@
+// Large buffers that are handed out again: a fresh one costs a page fault every 4 KiB, which takes
+// longer than the copy that fills it.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+namespace paceline {
+
+// Returns at least `size` bytes (0 for 0) whose pages exist. Throws std::bad_alloc.
+std::span<std::byte> acquire_buffer(std::size_t size);
+// Takes back what acquire_buffer returned, whole.
+void release_buffer(std::span<std::byte> buffer) noexcept;
+
+}  // namespace paceline

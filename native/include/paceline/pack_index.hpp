@@ -1,0 +1,227 @@
+// The index of a pack: one mapped file of flat arrays, and what they say about each sample.
+// The layout: docs/reference/pack-format.md. Nothing in the file is believed before it is checked:
+// whatever the bytes are, the outcome is an answer that lies within the files or a PackError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace paceline {
+
+constexpr std::uint32_t pack_format_version = 2;
+
+enum class Section : std::uint32_t {
+  offsets = 1,           // u64[extents], within the shard
+  lengths = 2,           // u64[extents], decoded
+  shards = 3,            // u32[extents]
+  checksums = 4,         // u32[extents], CRC-32C of the decoded bytes
+  labels = 5,            // i32[samples]
+  modes = 6,             // u32[samples]
+  mtimes = 7,            // i64[samples], nanoseconds
+  name_offsets = 8,      // u64[samples + 1], into names
+  names = 9,             // bytes, ascending
+  folder_offsets = 10,   // u64[folders + 1], into folders
+  folders = 11,          // bytes, depth first
+  class_offsets = 12,    // u64[classes + 1], into classes
+  classes = 13,          // bytes
+  shard_lengths = 14,    // u64[shards]
+  stored_lengths = 15,   // u64[extents]; absent: as lengths
+  codecs = 16,           // u8[extents]; absent: none
+  first_extents = 17,    // u64[samples + 1]; absent: a sample is an extent
+  name_table = 18,       // u64[slots]; absent: names are searched
+  folder_samples = 19,   // u64[2 * folders]
+  folder_ends = 20,      // u64[folders]
+  shard_digests = 21,    // u8[32 * shards], SHA-256
+  parity = 22,           // u64[1 + parity files]
+  parity_digests = 23,   // u8[32 * parity files]
+};
+constexpr std::uint32_t last_section = 23;
+
+enum class Codec : std::uint8_t { none = 0, zstd = 1 };
+constexpr std::uint8_t last_codec = 1;
+// What is decoded is allocated before it can be checked: this bounds it.
+constexpr std::uint64_t max_encoded_length = std::uint64_t{1} << 30;
+
+struct PackHeader {  // little-endian on disk, as everything here
+  char magic[8];     // "PACEPACK"
+  std::uint32_t version;
+  std::uint32_t section_count;
+  std::uint64_t index_bytes;
+  std::uint64_t sample_count;
+  std::uint64_t folder_count;
+  std::uint32_t shard_count;
+  std::uint32_t class_count;
+  std::uint64_t reserved;
+  std::uint32_t table_checksum;   // of the section table that follows
+  std::uint32_t header_checksum;  // of the 60 bytes before; here in every version
+};
+static_assert(sizeof(PackHeader) == 64);
+
+struct SectionEntry {
+  std::uint32_t id;
+  std::uint32_t flags;   // bit 0: a reader that does not know the section must refuse the pack
+  std::uint64_t offset;  // from the start of the index, a multiple of 64
+  std::uint64_t length;
+  std::uint32_t checksum;
+  std::uint32_t reserved;
+};
+static_assert(sizeof(SectionEntry) == 32);
+constexpr std::uint32_t section_required = 1;
+
+struct PackError : std::runtime_error {
+  enum class Kind { io, corrupt, sample, version };
+
+  PackError(Kind what_kind, std::string file_name, const std::string& why)
+      : std::runtime_error(why), kind(what_kind), file(std::move(file_name)) {}
+
+  Kind kind;
+  std::string file;
+  int error = 0;             // errno of Kind::io
+  std::uint64_t sample = 0;  // of Kind::sample, with what follows
+  std::uint32_t shard = 0;
+  std::uint32_t expected = 0;
+  std::uint32_t found = 0;
+  std::uint32_t version = 0;  // of Kind::version: what a reader needs; 0 = an unknown section
+};
+
+[[noreturn]] void fail_io(const std::string& path, int error);
+[[noreturn]] void fail_corrupt(const std::string& path, const std::string& why);
+[[noreturn]] void fail_version(const std::string& path, std::uint32_t version,
+                               const std::string& why);
+std::string checksum_mismatch(std::uint32_t expected, std::uint32_t found);
+
+struct FileState {  // all 0: there is no such file
+  static FileState of(const std::string& path) noexcept;
+  bool operator==(const FileState&) const = default;
+
+  std::uint64_t device = 0;
+  std::uint64_t inode = 0;
+  std::int64_t size = 0;
+  std::int64_t written_ns = 0;
+  std::int64_t changed_ns = 0;
+};
+
+// A read-only mapping of a whole regular file, which a pack never changes once it is there.
+class Mapping {
+ public:
+  explicit Mapping(std::string path);  // throws PackError
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  Mapping& operator=(Mapping&&) = delete;
+
+  const std::string& path() const noexcept { return path_; }
+  std::span<const std::byte> bytes() const noexcept { return bytes_; }
+  const FileState& state() const noexcept { return state_; }
+
+ private:
+  std::string path_;
+  std::span<const std::byte> bytes_;
+  FileState state_;  // when it was mapped
+};
+
+struct Extent {  // a contiguous stored piece of one sample
+  std::uint64_t offset;
+  std::uint64_t stored_length;
+  std::uint64_t length;
+  std::uint32_t shard;
+  std::uint32_t checksum;
+  Codec codec;
+};
+
+// The hash of the name table: FNV-1a with the finaliser of MurmurHash3, both of 64 bits.
+std::uint64_t name_hash(std::string_view name) noexcept;
+
+// Immutable after construction, hence thread-safe.
+class PackIndex {
+ public:
+  explicit PackIndex(const std::string& folder);  // throws PackError
+
+  const std::string& path() const noexcept { return file_.path(); }
+  std::uint32_t version() const noexcept { return header_.version; }
+  std::uint64_t sample_count() const noexcept { return header_.sample_count; }
+  std::uint64_t extent_count() const noexcept { return lengths_.size(); }
+  std::uint64_t folder_count() const noexcept { return header_.folder_count; }
+  std::uint32_t class_count() const noexcept { return header_.class_count; }
+  std::uint32_t shard_count() const noexcept { return header_.shard_count; }
+  // Header and section table: their checksums cover the whole content.
+  std::span<const std::byte> head() const noexcept;
+
+  // Views into the mapping: valid as long as this object.
+  std::span<const std::uint64_t> lengths() const noexcept { return lengths_; }  // of extents
+  std::span<const std::int32_t> labels() const noexcept { return labels_; }
+  std::span<const std::uint32_t> modes() const noexcept { return modes_; }
+  std::span<const std::int64_t> mtimes() const noexcept { return mtimes_; }
+  std::span<const std::uint64_t> shard_lengths() const noexcept { return shard_lengths_; }
+  std::span<const std::uint64_t> first_extents() const noexcept { return first_extents_; }
+  std::span<const std::byte> section(Section id) const noexcept {
+    return sections_[static_cast<std::uint32_t>(id)];
+  }
+
+  std::string_view name(std::uint64_t sample) const { return samples_.at(sample); }
+  std::string_view class_name(std::uint64_t index) const { return classes_.at(index); }
+  std::int64_t find(std::string_view name) const;  // the sample of that name, or -1
+
+  // Folders are numbered depth first, whatever the version: those below one follow it.
+  std::string_view folder(std::uint64_t index) const;
+  std::int64_t find_folder(std::string_view name) const;  // or -1
+  std::pair<std::uint64_t, std::uint64_t> folder_samples(std::uint64_t index) const;
+  std::uint64_t folder_end(std::uint64_t index) const;  // the folder after those below it
+
+  // The extents [first, end) of a sample. Throws PackError, std::out_of_range.
+  std::pair<std::uint64_t, std::uint64_t> extents(std::uint64_t sample) const;
+  Extent extent(std::uint64_t index) const;  // known to lie within its shard
+
+ private:
+  struct Strings {
+    std::span<const std::uint64_t> offsets;
+    std::string_view blob;
+    const std::string* file = nullptr;
+    std::string_view at(std::uint64_t index) const;
+  };
+
+  void read_header();
+  void read_sections();
+  void read_extents();
+  void read_folders();
+  void order_folders();
+  bool has(Section id) const noexcept { return section(id).data() != nullptr; }
+  template <class T>
+  std::span<const T> array(Section id, std::uint64_t count) const;
+  Strings strings(Section offsets, Section blob, std::uint64_t count) const;
+  std::int64_t find_in_table(std::string_view name) const;
+
+  Mapping file_;
+  PackHeader header_{};
+  std::vector<std::span<const std::byte>> sections_;  // by id
+  std::span<const std::uint64_t> offsets_;
+  std::span<const std::uint64_t> lengths_;
+  std::span<const std::uint64_t> stored_lengths_;
+  std::span<const std::uint32_t> shards_;
+  std::span<const std::uint32_t> checksums_;
+  std::span<const std::uint8_t> codecs_;
+  std::span<const std::uint64_t> first_extents_;
+  std::span<const std::int32_t> labels_;
+  std::span<const std::uint32_t> modes_;
+  std::span<const std::int64_t> mtimes_;
+  std::span<const std::uint64_t> shard_lengths_;
+  std::span<const std::uint64_t> name_table_;
+  std::span<const std::uint64_t> folder_samples_;
+  std::span<const std::uint64_t> folder_ends_;
+  Strings samples_;
+  Strings folders_;
+  Strings classes_;
+  // For packs of version 1, which order folders by name and store no ranges.
+  std::vector<std::uint64_t> folder_order_;
+  std::vector<std::uint64_t> own_folder_samples_;
+  std::vector<std::uint64_t> own_folder_ends_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,299 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "paceline/buffer_pool.hpp"
+#include "paceline/pack_reader.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+namespace {
+
+template <class T>
+using View = nb::ndarray<nb::numpy, const T, nb::ndim<1>>;
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// An array in the mapped index; it keeps the reader alive.
+template <class T>
+auto array_of(std::span<const T> (PackIndex::*get)() const noexcept) {
+  return [get](nb::handle_t<PackReader> self) {
+    const auto array = (nb::cast<PackReader&>(self).index().*get)();
+    return View<T>(array.data(), {array.size()}, self);
+  };
+}
+
+View<std::uint32_t> shards(nb::handle_t<PackReader> self) {
+  const auto bytes = nb::cast<PackReader&>(self).index().section(Section::shards);
+  const auto* data = reinterpret_cast<const std::uint32_t*>(bytes.data());
+  return View<std::uint32_t>(data, {bytes.size() / sizeof *data}, self);
+}
+
+std::span<const std::int64_t> span_of(const Ids& array) { return {array.data(), array.size()}; }
+
+// Steals `item`; a failure has set Python's error.
+void append(nb::list& list, PyObject* item) {
+  if (item == nullptr) throw nb::python_error();
+  list.append(nb::steal(item));
+}
+
+nb::object read_sample(const PackReader& reader, std::uint64_t sample) {
+  const std::size_t size = reader.checked_length(sample);
+  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (result == nullptr) throw nb::python_error();
+  const nb::object owner = nb::steal(result);
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // nobody sees it yet
+  const auto id = static_cast<std::int64_t>(sample);
+  const std::int64_t offsets[] = {0, static_cast<std::int64_t>(size)};
+  nb::gil_scoped_release released;
+  reader.read_batch({&id, 1}, offsets, target);
+  return owner;
+}
+
+nb::object own(std::unique_ptr<std::int64_t[]> data, std::size_t size) {
+  nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(data.release(), {size}, owner));
+}
+
+struct Lease {  // of a recycled buffer; the array that shows it gives it back
+  explicit Lease(std::size_t size) : buffer(acquire_buffer(size)) {}
+  ~Lease() { release_buffer(buffer); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  std::span<std::byte> buffer;
+};
+
+nb::tuple read_batch(const PackReader& reader, const Ids& array) {
+  const auto ids = span_of(array);
+  std::unique_ptr<std::int64_t[]> offsets(new std::int64_t[ids.size() + 1]);
+  std::unique_ptr<Lease> lease;
+  std::size_t size = 0;
+  {
+    nb::gil_scoped_release released;
+    size = reader.plan_batch(ids, offsets.get());
+    lease = std::make_unique<Lease>(size);
+    reader.read_batch(ids, offsets.get(), lease->buffer.data());
+  }
+  auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
+  nb::capsule owner(lease.get(), [](void* p) noexcept { delete static_cast<Lease*>(p); });
+  static_cast<void>(lease.release());
+  nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> buffer(data, {size}, owner);
+  return nb::make_tuple(buffer, own(std::move(offsets), ids.size() + 1));
+}
+
+nb::object read_batch_into(const PackReader& reader, const Ids& array, nb::handle out) {
+  const Bytes target(out, PyBUF_WRITABLE);
+  const auto ids = span_of(array);
+  std::unique_ptr<std::int64_t[]> offsets(new std::int64_t[ids.size() + 1]);
+  {
+    nb::gil_scoped_release released;
+    const std::size_t size = reader.plan_batch(ids, offsets.get());
+    const auto room = static_cast<std::size_t>(target.view.len);
+    if (size > room) {
+      throw std::length_error("the buffer has " + std::to_string(room) + " bytes, the samples " +
+                              std::to_string(size));
+    }
+    const std::span<std::byte> buffer(static_cast<std::byte*>(target.view.buf), size);
+    if (size > 0) populate_for_writing(buffer);
+    reader.read_batch(ids, offsets.get(), buffer.data());
+  }
+  return own(std::move(offsets), ids.size() + 1);
+}
+
+nb::list views(nb::handle_t<PackReader> self, const Ids& array) {
+  const auto& reader = nb::cast<PackReader&>(self);
+  const auto ids = span_of(array);
+  std::vector<std::optional<std::span<const std::byte>>> found;
+  {
+    nb::gil_scoped_release released;
+    found = reader.views(ids);
+  }
+  nb::list result;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (!found[i]) {  // encoded, or in several pieces
+      const auto whole = read_sample(reader, static_cast<std::uint64_t>(ids[i]));
+      append(result, PyMemoryView_FromObject(whole.ptr()));
+      continue;
+    }
+    const auto* const data = reinterpret_cast<const std::uint8_t*>(found[i]->data());
+    const View<std::uint8_t> bytes(data, {found[i]->size()}, self);
+    append(result, PyMemoryView_FromObject(nb::cast(bytes).ptr()));
+  }
+  return result;
+}
+
+nb::list verify(const PackReader& reader, std::uint64_t first, std::uint64_t end) {
+  std::vector<BadSample> bad;
+  {
+    nb::gil_scoped_release released;
+    bad = reader.verify(first, end);
+  }
+  nb::list result;
+  for (const auto& one : bad) result.append(nb::make_tuple(one.sample, one.why));
+  return result;
+}
+
+nb::list extents(const PackReader& reader, std::uint64_t sample) {
+  const auto [first, end] = reader.index().extents(sample);
+  nb::list result;
+  for (std::uint64_t i = first; i < end; ++i) {
+    const Extent one = reader.index().extent(i);
+    result.append(nb::make_tuple(one.shard, one.offset, one.stored_length, one.length,
+                                 one.checksum, static_cast<int>(one.codec)));
+  }
+  return result;
+}
+
+PyTypeObject* entry_type() {
+  static PyStructSequence_Field fields[] = {
+      {"name", "last part of the path"},
+      {"is_folder", "whether it is a folder"},
+      {"number", "of the sample, or of the folder"},
+      {"size", "bytes of a sample; 0 for a folder"},
+      {"mode", "st_mode of the file that was packed; 0 for a folder"},
+      {"mtime_ns", "when that was last written, in nanoseconds since 1970; 0 for a folder"},
+      {nullptr, nullptr}};
+  static PyStructSequence_Desc description = {
+      "paceline.native.PackEntry", "What lies in a folder of a pack: a sample or a folder.", fields,
+      6};
+  static PyTypeObject* const type = PyStructSequence_NewType(&description);
+  return type;
+}
+
+PyObject* entry(std::string_view path, bool is_folder, std::uint64_t number, std::uint64_t size,
+                std::uint32_t mode, std::int64_t mtime_ns) {
+  const std::string_view name = path.substr(path.rfind('/') + 1);  // npos + 1 is 0
+  PyObject* const result = PyStructSequence_New(entry_type());
+  if (result == nullptr) throw nb::python_error();
+  PyObject* const values[] = {
+      PyUnicode_DecodeFSDefaultAndSize(name.data(), static_cast<Py_ssize_t>(name.size())),
+      PyBool_FromLong(is_folder), PyLong_FromUnsignedLongLong(number),
+      PyLong_FromUnsignedLongLong(size), PyLong_FromUnsignedLong(mode),
+      PyLong_FromLongLong(mtime_ns)};
+  for (int i = 0; i < 6; ++i) PyStructSequence_SetItem(result, i, values[i]);
+  return result;
+}
+
+// What lies in a folder, files and folders as their names sort; -1 is the pack itself. Costs
+// what is in it, whatever lies deeper.
+nb::list entries(const PackReader& reader, std::int64_t folder) {
+  const PackIndex& index = reader.index();
+  const bool root = folder < 0;
+  const auto at = static_cast<std::uint64_t>(folder);
+  std::uint64_t sample = 0;
+  std::uint64_t last_sample = index.sample_count();
+  if (!root) std::tie(sample, last_sample) = index.folder_samples(at);
+  const std::uint64_t last = root ? index.folder_count() : index.folder_end(at);
+  nb::list result;
+  const auto add_samples = [&](std::uint64_t end) {
+    for (; sample < end; ++sample) {
+      append(result, entry(index.name(sample), false, sample, reader.checked_length(sample),
+                           index.modes()[sample], index.mtimes()[sample]));
+    }
+  };
+  for (std::uint64_t below = root ? 0 : at + 1; below < last; below = index.folder_end(below)) {
+    const auto [first, end] = index.folder_samples(below);
+    add_samples(first);
+    append(result, entry(index.folder(below), true, below, 0, 0, 0));
+    sample = end;
+  }
+  add_samples(last_sample);
+  return result;
+}
+
+void open(PackReader* self, const nb::bytes& folder, const std::string& policy, unsigned threads,
+          bool direct, bool index_only) {
+  ReadOptions options;
+  options.verify = policy == "always"  ? Verify::always
+                   : policy == "never" ? Verify::never
+                                       : Verify::first;
+  options.threads = threads;
+  options.direct = direct;
+  options.index_only = index_only;
+  const std::string path(folder.c_str(), folder.size());
+  nb::gil_scoped_release released;
+  new (self) PackReader(path, options);
+}
+
+}  // namespace
+
+void bind_pack_reader(nb::module_& module) {
+  module.attr("PACK_FORMAT_VERSION") = pack_format_version;
+  if (entry_type() == nullptr) throw nb::python_error();
+  module.attr("PackEntry") = nb::handle(reinterpret_cast<PyObject*>(entry_type()));
+  const auto count = [](auto get) {
+    return [get](const PackReader& self) { return (self.index().*get)(); };
+  };
+  nb::class_<PackReader>(module, "PackReader")
+      .def("__init__", &open, "folder"_a, "verify"_a = "first", "threads"_a = 1,
+           "direct"_a = false, "index_only"_a = false)
+      .def_prop_ro("version", count(&PackIndex::version))
+      .def_prop_ro("sample_count", count(&PackIndex::sample_count))
+      .def_prop_ro("folder_count", count(&PackIndex::folder_count))
+      .def_prop_ro("class_count", count(&PackIndex::class_count))
+      .def_prop_ro("shard_count", count(&PackIndex::shard_count))
+      .def_prop_ro("head",
+                   [](const PackReader& self) {
+                     const auto head = self.index().head();
+                     return nb::bytes(head.data(), head.size());
+                   })
+      .def_prop_ro("extent_lengths", array_of(&PackIndex::lengths))
+      .def_prop_ro("first_extents", array_of(&PackIndex::first_extents))
+      .def_prop_ro("extent_shards", &shards)
+      .def_prop_ro("labels", array_of(&PackIndex::labels))
+      .def_prop_ro("modes", array_of(&PackIndex::modes))
+      .def_prop_ro("mtimes", array_of(&PackIndex::mtimes))
+      .def_prop_ro("shard_lengths", array_of(&PackIndex::shard_lengths))
+      .def(
+          "section",
+          [](const PackReader& self, std::uint32_t id) {
+            if (id > last_section) throw std::out_of_range("no such section");
+            const auto content = self.index().section(static_cast<Section>(id));
+            return nb::bytes(content.data(), content.size());
+          },
+          "number"_a)
+      .def(
+          "name",
+          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.index().name(i)); },
+          "sample"_a)
+      .def(
+          "folder",
+          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.index().folder(i)); },
+          "index"_a)
+      .def(
+          "class_name",
+          [](const PackReader& self, std::uint64_t i) {
+            return to_bytes(self.index().class_name(i));
+          },
+          "index"_a)
+      .def(
+          "find",
+          [](const PackReader& self, const nb::bytes& name) {
+            return self.index().find({name.c_str(), name.size()});
+          },
+          "name"_a)
+      .def(
+          "find_folder",
+          [](const PackReader& self, const nb::bytes& name) {
+            return self.index().find_folder({name.c_str(), name.size()});
+          },
+          "name"_a)
+      .def("entries", &entries, "folder"_a)
+      .def("extents", &extents, "sample"_a)
+      .def("read", &read_sample, "sample"_a)
+      .def("read_batch", &read_batch, "ids"_a)
+      .def("read_batch_into", &read_batch_into, "ids"_a, "out"_a)
+      .def("views", &views, "ids"_a)
+      .def(
+          "prefetch",
+          [](const PackReader& self, const Ids& ids) { self.prefetch(span_of(ids)); }, "ids"_a)
+      .def("verify", &verify, "first"_a, "end"_a)
+      .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace paceline

@@ -1,0 +1,27 @@
+// What the files that know Python share. Calls are coarse or tiny, and no Python object outlives a
+// call.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string_view>
+
+namespace paceline {
+
+struct Bytes {  // a view of any object with the buffer protocol, for the length of a call
+  explicit Bytes(nanobind::handle object, int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &view, flags) != 0) throw nanobind::python_error();
+  }
+  ~Bytes() { PyBuffer_Release(&view); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  Py_buffer view{};
+};
+
+inline nanobind::bytes to_bytes(std::string_view text) {
+  return nanobind::bytes(text.data(), text.size());
+}
+
+void bind_pack_reader(nanobind::module_& module);
+
+}  // namespace paceline

@@ -1,0 +1,396 @@
+#include "paceline/pack_index.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "paceline/crc32c.hpp"
+
+namespace paceline {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "packs are mapped as they lie on disk");
+
+constexpr std::uint64_t alignment = 64;
+
+FileState state_of(const struct stat& status) noexcept {
+  constexpr std::int64_t second_ns = 1'000'000'000;
+  return {status.st_dev, status.st_ino, status.st_size,
+          status.st_mtim.tv_sec * second_ns + status.st_mtim.tv_nsec,
+          status.st_ctim.tv_sec * second_ns + status.st_ctim.tv_nsec};
+}
+
+// Orders folders as if each ended in a slash: then a folder comes right before all below it.
+bool comes_before(std::string_view left, std::string_view right) {
+  const std::size_t common = std::min(left.size(), right.size());
+  const int order = left.substr(0, common).compare(right.substr(0, common));
+  if (order != 0) return order < 0;
+  if (left.size() == right.size()) return false;
+  return left.size() < right.size() ? '/' < static_cast<unsigned char>(right[common])
+                                    : static_cast<unsigned char>(left[common]) < '/';
+}
+
+bool lies_below(std::string_view name, std::string_view folder) {
+  return name.size() > folder.size() && name.starts_with(folder) && name[folder.size()] == '/';
+}
+
+}  // namespace
+
+void fail_io(const std::string& path, int error) {
+  PackError problem(PackError::Kind::io, path, std::strerror(error));
+  problem.error = error;
+  throw problem;
+}
+
+void fail_corrupt(const std::string& path, const std::string& why) {
+  throw PackError(PackError::Kind::corrupt, path, why);
+}
+
+void fail_version(const std::string& path, std::uint32_t version, const std::string& why) {
+  PackError problem(PackError::Kind::version, path, why);
+  problem.version = version;
+  throw problem;
+}
+
+std::string checksum_mismatch(std::uint32_t expected, std::uint32_t found) {
+  char text[80];
+  std::snprintf(text, sizeof text, "checksum 0x%08x expected, 0x%08x found", expected, found);
+  return text;
+}
+
+Mapping::Mapping(std::string path) : path_(std::move(path)) {
+  // Not blocking: what should be a file may be a fifo.
+  const int descriptor = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) fail_io(path_, errno);
+  struct stat status {};
+  if (fstat(descriptor, &status) != 0) {
+    const int error = errno;
+    close(descriptor);
+    fail_io(path_, error);
+  }
+  if (!S_ISREG(status.st_mode) || status.st_size == 0) {
+    close(descriptor);
+    fail_corrupt(path_, S_ISREG(status.st_mode) ? "the file is empty" : "not a regular file");
+  }
+  const auto size = static_cast<std::size_t>(status.st_size);
+  void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
+  const int error = errno;
+  close(descriptor);
+  if (address == MAP_FAILED) fail_io(path_, error);
+  bytes_ = {static_cast<const std::byte*>(address), size};
+  state_ = state_of(status);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : path_(std::move(other.path_)),
+      bytes_(std::exchange(other.bytes_, {})),
+      state_(other.state_) {}
+
+Mapping::~Mapping() {
+  if (!bytes_.empty()) munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+FileState FileState::of(const std::string& path) noexcept {
+  struct stat status {};
+  return stat(path.c_str(), &status) == 0 ? state_of(status) : FileState{};
+}
+
+std::uint64_t name_hash(std::string_view name) noexcept {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const char one : name) hash = (hash ^ static_cast<unsigned char>(one)) * 0x100000001b3U;
+  hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdU;
+  hash = (hash ^ (hash >> 33)) * 0xc4ceb9fe1a85ec53U;
+  return hash ^ (hash >> 33);
+}
+
+PackIndex::PackIndex(const std::string& folder) : file_(folder + "/index.pace") {
+  read_header();
+  read_sections();
+  read_extents();
+  const std::uint64_t samples = header_.sample_count;
+  labels_ = array<std::int32_t>(Section::labels, samples);
+  modes_ = array<std::uint32_t>(Section::modes, samples);
+  mtimes_ = array<std::int64_t>(Section::mtimes, samples);
+  shard_lengths_ = array<std::uint64_t>(Section::shard_lengths, header_.shard_count);
+  samples_ = strings(Section::name_offsets, Section::names, samples);
+  classes_ = strings(Section::class_offsets, Section::classes, header_.class_count);
+  if (has(Section::name_table)) {
+    const std::uint64_t slots = section(Section::name_table).size() / sizeof(std::uint64_t);
+    name_table_ = array<std::uint64_t>(Section::name_table, slots);
+    if (slots < std::bit_ceil(std::max<std::uint64_t>(2 * samples, 2))) {
+      fail_corrupt(path(), "the name table is too short");
+    }
+  }
+  read_folders();
+}
+
+void PackIndex::read_header() {
+  const auto bytes = file_.bytes();
+  if (bytes.size() < sizeof header_) fail_corrupt(path(), "the file is shorter than its header");
+  std::memcpy(&header_, bytes.data(), sizeof header_);
+  if (std::memcmp(header_.magic, "PACEPACK", sizeof header_.magic) != 0) {
+    fail_corrupt(path(), "not the index of a pack");
+  }
+  const std::uint32_t found = crc32c(&header_, sizeof header_ - sizeof header_.header_checksum);
+  if (found != header_.header_checksum) {
+    fail_corrupt(path(), "header: " + checksum_mismatch(header_.header_checksum, found));
+  }
+  if (header_.version > pack_format_version) {
+    fail_version(path(), header_.version,
+                 "format version " + std::to_string(header_.version) + " is newer than " +
+                     std::to_string(pack_format_version));
+  }
+  if (header_.version == 0) fail_corrupt(path(), "format version 0 does not exist");
+  if (header_.index_bytes != bytes.size()) {
+    fail_corrupt(path(), std::to_string(header_.index_bytes) + " bytes expected, " +
+                             std::to_string(bytes.size()) + " found");
+  }
+  // Each takes bytes of the file; larger counts would overflow what is computed from them.
+  if (header_.sample_count > bytes.size() || header_.folder_count > bytes.size()) {
+    fail_corrupt(path(), "impossible count");
+  }
+}
+
+void PackIndex::read_sections() {
+  const auto bytes = file_.bytes();
+  const std::size_t room = (bytes.size() - sizeof header_) / sizeof(SectionEntry);
+  if (header_.section_count > room) fail_corrupt(path(), "the section table is cut off");
+  const auto table = bytes.subspan(sizeof header_, header_.section_count * sizeof(SectionEntry));
+  const std::uint32_t found = crc32c(table.data(), table.size());
+  if (found != header_.table_checksum) {
+    fail_corrupt(path(), "section table: " + checksum_mismatch(header_.table_checksum, found));
+  }
+  sections_.resize(last_section + 1);
+  for (std::uint32_t i = 0; i < header_.section_count; ++i) {
+    SectionEntry entry{};
+    std::memcpy(&entry, table.data() + i * sizeof entry, sizeof entry);
+    const std::string label = "section " + std::to_string(entry.id);
+    if (entry.id == 0 || entry.id > last_section) {
+      if ((entry.flags & section_required) == 0) continue;
+      fail_version(path(), 0, label + " is unknown to format version " +
+                                  std::to_string(pack_format_version) + " and required");
+    }
+    if (entry.offset % alignment != 0 || entry.offset > bytes.size() ||
+        entry.length > bytes.size() - entry.offset) {
+      fail_corrupt(path(), label + " does not lie within the file");
+    }
+    if (sections_[entry.id].data() != nullptr) fail_corrupt(path(), label + " appears twice");
+    const auto content = bytes.subspan(entry.offset, entry.length);
+    const std::uint32_t checksum = crc32c(content.data(), content.size());
+    if (checksum != entry.checksum) {
+      fail_corrupt(path(), label + ": " + checksum_mismatch(entry.checksum, checksum));
+    }
+    sections_[entry.id] = content;
+  }
+}
+
+void PackIndex::read_extents() {
+  std::uint64_t count = header_.sample_count;
+  if (has(Section::first_extents)) {
+    first_extents_ = array<std::uint64_t>(Section::first_extents, count + 1);
+    count = section(Section::lengths).size() / sizeof(std::uint64_t);
+  }
+  offsets_ = array<std::uint64_t>(Section::offsets, count);
+  lengths_ = array<std::uint64_t>(Section::lengths, count);
+  shards_ = array<std::uint32_t>(Section::shards, count);
+  checksums_ = array<std::uint32_t>(Section::checksums, count);
+  stored_lengths_ = has(Section::stored_lengths)
+                        ? array<std::uint64_t>(Section::stored_lengths, count)
+                        : lengths_;
+  if (has(Section::codecs)) codecs_ = array<std::uint8_t>(Section::codecs, count);
+}
+
+void PackIndex::read_folders() {
+  const std::uint64_t count = header_.folder_count;
+  folders_ = strings(Section::folder_offsets, Section::folders, count);
+  if (has(Section::folder_samples) && has(Section::folder_ends)) {
+    folder_samples_ = array<std::uint64_t>(Section::folder_samples, 2 * count);
+    folder_ends_ = array<std::uint64_t>(Section::folder_ends, count);
+  } else {
+    order_folders();
+  }
+}
+
+void PackIndex::order_folders() {
+  const std::uint64_t count = header_.folder_count;
+  folder_order_.resize(count);
+  std::iota(folder_order_.begin(), folder_order_.end(), 0U);
+  std::sort(folder_order_.begin(), folder_order_.end(), [&](std::uint64_t left, std::uint64_t right) {
+    return comes_before(folders_.at(left), folders_.at(right));
+  });
+  own_folder_samples_.resize(2 * count);
+  own_folder_ends_.resize(count);
+  const auto first_from = [&](std::string_view prefix, char last) {
+    std::uint64_t low = 0;
+    std::uint64_t high = sample_count();
+    const std::string wanted = std::string(prefix) + last;
+    while (low < high) {
+      const std::uint64_t middle = low + (high - low) / 2;
+      if (name(middle).compare(wanted) < 0) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  };
+  std::vector<std::uint64_t> open;  // the folders that the present one lies below
+  for (std::uint64_t i = 0; i <= count; ++i) {
+    while (!open.empty() && (i == count || !lies_below(folder(i), folder(open.back())))) {
+      own_folder_ends_[open.back()] = i;
+      open.pop_back();
+    }
+    if (i == count) break;
+    open.push_back(i);
+    own_folder_samples_[2 * i] = first_from(folder(i), '/');
+    own_folder_samples_[2 * i + 1] = first_from(folder(i), '/' + 1);
+  }
+  folder_samples_ = own_folder_samples_;
+  folder_ends_ = own_folder_ends_;
+}
+
+template <class T>
+std::span<const T> PackIndex::array(Section id, std::uint64_t count) const {
+  const auto content = section(id);
+  // Dividing, because count * sizeof(T) may overflow.
+  if (content.data() == nullptr || content.size() % sizeof(T) != 0 ||
+      content.size() / sizeof(T) != count) {
+    fail_corrupt(path(), "section " + std::to_string(static_cast<std::uint32_t>(id)) +
+                             " is missing or has the wrong length");
+  }
+  return {reinterpret_cast<const T*>(content.data()), static_cast<std::size_t>(count)};
+}
+
+PackIndex::Strings PackIndex::strings(Section offsets, Section blob, std::uint64_t count) const {
+  const auto bytes = section(blob);
+  if (bytes.data() == nullptr) fail_corrupt(path(), "names are missing");
+  return {array<std::uint64_t>(offsets, count + 1),
+          {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
+          &path()};
+}
+
+std::string_view PackIndex::Strings::at(std::uint64_t index) const {
+  if (index >= offsets.size() - 1) throw std::out_of_range("no such index");
+  const std::uint64_t begin = offsets[index];
+  const std::uint64_t end = offsets[index + 1];
+  if (begin > end || end > blob.size()) {
+    fail_corrupt(*file, "name " + std::to_string(index) + " does not lie within the names");
+  }
+  return blob.substr(begin, end - begin);
+}
+
+std::span<const std::byte> PackIndex::head() const noexcept {
+  return file_.bytes().first(sizeof header_ + header_.section_count * sizeof(SectionEntry));
+}
+
+std::int64_t PackIndex::find(std::string_view wanted) const {
+  if (!name_table_.empty()) return find_in_table(wanted);
+  std::uint64_t low = 0;
+  std::uint64_t high = sample_count();
+  while (low < high) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    const int order = name(middle).compare(wanted);
+    if (order == 0) return static_cast<std::int64_t>(middle);
+    if (order < 0) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return -1;
+}
+
+std::int64_t PackIndex::find_in_table(std::string_view wanted) const {
+  constexpr int sample_bits = 40;
+  constexpr std::uint64_t mark = 0xFFFFFF;
+  const std::uint64_t hash = name_hash(wanted);
+  const int bits = std::countr_zero(std::bit_ceil(std::max<std::uint64_t>(2 * sample_count(), 2)));
+  for (std::uint64_t slot = hash >> (64 - bits); slot < name_table_.size(); ++slot) {
+    const std::uint64_t entry = name_table_[slot];
+    if (entry == 0) break;
+    if ((entry >> sample_bits) != (hash & mark)) continue;
+    const std::uint64_t sample = (entry & ((std::uint64_t{1} << sample_bits) - 1)) - 1;
+    if (sample < sample_count() && name(sample) == wanted) return static_cast<std::int64_t>(sample);
+  }
+  return -1;
+}
+
+std::string_view PackIndex::folder(std::uint64_t index) const {
+  if (index >= folder_count()) throw std::out_of_range("no such folder");
+  return folders_.at(folder_order_.empty() ? index : folder_order_[index]);
+}
+
+std::int64_t PackIndex::find_folder(std::string_view wanted) const {
+  std::uint64_t low = 0;
+  std::uint64_t high = folder_count();
+  while (low < high) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    if (comes_before(folder(middle), wanted)) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < folder_count() && folder(low) == wanted ? static_cast<std::int64_t>(low) : -1;
+}
+
+std::pair<std::uint64_t, std::uint64_t> PackIndex::folder_samples(std::uint64_t index) const {
+  if (index >= folder_count()) throw std::out_of_range("no such folder");
+  const std::uint64_t first = folder_samples_[2 * index];
+  const std::uint64_t end = folder_samples_[2 * index + 1];
+  if (first > end || end > sample_count()) fail_corrupt(path(), "a folder has impossible samples");
+  return {first, end};
+}
+
+std::uint64_t PackIndex::folder_end(std::uint64_t index) const {
+  if (index >= folder_count()) throw std::out_of_range("no such folder");
+  const std::uint64_t end = folder_ends_[index];
+  if (end <= index || end > folder_count()) fail_corrupt(path(), "a folder has an impossible end");
+  return end;
+}
+
+std::pair<std::uint64_t, std::uint64_t> PackIndex::extents(std::uint64_t sample) const {
+  if (sample >= sample_count()) throw std::out_of_range("no such sample");
+  if (first_extents_.empty()) return {sample, sample + 1};
+  const std::uint64_t first = first_extents_[sample];
+  const std::uint64_t end = first_extents_[sample + 1];
+  if (first > end || end > extent_count()) {
+    fail_corrupt(path(), "sample " + std::to_string(sample) + " has impossible extents");
+  }
+  return {first, end};
+}
+
+Extent PackIndex::extent(std::uint64_t index) const {
+  if (index >= extent_count()) throw std::out_of_range("no such extent");
+  const std::uint8_t codec = codecs_.empty() ? 0 : codecs_[index];
+  const Extent one{offsets_[index], stored_lengths_[index],  lengths_[index],
+                   shards_[index],  checksums_[index], static_cast<Codec>(codec)};
+  const std::string label = "extent " + std::to_string(index);
+  if (one.shard >= shard_count()) {
+    fail_corrupt(path(), label + " lies in shard " + std::to_string(one.shard) +
+                             ", which does not exist");
+  }
+  const std::uint64_t room = shard_lengths_[one.shard];
+  if (one.offset > room || one.stored_length > room - one.offset) {
+    fail_corrupt(path(), label + " does not lie within its shard");
+  }
+  if (codec > last_codec) {
+    fail_version(path(), 0, label + " has codec " + std::to_string(codec) + ", which is unknown");
+  }
+  if (one.codec == Codec::none ? one.length != one.stored_length
+                               : one.length > max_encoded_length) {
+    fail_corrupt(path(), label + " has an impossible length");
+  }
+  return one;
+}
+
+}  // namespace paceline
