@@ -93,6 +93,13 @@ def test_an_unknown_key_is_refused_in_each_source(toml):
     assert in_flag.value.where == "--nmae"
 
 
+@pytest.mark.parametrize("name", ["PACELINE_RANKS", "PACELINE_RUN_RANKS"])
+def test_a_variable_without_its_section_is_refused(name):
+    with pytest.raises(ConfigError, match=f"unknown variable '{name}'") as caught:
+        resolve(Settings, "run", environ={name: "2"})
+    assert "'PACELINE_RUN__RANKS'" in caught.value.fix
+
+
 def test_an_unknown_section_is_refused_in_file_and_environment(toml):
     with pytest.raises(ConfigError, match="unknown section 'rnu'") as in_file:
         resolve(Settings, "run", environ={}, file=toml("[rnu]\nranks = 2\n"))

@@ -97,8 +97,13 @@ def resolve(
     environ = environment() if environ is None else environ
     prefix = f"{PREFIX}{section.upper()}__"
     for key in sorted(environ):
-        if not key.startswith(PREFIX) or "__" not in key:
+        if not key.startswith(PREFIX):
             continue
+        if "__" not in key:
+            possible = [f"{prefix}{one.upper()}" for one in names]
+            raise ConfigError(
+                f"unknown variable '{key}'", where="environment", fix=nearest(key, possible)
+            )
         _check_section(key.removeprefix(PREFIX).partition("__")[0].lower(), key)
         if key.startswith(prefix):
             name = key.removeprefix(prefix).lower()
