@@ -98,6 +98,17 @@ def test_large_operators_cost_work_over_rate():
     assert result.shares["compute"] == pytest.approx(0.75)
 
 
+def test_ranks_without_a_core_each_take_turns():
+    machine, workload = make_machine(), make_workload(STEP)
+    enough = estimate(machine, workload, Plan(mesh=Mesh(data=4)))
+    crowded = estimate(machine, workload, Plan(mesh=Mesh(data=8)))
+    assert crowded.breakdown.forward == pytest.approx(2 * enough.breakdown.forward)
+    assert crowded.breakdown.backward == pytest.approx(2 * enough.breakdown.backward)
+    assert "8 ranks take turns on 4 cores" in crowded.sources["forward"]
+    spread = estimate(machine, workload, Plan(mesh=Mesh(data=8), nodes=2))
+    assert spread.breakdown.forward == pytest.approx(enough.breakdown.forward)
+
+
 def test_small_operators_cost_their_overhead():
     machine = make_machine(
         [overhead("matmul", "forward", 1e-3), overhead("step", "forward", 0.5e-3)]

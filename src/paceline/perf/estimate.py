@@ -17,7 +17,7 @@ from paceline.perf.communication import broadcast_s, exposed_s, make_buckets
 from paceline.perf.prices import Price, PriceList
 
 if TYPE_CHECKING:
-    from paceline.core.machine import Link, Machine
+    from paceline.core.machine import Device, Link, Machine
     from paceline.core.plan import Plan
     from paceline.core.workload import Layer, Workload
 
@@ -156,7 +156,19 @@ def _compute(machine: Machine, workload: Workload, plan: Plan) -> _Compute:
             phases[phase] += price
         ready_s = phases["backward"].total_s
         gradients += [(size, ready_s) for size in reversed(layer.parameter_bytes)]
-    return _Compute(phases=phases, gradients=gradients)
+    turns = _turns(device, plan)
+    return _Compute(
+        phases={phase: price.times(turns) for phase, price in phases.items()},
+        gradients=[(size, ready_s * turns) for size, ready_s in gradients],
+    )
+
+
+def _turns(device: Device, plan: Plan) -> float:
+    """Return how many times longer ranks compute that take turns on too few cores; 1 if enough."""
+    if device.kind != "cpu":
+        return 1.0
+    wanted = plan.ranks_per_node * min(plan.threads, device.cores)
+    return max(1.0, wanted / device.cores)
 
 
 def _fresh_bytes(workload: Workload) -> float:
@@ -272,10 +284,14 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
     )
     kinds = "/".join(sorted({one.source for one in device.rates}))
     rates = f"rates: {kinds}" + ("" if exact else ", scaled from other threads or processes")
+    if _turns(device, plan) > 1:
+        rates += f"; {plan.ranks_per_node} ranks take turns on {device.cores} cores"
     measured = workload.dataset is not None and workload.dataset.seconds_per_sample > 0
     sources = dict.fromkeys(("forward", "backward", "optimizer"), rates)
     sources["input"] = "measured cost per sample" if measured else "data in memory"
     if plan.mesh.data > 1:
         link = _collective(machine, "all_reduce")
         sources["transfer"] = f"{link.level}: {link.latency_s.source}, {link.ranks} ranks"
+        if _turns(device, plan) > 1:  # 4 ranks on 2 cores: 8 times as long as the links promise
+            sources["transfer"] += "; too low, as waiting for a core is not in it"
     return sources
