@@ -10,9 +10,10 @@ from click.testing import CliRunner
 from launching import Launched, await_true
 
 from paceline.cli.probe import probe as verb
-from paceline.core.errors import DeadlineExceeded, StorageError
+from paceline.core.errors import DeadlineExceeded, NotFound, StorageError
 from paceline.core.machine import Machine
 from paceline.launch import probe
+from paceline.launch.doctor import diagnose
 from paceline.launch.probe_links import measure_links
 from paceline.launch.probe_storage import measure_folder
 
@@ -64,6 +65,7 @@ def test_measures_compute_links_and_storage(outcome):
     assert tier.open_latency_s.value > 0
     lines = probe.summary(machine)
     assert any(line.startswith("gloo all_reduce") for line in lines)
+    assert not any("convolution" in line for line in lines)
 
 
 def test_without_torch_the_rest_is_measured(tmp_path, monkeypatch):
@@ -80,7 +82,15 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         measure_folder(tmp_path / "none", quick=True)
 
 
-def test_what_fails_is_named(tmp_path, monkeypatch):
+def test_a_folder_that_is_not_there_is_refused_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(NotFound, match="no such folder"):
+        probe.measure(tmp_path / "none")
+    with pytest.raises(NotFound, match="no such folder"):
+        diagnose(tmp_path / "none")
+
+
+def test_what_fails_is_named(monkeypatch):
     def refuse(**_):
         raise OSError("no sockets")
 
@@ -96,7 +106,7 @@ def test_what_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "measure_links", refuse)
     monkeypatch.setattr(probe, "_start", hang)
     monkeypatch.setattr(probe, "DEADLINE_S", 0.05)
-    machine = probe.measure(tmp_path / "none", quick=True)
+    machine = probe.measure(Path("/proc"), quick=True)  # where nobody can make a folder
     text = "\n".join(machine.missing)
     for words in ("no sockets", "cannot measure the folder", "did not end"):
         assert words in text

@@ -44,7 +44,12 @@ TORCH = {"version": "2.13", "gpus": 0, "backends": ["gloo"]}
             "no backend",
         ),
         (doctor.check_mpi(Answer(out=None), True), "ok", "none"),
-        (doctor.check_mpi(Answer(out="mpirun (Open MPI) 5\nx"), False), "warn", "Open MPI"),
+        (doctor.check_mpi(Answer(out="mpirun (Open MPI) 5\nx"), False), "ok", "Open MPI"),
+        (
+            doctor.check_mpi(Answer(out="HYDRA build details:\n    Version:     5.0.2\n"), True),
+            "ok",
+            "MPICH (Hydra) 5.0.2, with",
+        ),
         (doctor.check_mpi(Answer(out=""), True), "ok", "mpi4py"),
         (doctor.check_slurm(Answer(out=None), {}), "ok", "none"),
         (doctor.check_slurm(Answer(out=None), {"SLURM_JOB_ID": "7"}), "ok", "job 7"),

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from paceline.core.config import environment
+from paceline.core.errors import NotFound
 from paceline.core.record import Record
 from paceline.launch import node
 from paceline.launch.budget import allowed_cores
@@ -113,7 +114,12 @@ def diagnose(
         root: where ``proc``, ``sys`` and ``dev`` are.
         run: asks a program.
         environ: in place of the process's environment.
+
+    Raises:
+        NotFound: there is no such folder.
     """
+    if not folder.is_dir():
+        raise NotFound("no such folder", where=str(folder), fix="Name one that is there")
     environ = environment() if environ is None else environ
     limits = node.read_limits(root)
     mount = node.mount_of(str(folder.resolve()), node.read_mounts(root))
@@ -256,15 +262,13 @@ def check_mpi(answer: Answer, bindings: bool) -> Finding:
     """Say which MPI is here; none is needed unless jobs are started with it."""
     if answer.out is None:
         return Finding(topic="MPI", status="ok", what="none here; only MPI jobs need it")
-    name = answer.out.strip().splitlines()[0] if answer.out.strip() else "mpirun"
-    if not bindings:
-        return Finding(
-            topic="MPI",
-            status="warn",
-            what=f"{name}, without mpi4py",
-            fix="pip install 'paceline[mpi]' to trace MPI programs",
-        )
-    return Finding(topic="MPI", status="ok", what=f"{name}, with mpi4py")
+    lines = [line.strip() for line in answer.out.splitlines() if line.strip()] or ["mpirun"]
+    name = lines[0]
+    if name.startswith("HYDRA"):  # MPICH's launcher, which spreads its name over lines
+        found = [line.split()[-1] for line in lines if line.startswith("Version:")]
+        name = " ".join(["MPICH (Hydra)", *found])
+    python = "with mpi4py" if bindings else "without mpi4py, which only scripts that use it need"
+    return Finding(topic="MPI", status="ok", what=f"{name}, {python}")
 
 
 def check_slurm(answer: Answer, environ: Mapping[str, str]) -> Finding:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineExceeded, Missing, PacelineError
+from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
 from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
 from paceline.launch import node
 from paceline.launch.budget import allowed_cores, share
@@ -47,7 +47,12 @@ def measure(
         folder: whose storage is measured; it must be writable.
         quick: fewer sizes and repetitions: rougher, in about a third of the time.
         tell: called with what is being measured.
+
+    Raises:
+        NotFound: there is no such folder.
     """
+    if not folder.is_dir():
+        raise NotFound("no such folder", where=str(folder), fix="Name one that is there")
     with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
         return _measure(folder, quick=quick, tell=tell)
 
@@ -238,13 +243,12 @@ def summary(machine: Machine) -> list[str]:
     """Return the machine in a few lines for people."""
     device = machine.devices[0]
     lines = [f"{device.name}, {device.cores} cores, {device.memory_bytes.value / 2**30:.1f} GiB"]
-    for rate in device.rates:
-        if rate.operator in ("matmul", "convolution") and rate.phase == "forward":
+    for rate in device.rates:  # a convolution's two rates are terms of a fit: neither is a speed
+        if rate.operator == "matmul" and rate.phase == "forward":
             best = max(point.rate_per_s for point in rate.points)
-            lines.append(
-                f"{rate.operator} {rate.dtype}: {best / 1e9:.0f} GFLOP/s with {rate.threads} "
-                f"thread(s), {rate.processes} process(es) at once"
-            )
+            threads = "1 thread" if rate.threads == 1 else f"{rate.threads} threads"
+            alone = "alone" if rate.processes == 1 else f"each of {rate.processes} processes"
+            lines.append(f"matmul {rate.dtype}: {best / 1e9:.0f} GFLOP/s, {threads}, {alone}")
     if device.bandwidth_bytes_per_s and device.bandwidth_shared_bytes_per_s:
         lines.append(
             f"memory: {device.bandwidth_bytes_per_s.value / 1e9:.1f} GB/s alone, "
