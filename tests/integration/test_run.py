@@ -86,7 +86,8 @@ def test_the_scripts_output_is_on_stdout_and_ours_on_stderr(digits):
     assert len(digits.out.splitlines()) == 1
     lines = digits.err.splitlines()
     assert lines[0].startswith("paceline run:")
-    assert lines[-1].startswith("2 ranks, 115 steps of ")
+    assert lines[-2].startswith("2 ranks, 115 steps of ")
+    assert lines[-1] == "next: paceline why RUN, paceline report RUN"
 
 
 def test_the_folder_holds_what_the_design_lists(digits):
@@ -143,8 +144,16 @@ def test_each_value_is_written_with_its_origin(tmp_path, hello):
     assert result == json.loads((tmp_path / "RUN" / "result.json").read_text())
     assert result["ranks"] == []
     assert done.err.count("of the script") == 2
+    # Without traces nobody can say why; how it ended is said all the same.
+    assert done.err.splitlines()[-1] == "2 ranks, no step recorded: RUN"
     # More ranks than cores: a warning, no more.
     assert "warning: 2 ranks share 1 cores" in done.err
+
+
+def test_a_misspelt_verb_is_told_its_nearest(tmp_path):
+    done = paceline(tmp_path, "rnu", "script.py")
+    assert done.code == 2
+    assert "Did you mean 'run'?" in done.err
 
 
 def test_a_missing_script_is_misuse(tmp_path):
@@ -178,6 +187,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
     [
         (("-n", "0"), {}, "0 ranks"),
         (("-n", "x"), {}, "not a valid integer"),
+        (("--rank", "2"), {}, "Did you mean '--ranks'?"),
+        (("tests",), {}, "no such script"),
+        ((".",), {}, "a folder is no script"),
+        ((), {"PACELINE_RUN_RANKS": "2"}, "'PACELINE_RUN__RANKS'"),
         ((), {"PACELINE_RUN__RNAKS": "2"}, "'ranks'"),
         ((), {"PACELINE_RUN__RANKS": "two"}, "PACELINE_RUN__RANKS"),
         (("--machine", "none.json"), {}, "none.json"),

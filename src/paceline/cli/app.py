@@ -15,6 +15,7 @@ import click
 
 import paceline
 from paceline.core.errors import PacelineError
+from paceline.core.record import nearest
 
 VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
@@ -40,6 +41,9 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the verb; None when there is no such verb."""
         if cmd_name not in VERBS:
+            if cmd_name.isidentifier():
+                advice = nearest(cmd_name, VERBS)
+                raise click.UsageError(f"No such command '{cmd_name}'. {advice}", ctx=ctx)
             return None
         command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)

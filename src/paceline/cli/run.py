@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},  # what follows SCRIPT is the script's
     epilog="Example: paceline run -n 2 examples/ddp_digits.py --epochs 5",
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on this node [default: 1].")
@@ -45,7 +45,9 @@ def run(
     The script stays as it is. Its ranks are started as torchrun starts them; inside a Slurm step
     or under mpirun each task becomes a rank. The run's folder holds its traces and result.json.
     """
-    click.echo(f"paceline run: {script}" + (f" on {ranks} ranks" if ranks else ""), err=True)
+    click.echo(
+        f"paceline run: {script}" + (f" on {ranks} ranks" if ranks and ranks > 1 else ""), err=True
+    )
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
@@ -70,10 +72,12 @@ def run(
     _warn(trace_warnings(job.run))
     if as_json:
         click.echo(result.to_text(), nl=False)
-    if result.ranks:
+    if job.allocation is None or job.allocation.rank == 0:  # the others know of their rank alone
         from paceline.report.words import summary_line
 
         click.echo(summary_line(result, job.run), err=True)
+        if job.resolved.config.record:
+            click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -36,8 +37,9 @@ def load_function(path: Path, name: str) -> Any:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value)]
-        raise UsageError(f"no function '{name}'", where=str(path), fix=nearest(name, known))
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        fix = nearest(name, own) if own else "Write one that returns what a training step needs"
+        raise UsageError(f"no function '{name}'", where=str(path), fix=fix)
     return function
 
 

@@ -113,7 +113,8 @@ def prepare(
         Missing: torch is not installed.
     """
     if not script.is_file():
-        raise NotFound("no such script", where=str(script), fix="Give the path of a Python file")
+        what = "a folder is no script" if script.is_dir() else "no such script"
+        raise NotFound(what, where=str(script), fix="Give the path of a Python file")
     if importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
     config = resolved.config
