@@ -26,6 +26,8 @@ constexpr std::size_t shared_bytes = 2 * part_bytes;  // below it, waking thread
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
 constexpr std::uint64_t check_interval_ns = 20'000'000;
 constexpr int wary_batches = 64;
+constexpr std::size_t cache_line = 64;
+constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
 
 std::uint64_t coarse_ns() noexcept {
@@ -176,8 +178,7 @@ void PackReader::add_pieces(std::vector<Piece>& pieces, std::uint64_t sample,
   }
 }
 
-void PackReader::check_shard(Shard& shard) const {
-  const std::uint64_t now_ns = coarse_ns();
+void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   const std::uint64_t before_ns = shard.checked_ns.load(std::memory_order_relaxed);
   if (now_ns < before_ns + check_interval_ns) return;
   shard.checked_ns.store(now_ns, std::memory_order_relaxed);
@@ -196,8 +197,9 @@ void PackReader::check_shard(Shard& shard) const {
 void PackReader::look_up(std::vector<Piece>& pieces) const {
   const bool wary = wary_.load(std::memory_order_relaxed) > 0;
   if (wary) wary_.fetch_sub(1, std::memory_order_relaxed);
+  const std::uint64_t now_ns = coarse_ns();
   for (Piece& piece : pieces) {
-    check_shard(*piece.shard);
+    check_shard(*piece.shard, now_ns);
     const Residency& known = piece.shard->residency;
     piece.resident = known.seen(piece.stored) && (!wary || known.present(piece.stored));
     piece.trusted = piece.resident && options_.verify == Verify::first &&
@@ -206,13 +208,14 @@ void PackReader::look_up(std::vector<Piece>& pieces) const {
 }
 
 void PackReader::request(std::vector<Piece>& pieces) const {
+  const auto is_resident = [](const Piece& one) { return one.resident; };
+  if (std::all_of(pieces.begin(), pieces.end(), is_resident)) return;
   const auto lies_before = [](const Piece& left, const Piece& right) {
     if (left.resident != right.resident) return left.resident;
     return !left.resident && left.stored.data() < right.stored.data();
   };
   std::stable_sort(pieces.begin(), pieces.end(), lies_before);
-  auto piece = std::find_if(pieces.begin(), pieces.end(),
-                            [](const Piece& one) { return !one.resident; });
+  auto piece = std::find_if_not(pieces.begin(), pieces.end(), is_resident);
   while (piece != pieces.end()) {
     const std::byte* const begin = piece->stored.data();
     const std::byte* end = begin + piece->stored.size();
@@ -288,6 +291,11 @@ void PackReader::read_direct(Piece& piece) const {
 void PackReader::copy_part(std::span<Piece> part, Failure& failure) const {
   const std::int64_t faults = thread_faults();
   for (Piece& piece : part) {
+    // While this one is copied, the beginning of the next comes from memory.
+    const Piece* const next = &piece == &part.back() ? nullptr : &piece + 1;
+    for (std::size_t at = 0; next != nullptr && at < prefetched_bytes; at += cache_line) {
+      __builtin_prefetch(next->stored.data() + at);
+    }
     try {
       copy(piece);
     } catch (...) {
@@ -416,7 +424,7 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
       add_pieces(pieces, sample, nullptr);
       request(pieces);
       for (Piece& piece : pieces) {
-        check_shard(*piece.shard);
+        check_shard(*piece.shard, coarse_ns());
         if (piece.extent.codec == Codec::none) {
           check_in_place(piece);
           continue;

@@ -3,6 +3,8 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <fstream>
 #include <map>
@@ -68,6 +70,30 @@ struct PackBuilder {
     set(Section::class_offsets, std::vector<std::uint64_t>{0, 5});
     (*this)[Section::classes] = "class";
     set(Section::shard_lengths, shard_lengths);
+  }
+
+  // Adds what format version 2 stores beside.
+  PackBuilder& version2() {
+    using paceline::Section;
+    header.version = 2;
+    const std::uint64_t count = header.sample_count;
+    set(Section::folder_samples, std::vector<std::uint64_t>{0, count});
+    set(Section::folder_ends, std::vector<std::uint64_t>{1});
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> hashes;  // with the sample
+    for (std::uint64_t i = 0; i < count; ++i) {
+      hashes.emplace_back(paceline::name_hash("class/" + std::to_string(i)), i);
+    }
+    std::sort(hashes.begin(), hashes.end());
+    const auto slots = std::bit_ceil(std::max<std::uint64_t>(2 * count, 2));
+    std::vector<std::uint64_t> table(slots, 0);
+    std::uint64_t next = 0;
+    for (const auto& [hash, sample] : hashes) {
+      next = std::max(next, hash >> (64 - std::countr_zero(slots)));
+      if (next >= table.size()) table.resize(next + 1);
+      table[next++] = (hash & 0xFFFFFF) << 40 | (sample + 1);
+    }
+    set(Section::name_table, table);
+    return *this;
   }
 
   std::string& operator[](paceline::Section id) {

@@ -102,7 +102,7 @@ class PackReader {
   void open_shards(const std::string& folder);
   std::span<const std::byte> stored(const Extent& extent) const;
   void add_pieces(std::vector<Piece>& pieces, std::uint64_t sample, std::byte* target) const;
-  void check_shard(Shard& shard) const;
+  void check_shard(Shard& shard, std::uint64_t now_ns) const;
   void look_up(std::vector<Piece>& pieces) const;
   void request(std::vector<Piece>& pieces) const;
   void load(Piece& piece) const;
