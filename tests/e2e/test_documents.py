@@ -1,0 +1,76 @@
+"""The documents hold: links lead somewhere, verbs exist, and what a reader is told to run runs."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import VERBS
+from paceline.launch.run import RunConfig
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DEADLINE_S = 240
+
+
+def _blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_verbs_exist(page):
+    text = page.read_text()
+    links = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", text)]
+    inside = [one for one in links if one and "://" not in one]
+    assert not [one for one in inside if not (page.parent / one).exists()]
+    verbs = re.findall(r"(?:`|\$ |^ {4}|&& )paceline ([a-z]+)", text, re.MULTILINE)
+    assert not [one for one in verbs if one not in VERBS]
+
+
+def test_every_page_can_be_found_from_the_readme():
+    seen, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)\s#]+)", page.read_text())
+        ahead += [(page.parent / one).resolve() for one in links if "://" not in one]
+    assert not [str(one.relative_to(ROOT)) for one in PAGES if one not in seen]
+
+
+@pytest.mark.parametrize("name", ["tutorial/late-rank.md", "guides/predict.md"])
+def test_what_a_page_tells_to_run_runs(tmp_path, name):
+    pytest.importorskip("torch")
+    page = ROOT / "docs" / name
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in _blocks(page, "python"):
+        file = re.match(r"# (\w+\.py)\n", block)
+        assert file, f"a block of {name} does not name its file"
+        (tmp_path / file.group(1)).write_text(block)
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", "".join(_blocks(page, "sh"))],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if name.startswith("tutorial"):
+        assert re.search(r"Rank 1 arrives \d\d ms late .*because of data loading", done.stdout)
+
+
+def test_the_page_of_configuration_lists_each_key_of_a_run():
+    text = (ROOT / "docs/reference/configuration.md").read_text()
+    keys = re.findall(r"^\| `run` \| `(\w+)`", text, re.MULTILINE)
+    assert keys == [one.name for one in dataclasses.fields(RunConfig)]
