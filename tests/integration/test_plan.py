@@ -81,7 +81,7 @@ def test_predicts_a_file_and_writes_the_estimate(folder, tmp_path):
     runner = CliRunner()
     result = runner.invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "2 rank(s) of 2 thread(s)" in result.stdout
+    assert "2 ranks of 2 threads" in " ".join(result.stdout.split())
     for words in ("forward", "transfer", "parameters", "limited by"):
         assert words in result.stdout
     estimate = Estimate.from_text(out.read_text())

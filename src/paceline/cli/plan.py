@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from paceline.perf import Estimate
 
 
 @click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
@@ -44,30 +40,8 @@ def plan(
     if as_json:
         click.echo(estimate.to_text(), nl=False)
     else:
-        _show(estimate)
+        from rich.console import Console
 
+        from paceline.report.terminal import render_estimate
 
-def _show(estimate: Estimate) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(
-        f"{estimate.workload}: {estimate.step_time_s * 1e3:.2f} ms per step "
-        f"({estimate.low_s * 1e3:.2f} to {estimate.high_s * 1e3:.2f}) on {estimate.world_size} "
-        f"rank(s) of {estimate.threads} thread(s), limited by {estimate.limit}",
-        markup=False,
-        soft_wrap=True,
-    )
-    phases = Table("phase", "ms", "of the step", "rests on", box=None)
-    for name, seconds in estimate.breakdown.items():
-        if seconds:
-            share = f"{seconds / estimate.step_time_s:.0%}"
-            phases.add_row(name, f"{seconds * 1e3:.3f}", share, estimate.sources.get(name, ""))
-    console.print(phases)
-    memory = Table("memory per rank", "MiB", box=None)
-    for name, count in estimate.memory_bytes.items():
-        if count:
-            memory.add_row(name, f"{count / 2**20:.2f}")
-    memory.add_row("together", f"{sum(estimate.memory_bytes.values()) / 2**20:.2f}")
-    console.print(memory)
+        Console(highlight=False).print(render_estimate(estimate))

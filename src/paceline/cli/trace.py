@@ -13,7 +13,10 @@ def trace() -> None:
     """Summarise and export a run's traces."""
 
 
-@trace.command(epilog="Example: paceline trace export RUN --format chrome --out train.json")
+@trace.command(
+    short_help="Write all ranks' events to one file.",
+    epilog="Example: paceline trace export RUN --format chrome --out train.json",
+)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option(
     "--format",
@@ -43,7 +46,10 @@ def export(run: Path, form: str, out: Path | None) -> None:
     click.echo(f"trace: {path}; open it at https://ui.perfetto.dev", err=True)
 
 
-@trace.command(epilog="Example: paceline trace stats RUN --json")
+@trace.command(
+    short_help="Print what RUN recorded, in numbers.",
+    epilog="Example: paceline trace stats RUN --json",
+)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def stats(run: Path, as_json: bool) -> None:

@@ -22,6 +22,7 @@ from paceline.report.units import (
     format_share,
     format_size_class,
     plural,
+    significant,
 )
 from paceline.report.words import printable
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from paceline.perf import Estimate
     from paceline.report.model import Report
     from paceline.trace.communication import Traffic
     from paceline.trace.stats import TraceStats
@@ -83,16 +85,47 @@ def render_stats(stats: TraceStats) -> Group:
             f"{rank.dropped_count:,}",
             "whole" if rank.complete else "ends early",
         )
+    # Without units in its cells, and its steps among the events, this table fits 80 columns.
     present = [one for one in PHASES if any(getattr(r.breakdown, one) for r in stats.ranks)]
-    times = _table("time", [*present, "loop", "steps"])
+    times = _table("seconds", [*present, "loop"])
     for rank in stats.ranks:
-        spent = [format_seconds(getattr(rank.breakdown, one)) for one in present]
-        wall = format_seconds(rank.loop_wall_s)
-        times.add_row(f"rank {rank.rank}", *spent, wall, f"{rank.steps:,}")
+        spent = [significant(getattr(rank.breakdown, one)) for one in present]
+        times.add_row(f"rank {rank.rank}", *spent, significant(rank.loop_wall_s))
     parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     return Group(*parts)
+
+
+def render_estimate(estimate: Estimate) -> Group:
+    """Return what ``paceline plan`` shows."""
+    low, high = format_seconds(estimate.low_s), format_seconds(estimate.high_s)
+    ranks = plural(estimate.world_size, "rank")
+    phases = _table("phase", ["predicted", "of the step"])
+    phases.add_column("rests on")
+    for name, seconds in estimate.breakdown.items():
+        if seconds:
+            share = format_share(seconds / estimate.step_time_s)
+            phases.add_row(name, format_seconds(seconds), share, estimate.sources.get(name, ""))
+    memory = _table("memory of a rank", ["predicted"])
+    for name, count in estimate.memory_bytes.items():
+        if count:
+            memory.add_row(name, format_bytes(count))
+    memory.add_row(
+        Text("together", style="bold"), format_bytes(sum(estimate.memory_bytes.values()))
+    )
+    return Group(
+        Text(
+            f"{printable(estimate.workload)}: {format_seconds(estimate.step_time_s)} per step "
+            f"({low} to {high}) on {ranks} of {plural(estimate.threads, 'thread')}, limited by "
+            f"{estimate.limit}",
+            style="bold",
+        ),
+        Text(),
+        phases,
+        Text(),
+        memory,
+    )
 
 
 def _phases(report: Report) -> Table:
