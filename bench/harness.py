@@ -16,13 +16,15 @@ import sys
 import numpy as np
 
 
-def options(doc, *more):
-    """Return the parsed flags that every benchmark has, and `more` names of hidden ones."""
+def options(doc, *more, switches=None):
+    """Return the parsed flags: those of every benchmark, `more` hidden ones, and `switches`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="within a minute, rougher")
+    for name, text in (switches or {}).items():
+        parser.add_argument(name, action="store_true", help=text)
     for name in more:
         parser.add_argument(name, nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -67,6 +69,7 @@ class Report:
     def __init__(self, name, as_json):
         self.name = name
         self.as_json = as_json
+        self.machine = None  # by default as this host was probed before
         self.load = [os.getloadavg()[0]]
         self.rows = []
         self.bars = []
@@ -90,7 +93,7 @@ class Report:
         if self.as_json:
             result = {
                 "name": self.name,
-                "machine": known_machine(None).to_json(),
+                "machine": (self.machine or known_machine(None)).to_json(),
                 "versions": versions(),
                 "load": self.load,
                 "rows": self.rows,
@@ -101,4 +104,8 @@ class Report:
 
 
 def _short(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} {_short(one)}" for key, one in value.items() if one) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_short, value)) + "]"
     return f"{value:.5g}" if isinstance(value, float) else str(value)

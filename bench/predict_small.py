@@ -8,19 +8,21 @@ measured in two interleaved rounds, so that a disturbance does not fall on one m
     python bench/predict_small.py --json [--quick] [--tuning]
 
 ``--tuning`` uses the other models, on which the estimate was developed. Before and after each row a
-matrix product of fixed size is timed: `disturbance` is its slowest time over its fastest in the
-probe, so rows measured while something else ran can be told from wrong predictions.
+matrix product of fixed size is timed: `disturbance` is its slowest time over its fastest in all rows
+of as many ranks, so rows measured while something else ran can be told from wrong predictions.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from harness import Report, options, tell
 
 BAR = 0.25
 RANKS = (1, 2)
@@ -252,54 +254,42 @@ def compare(name, ranks, predicted, rounds):
     }
 
 
+def measure_rounds(predicted, cores, *, quick):
+    """Return what each training printed, by model and ranks, one list of ranks per round."""
+    outcomes = {key: [] for key in predicted}
+    for _ in range(1 if quick else ROUNDS):
+        for name, ranks in predicted:
+            outcomes[name, ranks].append(run_ranks(name, ranks, cores, 0.2 if quick else 1.5))
+    return outcomes
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="only the JSON object on stdout")
-    parser.add_argument("--quick", action="store_true", help="within a minute, rougher")
-    parser.add_argument("--tuning", action="store_true", help="the models used in development")
-    parser.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.train:
-        name, rank, ranks, threads, meeting, seconds = options.train
+    flags = options(__doc__, "--train", switches={"--tuning": "the models used in development"})
+    if flags.train:
+        name, rank, ranks, threads, meeting, seconds = flags.train
         train(name, int(rank), int(ranks), int(threads), meeting, float(seconds))
-        return
+        return 0
     from paceline.launch.probe import measure
 
-    def tell(text):
-        print(text, file=sys.stderr, flush=True)
-
+    report = Report("predict_small", flags.json)
     with tempfile.TemporaryDirectory() as folder:
-        machine = measure(Path(folder), quick=options.quick, tell=tell)
-    cores = machine.devices[0].cores
-    names = list(TUNING if options.tuning else HELD_OUT)
-    predicted = predictions(machine, names, cores)
-    outcomes_of = {key: [] for key in predicted}
-    for _ in range(1 if options.quick else ROUNDS):
-        for name, ranks in predicted:
-            outcomes_of[name, ranks].append(
-                run_ranks(name, ranks, cores, 0.2 if options.quick else 1.5)
-            )
-    rows = []
-    for name in names:
-        for ranks in RANKS:
-            row = compare(name, ranks, predicted[name, ranks], outcomes_of[name, ranks])
-            rows.append(row)
-            tell(
-                f"{name:>16} x{ranks}: predicted {row['predicted_s'] * 1e3:8.3f} ms, measured "
-                f"{row['measured_s'] * 1e3:8.3f} ms (p20 {row['measured_s_p20'] * 1e3:8.3f}), "
-                f"ratio {row['ratio']:.2f}"
-            )
-            measured = row["measured_phases_s"]
-            parts = {k: f"{v * 1e3:.2f}" for k, v in row["predicted_phases_s"].items() if v}
-            tell(f"      {parts} measured { {k: f'{v * 1e3:.2f}' for k, v in measured.items()} }")
-    least = min(one for row in rows for one in row["reference_s"])
+        report.machine = measure(Path(folder), quick=flags.quick, tell=tell)
+    cores = report.machine.devices[0].cores
+    predicted = predictions(report.machine, TUNING if flags.tuning else HELD_OUT, cores)
+    rounds = measure_rounds(predicted, cores, quick=flags.quick)
+    rows = [
+        compare(name, ranks, predicted[name, ranks], rounds[name, ranks]) for name, ranks in rounds
+    ]
+    least = {  # by ranks: the more of them, the fewer threads each has
+        ranks: min(one for row in rows if row["ranks"] == ranks for one in row["reference_s"])
+        for ranks in RANKS
+    }
     for row in rows:
-        row["disturbance"] = max(row["reference_s"]) / least
-    value = middle([row["error"] for row in rows])
-    bar = {"name": "median step_time_error", "value": value, "bar": BAR, "met": value <= BAR}
-    result = {"name": "predict_small", "rows": rows, "machine": machine.to_json(), "bars": [bar]}
-    print(json.dumps(result))
+        report.row(**row, disturbance=max(row["reference_s"]) / least[row["ranks"]])
+    error = statistics.median(row["error"] for row in rows)
+    report.bar("median step_time_error", error, BAR)
+    return report.print()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
