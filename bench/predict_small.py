@@ -8,8 +8,8 @@ measured in two interleaved rounds, so that a disturbance does not fall on one m
     python bench/predict_small.py --json [--quick] [--tuning]
 
 ``--tuning`` uses the other models, on which the estimate was developed. Before and after each row a
-matrix product of fixed size is timed: `disturbance` is its slowest time over its fastest in all rows
-of as many ranks, so rows measured while something else ran can be told from wrong predictions.
+matrix product of fixed size is timed: `disturbance` is its slowest time over its fastest in rows of
+as many ranks, so rows measured while something else ran can be told from wrong predictions.
 """
 
 from __future__ import annotations
