@@ -1,20 +1,28 @@
 """The data path: a folder of small files becomes a pack, and a pack feeds training.
 
-`pack_folder` writes a pack (docs/reference/pack-format.md), `open_pack` reads it, and `PackDataset`
-hands it to PyTorch. Only the last imports torch, and only when it is asked for.
+`pack_folder` writes a pack (docs/reference/pack-format.md), `open_pack` reads it, and `Loader` feeds
+PyTorch from it (or `PackDataset`, for torch's own DataLoader). Only these two import torch, and only
+when they are asked for.
 """
 
 from typing import Any
 
+from paceline.store.loader_options import LoaderOptions
+from paceline.store.order import SampleOrder
 from paceline.store.packing import PackOptions, PackProgress, PackSummary, pack_folder, plan_pack
 from paceline.store.reader import Pack, open_pack
+from paceline.store.sampler import PackSampler
 
 __all__ = [
+    "Loader",
+    "LoaderOptions",
     "Pack",
     "PackDataset",
     "PackOptions",
     "PackProgress",
+    "PackSampler",
     "PackSummary",
+    "SampleOrder",
     "open_pack",
     "pack_folder",
     "plan_pack",
@@ -22,8 +30,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PackDataset":
-        from paceline.store.loader import PackDataset
+    if name in ("Loader", "PackDataset"):
+        from paceline.store import loader
 
-        return PackDataset
+        return getattr(loader, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

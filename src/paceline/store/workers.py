@@ -1,0 +1,216 @@
+"""Threads that work ahead of a consumer: results come in the order of the tasks, whoever is faster.
+
+What is ahead is bounded in number and in bytes, so that a slow consumer holds the workers back. A
+thread that fails hands its error over in place of the result: what came before is still delivered.
+
+::
+
+    tasks --claim--> [ being made | made, waiting ] --deliver, in order--> consumer
+                     '---- at most `ahead` and `bytes_ahead` ----'
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from paceline.core.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_EXIT_S = 5.0  # what a thread that is still at work gets when the interpreter ends
+
+_live: weakref.WeakSet[OrderedThreads] = weakref.WeakSet()  # type: ignore[type-arg]  # of any kind
+
+
+class Sized(Protocol):
+    """A task or a result that says how much memory it stands for."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that it holds, or will hold."""
+
+
+Task = TypeVar("Task", bound=Sized)
+Result = TypeVar("Result", bound=Sized)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """How far the threads may work ahead, and how long the consumer waits for one of them."""
+
+    ahead: int
+    bytes_ahead: int
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _Slot(Generic[Result]):
+    """A task that a thread has claimed."""
+
+    worker: str
+    size_bytes: int
+    result: Result | None = None
+    error: Exception | None = None
+    done: bool = False
+
+
+class OrderedThreads(Generic[Task, Result]):
+    """Makes `make(task)` of each task on several threads; `next` hands the results out in order.
+
+    Args:
+        tasks: drawn under a lock, one at a time, as there is room.
+        make: what the threads do; called from all of them at once.
+        threads: how many.
+        bounds: on what is ahead of the consumer. The size of what is being made is the task's
+            own estimate, so a bound on bytes may be passed by what is in the making.
+        name: of the threads, in front of their numbers.
+        describe: tells, for an error, what the thread of that name is busy with.
+
+    The threads hold this object, so drop whatever owns it and call `close`; at the interpreter's
+    end those that are left are closed.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterator[Task],
+        make: Callable[[Task], Result],
+        *,
+        threads: int,
+        bounds: Bounds,
+        name: str,
+        describe: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._tasks = tasks
+        self._make = make
+        self._bounds = bounds
+        self._describe = describe
+        self._waiting: Task | None = None  # drawn, and too large for now
+        self._slots: dict[int, _Slot[Result]] = {}
+        self._claimed = self._delivered = self._bytes = 0
+        self._exhausted = self._closed = False
+        # One lock, re-entrant: the collector of garbage may call `close` wherever it is held.
+        lock = threading.RLock()
+        self._room, self._ready = threading.Condition(lock), threading.Condition(lock)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        _live.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def next(self) -> Result:
+        """Return the next result.
+
+        Raises:
+            StopIteration: that was the last.
+            DeadlineExceeded: the thread that makes it did not come to an end.
+            Exception: what the thread that should have made it raised.
+        """
+        with self._ready:
+            came = self._ready.wait_for(self._next_is_there, self._bounds.timeout_s)
+            slot = self._slots.get(self._delivered)
+            if not came:
+                raise self._late(slot)
+            if slot is None:
+                raise StopIteration
+            del self._slots[self._delivered]
+            self._delivered += 1
+            self._bytes -= slot.size_bytes
+            self._room.notify()
+        if slot.error is not None:
+            self.close()
+            raise slot.error
+        assert slot.result is not None
+        return slot.result
+
+    def close(self, join_s: float = 0.0) -> None:
+        """Let no thread begin another task; wait up to `join_s` for each to end."""
+        with self._room:
+            self._closed = True
+            self._slots.clear()
+            self._room.notify_all()
+            self._ready.notify_all()
+        if join_s:
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(join_s)
+
+    def _next_is_there(self) -> bool:
+        slot = self._slots.get(self._delivered)
+        if slot is not None:
+            return slot.done
+        return self._closed or (self._exhausted and self._delivered == self._claimed)
+
+    def _work(self) -> None:
+        me = threading.current_thread().name
+        while (claim := self._claim(me)) is not None:
+            task, slot = claim
+            try:
+                slot.result = self._make(task)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the consumer gets it
+                slot.error = error
+            self._finish(slot)
+            del task, slot, claim  # nothing is kept while waiting
+
+    def _claim(self, worker: str) -> tuple[Task, _Slot[Result]] | None:
+        with self._room:
+            while not (self._closed or self._exhausted):
+                task = self._draw()
+                if task is None:
+                    break
+                if self._fits(task):
+                    self._waiting = None
+                    slot = self._slots[self._claimed] = _Slot[Result](worker, task.size_bytes)
+                    self._claimed += 1
+                    self._bytes += slot.size_bytes
+                    self._room.notify()
+                    return task, slot
+                self._room.wait()  # ends with the next delivery, or with close()
+            self._room.notify_all()
+            self._ready.notify_all()
+            return None
+
+    def _draw(self) -> Task | None:
+        if self._waiting is None:
+            try:
+                self._waiting = next(self._tasks, None)
+            except Exception as error:  # noqa: BLE001  # as in _work
+                self._slots[self._claimed] = _Slot("", 0, error=error, done=True)
+                self._claimed += 1
+            self._exhausted = self._waiting is None
+        return self._waiting
+
+    def _fits(self, task: Task) -> bool:
+        ahead = self._claimed - self._delivered
+        room = self._bytes + task.size_bytes <= self._bounds.bytes_ahead
+        return ahead == 0 or (ahead < self._bounds.ahead and room)
+
+    def _finish(self, slot: _Slot[Result]) -> None:
+        with self._ready:
+            size = slot.result.size_bytes if slot.result is not None else 0
+            self._bytes += size - slot.size_bytes
+            slot.size_bytes = size
+            slot.done = True
+            self._ready.notify()
+
+    def _late(self, slot: _Slot[Result] | None) -> DeadlineExceeded:
+        worker = slot.worker if slot is not None else "no thread"
+        return DeadlineExceeded(
+            f"{worker} did not deliver within {self._bounds.timeout_s:g} s",
+            where=self._describe(worker),
+            why="it is still at work, or the storage does not answer",
+            fix="Look at the transform and the storage, or raise timeout_s",
+        )
+
+
+@atexit.register
+def _close_all() -> None:
+    """Let threads end before the interpreter takes their modules away."""
+    for threads in list(_live):
+        threads.close(_EXIT_S)
