@@ -1,8 +1,8 @@
 """The data path: a folder of small files becomes a pack, and a pack feeds training.
 
-`pack_folder` writes a pack (docs/reference/pack-format.md), `open_pack` reads it, and `Loader` feeds
-PyTorch from it (or `PackDataset`, for torch's own DataLoader). Only these two import torch, and only
-when they are asked for.
+`pack_folder` writes a pack (docs/reference/pack-format.md), `open_pack` reads it, and `Loader` (or
+`PackDataset`, for torch's own DataLoader) feeds PyTorch from it. Only these two import torch, and
+only when they are asked for.
 """
 
 from typing import Any

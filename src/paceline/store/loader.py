@@ -330,7 +330,7 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: of the last batch, as stored. A recorder of runs asks for it.
+        delivered_bytes: of the last batch, as stored. The recorder of a run asks for it.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -343,6 +343,11 @@ class LoaderIterator:
             weakref.finalize(self, self._threads.close)
         else:
             self._processes = loader.start_processes()
+
+    @property
+    def skipped_count(self) -> int:
+        """Damaged samples that the loader has left out so far, for the recorder as well."""
+        return self._loader.stats.skipped
 
     def __iter__(self) -> Self:
         return self

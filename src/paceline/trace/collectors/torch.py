@@ -68,6 +68,7 @@ class TorchCollector:
         self._hook_optimizers()
         self.collectives.install()
         sys.meta_path.insert(0, _OnImport("torch.distributed.checkpoint", self._wrap_checkpoint))
+        sys.meta_path.insert(0, _OnImport("paceline.store.loader", self._wrap_loader))
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
@@ -209,6 +210,21 @@ class TorchCollector:
         for attribute in ("save", "async_save"):
             if hasattr(module, attribute):
                 self._wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
+
+    def _wrap_loader(self, module: ModuleType) -> None:
+        """Count waiting for the store's loader as input, and what it left out as a counter."""
+        iterator, recorder = module.LoaderIterator, self.recorder
+        skipped_name, skipped = recorder.intern("loader_skipped_samples"), 0
+
+        def delivered(batches: Any) -> int:
+            nonlocal skipped
+            if batches.skipped_count != skipped:
+                skipped, now_ns = batches.skipped_count, monotonic_ns()
+                recorder.record(Kind.COUNTER, 0, skipped_name, now_ns, now_ns, skipped)
+            return int(batches.delivered_bytes)
+
+        self._wrap(iterator, "__next__", Kind.INPUT, "next", amount=delivered)
+        self._wrap(module.Loader, "__iter__", Kind.INPUT, "iter")
 
 
 def _steps_on_stack() -> int:

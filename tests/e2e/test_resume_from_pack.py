@@ -1,0 +1,87 @@
+"""Two ranks train from a pack and are killed in mid-epoch; one and four ranks go on from there."""
+
+import json
+import shutil
+
+import pytest
+from launching import SCRIPTS, paceline
+
+from paceline.store import open_pack, pack_folder
+from paceline.trace.events import Kind
+from paceline.trace.merge import load_run
+
+COUNT, BATCH, SAMPLE_BYTES = 203, 16, 32
+SAVED, KILLED = 5, 7
+SCRIPT = SCRIPTS / "from_pack.py"
+
+
+def batches_of(folder, ranks):
+    """Return the global batch of each step: the ranks' parts, side by side."""
+    parts = [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(ranks)]
+    steps = min(map(len, parts))  # a rank that was killed wrote less
+    return [sum((json.loads(part[step]) for part in parts), []) for step in range(steps)]
+
+
+def train(folder, name, ranks, *args, code=0):
+    log = folder / name
+    log.mkdir()
+    state = log / "state.json"
+    if (folder / "state.json").exists():
+        shutil.copy(folder / "state.json", state)
+    command = [SCRIPT, folder / "pack", log, "--state", state, *args]
+    done = paceline(folder, "run", "-n", ranks, "--out", f"{name}-run", *command)
+    assert done.code == code, done.err
+    done.assert_nothing_left()
+    return batches_of(log, ranks), state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "source").mkdir()
+    for number in range(COUNT):
+        (folder / "source" / f"{number:03d}").write_bytes(bytes([number]) * SAMPLE_BYTES)
+    pack_folder(folder / "source", folder / "pack")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    batches, _ = train(folder, "whole", 2)
+    return batches
+
+
+@pytest.fixture(scope="module")
+def killed(folder, uninterrupted):
+    batches, state = train(folder, "killed", 2, "--kill-step", KILLED, code=5)
+    shutil.copy(state, folder / "state.json")
+    return batches
+
+
+def test_an_epoch_gives_each_sample_once(uninterrupted):
+    assert sorted(sum(uninterrupted, [])) == list(range(COUNT))
+    assert [len(one) for one in uninterrupted] == [BATCH] * (COUNT // BATCH) + [COUNT % BATCH]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "thread"), (4, "thread"), (4, "process")])
+def test_what_follows_a_kill_completes_the_epoch(folder, uninterrupted, killed, ranks, kind):
+    assert len(killed) == KILLED
+    resumed, state = train(folder, f"resumed-{ranks}-{kind}", ranks, "--kind", kind)
+    assert killed[:SAVED] + resumed == uninterrupted
+    assert sorted(sum(killed[:SAVED] + resumed, [])) == list(range(COUNT))
+    assert killed[SAVED:] == resumed[: KILLED - SAVED]  # trained after the checkpoint: again
+    assert json.loads(state.read_text())["position"] % BATCH == 0
+
+
+def test_waiting_for_the_loader_is_recorded_as_input(folder, uninterrupted):
+    with open_pack(folder / "pack") as pack:
+        total = int(pack.lengths.sum())
+    run = load_run(folder / "whole-run")
+    recorded = 0
+    for rank in run.ranks:
+        inputs = rank.of(Kind.INPUT)
+        names = [rank.names[one] for one in inputs["name"].tolist()]
+        assert names.count("iter") == 1
+        assert names.count("next") == len(uninterrupted) + 1  # the last one says that it is over
+        recorded += int(inputs["amount"].sum())
+    assert recorded == total == COUNT * SAMPLE_BYTES
