@@ -122,7 +122,7 @@ def test_each_value_is_written_with_its_origin(tmp_path, hello):
     one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
     done = paceline(
         tmp_path,
-        *("run", "--no-record", "--json", "--out", "RUN", hello, "--out", "of the script"),
+        *("run", "--no-record", "--json", "--out", "RUN", hello, "--", "--out", "of the script"),
         env=environ,
         prefix=one_core,
     )
@@ -135,7 +135,7 @@ def test_each_value_is_written_with_its_origin(tmp_path, hello):
         "bind": {"value": False, "origin": "file"},
     }
     assert config["script"] == str(hello)
-    assert config["args"] == ["--out", "of the script"]
+    assert config["args"] == ["--", "--out", "of the script"]
     assert config["world_size"] == 2
     # --no-record: no traces, but a result.
     assert list((tmp_path / "RUN" / "trace").iterdir()) == []
@@ -143,7 +143,7 @@ def test_each_value_is_written_with_its_origin(tmp_path, hello):
     result = json.loads(done.out)
     assert result == json.loads((tmp_path / "RUN" / "result.json").read_text())
     assert result["ranks"] == []
-    assert done.err.count("of the script") == 2
+    assert done.err.count("hello ['--', '--out', 'of the script']") == 2
     # Without traces nobody can say why; how it ended is said all the same.
     assert done.err.splitlines()[-1] == "2 ranks, no step recorded: RUN"
     # More ranks than cores: a warning, no more.

@@ -22,7 +22,7 @@ def rank(tmp_path):
         command = [sys.executable, "-m", "paceline.launch.worker", "--run", tmp_path / "RUN"]
         command += ["--launcher", launcher or os.getpid(), "--cores", cores, "--record", "off"]
         command += ["--temporary", temporary] if temporary else []
-        command += [script, *args]
+        command += ["--", script, *args]
         return subprocess.run(
             [str(one) for one in command],
             env={**environ, **place, **(env or {})},
@@ -49,11 +49,11 @@ print("torch" in sys.modules)
 
 
 def test_the_script_is_main_with_its_own_arguments(rank):
-    done = rank(SEES, "--run", "mine", "--", "-x")
+    done = rank(SEES, "--", "--run", "mine", "--", "-x")
     assert done.returncode == 0, done.stderr
     script = rank.folder / "scripts" / "script.py"
     assert done.stdout.splitlines() == [
-        f"__main__ True ['--run', 'mine', '--', '-x'] scripts {script}",
+        f"__main__ True ['--', '--run', 'mine', '--', '-x'] scripts {script}",
         "False",
     ]
 

@@ -329,6 +329,7 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         cores,
         "--record",
         record,
+        "--",  # or argparse would take the first one of the script's for its own
         str(job.script),
         *job.args,
     ]
