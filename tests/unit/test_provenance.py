@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from paceline.core.errors import NotFound
+from paceline.core.errors import ConfigError, NotFound
 from paceline.core.machine import Machine
 from paceline.launch import node
 from paceline.launch.predict import load_machine
@@ -31,3 +31,14 @@ def test_each_host_has_its_own_machine(tmp_path, monkeypatch):
         load_machine()
     here.write_text(Machine(name="here", devices=()).to_text())
     assert known_machine(None).name == load_machine().name == "here"
+
+
+def test_a_damaged_machine_in_the_cache_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine_path().parent.mkdir()
+    machine_path().write_text('{"version": 1, "name": "old", "devices": [], "gone": 1}')
+    machine = known_machine(None)
+    assert machine.devices
+    assert "unknown key 'gone'" in machine.missing[0]
+    with pytest.raises(ConfigError, match="unknown key 'gone'"):
+        known_machine(machine_path())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.core.config import cache_folder
+from paceline.core.errors import ConfigError, NotFound, StorageError
 from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.launch import node
@@ -42,10 +43,25 @@ def machine_path(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def known_machine(path: Path | None) -> Machine:
-    """Return the probed machine, or what can be said of this one without probing."""
-    chosen = path or machine_path()
-    if chosen.exists() or path is not None:
-        return Machine.from_text(read_text(chosen), where=str(chosen))
+    """Return the probed machine, or what can be said of this one without probing.
+
+    A run does not need it: a file in the cache that an older Paceline wrote, or that is damaged, is
+    told as missing instead of ending the run. One that the user named is not.
+
+    Raises:
+        NotFound, StorageError, ConfigError: there is no machine at `path`.
+    """
+    if path is not None:
+        return Machine.from_text(read_text(path), where=str(path))
+    missing = (
+        "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says"
+    )
+    try:
+        return Machine.from_text(read_text(machine_path()), where=str(machine_path()))
+    except NotFound:
+        pass
+    except (ConfigError, StorageError) as problem:
+        missing = f"the probed machine cannot be read ({problem}); {missing}"
     # What the kernel says was not measured, and no more than what a control group leaves.
     device = Device(
         name=node.cpu_name(),
@@ -53,7 +69,4 @@ def known_machine(path: Path | None) -> Machine:
         cores=len(allowed_cores()),
         memory_bytes=Quantity(value=float(node.memory_bytes()), source="datasheet"),
     )
-    missing = (
-        "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says",
-    )
-    return Machine(name=socket.gethostname(), devices=(device,), missing=missing)
+    return Machine(name=socket.gethostname(), devices=(device,), missing=(missing,))
