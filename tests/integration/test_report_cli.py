@@ -109,4 +109,9 @@ def test_the_demos_folder_stands_for_its_run(tmp_path):
         done = _paceline(verb, tmp_path)
         assert done.returncode == 0, done.stderr
         assert "No rank was late in 30 steps" in done.stdout
-    assert (tmp_path / "report.html").exists()
+    for verb in ("stats", "export"):
+        done = _paceline("trace", verb, tmp_path)
+        assert done.returncode == 0, done.stderr
+    # What a verb makes of the run stands in the run.
+    assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run" / "trace.json").exists()

@@ -42,8 +42,7 @@ class VerbGroup(click.Group):
         """Import and return the verb; None when there is no such verb."""
         if cmd_name not in VERBS:
             if cmd_name.isidentifier():
-                advice = nearest(cmd_name, VERBS)
-                raise click.UsageError(f"No such command '{cmd_name}'. {advice}", ctx=ctx)
+                ctx.fail(f"No such command '{cmd_name}'. {nearest(cmd_name, VERBS)}")
             return None
         command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)

@@ -27,7 +27,7 @@ def report(run: Path, out: Path | None, as_json: bool) -> None:
     from paceline.report.terminal import render_terminal
 
     gathered = gather(run)
-    page = out or run / "report.html"
+    page = out or gathered.run / "report.html"
     write_html(gathered, page)
     if as_json:
         click.echo(json.dumps({**to_json(gathered), "report": str(page)}))

@@ -152,8 +152,8 @@ def late_key(top_s: float) -> str:
 def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> str:
     """Return step time over steps: a line per rank, or their range when there are many.
 
-    The scale ends a little above what all but 1 % of steps take; longer ones are marked at its
-    upper edge.
+    The scale ends a little above what all but 2 % of the columns reach; longer steps are marked at
+    its upper edge.
     """
     _, steps = step_s.shape
     cells = worst(step_s, rows=max(1, len(step_s)))

@@ -6,7 +6,6 @@ run that ended badly did not leave is None or empty, and is shown as missing.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from paceline.core.breakdown import Breakdown
-from paceline.core.errors import ConfigError, NotFound
-from paceline.core.files import read_text
+from paceline.core.errors import NotFound
 from paceline.core.machine import Machine
-from paceline.launch.result import RunResult, load_result, not_understood
+from paceline.launch.result import R, RunResult, load_object, load_record, load_result, run_folder
 from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
@@ -109,9 +107,7 @@ def gather(run: Path) -> Report:
         CorruptTrace: a trace is damaged; the rank is named.
         CorruptData: another of the run's files cannot be understood.
     """
-    if not run.is_dir():
-        raise NotFound("no such run", where=str(run), fix="Give the folder of a run")
-    run = _run_folder(run)
+    run = run_folder(run)
     result = load_result(run) if (run / "result.json").exists() else None
     trace = _traces(run, result)
     met = encounters(trace)
@@ -120,8 +116,8 @@ def gather(run: Path) -> Report:
     late_s = lateness_s(trace, steps, met)
     stragglers = blame(trace, parts, late_s=late_s)
     traffic = communication(trace, met)
-    config = _object(run / "config.json")
-    estimate = _record(Estimate, run / "estimate.json")
+    config = load_object(run / "config.json")
+    estimate = _known(Estimate, run / "estimate.json")
     comparison = compare(
         parts,
         stragglers,
@@ -155,20 +151,11 @@ def gather(run: Path) -> Report:
         traffic=traffic,
         comparison=comparison,
         result=result,
-        machine=_record(Machine, run / "machine.json"),
+        machine=_known(Machine, run / "machine.json"),
         estimate=estimate,
-        versions=_object(run / "versions.json"),
+        versions=load_object(run / "versions.json"),
         config=config,
     )
-
-
-def _run_folder(run: Path) -> Path:
-    """Return the folder of the run: of the demo's folder, the one in it."""
-    inner = run / "run"
-    if inner.is_dir() and not (run / "trace").exists():
-        kind = _object(run / "result.json").get("kind")
-        return inner if kind == "demo" else run
-    return run
 
 
 def _unfit(estimate: Estimate, world_size: int, threads: object) -> str:
@@ -280,22 +267,6 @@ def _plain(record: Any) -> Any:
     return data
 
 
-def _record(cls: type[Any], path: Path) -> Any:
+def _known(cls: type[R], path: Path) -> R | None:
     """Return the record that a run's file holds; None without the file."""
-    if not path.exists():
-        return None
-    try:
-        return cls.from_text(read_text(path), where=str(path))
-    except ConfigError as problem:
-        raise not_understood(problem) from problem
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(read_text(path))
-    except json.JSONDecodeError as problem:
-        wrong = ConfigError("not valid JSON", where=str(path), why=str(problem), fix="Restore it")
-        raise not_understood(wrong) from problem
-    return data if isinstance(data, dict) else {}
+    return load_record(cls, path) if path.exists() else None

@@ -103,11 +103,6 @@ def format_share(share: float | None) -> str:
     return f"{percent:.1f} %" if abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
-def format_count(count: int) -> str:
-    """Return an integer with its thousands apart."""
-    return f"{count:,}"
-
-
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun.
 

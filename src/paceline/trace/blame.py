@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.trace.phases import RankPhases
 
 _LOOKS = 2
-CAUSES = ("data", "compute", "not_running")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
