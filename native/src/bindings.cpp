@@ -100,4 +100,5 @@ NB_MODULE(_native, module) {
   pack_error_type = PyErr_NewException("paceline._native.PackError", PyExc_ValueError, nullptr);
   module.attr("PackError") = nb::handle(pack_error_type);
   paceline::bind_pack_reader(module);
+  paceline::bind_pack_writer(module);
 }

@@ -23,5 +23,6 @@ inline nanobind::bytes to_bytes(std::string_view text) {
 }
 
 void bind_pack_reader(nanobind::module_& module);
+void bind_pack_writer(nanobind::module_& module);
 
 }  // namespace paceline

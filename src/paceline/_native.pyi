@@ -110,3 +110,58 @@ class PackReader:
     def prefetch(self, ids: NDArray[np.int64]) -> None: ...
     def verify(self, first: int, end: int) -> list[tuple[int, str]]: ...
     def evict(self) -> None: ...
+
+# What packing needs of the native core (pack_writer.hpp). Names come as two arrays: where each
+# begins (one offset more than names), and the bytes.
+
+class NameMerger:
+    def __init__(self, lists: list[tuple[NDArray[np.uint64], NDArray[np.uint8]]]) -> None: ...
+    def next(self, count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], bytes, bool]: ...
+
+def list_folder(
+    descriptor: int, prefix: bytes, follow: bool
+) -> tuple[
+    bytes,  # names, each behind the prefix; folders end in a slash
+    NDArray[np.uint64],  # offsets of names
+    NDArray[np.uint32],  # modes
+    NDArray[np.uint64],  # sizes
+    NDArray[np.int64],  # mtimes
+    NDArray[np.uint64],  # devices
+    NDArray[np.uint64],  # inodes
+    NDArray[np.int32],  # errno of each
+    NDArray[np.uint8],  # whether it is a link
+]: ...
+def read_files(
+    descriptor: int,
+    offsets: NDArray[np.uint64],
+    names: NDArray[np.uint8],
+    lengths: NDArray[np.uint64],
+    mtimes_ns: NDArray[np.int64],
+    positions: NDArray[np.uint64],
+    target: NDArray[np.uint8],
+    follow: bool,
+    threads: int,
+) -> tuple[NDArray[np.uint32], tuple[int, str, int, int] | None]: ...
+def gather(
+    bodies: list[Buffer], positions: NDArray[np.uint64], target: NDArray[np.uint8]
+) -> NDArray[np.uint32]: ...
+def encode(
+    source: NDArray[np.uint8],
+    positions: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    level: int,
+    keep_ratio: float,
+    threads: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint8]]: ...
+def sorted_order(offsets: NDArray[np.uint64], names: NDArray[np.uint8]) -> NDArray[np.uint64]: ...
+def name_hashes(offsets: NDArray[np.uint64], names: NDArray[np.uint8]) -> NDArray[np.uint64]: ...
+def lower_bounds(
+    offsets: NDArray[np.uint64],
+    names: NDArray[np.uint8],
+    wanted_offsets: NDArray[np.uint64],
+    wanted_names: NDArray[np.uint8],
+) -> NDArray[np.uint64]: ...
+def start_writeback(descriptor: int, offset: int, length: int) -> None: ...
+def zstd_available() -> bool: ...
+def zstd_compress(data: NDArray[np.uint8], level: int = 3) -> bytes: ...
+def zstd_decompress(data: Buffer, length: int) -> bytes | None: ...

@@ -28,6 +28,7 @@ EXPORTS = {
         "SampleOrder",
         "open_pack",
         "pack_folder",
+        "pack_samples",
         "plan_pack",
     ],
     "studies": [],

@@ -27,5 +27,5 @@ def test_a_pack_of_version_1_stays_readable():
         assert set(pack.folder_names) == {"cat", "cat/kitten", "dog", "empty", "empty/within"}
         assert all(stat.S_IMODE(int(mode)) == 0o640 for mode in pack.modes)
         assert set(pack.mtimes_ns.tolist()) == {1_700_000_000_123_456_789}
-        assert pack.shard_count == 2
+        assert pack.shard_count == 3
         assert list(pack.verify()) == []

@@ -9,7 +9,14 @@ from typing import Any
 
 from paceline.store.loader_options import LoaderOptions
 from paceline.store.order import SampleOrder
-from paceline.store.packing import PackOptions, PackProgress, PackSummary, pack_folder, plan_pack
+from paceline.store.packing import (
+    PackOptions,
+    PackProgress,
+    PackSummary,
+    pack_folder,
+    pack_samples,
+    plan_pack,
+)
 from paceline.store.reader import Pack, open_pack
 from paceline.store.sampler import PackSampler
 
@@ -25,6 +32,7 @@ __all__ = [
     "SampleOrder",
     "open_pack",
     "pack_folder",
+    "pack_samples",
     "plan_pack",
 ]
 

@@ -1,4 +1,4 @@
-"""How a pack lies on disk: the writing half; `native/src/pack_reader.cpp` is the reading half.
+"""How a pack lies on disk: the writing half; `native/src/pack_index.cpp` is the reading half.
 
 ::
 
@@ -6,6 +6,7 @@
     +-- index.pace         header | section table | sections: flat arrays, one entry a sample
     +-- shard-00000.pace   header | sample | padding to 64 | sample | ...
     +-- shard-00001.pace   ...
+    +-- parity-00000.pace  header | exclusive or of a group of shards (if asked for)
 
 docs/reference/pack-format.md has every byte. Flat arrays, because a reader maps them as they lie:
 the page cache is the memory that all processes of a node share, and opening costs no parsing.
@@ -19,23 +20,26 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.native import crc32c
+from paceline.native import PACK_FORMAT_VERSION, crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-FORMAT_VERSION = 1
+    from numpy.typing import NDArray
+
+FORMAT_VERSION = PACK_FORMAT_VERSION
 ALIGNMENT = 64
+HEADER_BYTES = 64
+SECTION_BYTES = 32
+DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
 PARTIAL_SUFFIX = ".partial"
 
 _HEADER = struct.Struct("<8sIIQQQIIQI")
 _SECTION = struct.Struct("<IIQQII")
-_SHARD_HEADER = struct.Struct("<8sII44x")
+_FILE_HEADER = struct.Struct("<8sII44x")
 _REQUIRED = 1
-_BLOCK_BYTES = 1 << 20
 
 
 class Section(IntEnum):
@@ -55,24 +59,28 @@ class Section(IntEnum):
     CLASS_OFFSETS = 12
     CLASSES = 13
     SHARD_LENGTHS = 14
+    STORED_LENGTHS = 15
+    CODECS = 16
+    FIRST_EXTENTS = 17
+    NAME_TABLE = 18
+    FOLDER_SAMPLES = 19
+    FOLDER_ENDS = 20
+    SHARD_DIGESTS = 21
+    PARITY = 22
+    PARITY_DIGESTS = 23
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
-    """Everything that an index says; arrays have one entry a sample, in the order of names."""
-
-    offsets: NDArray[np.uint64]
-    lengths: NDArray[np.uint64]
-    shards: NDArray[np.uint32]
-    checksums: NDArray[np.uint32]
-    labels: NDArray[np.int32]
-    modes: NDArray[np.uint32]
-    mtimes_ns: NDArray[np.int64]
-    name_offsets: NDArray[np.uint64]
-    names: bytes | bytearray
-    folders: tuple[bytes, ...]
-    classes: tuple[bytes, ...]
-    shard_lengths: NDArray[np.uint64]
+# What a reader may do without; whoever knows no other section can still read every sample.
+OPTIONAL = frozenset(
+    {
+        Section.NAME_TABLE,
+        Section.FOLDER_SAMPLES,
+        Section.FOLDER_ENDS,
+        Section.SHARD_DIGESTS,
+        Section.PARITY,
+        Section.PARITY_DIGESTS,
+    }
+)
 
 
 def shard_name(shard: int) -> str:
@@ -84,9 +92,27 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.pace"
 
 
+def parity_name(group: int) -> str:
+    """Return the file name of a group's parity.
+
+    >>> parity_name(7)
+    'parity-00007.pace'
+    """
+    return f"parity-{group:05d}.pace"
+
+
 def shard_header(shard: int) -> bytes:
     """Return the first 64 bytes of a shard."""
-    head = _SHARD_HEADER.pack(b"PACESHRD", FORMAT_VERSION, shard)
+    return _file_header(b"PACESHRD", shard)
+
+
+def parity_header(group: int) -> bytes:
+    """Return the first 64 bytes of a parity file."""
+    return _file_header(b"PACEPRTY", group)
+
+
+def _file_header(magic: bytes, number: int) -> bytes:
+    head = _FILE_HEADER.pack(magic, FORMAT_VERSION, number)
     return head + struct.pack("<I", crc32c(head))
 
 
@@ -99,40 +125,6 @@ def padding(length: int) -> int:
     return -length % ALIGNMENT
 
 
-def write_index(index: Index, write: Callable[[bytes | memoryview], Any]) -> None:
-    """Hand the bytes of the index file to `write`, piece by piece and in order.
-
-    Cost: memory for one piece (1 MiB) beyond `index`.
-    """
-    sections = _sections(index)
-    table_bytes = len(sections) * _SECTION.size
-    position = _HEADER.size + 4 + table_bytes
-    position += padding(position)
-    first = position
-    table = b""
-    for section, content in sections:
-        table += _SECTION.pack(section, _REQUIRED, position, len(content), crc32c(content), 0)
-        position += len(content) + padding(len(content))
-    head = _HEADER.pack(
-        b"PACEPACK",
-        FORMAT_VERSION,
-        len(sections),
-        position,
-        len(index.lengths),
-        len(index.folders),
-        len(index.shard_lengths),
-        len(index.classes),
-        0,
-        crc32c(table),
-    )
-    start = head + struct.pack("<I", crc32c(head)) + table
-    write(start + bytes(first - len(start)))
-    for _, content in sections:
-        for begin in range(0, len(content), _BLOCK_BYTES):
-            write(content[begin : begin + _BLOCK_BYTES])
-        write(bytes(padding(len(content))))
-
-
 def joined(strings: Iterable[bytes]) -> tuple[NDArray[np.uint64], bytes]:
     """Return the offsets (one more than strings) and the concatenation that store `strings`."""
     strings = tuple(strings)
@@ -141,27 +133,112 @@ def joined(strings: Iterable[bytes]) -> tuple[NDArray[np.uint64], bytes]:
     return offsets, b"".join(strings)
 
 
-def _sections(index: Index) -> list[tuple[Section, memoryview]]:
-    folder_offsets, folders = joined(index.folders)
-    class_offsets, classes = joined(index.classes)
-    return [
-        (Section.OFFSETS, _raw(index.offsets, "<u8")),
-        (Section.LENGTHS, _raw(index.lengths, "<u8")),
-        (Section.SHARDS, _raw(index.shards, "<u4")),
-        (Section.CHECKSUMS, _raw(index.checksums, "<u4")),
-        (Section.LABELS, _raw(index.labels, "<i4")),
-        (Section.MODES, _raw(index.modes, "<u4")),
-        (Section.MTIMES, _raw(index.mtimes_ns, "<i8")),
-        (Section.NAME_OFFSETS, _raw(index.name_offsets, "<u8")),
-        (Section.NAMES, memoryview(index.names)),
-        (Section.FOLDER_OFFSETS, _raw(folder_offsets, "<u8")),
-        (Section.FOLDERS, memoryview(folders)),
-        (Section.CLASS_OFFSETS, _raw(class_offsets, "<u8")),
-        (Section.CLASSES, memoryview(classes)),
-        (Section.SHARD_LENGTHS, _raw(index.shard_lengths, "<u8")),
-    ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What the header counts."""
+
+    samples: int
+    folders: int
+    shards: int
+    classes: int
 
 
-def _raw(array: NDArray[Any], dtype: str) -> memoryview:
+@dataclass(slots=True)
+class _Place:
+    """Where a section lies, and what has been written of it."""
+
+    offset: int
+    length: int
+    written: int = 0
+    checksum: int = 0
+
+
+class IndexWriter:
+    """Writes the sections of an index side by side, each from front to back.
+
+    The length of every section is known before, but for the last one's, which may turn out longer.
+    So columns of any size stream through: nothing is held.
+
+    Args:
+        write_at: writes bytes to a position of the file.
+        lengths: bytes of each section, in the order in which they lie in the file.
+    """
+
+    def __init__(
+        self, write_at: Callable[[memoryview, int], Any], lengths: dict[Section, int]
+    ) -> None:
+        self._write_at = write_at
+        self._places: dict[Section, _Place] = {}
+        self._end = index_start(len(lengths))
+        for section, length in lengths.items():
+            self._places[section] = _Place(self._end, length)
+            self._end += length + padding(length)
+
+    def put(self, section: Section, content: NDArray[Any] | bytes) -> None:
+        """Append `content` to a section."""
+        data = _raw(content)
+        place = self._places[section]
+        self._write_at(data, place.offset + place.written)
+        place.checksum = crc32c(data, place.checksum)
+        place.written += len(data)
+
+    def offset(self, section: Section) -> int:
+        """Return where in the file a section begins."""
+        return self._places[section].offset
+
+    def finish(self, counts: Counts) -> int:
+        """Write what stands before the sections; return the length of the whole index."""
+        *before, last = self._places.values()
+        assert all(place.written == place.length for place in before)
+        assert last.written >= last.length
+        self._end += last.written + padding(last.written) - last.length - padding(last.length)
+        last.length = last.written
+        table = b"".join(
+            _SECTION.pack(
+                section,
+                0 if section in OPTIONAL else _REQUIRED,
+                place.offset,
+                place.length,
+                place.checksum,
+                0,
+            )
+            for section, place in self._places.items()
+        )
+        head = _HEADER.pack(
+            b"PACEPACK",
+            FORMAT_VERSION,
+            len(self._places),
+            self._end,
+            counts.samples,
+            counts.folders,
+            counts.shards,
+            counts.classes,
+            0,
+            crc32c(table),
+        )
+        self._pad(last.offset + last.length)
+        self._write_at(memoryview(head + struct.pack("<I", crc32c(head)) + table), 0)
+        return self._end
+
+    def _pad(self, end: int) -> None:
+        """Give the file its length; holes before it read as the zeros that they stand for."""
+        if end < self._end:
+            self._write_at(memoryview(bytes(self._end - end)), end)
+
+
+def index_start(section_count: int) -> int:
+    """Return where the first section begins."""
+    start = HEADER_BYTES + section_count * SECTION_BYTES
+    return start + padding(start)
+
+
+def index_bytes(lengths: dict[Section, int]) -> int:
+    """Return the length of an index with sections of these lengths."""
+    return index_start(len(lengths)) + sum(one + padding(one) for one in lengths.values())
+
+
+def _raw(content: NDArray[Any] | bytes) -> memoryview:
     # Through uint8, because a memoryview of an empty array cannot be cast.
-    return np.ascontiguousarray(array, dtype).view(np.uint8).data
+    if isinstance(content, bytes):
+        return memoryview(content)
+    return np.ascontiguousarray(content).view(np.uint8).data

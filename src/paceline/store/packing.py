@@ -1,42 +1,60 @@
-"""Packs a folder of samples: the first arc of the data path, run once before any training.
+"""Packs a source of samples: the first arc of the data path, run once before any training.
 
-Bodies stream through one buffer, so memory is bounded by names and sizes (about a hundred bytes a
-file), whatever the files weigh. What is written where: `store/format.py`; how a crash is survived:
-`store/partial.py`.
+Bodies stream through a few buffers and columns through files (`store/spool.py`), so memory is bounded
+whatever the source holds. What is written where: `store/format.py`; how a crash is survived:
+`store/partial.py` and `store/journal.py`.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
-import stat
-from array import array
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import ConfigError, PacelineError, StorageError
+from paceline.core.errors import ConfigError, Missing, PacelineError
 from paceline.core.record import Record
-from paceline.native import crc32c
+from paceline.native import crc32c, encode, zstd_available
 from paceline.store.format import (
     ALIGNMENT,
+    FORMAT_VERSION,
+    HEADER_BYTES,
     INDEX_NAME,
-    Index,
+    index_bytes,
     padding,
-    shard_header,
     shard_name,
-    write_index,
 )
-from paceline.store.partial import PackFile, PartialPack, check_destination, unwritable
-from paceline.store.scan import Source, scan, unreadable
+from paceline.store.indexing import Content, Shape, build_index, section_lengths, shape_of
+from paceline.store.journal import JOURNAL_NAME, Entry, Journal, ListingDigest, read_journal
+from paceline.store.partial import PartialPack, check_destination, unwritable
+from paceline.store.scan import FolderSource
+from paceline.store.sources import SampleSource, aligned_begins
+from paceline.store.spool import Extents, Spool, open_run, part_of
+from paceline.store.writing import BATCH_BYTES, Layout, Shard, ShardLimits, ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-_READ_BYTES = 1 << 20
+    from numpy.typing import NDArray
+
+    from paceline.store.partial import PackFolder
+    from paceline.store.sources import Batch, Source
+    from paceline.store.spool import Run
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_SHARD_BYTES = 256 << 20
+MAX_SHARD_BYTES = 16 << 30
+_SHARDS = 256  # about so many at most, unless the size is given
+_GROWTH_SHARDS = 64
+_ENCODE_BYTES = 64 << 20  # larger samples are stored as they are
+_CODECS = ("none", "zstd", "auto")
+_AUTO_RATIO = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,27 +62,59 @@ class PackOptions(Record):
     """How to pack.
 
     Changes the pack's files:
-        shard_bytes: a shard is closed before it would grow beyond this; a larger sample gets a
-            shard of its own.
+        shard_bytes: a shard is closed before it would grow beyond this; a sample that is larger is
+            stored in chunks. 0 = 256 MiB, or what keeps a large pack at about 256 shards.
+        codec: `zstd` stores a sample encoded if that is smaller at all, `auto` if it saves at least
+            a tenth, `none` never. Samples over 64 MiB are stored as they are.
+        codec_level: of zstd, 1 to 19: the higher, the smaller and slower.
+        parity_group: a parity file for so many shards: one lost shard of a group can be made again
+            from the others. 0 = none.
     Changes which samples there are:
         follow_symlinks: pack what symbolic links lead to, instead of refusing them.
+    Changes speed:
+        restart: throw away what a killed packing left, instead of going on from it.
     """
 
-    shard_bytes: int = 256 << 20
+    shard_bytes: int = 0
+    codec: str = "none"
+    codec_level: int = 3
+    parity_group: int = 0
     follow_symlinks: bool = False
+    restart: bool = False
 
     def __post_init__(self) -> None:
-        if self.shard_bytes < 2 * ALIGNMENT:
+        if self.shard_bytes != 0 and self.shard_bytes < 2 * ALIGNMENT:
             raise ConfigError(
                 f"a shard of {self.shard_bytes} bytes holds no sample",
                 where="shard_bytes",
                 fix=f"Use at least {2 * ALIGNMENT}; hundreds of MiB serve best",
             )
+        if self.codec not in _CODECS:
+            raise ConfigError(
+                f"no codec is called {self.codec!a}",
+                where="codec",
+                fix="Use one of " + ", ".join(_CODECS),
+            )
+        if not 1 <= self.codec_level <= 19:
+            raise ConfigError(
+                f"zstd has no level {self.codec_level}", where="codec_level", fix="Use 1 to 19"
+            )
+        if self.parity_group < 0 or self.parity_group == 1:
+            raise ConfigError(
+                f"a parity file for {self.parity_group} shards",
+                where="parity_group",
+                why="of one shard it would be a copy",
+                fix="Use 2 or more, or 0 for none; 8 costs an eighth of the space",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary(Record):
-    """What was packed, or would be; `elapsed_s` is 0 for a dry run."""
+    """What was packed, or would be; `elapsed_s` is 0 for a dry run.
+
+    `reused_sample_count` were packed by a run before that was killed. `opens_before` and
+    `opens_after` are the files that an epoch opens.
+    """
 
     source: str
     destination: str
@@ -73,18 +123,23 @@ class PackSummary(Record):
     class_count: int
     shard_count: int
     sample_bytes: int
+    stored_bytes: int
     pack_bytes: int
+    opens_before: int
+    opens_after: int
+    reused_sample_count: int = 0
     elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackProgress:
-    """How far packing has come."""
+    """How far packing has come; a total of 0 is unknown."""
 
     sample_count: int
     sample_total: int
     byte_count: int
     byte_total: int
+    reused_byte_count: int = 0
 
 
 def pack_folder(
@@ -99,13 +154,13 @@ def pack_folder(
 
     Samples are all files in bytewise order of their relative paths; the top-level folders are the
     classes, and a file at the root has label -1. Killed at any moment, this leaves nothing, a
-    ``destination.partial`` that the next run replaces, or the whole pack.
+    ``destination.partial`` that the next run goes on from, or the whole pack.
 
     Args:
         source: a folder; only files and folders may lie in it.
         destination: does not exist yet, though its parent does.
-        options: shard size and what to do about symbolic links.
-        on_progress: called after each sample.
+        options: shard size, codec, and what to do about symbolic links.
+        on_progress: called after each batch of samples.
         clock: in place of the system's.
 
     Raises:
@@ -115,43 +170,88 @@ def pack_folder(
         StorageError: the disk is full, or a source file cannot be read or changed meanwhile.
     """
     options = options or PackOptions()
+    check_destination(Path(source), Path(destination).absolute())
+    opened = FolderSource(os.fsencode(source), follow_symlinks=options.follow_symlinks)
+    with closing(opened):
+        return pack_source(
+            opened, destination, options=options, on_progress=on_progress, clock=clock
+        )
+
+
+def pack_samples(
+    samples: Iterable[tuple[str | bytes, bytes]],
+    destination: str | os.PathLike[str],
+    *,
+    options: PackOptions | None = None,
+    on_progress: Callable[[PackProgress], None] | None = None,
+    clock: Clock | None = None,
+) -> PackSummary:
+    """Pack pairs of a name and bytes, in any order, into the new folder `destination`.
+
+    Names are relative paths; the top-level folders are the classes. The samples are read once and
+    never held, however many there are.
+
+    Raises:
+        DestinationExists: nothing was touched.
+        UsageError: a name is no relative path, or comes twice.
+        StorageError: the disk is full.
+    """
+    check_destination(None, Path(destination).absolute())
+    return pack_source(
+        SampleSource(samples), destination, options=options, on_progress=on_progress, clock=clock
+    )
+
+
+def pack_source(
+    source: Source,
+    destination: str | os.PathLike[str],
+    *,
+    options: PackOptions | None = None,
+    on_progress: Callable[[PackProgress], None] | None = None,
+    clock: Clock | None = None,
+) -> PackSummary:
+    """Pack any source; see `pack_folder`."""
+    options = options or PackOptions()
     clock = clock or SystemClock()
     start_s = clock.now_s()
     target = Path(destination).absolute()
-    check_destination(Path(source), target)
-    found = scan(os.fsencode(source), follow_symlinks=options.follow_symlinks)
-    byte_total = sum(found.lengths)
+    check_codec(options)
+    limits = shard_limits(source, options)
+    header = _journal_header(source, options, limits)
     try:
         with PartialPack(target) as partial:
-            writer = _ShardWriter(found, partial, options)
-            byte_count = 0
-            for sample in range(len(found)):
-                byte_count += writer.add(sample)
-                if on_progress is not None:
-                    on_progress(
-                        PackProgress(
-                            sample_count=sample + 1,
-                            sample_total=len(found),
-                            byte_count=byte_count,
-                            byte_total=byte_total,
-                        )
-                    )
-            writer.finish()
-            index_bytes = _write_index(partial, writer, found)
+            left = read_journal(partial.folder, header) if source.kind else []
+            if options.restart:
+                left = []
+            packer = Packer(source, partial, options, limits, on_progress)
+            try:
+                packer.pack_all(left, header)
+            finally:
+                packer.stop()
+            content = packer.content()
+            runs = [open_run(partial.folder / name) for name, _ in packer.spool.files]
+            index_length = write_index(partial, INDEX_NAME, runs, content, source)
+            shape = shape_of(runs)
+            stored_bytes = sum(int(run.extents.stored_lengths.sum()) for run in runs)
+            del runs
             partial.commit()
     except PacelineError:
         raise
-    except OSError as problem:  # of the source, `add` has translated its own
-        raise unwritable(target, problem) from problem
+    except OSError as problem:  # of the source, sources have translated their own
+        raise unwritable(target, problem, kept=partial.resumable) from problem
     return PackSummary(
-        source=str(source),
+        source=source.where,
         destination=str(destination),
-        sample_count=len(found),
-        folder_count=len(found.folders),
-        class_count=len(found.classes),
-        shard_count=len(writer.shard_lengths),
-        sample_bytes=byte_count,
-        pack_bytes=index_bytes + sum(writer.shard_lengths),
+        sample_count=shape.sample_count,
+        folder_count=len(content.folders),
+        class_count=len(content.classes),
+        shard_count=len(content.shard_lengths),
+        sample_bytes=packer.byte_count,
+        stored_bytes=stored_bytes,
+        pack_bytes=index_length + sum(content.shard_lengths) + sum(content.parity_lengths),
+        opens_before=shape.sample_count,
+        opens_after=len(content.shard_lengths) + 1,
+        reused_sample_count=packer.reused_sample_count,
         elapsed_s=clock.now_s() - start_s,
     )
 
@@ -162,160 +262,342 @@ def plan_pack(
     *,
     options: PackOptions | None = None,
 ) -> PackSummary:
-    """Return what `pack_folder` would do, having written nothing; errors as there."""
+    """Return what `pack_folder` would do without a codec, having written nothing; errors as there."""
     options = options or PackOptions()
     check_destination(Path(source), Path(destination).absolute())
-    found = scan(os.fsencode(source), follow_symlinks=options.follow_symlinks)
-    shard_lengths: list[int] = []
-    for length in found.lengths:
-        if not shard_lengths or _is_full(shard_lengths[-1], length, options):
-            shard_lengths.append(ALIGNMENT)
-        shard_lengths[-1] += length + padding(length)
-    index = _index(found, _ShardTable(len(found)), shard_lengths)
-    index_bytes = 0
+    opened = FolderSource(os.fsencode(source), follow_symlinks=options.follow_symlinks)
+    with closing(opened):
+        return plan_source(opened, destination, options=options)
 
-    def count(data: bytes | memoryview) -> None:
-        nonlocal index_bytes
-        index_bytes += len(data)
 
-    write_index(index, count)
+def plan_source(
+    source: Source, destination: str | os.PathLike[str], *, options: PackOptions
+) -> PackSummary:
+    """Return what `pack_source` would do without a codec, having written nothing."""
+    check_codec(options)
+    layout = Layout(shard_limits(source, options))
+    sample_count = extent_count = name_bytes = byte_count = 0
+    for batch in source.batches(large_bytes(layout)):
+        sample_count += len(batch)
+        name_bytes += len(batch.samples.names)
+        byte_count += int(batch.lengths.sum())
+        extent_count += layout.plan(batch.lengths, aligned_begins(batch.lengths))
+    layout.close()
+    content = Content(
+        folders=source.folders(),
+        classes=source.classes()[0],
+        shard_lengths=layout.closed,
+        shard_digests=[],
+        parity_group=options.parity_group,
+        parity_lengths=parity_lengths(layout.closed, options.parity_group),
+    )
+    shape = Shape(
+        sample_count=sample_count,
+        extent_count=extent_count,
+        name_bytes=name_bytes,
+        is_encoded=False,
+        is_chunked=extent_count != sample_count,
+    )
+    index_length = index_bytes(section_lengths(shape, content))
     return PackSummary(
-        source=str(source),
+        source=source.where,
         destination=str(destination),
-        sample_count=len(found),
-        folder_count=len(found.folders),
-        class_count=len(found.classes),
-        shard_count=len(shard_lengths),
-        sample_bytes=sum(found.lengths),
-        pack_bytes=index_bytes + sum(shard_lengths),
+        sample_count=sample_count,
+        folder_count=len(content.folders),
+        class_count=len(content.classes),
+        shard_count=len(layout.closed),
+        sample_bytes=byte_count,
+        stored_bytes=byte_count,
+        pack_bytes=index_length + sum(layout.closed) + sum(content.parity_lengths),
+        opens_before=sample_count,
+        opens_after=len(layout.closed) + 1,
     )
 
 
-class _ShardTable:
-    """Where each sample lies, as the index wants it."""
-
-    def __init__(self, sample_count: int) -> None:
-        self.offsets = np.zeros(sample_count, np.uint64)
-        self.lengths = np.zeros(sample_count, np.uint64)
-        self.shards = np.zeros(sample_count, np.uint32)
-        self.checksums = np.zeros(sample_count, np.uint32)
-        self.modes = np.zeros(sample_count, np.uint32)
-        self.mtimes_ns = np.zeros(sample_count, np.int64)
-
-
-class _ShardWriter:
-    """Appends samples to shards and notes where they are."""
-
-    def __init__(self, source: Source, partial: PartialPack, options: PackOptions) -> None:
-        self._source = source
-        self._partial = partial
-        self._options = options
-        self._file: PackFile | None = None
-        self._buffer = memoryview(bytearray(_READ_BYTES))
-        self.table = _ShardTable(len(source))
-        self.shard_lengths = array("Q")
-
-    def add(self, sample: int) -> int:
-        """Copy the `sample`-th file of the source; return its length."""
-        path = self._source.root + b"/" + self._source.name(sample)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        if not self._options.follow_symlinks:
-            flags |= os.O_NOFOLLOW
-        try:
-            descriptor = os.open(path, flags)
-        except OSError as problem:
-            if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                raise _changed(path, "it is gone") from None
-            raise unreadable(path, problem) from problem
-        try:
-            before = os.fstat(descriptor)
-            if not stat.S_ISREG(before.st_mode):
-                raise _changed(path, "it is no file any more")
-            self._copy(descriptor, path, before, sample)
-        finally:
-            os.close(descriptor)
-        return before.st_size
-
-    def _copy(self, descriptor: int, path: bytes, before: os.stat_result, sample: int) -> None:
-        table = self.table
-        file = self._shard_for(before.st_size)
-        table.shards[sample] = len(self.shard_lengths)
-        table.offsets[sample] = file.length
-        checksum = length = 0
-        while True:
-            try:
-                count = os.readv(descriptor, [self._buffer])
-            except OSError as problem:
-                raise unreadable(path, problem) from problem
-            if count == 0 or length > before.st_size:
-                break
-            piece = self._buffer[:count]
-            checksum = crc32c(piece, checksum)
-            file.write(piece)
-            length += count
-        after = os.fstat(descriptor)
-        if length != before.st_size or after.st_size != before.st_size:
-            raise _changed(
-                path, f"it had {before.st_size} bytes, then {max(length, after.st_size)}"
-            )
-        if after.st_mtime_ns != before.st_mtime_ns:
-            raise _changed(path, "it was written to")
-        file.write(bytes(padding(length)))
-        table.lengths[sample] = length
-        table.checksums[sample] = checksum
-        table.modes[sample] = before.st_mode
-        table.mtimes_ns[sample] = before.st_mtime_ns
-
-    def finish(self) -> None:
-        """Make the last shard durable."""
-        if self._file is not None:
-            self._partial.close(self._file)
-            self.shard_lengths.append(self._file.length)
-            self._file = None
-
-    def _shard_for(self, length: int) -> PackFile:
-        """Return the shard that takes a sample of this length, a new one if need be."""
-        if self._file is not None and _is_full(self._file.length, length, self._options):
-            self.finish()
-        if self._file is None:
-            shard = len(self.shard_lengths)
-            self._file = self._partial.create(shard_name(shard))
-            self._file.write(shard_header(shard))
-        return self._file
+def shard_limits(source: Source, options: PackOptions) -> ShardLimits:
+    """Return how large the shards of a pack of `source` get."""
+    if options.shard_bytes:
+        return ShardLimits(shard_bytes=options.shard_bytes)
+    totals = source.totals()
+    if not totals.is_exact:
+        return ShardLimits(
+            shard_bytes=DEFAULT_SHARD_BYTES,
+            growth_shards=_GROWTH_SHARDS,
+            max_bytes=MAX_SHARD_BYTES,
+        )
+    wanted = DEFAULT_SHARD_BYTES
+    total = totals.byte_count + totals.sample_count * ALIGNMENT // 2
+    while wanted * _SHARDS < total and wanted < MAX_SHARD_BYTES:
+        wanted *= 2
+    return ShardLimits(shard_bytes=wanted)
 
 
-def _is_full(shard_bytes: int, length: int, options: PackOptions) -> bool:
-    return shard_bytes > ALIGNMENT and shard_bytes + length > options.shard_bytes
+def large_bytes(layout: Layout) -> int:
+    """Return from what length on a sample is read in pieces."""
+    return min(BATCH_BYTES, layout.limit - HEADER_BYTES)
 
 
-def _write_index(partial: PartialPack, writer: _ShardWriter, source: Source) -> int:
-    file = partial.create(INDEX_NAME)
-    write_index(_index(source, writer.table, writer.shard_lengths), file.write)
-    partial.close(file)
+def parity_lengths(shard_lengths: list[int], group: int) -> list[int]:
+    """Return the length of each parity file."""
+    if not group:
+        return []
+    starts = range(0, len(shard_lengths), group)
+    return [HEADER_BYTES + max(shard_lengths[k : k + group]) for k in starts]
+
+
+def check_codec(options: PackOptions) -> None:
+    """Refuse a codec that this machine lacks."""
+    if options.codec != "none" and not zstd_available():
+        raise Missing(
+            "zstd is not on this machine",
+            where="libzstd.so.1",
+            fix="Install your distribution's libzstd (libzstd1), or pack with --codec none",
+        )
+
+
+def write_index(
+    folder: PackFolder, name: str, runs: list[Run], content: Content, source: Source
+) -> int:
+    """Write the index file of a pack and make it durable; return its length."""
+    file = folder.create(name)
+    helpers = []
+
+    def create(helper: str) -> Any:
+        helpers.append(folder.create(helper))
+        return helpers[-1]
+
+    build_index(runs, content, file, create)
+    for helper in helpers:
+        folder.discard(helper)
+    folder.close(file)
     return file.length
 
 
-def _index(source: Source, table: _ShardTable, shard_lengths: array[int] | list[int]) -> Index:
-    return Index(
-        offsets=table.offsets,
-        lengths=table.lengths,
-        shards=table.shards,
-        checksums=table.checksums,
-        labels=np.array(source.labels, np.int32),
-        modes=table.modes,
-        mtimes_ns=table.mtimes_ns,
-        name_offsets=np.array(source.name_offsets, np.uint64),
-        names=source.names,
-        folders=tuple(source.folders),
-        classes=tuple(source.classes),
-        shard_lengths=np.array(shard_lengths, np.uint64),
-    )
+class _Differs(Exception):
+    """The source is not what the journal's entries from `entry` on were packed from."""
+
+    def __init__(self, entry: int) -> None:
+        self.entry = entry
 
 
-def _changed(path: bytes, why: str) -> StorageError:
-    return StorageError(
-        "a source file changed while it was packed",
-        where=os.fsdecode(path),
-        why=why,
-        fix="Pack again when nobody writes to the source",
-    )
+class Packer:
+    """Takes a source's samples to shards and their columns to the spool."""
+
+    def __init__(
+        self,
+        source: Source,
+        folder: PackFolder,
+        options: PackOptions,
+        limits: ShardLimits,
+        on_progress: Callable[[PackProgress], None] | None,
+        first_shard: int = 0,
+    ) -> None:
+        self._source = source
+        self._folder = folder
+        self._options = options
+        self._on_progress = on_progress
+        self._layout = Layout(limits, first_shard)
+        self._large_bytes = large_bytes(self._layout)
+        self._writer = ShardWriter(folder, self._layout, self._on_close)
+        self._listing = ListingDigest()
+        self._journal: Journal | None = None
+        self._journaled_shards = self._journaled_runs = 0
+        self._totals = source.totals()
+        self.spool = Spool(folder.create, folder.close)
+        self.sample_count = 0
+        self.byte_count = 0
+        self.reused_sample_count = 0
+        self._reused_byte_count = 0
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards that are whole."""
+        return self._writer.shards
+
+    def stop(self) -> None:
+        """End the writing thread."""
+        self._writer.stop()
+
+    def pack_all(self, left: list[Entry], header: dict[str, Any]) -> None:
+        """Pack the whole source, going on from what is `left` as far as the source is the same."""
+        while True:
+            batches = self._source.batches(self._large_bytes)
+            try:
+                rest = self._pass_over(batches, left)
+                break
+            except _Differs as differs:
+                left = left[: differs.entry]
+        self._start(left, header)
+        if rest is not None and len(rest):
+            self._add(rest)
+        for batch in batches:
+            self._add(batch)
+        self.finish()
+
+    def add_all(self) -> None:
+        """Pack the whole source without a journal."""
+        for batch in self._source.batches(self._large_bytes):
+            self._add(batch)
+        self.finish()
+
+    def finish(self) -> None:
+        """Make the last shard and the spool durable."""
+        self._writer.finish()
+        self.spool.flush()
+
+    def content(self) -> Content:
+        """Return what the index says of the shards and folders."""
+        return Content(
+            folders=self._source.folders(),
+            classes=self._source.classes()[0],
+            shard_lengths=[one.length for one in self.shards],
+            shard_digests=[one.digest for one in self.shards],
+        )
+
+    def _pass_over(self, batches: Any, left: list[Entry]) -> Batch | None:
+        """Take the samples that are packed already; return what is left of the batch they end in."""
+        self._listing = ListingDigest()
+        passed = 0
+        batch: Batch | None = None
+        for k, entry in enumerate(left):
+            while passed < entry.samples:
+                if batch is None or not len(batch):
+                    batch = next(batches, None)
+                    if batch is None:
+                        raise _Differs(k)
+                count = min(entry.samples - passed, len(batch))
+                self._listing.update(batch.samples, batch.lengths, slice(0, count))
+                batch = batch.drop(count)
+                passed += count
+            if self._listing.text() != entry.listing:
+                raise _Differs(k)
+        return batch
+
+    def _start(self, left: list[Entry], header: dict[str, Any]) -> None:
+        for entry in left:
+            self._writer.shards += entry.shards
+            self.spool.files += entry.runs
+        self._layout.closed += [one.length for one in self.shards]
+        self._journaled_shards = len(self.shards)
+        self._journaled_runs = len(self.spool.files)
+        kept = {name for name, _ in self.spool.files}
+        kept |= {shard_name(k) for k in range(len(self.shards))}
+        self._folder.remove(name for name in self._folder.names() if name not in kept)
+        if left:
+            self.sample_count = self.reused_sample_count = left[-1].samples
+            self.byte_count = self._reused_byte_count = left[-1].bytes
+            _log.info("going on behind %s samples packed before", f"{self.sample_count:,}")
+            self._tell()
+        if self._source.kind:
+            self._journal = Journal(self._folder.create(JOURNAL_NAME), header, left)
+            self._mark_resumable(bool(left))
+
+    def _mark_resumable(self, is_resumable: bool) -> None:
+        if is_resumable and isinstance(self._folder, PartialPack):
+            self._folder.resumable = True
+
+    def _add(self, batch: Batch) -> None:
+        length = int(batch.lengths[0]) if len(batch) == 1 else 0
+        if length > self._large_bytes:
+            self._add_large(batch, length)
+            return
+        begins = batch.begins()
+        buffer = self._writer.buffer(int(begins[-1]))
+        checksums = batch.bodies.fill(buffer, begins)
+        self._store(batch, buffer, begins, checksums)
+
+    def _store(
+        self,
+        batch: Batch,
+        buffer: NDArray[np.uint8],
+        begins: NDArray[np.uint64],
+        checksums: NDArray[np.uint32],
+    ) -> None:
+        stored, codecs = batch.lengths, np.zeros(len(batch), np.uint8)
+        if self._options.codec != "none":
+            ratio = _AUTO_RATIO if self._options.codec == "auto" else 1.0
+            level = self._options.codec_level
+            threads = len(os.sched_getaffinity(0))
+            buffer, places, stored, codecs = encode(
+                buffer, begins[:-1], batch.lengths, level, ratio, threads
+            )
+            begins = np.append(places, np.uint64(len(buffer)))
+        for part, shard, offsets in self._writer.add(buffer, begins, stored):
+            extents = Extents(
+                offsets=offsets,
+                lengths=batch.lengths[part],
+                stored_lengths=stored[part],
+                shards=np.full(len(offsets), shard, np.uint32),
+                checksums=checksums[part],
+                codecs=codecs[part],
+            )
+            self._note(batch, part, extents)
+        self._tell()
+
+    def _add_large(self, batch: Batch, length: int) -> None:
+        if self._options.codec != "none" and length <= min(_ENCODE_BYTES, self._layout.limit // 2):
+            buffer = np.zeros(length + padding(length), np.uint8)
+            done = 0
+            while done < length:
+                done += batch.bodies.read_into(buffer[done:length])
+            checksum = np.array([crc32c(buffer[:length])], np.uint32)
+            self._store(batch, buffer, batch.begins(), checksum)
+            return
+        extents = self._writer.add_large(length, batch.bodies.read_into)
+        counts = np.array([len(extents)], np.uint32)
+        batch = replace(batch, samples=replace(batch.samples, extent_counts=counts))
+        self._note(batch, slice(0, 1), extents)
+        self._tell()
+
+    def _note(self, batch: Batch, part: slice, extents: Extents) -> None:
+        samples = batch.samples if part == slice(0, len(batch)) else part_of(batch.samples, part)
+        self._listing.update(batch.samples, batch.lengths, part)
+        self.sample_count += len(samples)
+        self.byte_count += int(extents.lengths.sum())
+        self.spool.add(samples, extents)
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(
+                PackProgress(
+                    sample_count=self.sample_count,
+                    sample_total=self._totals.sample_count,
+                    byte_count=self.byte_count,
+                    byte_total=self._totals.byte_count,
+                    reused_byte_count=self._reused_byte_count,
+                )
+            )
+
+    def _on_close(self) -> Callable[[int, Shard], None] | None:
+        """Make the columns of what the shard holds durable; return what notes it in the journal."""
+        journal = self._journal
+        if journal is None:
+            return None
+        self.spool.flush()
+        runs = self.spool.files[self._journaled_runs :]
+        self._journaled_runs = len(self.spool.files)
+        samples, byte_count, listing = self.sample_count, self.byte_count, self._listing.text()
+
+        def note(_number: int, _shard: Shard) -> None:
+            shards = self.shards[self._journaled_shards :]
+            self._journaled_shards = len(self.shards)
+            journal.append(
+                Entry(samples=samples, bytes=byte_count, listing=listing, shards=shards, runs=runs)
+            )
+            self._mark_resumable(True)
+
+        return note
+
+
+def _journal_header(source: Source, options: PackOptions, limits: ShardLimits) -> dict[str, Any]:
+    return {
+        "version": FORMAT_VERSION,
+        "source": source.kind,
+        "options": {
+            "shard_bytes": limits.shard_bytes,
+            "growth_shards": limits.growth_shards,
+            "codec": options.codec,
+            "codec_level": options.codec_level,
+            "follow_symlinks": options.follow_symlinks,
+        },
+    }

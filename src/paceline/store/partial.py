@@ -31,89 +31,63 @@ from paceline.core.files import sync_folder
 from paceline.store.format import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
 
-_BUFFER_BYTES = 4 << 20
-_OURS = re.compile(r"index\.pace|shard-\d{5,}\.pace")
+_OURS = re.compile(
+    r"index\.pace(\.partial)?|(shard|parity)-\d{5,}\.pace(\.partial)?|[a-z]+(-\d+)?\.partial"
+)
 
 
 class PackFile:
-    """A file of the pack, written once from front to back; durable when closed without error."""
+    """A file of the pack; durable when closed without error."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o644)
-        self._buffer = bytearray()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.path = path
+        self.descriptor = os.open(path, flags, 0o644)
         self.length = 0
+        self.begun = 0  # up to where the system was asked to write to storage
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`."""
-        self._buffer += data
-        self.length += len(data)
-        if len(self._buffer) >= _BUFFER_BYTES:
-            self._drain()
+        with memoryview(data) as left:
+            done = 0
+            while done < len(left):
+                done += os.write(self.descriptor, left[done:])
+        self.length += done
+
+    def write_at(self, data: memoryview, position: int) -> None:
+        """Write `data` at `position`, for files whose parts grow side by side."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.descriptor, data[done:], position + done)
+        self.length = max(self.length, position + done)
+
+    def sync(self) -> None:
+        """Return once every byte so far is on storage."""
+        os.fsync(self.descriptor)
 
     def close(self, *, commit: bool) -> None:
         """Close; with `commit`, only once every byte is on storage."""
-        if self._descriptor < 0:
+        if self.descriptor < 0:
             return
         try:
             if commit:
-                self._drain()
-                os.fsync(self._descriptor)
+                self.sync()
         finally:
-            descriptor, self._descriptor = self._descriptor, -1
+            descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
 
-    def _drain(self) -> None:
-        with memoryview(self._buffer) as left:
-            done = 0
-            while done < len(left):
-                done += os.write(self._descriptor, left[done:])
-        self._buffer.clear()
 
+class PackFolder:
+    """A locked folder in which files of a pack are made."""
 
-class PartialPack:
-    """Owns ``DST.partial`` until `commit`; leaving the context without it removes everything."""
-
-    def __init__(self, destination: Path) -> None:
-        self.destination = destination
-        self.folder = destination.with_name(destination.name + PARTIAL_SUFFIX)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = -1
         self._open: list[PackFile] = []
-
-    def __enter__(self) -> Self:
-        while self._lock < 0:
-            self._refuse_existing()
-            with contextlib.suppress(FileExistsError):
-                self.folder.mkdir()
-            try:
-                self._lock = self._try_lock()
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self.folder.rmdir()  # if it is empty
-                raise
-        try:
-            self._clear()
-        except BaseException:
-            self._unlock()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._open:
-            file.close(commit=False)
-        if self._lock >= 0:  # not committed
-            with contextlib.suppress(OSError, PacelineError):
-                self._clear()
-                self.folder.rmdir()
-        self._unlock()
 
     def create(self, name: str) -> PackFile:
         """Return a new file of the pack."""
@@ -126,35 +100,32 @@ class PartialPack:
         file.close(commit=True)
         self._open.remove(file)
 
-    def commit(self) -> None:
-        """Turn the partial pack into the pack.
+    def discard(self, file: PackFile) -> None:
+        """Close `file` and remove it."""
+        file.close(commit=False)
+        self._open.remove(file)
+        self.remove([file.path.name])
+
+    def names(self) -> list[str]:
+        """Return the names of all files in the folder, whatever its path says now."""
+        return os.listdir(self._lock)  # noqa: PTH208  # by descriptor
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files."""
+        for name in names:
+            os.unlink(name, dir_fd=self._lock)
+
+    def lock(self) -> bool:
+        """Lock the folder; return False when it has just gone.
 
         Raises:
-            DestinationExists: somebody else made the destination meanwhile; it is untouched.
+            UsageError: another run has locked it, or it is no folder.
         """
-        assert not self._open
-        sync_folder(self.folder)
-        self._refuse_existing()
-        try:
-            self.folder.rename(self.destination)
-        except OSError as problem:
-            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise _exists(self.destination) from None
-            raise
-        self._unlock()
-        sync_folder(self.destination.parent)
-
-    def _refuse_existing(self) -> None:
-        if os.path.lexists(self.destination):
-            raise _exists(self.destination)
-
-    def _try_lock(self) -> int:
-        """Return a descriptor that locks the folder; -1 when the folder has just gone."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(self.folder, flags)
         except FileNotFoundError:
-            return -1
+            return False
         except OSError as problem:
             if problem.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise _not_ours(self.folder, "it is not a folder") from None
@@ -173,28 +144,96 @@ class PartialPack:
         # Its owner may have committed it (renamed it away) between our open and our lock.
         try:
             if os.path.samestat(os.fstat(descriptor), self.folder.lstat()):
-                return descriptor
+                self._lock = descriptor
+                return True
         except FileNotFoundError:
             pass
         os.close(descriptor)
-        return -1
+        return False
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
+        """Let go of the folder, and of files that were not closed."""
+        for file in self._open:
+            file.close(commit=False)
+        self._open.clear()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _clear(self) -> None:
-        """Remove what a killed run left; refuse to touch anything else."""
-        names = os.listdir(self._lock)  # noqa: PTH208  # the locked folder, whatever its path says now
-        for name in names:
-            if not _OURS.fullmatch(name):
-                raise _not_ours(self.folder, f"it holds {name!a}, which is not part of a pack")
-        for name in names:
-            os.unlink(name, dir_fd=self._lock)
+
+class PartialPack(PackFolder):
+    """Owns ``DST.partial`` until `commit`.
+
+    Leaving the context without it removes everything, unless `resumable` says that enough is done
+    for the next run to go on from.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        super().__init__(destination.with_name(destination.name + PARTIAL_SUFFIX))
+        self.destination = destination
+        self.resumable = False
+
+    def __enter__(self) -> Self:
+        locked = False
+        while not locked:
+            self._refuse_existing()
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir()
+            try:
+                locked = self.lock()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()  # if it is empty
+                raise
+        try:
+            for name in self.names():
+                if not _OURS.fullmatch(name):
+                    why = f"it holds {name!a}, which is not part of a pack"
+                    raise _not_ours(self.folder, why)
+        except BaseException:
+            self.unlock()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._lock >= 0 and not self.resumable:  # not committed
+            with contextlib.suppress(OSError, PacelineError):
+                self.remove(self.names())
+                self.folder.rmdir()
+        self.unlock()
+
+    def commit(self) -> None:
+        """Turn the partial pack into the pack.
+
+        Raises:
+            DestinationExists: somebody else made the destination meanwhile; it is untouched.
+        """
+        for file in tuple(self._open):
+            assert file.path.name.endswith(PARTIAL_SUFFIX)
+            self.discard(file)
+        self.remove(name for name in self.names() if name.endswith(PARTIAL_SUFFIX))
+        sync_folder(self.folder)
+        self._refuse_existing()
+        try:
+            self.folder.rename(self.destination)
+        except OSError as problem:
+            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise _exists(self.destination) from None
+            raise
+        self.unlock()
+        sync_folder(self.destination.parent)
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.destination):
+            raise _exists(self.destination)
 
 
-def check_destination(source: Path, destination: Path) -> None:
+def check_destination(source: Path | None, destination: Path) -> None:
     """Refuse a destination that cannot become a pack of `source`, before any work is done.
 
     Raises:
@@ -217,8 +256,7 @@ def check_destination(source: Path, destination: Path) -> None:
             where=str(destination.parent),
             fix=f"Make it first: mkdir -p {destination.parent}",
         )
-    real_source = source.resolve()
-    if destination.parent.resolve().is_relative_to(real_source):
+    if source is not None and destination.parent.resolve().is_relative_to(source.resolve()):
         raise UsageError(
             "the destination lies inside the source",
             where=str(destination),
@@ -227,14 +265,25 @@ def check_destination(source: Path, destination: Path) -> None:
         )
 
 
-def unwritable(path: Path, problem: OSError) -> StorageError:
-    """Return the error for a destination that the system refuses to write."""
+def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageError:
+    """Return the error for a destination that the system refuses to write.
+
+    Args:
+        path: the destination.
+        problem: what the system said.
+        kept: whether a folder was left behind that the next run can go on from.
+    """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = "Free space or choose another destination" if full else "Check the place, and pack again"
+    if kept:
+        fix += f"; what is packed so far is kept in {path.name}{PARTIAL_SUFFIX}"
+    else:
+        fix += "; nothing was left behind"
     return StorageError(
         "the disk is full" if full else "cannot write the pack",
         where=str(path),
         why=problem.strerror or str(problem),
-        fix="Free space or choose another destination; nothing was left behind" if full else "",
+        fix=fix,
     )
 
 

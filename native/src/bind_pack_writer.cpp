@@ -1,0 +1,228 @@
+// What packing calls from Python; see pack_writer.hpp.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "bindings.hpp"
+#include "paceline/crc32c.hpp"
+#include "paceline/pack_index.hpp"
+#include "paceline/pack_writer.hpp"
+#include "paceline/zstd.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace paceline {
+namespace {
+
+template <class T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Offsets = Column<std::uint64_t>;
+using Buffer = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<const T> span(const Column<T>& array) {
+  return {array.data(), array.size()};
+}
+
+NameList names(const Offsets& offsets, const Column<std::uint8_t>& blob) {
+  return {span(offsets), {reinterpret_cast<const char*>(blob.data()), blob.size()}};
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> array(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  const nb::capsule owner(kept, [](void* one) noexcept { delete static_cast<std::vector<T>*>(one); });
+  return {kept->data(), {kept->size()}, owner};
+}
+
+nb::tuple listed(int descriptor, const nb::bytes& prefix, bool follow) {
+  std::vector<paceline::FolderEntry> entries;
+  {
+    nb::gil_scoped_release released;
+    entries = paceline::list_folder(descriptor, follow);
+  }
+  const std::size_t count = entries.size();
+  const std::string_view above(prefix.c_str(), prefix.size());
+  std::string blob;
+  std::vector<std::uint64_t> offsets{0};
+  std::vector<std::uint64_t> sizes(count), devices(count), inodes(count);
+  std::vector<std::uint32_t> modes(count);
+  std::vector<std::int64_t> mtimes(count);
+  std::vector<std::int32_t> errors(count);
+  std::vector<std::uint8_t> links(count);
+  for (std::size_t k = 0; k < count; ++k) {
+    blob += above;
+    blob += entries[k].name;
+    offsets.push_back(blob.size());
+    sizes[k] = entries[k].size;
+    devices[k] = entries[k].device;
+    inodes[k] = entries[k].inode;
+    modes[k] = entries[k].mode;
+    mtimes[k] = entries[k].mtime_ns;
+    errors[k] = entries[k].error;
+    links[k] = entries[k].is_link ? 1 : 0;
+  }
+  return nb::make_tuple(to_bytes(blob), array(std::move(offsets)), array(std::move(modes)),
+                        array(std::move(sizes)), array(std::move(mtimes)), array(std::move(devices)),
+                        array(std::move(inodes)), array(std::move(errors)), array(std::move(links)));
+}
+
+nb::tuple read(int descriptor, const Offsets& offsets, const Column<std::uint8_t>& blob,
+                     const Column<std::uint64_t>& lengths, const Column<std::int64_t>& mtimes,
+                     const Column<std::uint64_t>& positions, const Buffer& target, bool follow,
+                     int threads) {
+  std::vector<paceline::FileRead> states;
+  {
+    nb::gil_scoped_release released;
+    states = paceline::read_files(
+        descriptor, names(offsets, blob), span(lengths), span(mtimes), span(positions),
+        {reinterpret_cast<std::byte*>(target.data()), target.size()}, follow, threads);
+  }
+  std::vector<std::uint32_t> checksums;
+  nb::object problem = nb::none();
+  for (std::size_t k = 0; k < states.size(); ++k) {
+    const auto& state = states[k];
+    if (state.outcome != paceline::ReadOutcome::whole) {
+      constexpr const char* outcomes[] = {"whole",   "unreadable", "gone",
+                                          "no_file", "resized",    "touched"};
+      problem = nb::make_tuple(k, outcomes[static_cast<int>(state.outcome)], state.error, state.size);
+      break;
+    }
+    checksums.push_back(state.checksum);
+  }
+  return nb::make_tuple(array(std::move(checksums)), problem);
+}
+
+// Copies samples to their places in a batch, zeroes what lies between, and returns checksums.
+nb::object gather(const nb::list& bodies, const Column<std::uint64_t>& positions,
+                  const Buffer& target) {
+  const std::size_t count = nb::len(bodies);
+  if (positions.size() != count) throw nb::value_error("one position a sample");
+  std::vector<std::uint32_t> checksums(count);
+  for (std::size_t k = 0; k < count; ++k) {
+    const Bytes body(bodies[k]);
+    const auto length = static_cast<std::size_t>(body.view.len);
+    const std::size_t begin = positions.data()[k];
+    const std::size_t end = k + 1 < count ? positions.data()[k + 1] : target.size();
+    if (end > target.size() || begin > end || length > end - begin) {
+      throw nb::value_error("a sample does not fit its place");
+    }
+    if (length > 0) std::memcpy(target.data() + begin, body.view.buf, length);
+    std::memset(target.data() + begin + length, 0, end - begin - length);
+    checksums[k] = paceline::crc32c(target.data() + begin, length);
+  }
+  return nb::cast(array(std::move(checksums)));
+}
+
+nb::tuple encoded(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
+                 const Column<std::uint64_t>& lengths, int level, double keep_ratio, int threads) {
+  paceline::Encoded result;
+  {
+    nb::gil_scoped_release released;
+    result = paceline::encode(
+        {reinterpret_cast<const std::byte*>(source.data()), source.size()}, span(positions),
+        span(lengths), level, keep_ratio, threads);
+  }
+  auto* kept = new std::vector<std::byte>(std::move(result.bytes));
+  const nb::capsule owner(kept,
+                          [](void* one) noexcept { delete static_cast<std::vector<std::byte>*>(one); });
+  const nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> stored(
+      reinterpret_cast<std::uint8_t*>(kept->data()), {kept->size()}, owner);
+  return nb::make_tuple(stored, array(std::move(result.positions)), array(std::move(result.lengths)),
+                        array(std::move(result.codecs)));
+}
+
+nb::object order(const Offsets& offsets, const Column<std::uint8_t>& blob) {
+  std::vector<std::uint64_t> order;
+  {
+    nb::gil_scoped_release released;
+    order = paceline::sorted_order(names(offsets, blob));
+  }
+  return nb::cast(array(std::move(order)));
+}
+
+nb::object name_hashes(const Offsets& offsets, const Column<std::uint8_t>& blob) {
+  const NameList list = names(offsets, blob);
+  if (!list.valid()) throw nb::value_error("names do not lie within their blob");
+  std::vector<std::uint64_t> hashes(list.size());
+  {
+    nb::gil_scoped_release released;
+    for (std::size_t k = 0; k < hashes.size(); ++k) hashes[k] = paceline::name_hash(list[k]);
+  }
+  return nb::cast(array(std::move(hashes)));
+}
+
+nb::object bounds(const Offsets& offsets, const Column<std::uint8_t>& blob,
+                        const Offsets& wanted_offsets, const Column<std::uint8_t>& wanted_blob) {
+  std::vector<std::uint64_t> found;
+  {
+    nb::gil_scoped_release released;
+    found = paceline::lower_bounds(names(offsets, blob), names(wanted_offsets, wanted_blob));
+  }
+  return nb::cast(array(std::move(found)));
+}
+
+// Holds the arrays whose memory it reads.
+struct Merger {
+  explicit Merger(const nb::list& lists) {
+    std::vector<NameList> views;
+    for (const nb::handle one : lists) {
+      const auto pair = nb::cast<nb::tuple>(one);
+      offsets.push_back(nb::cast<Offsets>(pair[0]));
+      blobs.push_back(nb::cast<Column<std::uint8_t>>(pair[1]));
+      views.push_back(names(offsets.back(), blobs.back()));
+    }
+    nb::gil_scoped_release released;
+    merger = std::make_unique<NameMerger>(std::move(views));
+  }
+
+  nb::tuple next(std::size_t count) {
+    NameMerger::Piece piece;
+    {
+      nb::gil_scoped_release released;
+      piece = merger->next(count);
+    }
+    return nb::make_tuple(array(std::move(piece.lists)), array(std::move(piece.lengths)),
+                          to_bytes(piece.blob), piece.duplicate);
+  }
+
+  std::vector<Offsets> offsets;
+  std::vector<Column<std::uint8_t>> blobs;
+  std::unique_ptr<NameMerger> merger;
+};
+
+nb::bytes compressed(const Column<std::uint8_t>& data, int level) {
+  const std::span<const std::byte> source(reinterpret_cast<const std::byte*>(data.data()),
+                                          data.size());
+  std::vector<std::byte> frame(paceline::zstd_bound(source.size()));
+  const std::size_t length = paceline::zstd_compress(source, frame, level);
+  if (length == 0) throw nb::value_error("zstd cannot compress this");
+  return to_bytes({reinterpret_cast<const char*>(frame.data()), length});
+}
+
+}  // namespace
+
+void bind_pack_writer(nb::module_& module) {
+  module.def("list_folder", &listed, "descriptor"_a, "prefix"_a, "follow"_a);
+  module.def("read_files", &read, "descriptor"_a, "offsets"_a, "names"_a, "lengths"_a,
+             "mtimes_ns"_a, "positions"_a, "target"_a, "follow"_a, "threads"_a);
+  module.def("gather", &gather, "bodies"_a, "positions"_a, "target"_a);
+  module.def("encode", &encoded, "source"_a, "positions"_a, "lengths"_a, "level"_a, "keep_ratio"_a,
+             "threads"_a);
+  module.def("sorted_order", &order, "offsets"_a, "names"_a);
+  module.def("name_hashes", &name_hashes, "offsets"_a, "names"_a);
+  module.def("lower_bounds", &bounds, "offsets"_a, "names"_a, "wanted_offsets"_a,
+             "wanted_names"_a);
+  nb::class_<Merger>(module, "NameMerger")
+      .def(nb::init<const nb::list&>(), "lists"_a)
+      .def("next", &Merger::next, "count"_a);
+  module.def("start_writeback", &paceline::start_writeback, "descriptor"_a, "offset"_a, "length"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("zstd_available", &zstd_available);
+  module.def("zstd_compress", &compressed, "data"_a, "level"_a = 3);
+}
+
+}  // namespace paceline
