@@ -8,6 +8,7 @@
 #include "bindings.hpp"
 #include "paceline/buffer_pool.hpp"
 #include "paceline/pack_reader.hpp"
+#include "paceline/zstd.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -149,6 +150,23 @@ nb::list extents(const PackReader& reader, std::uint64_t sample) {
   return result;
 }
 
+// The `length` bytes that a frame stands for, or None: for who mends packs, piece by piece.
+nb::object decompressed(nb::handle data, std::size_t length) {
+  if (length > max_encoded_length) return nb::none();
+  const Bytes source(data);
+  PyObject* const result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
+  if (result == nullptr) throw nb::python_error();
+  const nb::object owner = nb::steal(result);
+  const auto* frame = static_cast<const std::byte*>(source.view.buf);
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // nobody sees it yet
+  bool whole = false;
+  {
+    nb::gil_scoped_release released;
+    whole = zstd_decompress({frame, static_cast<std::size_t>(source.view.len)}, {target, length});
+  }
+  return whole ? owner : nb::none();
+}
+
 PyTypeObject* entry_type() {
   static PyStructSequence_Field fields[] = {
       {"name", "last part of the path"},
@@ -226,6 +244,7 @@ void bind_pack_reader(nb::module_& module) {
   module.attr("PACK_FORMAT_VERSION") = pack_format_version;
   if (entry_type() == nullptr) throw nb::python_error();
   module.attr("PackEntry") = nb::handle(reinterpret_cast<PyObject*>(entry_type()));
+  module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
   };

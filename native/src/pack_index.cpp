@@ -35,7 +35,7 @@ bool comes_before(std::string_view left, std::string_view right) {
   const int order = left.substr(0, common).compare(right.substr(0, common));
   if (order != 0) return order < 0;
   if (left.size() == right.size()) return false;
-  return left.size() < right.size() ? '/' < static_cast<unsigned char>(right[common])
+  return left.size() < right.size() ? '/' <= static_cast<unsigned char>(right[common])
                                     : static_cast<unsigned char>(left[common]) < '/';
 }
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -52,15 +53,22 @@ def test_pack_ls_cat_verify(folder):
     assert "files/s" in text
     assert "MB/s" in text
     assert "opens per epoch: 3 -> 2" in text
-    listing = paceline(folder, "store", "ls", "pack", env={**os.environ, "PYTHONUTF8": "1"})
+    utf8 = {**os.environ, "PYTHONUTF8": "1"}
+    listing = paceline(folder, "store", "ls", "pack", "--recursive", env=utf8)
     assert listing.returncode == 0
+    top = ["           -      - cat/", "           -      - dog/"]
     assert listing.stdout.decode().splitlines() == [
+        *top,
         "         256      0 cat/a.bin",
         "           3      0 cat/\u00e9\\n\\\\\\xff.txt",
         "           4      1 dog/b.txt",
     ]
+    assert paceline(folder, "store", "ls", "pack").stdout.decode().splitlines() == top
+    below = paceline(folder, "store", "ls", "pack", "dog")
+    assert below.stdout.decode().splitlines() == ["           4      1 dog/b.txt"]
+    assert paceline(folder, "store", "ls", "pack", "cow").returncode == 2
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    assert b"cat/\\xe9\\n" in paceline(folder, "store", "ls", "pack", env=ascii_only).stdout
+    assert b"cat/\\xe9\\n" in paceline(folder, "store", "ls", "pack", "cat", env=ascii_only).stdout
     body = paceline(folder, "store", "cat", "pack", "cat/a.bin")
     assert body.stdout == bytes(range(256))
     assert paceline(folder, "store", "cat", "pack", os.fsencode(ODD)).stdout == b"odd"
@@ -78,10 +86,43 @@ def test_json_is_one_object_with_a_version(folder):
     assert packed["pack_bytes"] == planned["pack_bytes"]
     listed = json.loads(paceline(folder, "store", "ls", "pack", "--json").stdout)
     assert listed["version"] == 1
-    assert listed["class_names"] == ["cat", "dog"]
-    assert listed["samples"][1] == {"name": "cat/\u00e9\n\\\\xff.txt", "bytes": 3, "label": 0}
+    assert listed["class_names"] == listed["folder_names"] == ["cat", "dog"]
+    assert listed["samples"] == []
+    listed = json.loads(paceline(folder, "store", "ls", "pack", "-r", "--json").stdout)
+    assert listed["samples"][1].items() >= {
+        ("name", "cat/\u00e9\n\\\\xff.txt"),
+        ("bytes", 3),
+        ("label", 0),
+    }
+    assert listed["sample_bytes"] == 263
+    body = json.loads(paceline(folder, "store", "cat", "pack", "dog/b.txt", "--json").stdout)
+    assert body["base64"] == "d3VmZg=="
     verified = json.loads(paceline(folder, "store", "verify", "pack", "--json").stdout)
     assert (verified["ok"], verified["damaged"], verified["sample_count"]) == (True, [], 3)
+
+
+def test_stat_says_what_is_there_and_where(folder):
+    paceline(folder, "pack", "source", "pack")
+    text = paceline(folder, "store", "stat", "pack").stdout.decode()
+    assert "3 in 2 classes and 2 folders" in text
+    assert "263 bytes, stored as 263 bytes (ratio 1.00)" in text
+    stat = json.loads(paceline(folder, "store", "stat", "pack", "--json").stdout)
+    with open_pack(folder / "pack") as pack:
+        assert stat["identity"] == pack.identity
+        extent = pack.extents(pack.find("dog/b.txt"))[0]
+    assert (stat["sample_count"], stat["shard_count"], stat["codecs"]) == (3, 1, {"none": 3})
+    text = paceline(folder, "store", "stat", "pack", "dog/b.txt").stdout.decode()
+    assert f"shard-00000.pace at {extent.offset}: 4 bytes, codec none" in text
+    assert f"checksum 0x{extent.checksum:08x}" in text
+    one = json.loads(paceline(folder, "store", "stat", "pack", os.fsencode(ODD), "--json").stdout)
+    assert one["name"] == "cat/\u00e9\n\\\\xff.txt"
+    assert (one["bytes"], one["class_name"], len(one["extents"])) == (3, "cat", 1)
+    below = json.loads(paceline(folder, "store", "stat", "pack", "cat", "--json").stdout)
+    assert (below["sample_count"], below["sample_bytes"]) == (2, 259)
+    assert b"2, 259 bytes" in paceline(folder, "store", "stat", "pack", "cat").stdout
+    missing = paceline(folder, "store", "stat", "pack", "cow")
+    assert missing.returncode == 2
+    assert b"no sample or folder named 'cow'" in missing.stderr
 
 
 def test_a_dry_run_says_what_it_would_do(folder):
@@ -110,6 +151,15 @@ def test_damage_is_named_with_exit_code_4(folder):
     done = paceline(folder, "store", "cat", "pack", "dog/b.txt")
     assert (done.returncode, done.stdout) == (4, b"")
     assert b"expected" in done.stderr
+    done = paceline(folder, "store", "cat", "pack", "dog/b.txt", "--json")
+    assert done.returncode == 4
+    assert json.loads(done.stdout)["error"]["code"] == "CorruptPack"
+    done = paceline(folder, "store", "extract", "pack", "out", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["what"] == "sample 0 'cat/a.bin' is damaged"
+    assert error["where"] == str(shard)
+    assert re.fullmatch("checksum 0x[0-9a-f]{8} expected, 0x[0-9a-f]{8} found", error["why"])
+    assert f"paceline store repair {folder / 'pack'} --source" in error["fix"]
 
 
 @pytest.mark.parametrize(

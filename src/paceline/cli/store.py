@@ -1,4 +1,4 @@
-"""``paceline store``: list, read and verify packs."""
+"""``paceline store``: look into packs, take samples out, verify them, mend them."""
 
 from __future__ import annotations
 
@@ -10,47 +10,74 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from paceline.store import Pack
+    from paceline.store.describe import FolderStat, PackStat, SampleStat
 
 _JSON_HELP = "Print one JSON object on stdout."
 
 
 @click.group(epilog="Example: paceline store ls train.pack")
 def store() -> None:
-    """List, read and verify packs."""
+    """Look into packs, take samples out, verify them, mend them."""
 
 
-@store.command(epilog="Example: paceline store ls train.pack")
+@store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")
 @click.argument("path", metavar="PACK")
+@click.argument("name", metavar="[NAME]", required=False)
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
-def ls(path: str, as_json: bool) -> None:
-    """List the samples of PACK: bytes, label and name of each, then the totals."""
+def stat(path: str, name: str | None, as_json: bool) -> None:
+    """Say what is in PACK; or where the sample NAME lies, or what is below the folder NAME.
+
+    Reads only the index.
+    """
+    from paceline.store.describe import FolderStat, describe_name, describe_pack
+
+    if name is None:
+        whole = describe_pack(path)
+        _print_record(whole) if as_json else _print_pack_stat(whole)
+        return
+    one = describe_name(path, name)
+    if as_json:
+        _print_record(one)
+    elif isinstance(one, FolderStat):
+        _print_folder_stat(one)
+    else:
+        _print_sample_stat(one)
+
+
+@store.command(epilog="Example: paceline store ls train.pack cats")
+@click.argument("path", metavar="PACK")
+@click.argument("folder", metavar="[FOLDER]", default="")
+@click.option("-r", "--recursive", is_flag=True, help="List what lies in the folders below too.")
+@click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
+def ls(path: str, folder: str, recursive: bool, as_json: bool) -> None:
+    """List what lies in PACK, or in the FOLDER of it: bytes, label and name of each.
+
+    Costs what is listed, however large the pack is. Folders end in a slash.
+    """
     from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
 
-    with open_pack(path) as pack:
-        lengths, labels, classes = pack.lengths, pack.labels, pack.class_names
+    with open_pack(path, index_only=True) as pack:
+        labels = pack.labels
         if as_json:
-            samples = [
-                {"name": _text(name), "bytes": int(lengths[i]), "label": int(labels[i])}
-                for i, name in enumerate(pack.names)
-            ]
-            fields = {
-                "path": path,
-                "sample_count": len(pack),
-                "sample_bytes": int(lengths.sum()),
-                "shard_count": pack.shard_count,
-                "class_names": [_text(name) for name in classes],
-                "folder_names": [_text(name) for name in pack.folder_names],
-                "samples": samples,
-            }
-            _print_json(fields)
+            _print_listing(pack, path, folder, recursive=recursive)
             return
-        for i, name in enumerate(pack.names):
-            print(f"{lengths[i]:>12} {labels[i]:>6} {_safe(name)}")
+        samples = folders = size = 0
+        for name, entry in _listed(pack, folder, recursive=recursive):
+            if entry.is_folder:
+                folders += 1
+                print(f"{'-':>12} {'-':>6} {_safe(name)}/")
+            else:
+                samples += 1
+                size += entry.size
+                print(f"{entry.size:>12} {labels[entry.number]:>6} {_safe(name)}")
         print(
-            f"{len(pack):,} samples in {len(classes):,} classes, "
-            f"{format_bytes(int(lengths.sum()))}, {pack.shard_count:,} shards",
+            f"{samples:,} samples, {format_bytes(size)}, {folders:,} folders; "
+            f"the pack: {len(pack):,} samples in {len(pack.class_names):,} classes, "
+            f"{pack.shard_count:,} shards",
             file=sys.stderr,
         )
 
@@ -58,49 +85,259 @@ def ls(path: str, as_json: bool) -> None:
 @store.command(epilog="Example: paceline store cat train.pack cats/0001.jpg > cat.jpg")
 @click.argument("path", metavar="PACK")
 @click.argument("name", metavar="NAME")
-def cat(path: str, name: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with base64 in it.")
+def cat(path: str, name: str, as_json: bool) -> None:
     """Write the verified bytes of the sample NAME of PACK to stdout."""
     from paceline.store import open_pack
 
     with open_pack(path) as pack:
         body = pack.read(pack.find(name))
+    if as_json:
+        import base64
+
+        fields = {"path": path, "name": _text(name), "bytes": len(body)}
+        _print_json({**fields, "base64": base64.b64encode(body).decode()})
+        return
     sys.stdout.buffer.write(body)
     sys.stdout.buffer.flush()
 
 
-@store.command(epilog="Example: paceline store verify train.pack")
+@store.command(epilog="Example: paceline store extract train.pack cats-only cats")
 @click.argument("path", metavar="PACK")
+@click.argument("destination", metavar="DEST")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
-def verify(path: str, as_json: bool) -> None:
-    """Read all of PACK and name every damaged sample; exit code 4 if there is one."""
+def extract(
+    path: str, destination: str, names: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    """Write samples of PACK as files below the new folder DEST.
+
+    NAME is a sample, or a folder for all below it; without any, the whole pack. Permissions and
+    times come back as they were packed. Killed at any moment, DEST is not there, or whole.
+    """
     from paceline.cli.pack import format_bytes
-    from paceline.core.errors import CorruptPack
     from paceline.store import open_pack
+    from paceline.store.extract import extract as extract_samples
+
+    with open_pack(path) as pack:
+        summary = extract_samples(
+            pack, destination, names, dry_run=dry_run, on_progress=_progress("extracted", "samples")
+        )
+    if as_json:
+        _print_record(summary)
+        return
+    print(
+        f"{'would extract' if dry_run else 'extracted'} {summary.sample_count:,} samples, "
+        f"{format_bytes(summary.sample_bytes)}, in {summary.folder_count:,} folders"
+    )
+
+
+@store.command(epilog="Example: paceline store verify train.pack --shards")
+@click.argument("path", metavar="PACK")
+@click.option("--shards", is_flag=True, help="Compare whole files with their digests as well.")
+@click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
+def verify(path: str, shards: bool, as_json: bool) -> None:
+    """Read all of PACK and name every damaged sample; exit code 4 if there is one.
+
+    With --shards every byte counts: of shards also what lies between samples, and of the parity
+    files all.
+    """
+    from paceline.cli.pack import format_bytes
+    from paceline.store import open_pack
+    from paceline.store.damage import verify_files
 
     with open_pack(path) as pack:
         damaged = []
-        for problem in pack.verify(_progress() if sys.stderr.isatty() else None):
-            damaged.append(problem.to_json()["error"])
+        for problem in pack.verify(_progress("verified", "samples")):
+            damaged.append(problem)
             if not as_json:
                 print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
-        byte_count = int(pack.lengths.sum())
-        if as_json:
-            fields = {"path": path, "sample_count": len(pack), "sample_bytes": byte_count}
-            _print_json({**fields, "ok": not damaged, "damaged": damaged})
-        elif not damaged:
-            print(f"{len(pack):,} samples, {format_bytes(byte_count)}: all whole")
-        else:
-            print(f"{len(damaged):,} of {len(pack):,} samples are damaged", file=sys.stderr)
-    if damaged:
+        sample_count, byte_count = len(pack), int(pack.lengths.sum())
+    checked, wrong = verify_files(path, _progress("compared", "files")) if shards else (0, [])
+    for problem in wrong if not as_json else ():
+        print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
+    both = [*damaged, *wrong]
+    if as_json:
+        fields = {"path": path, "sample_count": sample_count, "sample_bytes": byte_count}
+        errors = [problem.to_json()["error"] for problem in both]
+        _print_json({**fields, "file_count": checked, "ok": not both, "damaged": errors})
+    elif not both:
+        files = f" and {checked:,} files" if shards else ""
+        print(f"{sample_count:,} samples, {format_bytes(byte_count)}{files}: all whole")
+        if shards and not checked:
+            print("a pack of format version 1 has no digests of files", file=sys.stderr)
+    else:
+        files = f", {len(wrong):,} of {checked:,} files" if shards else ""
+        print(f"{len(damaged):,} of {sample_count:,} samples{files} are damaged", file=sys.stderr)
+        print(f"  do: {both[0].fix}", file=sys.stderr)
+    if both:
+        sys.exit(both[0].exit_code)
+
+
+@store.command(epilog="Example: paceline store repair train.pack --source imagenet/train")
+@click.argument("path", metavar="PACK")
+@click.option("--source", metavar="FOLDER", help="The folder that was packed.")
+@click.option("--replica", metavar="PACK", help="A copy of the pack; it may be damaged elsewhere.")
+@click.option("--dry-run", is_flag=True, help="Say what would be mended; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
+def repair(
+    path: str, source: str | None, replica: str | None, dry_run: bool, as_json: bool
+) -> None:
+    """Mend PACK: wrong bytes, shards missing or cut off, parity, the index; and remove litter.
+
+    Bytes come from the folder that was packed, from a copy of the pack, or from its parity files,
+    and are written only where they match their checksum. What cannot be mended is named, and the
+    exit code is 4.
+    """
+    from paceline.core.errors import CorruptPack
+    from paceline.store.repair import repair_pack
+
+    report = repair_pack(
+        path,
+        source=source,
+        replica=replica,
+        dry_run=dry_run,
+        on_progress=_progress("examined", "shards"),
+    )
+    if as_json:
+        _print_json({**report.to_json(), "ok": report.ok})
+    else:
+        would = "would be " if dry_run else ""
+        for one in report.mended:
+            print(f"{one.what} ({one.file}): {one.why}; {would}mended from {one.mended_from}")
+        for name in report.litter:
+            print(f"{name}: belongs to no version of the pack; {would}removed")
+        for one in report.lost:
+            print(f"{one.what} ({one.file}): {one.why}; cannot be mended", file=sys.stderr)
+        print(_repair_words(len(report.mended), len(report.lost), len(report.litter)))
+        if report.lost:
+            print("  do: give --source FOLDER or --replica COPY", file=sys.stderr)
+    if report.lost:
         sys.exit(CorruptPack.exit_code)
 
 
-def _progress() -> Callable[[int, int], None]:
+def _repair_words(mended: int, lost: int, litter: int) -> str:
+    if not mended and not lost:
+        return "the pack is whole" + (f"; {litter:,} stray files" if litter else "")
+    return f"{mended:,} mended, {lost:,} not, {litter:,} stray files"
+
+
+def _listed(pack: Pack, folder: str, *, recursive: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the path within the pack and the entry of all that is to be listed."""
+    for at, entries in pack.walk(folder):
+        for entry in entries:
+            yield (f"{at}/{entry.name}" if at else entry.name), entry
+        if not recursive:
+            return
+
+
+def _print_listing(pack: Pack, path: str, folder: str, *, recursive: bool) -> None:
+    samples, folders = [], []
+    for name, entry in _listed(pack, folder, recursive=recursive):
+        if entry.is_folder:
+            folders.append(_text(name))
+        else:
+            label = int(pack.labels[entry.number])
+            fields = {"name": _text(name), "bytes": entry.size, "label": label}
+            samples.append({**fields, "mode": entry.mode, "mtime_ns": entry.mtime_ns})
+    _print_json(
+        {
+            "path": path,
+            "folder": _text(folder.strip("/")),
+            "recursive": recursive,
+            "sample_count": len(samples),
+            "sample_bytes": sum(one["bytes"] for one in samples),
+            "shard_count": pack.shard_count,
+            "class_names": [_text(name) for name in pack.class_names],
+            "folder_names": folders,
+            "samples": samples,
+        }
+    )
+
+
+def _print_pack_stat(stat: PackStat) -> None:
+    from paceline.cli.pack import format_bytes
+
+    codecs = ", ".join(f"{name}: {count:,}" for name, count in stat.codecs.items())
+    parity = "none"
+    if stat.parity_count:
+        parity = (
+            f"{stat.parity_count:,} files, {format_bytes(stat.parity_bytes)}, "
+            f"one for every {stat.parity_group} shards"
+        )
+    rows = {
+        "format": f"version {stat.format_version}",
+        "identity": stat.identity,
+        "samples": f"{stat.sample_count:,} in {stat.class_count:,} classes and "
+        f"{stat.folder_count:,} folders; {stat.chunked_count:,} larger than a shard",
+        "bytes": f"{format_bytes(stat.sample_bytes)}, stored as "
+        f"{format_bytes(stat.stored_bytes)} (ratio {stat.ratio:.2f})",
+        "codecs": codecs or "none",
+        "shards": f"{stat.shard_count:,}, {format_bytes(stat.shard_bytes)}, "
+        + ("with digests" if stat.has_shard_digests else "without digests"),
+        "parity": parity,
+        "index": format_bytes(stat.index_bytes),
+    }
+    _print_rows(rows)
+
+
+def _print_sample_stat(stat: SampleStat) -> None:
+    import datetime
+
+    written = datetime.datetime.fromtimestamp(stat.mtime_ns / 1e9, datetime.UTC)
+    rows = {
+        "sample": f"{stat.sample:,} {_safe(stat.name)}",
+        "bytes": f"{stat.bytes:,}",
+        "class": f"{stat.label} {_safe(stat.class_name)}" if stat.label >= 0 else "none",
+        "mode": f"{stat.mode:o}",
+        "written": written.isoformat(timespec="seconds"),
+    }
+    for k, one in enumerate(stat.extents):
+        rows[f"extent {k}" if len(stat.extents) > 1 else "lies in"] = (
+            f"{one.shard} at {one.offset:,}: {one.stored_bytes:,} bytes, codec {one.codec}, "
+            f"checksum {one.checksum}"
+        )
+    _print_rows(rows)
+
+
+def _print_folder_stat(stat: FolderStat) -> None:
+    from paceline.cli.pack import format_bytes
+
+    folders = f"{stat.folder_count:,} below it"
+    samples = f"{stat.sample_count:,}, {format_bytes(stat.sample_bytes)}"
+    _print_rows({"folder": _safe(stat.name), "folders": folders, "samples": samples})
+
+
+def _print_rows(rows: dict[str, str]) -> None:
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"{name:>{width}}  {value}")
+
+
+def _progress(did: str, what: str) -> Callable[[int, int], None] | None:
+    """Return what shows progress on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
     def show(done: int, total: int) -> None:
         end = "\n" if done == total else ""
-        print(f"\rverified {done:,} of {total:,} samples", end=end, file=sys.stderr, flush=True)
+        print(f"\r{did} {done:,} of {total:,} {what}", end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+def _print_record(record: Any) -> None:
+    _print_json(_texts(record.to_json()))
+
+
+def _texts(value: Any) -> Any:
+    """Return plain JSON data in which every string is one that JSON can hold."""
+    if isinstance(value, dict):
+        return {key: _texts(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_texts(one) for one in value]
+    return _text(value) if isinstance(value, str) else value
 
 
 def _print_json(fields: dict[str, Any]) -> None:

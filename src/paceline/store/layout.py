@@ -1,0 +1,169 @@
+"""Where everything in a pack lies, as arrays: for those who look after its files.
+
+Readers of samples use `store/reader.py`. `stat`, `verify --shards`, `repair` and the fault
+campaigns look at the same index from the other side: which file holds which bytes, and what each
+file as a whole must be. docs/reference/pack-format.md has the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.native import PackReader, crc32c
+from paceline.store.format import ALIGNMENT
+from paceline.store.reader import open_pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HEADER_BYTES = 64
+DIGEST_BYTES = 32
+_STORED_LENGTHS, _CODECS = 15, 16
+_SHARD_DIGESTS, _PARITY, _PARITY_DIGESTS = 21, 22, 23
+_FILE_HEADER = struct.Struct("<8sII44x")
+_TABLE_ENTRY = struct.Struct("<IIQQII")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Which bytes of which file belong to what; one entry an extent, a shard or a parity file."""
+
+    version: int
+    identity: str
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    stored_lengths: NDArray[np.uint64]
+    shards: NDArray[np.uint32]
+    checksums: NDArray[np.uint32]
+    codecs: NDArray[np.uint8]
+    first_extents: NDArray[np.uint64]  # empty: sample k is extent k
+    shard_lengths: NDArray[np.uint64]
+    shard_digests: tuple[bytes, ...]  # none in version 1
+    parity_group: int  # shards that one parity file covers; 0 = there is none
+    parity_lengths: NDArray[np.uint64]
+    parity_digests: tuple[bytes, ...]
+
+    def sample_of(self, extent: int) -> int:
+        """Return the sample that an extent belongs to."""
+        if not len(self.first_extents):
+            return extent
+        return int(np.searchsorted(self.first_extents, extent, side="right")) - 1
+
+    def position_in_sample(self, extent: int) -> int:
+        """Return how many bytes of its sample lie before an extent."""
+        if not len(self.first_extents):
+            return 0
+        first = int(self.first_extents[self.sample_of(extent)])
+        return int(self.lengths[first:extent].sum())
+
+    def extents_by_shard(self) -> Iterator[NDArray[np.int64]]:
+        """Yield for each shard its extents in the order in which they lie; empty ones left out."""
+        order = np.lexsort((self.offsets, self.shards))
+        order = order[self.stored_lengths[order] > 0]
+        ends = np.searchsorted(self.shards[order], np.arange(len(self.shard_lengths)), side="right")
+        first = 0
+        for end in ends:
+            yield order[first:end]
+            first = int(end)
+
+    def group_of(self, shard: int) -> range:
+        """Return the shards that share a parity file with `shard`."""
+        first = shard // self.parity_group * self.parity_group
+        return range(first, min(first + self.parity_group, len(self.shard_lengths)))
+
+
+def read_layout(path: Path) -> Layout:
+    """Return the layout of the pack at `path`; its shards need not be there.
+
+    Raises:
+        PacelineError: what `open_pack` raises for an index.
+    """
+    open_pack(path, index_only=True).close()
+    reader = PackReader(os.fsencode(path), index_only=True)
+
+    def array(section: int, kind: str) -> NDArray[Any]:
+        return np.frombuffer(reader.section(section), kind)
+
+    lengths = array(2, "<u8")
+    parity = array(_PARITY, "<u8")
+    return Layout(
+        version=reader.version,
+        identity=hashlib.sha256(reader.head).hexdigest()[:32],
+        offsets=array(1, "<u8"),
+        lengths=lengths,
+        stored_lengths=array(_STORED_LENGTHS, "<u8")
+        if reader.section(_STORED_LENGTHS)
+        else lengths,
+        shards=array(3, "<u4"),
+        checksums=array(4, "<u4"),
+        codecs=array(_CODECS, "u1")
+        if reader.section(_CODECS)
+        else np.zeros(len(lengths), np.uint8),
+        first_extents=reader.first_extents,
+        shard_lengths=reader.shard_lengths,
+        shard_digests=_digests(reader.section(_SHARD_DIGESTS)),
+        parity_group=int(parity[0]) if len(parity) > 1 else 0,
+        parity_lengths=parity[1:],
+        parity_digests=_digests(reader.section(_PARITY_DIGESTS)),
+    )
+
+
+def parity_name(number: int) -> str:
+    """Return the file name of a parity file.
+
+    >>> parity_name(3)
+    'parity-00003.pace'
+    """
+    return f"parity-{number:05d}.pace"
+
+
+def file_header(magic: bytes, version: int, number: int) -> bytes:
+    """Return the first 64 bytes of a shard (``PACESHRD``) or a parity file (``PACEPRTY``)."""
+    head = _FILE_HEADER.pack(magic, version, number)
+    return head + struct.pack("<I", crc32c(head))
+
+
+def is_header(head: bytes, magic: bytes, number: int) -> bool:
+    """Return whether `head` is the header of that file, in any version."""
+    if len(head) != HEADER_BYTES or struct.unpack("<I", head[60:])[0] != crc32c(head[:60]):
+        return False
+    return head[:8] == magic and struct.unpack_from("<I", head, 12)[0] == number
+
+
+def resealed(index: bytes) -> bytes:
+    """Return an index whose content was changed with all its checksums in order again.
+
+    For tests and fault campaigns: so a reader meets what no flipped bit can bring about.
+    """
+    content = bytearray(index)
+    count = struct.unpack_from("<I", content, 12)[0]
+    for k in range(count):
+        at = HEADER_BYTES + k * _TABLE_ENTRY.size
+        _, _, offset, length, _, _ = _TABLE_ENTRY.unpack_from(content, at)
+        struct.pack_into("<I", content, at + 24, crc32c(content[offset : offset + length]))
+    table = content[HEADER_BYTES : HEADER_BYTES + count * _TABLE_ENTRY.size]
+    struct.pack_into("<I", content, 56, crc32c(table))
+    struct.pack_into("<I", content, 60, crc32c(content[:60]))
+    return bytes(content)
+
+
+def sections(index: bytes) -> dict[int, tuple[int, int]]:
+    """Return where each section of a whole index begins, and its length."""
+    count = struct.unpack_from("<I", index, 12)[0]
+    table = (_TABLE_ENTRY.unpack_from(index, HEADER_BYTES + k * 32) for k in range(count))
+    return {number: (offset, length) for number, _, offset, length, _, _ in table}
+
+
+def _digests(joined: bytes) -> tuple[bytes, ...]:
+    return tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
+
+
+assert ALIGNMENT == HEADER_BYTES  # the first sample follows the header at once
