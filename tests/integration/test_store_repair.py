@@ -1,0 +1,293 @@
+"""Packs that are mended: from the source, from a copy; what cannot be is named; nothing is left."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
+from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store.damage import verify_files
+from paceline.store.layout import read_layout
+from paceline.store.repair import repair_pack
+
+
+@pytest.fixture
+def made(tmp_path):
+    generator = random.Random(5)
+    for k in range(24):
+        path = tmp_path / "source" / f"class{k % 3}" / f"{k}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(generator.randbytes(k * 700))
+    pack_folder(tmp_path / "source", tmp_path / "pack", options=PackOptions(shard_bytes=30_000))
+    shutil.copytree(tmp_path / "pack", tmp_path / "copy")
+    assert len(shards(tmp_path)) >= 5
+    return tmp_path
+
+
+def shards(folder):
+    return sorted((folder / "pack").glob("shard-*.pace"))
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def is_as_before(folder):
+    names = sorted(path.name for path in (folder / "copy").iterdir())
+    assert sorted(path.name for path in (folder / "pack").iterdir()) == names
+    return all(
+        (folder / "pack" / name).read_bytes() == (folder / "copy" / name).read_bytes()
+        for name in names
+    )
+
+
+def damage_everything(folder):
+    first, second, third, fourth, *_ = shards(folder)
+    layout = read_layout(folder / "copy")
+    extent = int(next(layout.extents_by_shard())[-1])
+    flip(first, int(layout.offsets[extent]))
+    flip(first, 1)  # of the header
+    os.truncate(second, second.stat().st_size // 2)
+    third.unlink()
+    with fourth.open("ab") as file:
+        file.write(b"more")
+    for name in ("shard-00077.pace", "shard-00000.pace.partial", "index.pace.partial"):
+        (folder / "pack" / name).write_bytes(b"left by somebody who was killed")
+    return open_pack(folder / "copy").names[layout.sample_of(extent)]
+
+
+@pytest.mark.parametrize("origin", ["source", "replica"])
+def test_all_kinds_of_damage_are_mended_byte_for_byte(made, origin):
+    name = damage_everything(made)
+    given = {origin: made / ("source" if origin == "source" else "copy")}
+    planned = repair_pack(made / "pack", **given, dry_run=True)
+    assert not is_as_before_or_smaller(made)
+    report = repair_pack(made / "pack", **given)
+    assert report.ok
+    assert is_as_before(made)
+    assert (report.mended, report.litter) == (planned.mended, planned.litter)
+    assert len(report.litter) == 3
+    assert any(repr(name) in one.what and one.mended_from == origin for one in report.mended)
+    again = repair_pack(made / "pack")
+    assert (again.mended, again.lost, again.litter) == ((), (), ())
+
+
+def is_as_before_or_smaller(folder):
+    return len(list((folder / "pack").iterdir())) <= len(list((folder / "copy").iterdir()))
+
+
+def test_what_cannot_be_mended_is_named_and_the_rest_is_mended(made):
+    name = damage_everything(made)
+    (made / "source" / name).write_bytes(b"changed since")
+    report = repair_pack(made / "pack", source=made / "source")
+    assert not report.ok
+    assert [one.file for one in report.lost] == ["shard-00000.pace"]
+    assert name in report.lost[0].what
+    with open_pack(made / "pack") as pack:  # it opens again, and says so itself
+        assert [problem.what for problem in pack.verify()] == [report.lost[0].what + " is damaged"]
+    assert repair_pack(made / "pack", replica=made / "copy").ok
+    assert is_as_before(made)
+
+
+def test_a_shard_of_which_nothing_is_left_stays_missing(made):
+    shards(made)[1].unlink()
+    report = repair_pack(made / "pack")
+    assert [one.what for one in report.lost] == ["shard 1"]
+    assert not (made / "pack" / "shard-00001.pace").exists()
+    assert not list((made / "pack").glob("*.partial"))
+
+
+def test_two_copies_that_are_damaged_in_different_places_mend_each_other(made):
+    layout = read_layout(made / "pack")
+    flip(shards(made)[0], int(layout.offsets[1]))
+    flip(made / "copy" / "shard-00001.pace", 64)
+    whole = {path.name: path.read_bytes() for path in (made / "copy").iterdir()}
+    assert repair_pack(made / "pack", replica=made / "copy").ok
+    assert repair_pack(made / "copy", replica=made / "pack").ok
+    assert is_as_before(made)
+    assert whole != {path.name: path.read_bytes() for path in (made / "copy").iterdir()}
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "missing"])
+def test_the_index_comes_from_a_copy_that_fits(made, how):
+    index = made / "pack" / "index.pace"
+    if how == "flip":
+        flip(index, 300)
+    elif how == "cut":
+        os.truncate(index, 100)
+    else:
+        index.unlink()
+    with pytest.raises(CorruptPack, match="only a copy"):
+        repair_pack(made / "pack", source=made / "source")
+    assert repair_pack(made / "pack", replica=made / "copy", dry_run=True).ok
+    report = repair_pack(made / "pack", replica=made / "copy")
+    assert [one.file for one in report.mended] == ["index.pace"]
+    assert is_as_before(made)
+
+
+def test_a_copy_of_another_pack_is_refused(made):
+    (made / "source" / "new").write_bytes(b"new")
+    pack_folder(made / "source", made / "other", options=PackOptions(shard_bytes=30_000))
+    with pytest.raises(UsageError, match="of another pack"):
+        repair_pack(made / "pack", replica=made / "other")
+    (made / "pack" / "index.pace").unlink()
+    with pytest.raises(CorruptPack, match="does not fit"):
+        repair_pack(made / "pack", replica=made / "other")
+    assert not (made / "pack" / "index.pace").exists()
+
+
+def test_misuse(made):
+    with pytest.raises(NotFound, match="no pack here"):
+        repair_pack(made / "nowhere")
+    with pytest.raises(NotFound, match="no pack here"):
+        repair_pack(made / "source")
+    with pytest.raises(NotFound, match="no such source"):
+        repair_pack(made / "pack", source=made / "nowhere")
+    (made / "pack").rename(made / "pack.partial")
+    with pytest.raises(CorruptPack, match="unfinished"):
+        repair_pack(made / "pack.partial")
+
+
+def test_a_pack_that_somebody_writes_to_is_left_alone(made):
+    descriptor = os.open(made / "pack", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="appended to or repaired"):
+            repair_pack(made / "pack")
+    finally:
+        os.close(descriptor)
+
+
+def test_an_open_pack_reads_what_was_mended(made):
+    layout = read_layout(made / "pack")
+    last = len(layout.offsets) - 1
+    with open_pack(made / "pack") as pack:
+        body = pack.read(last)
+        flip(made / "pack" / f"shard-{layout.shards[last]:05d}.pace", int(layout.offsets[last]))
+        pack.evict()
+        with pytest.raises(CorruptPack):
+            pack.read(last)
+        repair_pack(made / "pack", source=made / "source")
+        pack.evict()
+        assert pack.read(last) == body
+
+
+CALLS = ("open", "pwrite", "ftruncate", "fsync", "rename")
+
+
+class Interruption:
+    """Does `action` in place of the `at`-th call that repair makes, or counts them."""
+
+    def __init__(self, monkeypatch, at, action):
+        self.count = 0
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name), at, action))
+
+    def wrap(self, function, at, action):
+        def call(*args, **kwargs):
+            self.count += 1
+            if self.count - 1 == at:
+                action()
+            return function(*args, **kwargs)
+
+        return call
+
+
+def count_repair_calls(made):
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Interruption(patch, -1, None)
+        assert repair_pack(made / "pack", source=made / "source").ok
+    assert is_as_before(made)
+    return counter.count
+
+
+def test_killed_at_any_call_repair_can_be_run_again(made):
+    damage_everything(made)
+    total = count_repair_calls(made)
+    assert total > 20
+    for at in range(total):
+        damage_everything(made)
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.MonkeyPatch.context() as patch:
+                    Interruption(patch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+                    repair_pack(made / "pack", source=made / "source")
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert repair_pack(made / "pack", source=made / "source").ok
+        assert is_as_before(made)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_call_that_fails_makes_nothing_worse(made, code):
+    damage_everything(made)
+    total = count_repair_calls(made)
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    for at in range(total):
+        damage_everything(made)
+        with pytest.MonkeyPatch.context() as patch:
+            Interruption(patch, at, fail)
+            with contextlib.suppress(StorageError, NotFound, CorruptPack):
+                repair_pack(made / "pack", source=made / "source")
+        assert not list((made / "pack").glob("shard-00001.pace.partial"))
+        assert repair_pack(made / "pack", source=made / "source").ok
+        assert is_as_before(made)
+
+
+def paceline(folder, *args):
+    command = [sys.executable, "-m", "paceline", "store", *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+
+
+def test_the_verb_mends_and_reports(made):
+    name = damage_everything(made)
+    done = paceline(made, "repair", "pack", "--source", "source", "--dry-run", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["dry_run"]
+    done = paceline(made, "repair", "pack", "--json")
+    assert done.returncode == 4
+    assert not json.loads(done.stdout)["ok"]
+    done = paceline(made, "repair", "pack", "--source", "source")
+    assert done.returncode == 0, done.stderr
+    assert b"mended from source" in done.stdout
+    assert paceline(made, "repair", "pack").stdout == b"the pack is whole\n"
+    assert name
+    done = paceline(made, "verify", "pack", "--shards")
+    assert done.returncode == 0
+    assert b"all whole" in done.stdout
+
+
+def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
+    layout = read_layout(made / "pack")
+    if not layout.shard_digests:
+        pytest.skip("format version 1 has no digests")
+    extents = next(layout.extents_by_shard())
+    gap = int(layout.offsets[extents[0]]) + int(layout.stored_lengths[extents[0]])
+    assert gap % 64
+    flip(shards(made)[0], gap)
+    with open_pack(made / "pack") as pack:
+        assert list(pack.verify()) == []
+    count, damaged = verify_files(made / "pack")
+    assert count == len(shards(made))
+    assert [problem.what for problem in damaged] == ["shard-00000.pace is damaged"]
+    assert paceline(made, "verify", "pack", "--shards").returncode == 4
+    assert repair_pack(made / "pack").ok
+    assert is_as_before(made)
