@@ -83,8 +83,22 @@ def test_ranks_without_a_trace_are_not_called_punctual():
     assert "One rank took 700 steps" in _verdict(world_size=2, missing=(1,))
 
 
+def test_ranks_that_never_meet_are_told_so():
+    text = _verdict(world_size=2, place="")
+    assert text.startswith("The ranks never met in a collective: each trained a model of its own")
+    assert "DistributedDataParallel" in text
+    assert text.endswith(
+        "In 700 steps most of a step goes to the backward pass (50 %), then to "
+        "the forward pass (30 %)."
+    )
+    assert _verdict(world_size=1, place="").startswith("One rank took 700 steps")
+
+
 def test_a_run_without_steps_says_why_nothing_can_be_said():
     assert "optimizer's step()" in _verdict(steps=0)
+    killed = Failure(rank=1, signal="SIGKILL", step=11)
+    assert "were not written yet" in _verdict(steps=0, failure=killed)
+    assert "optimizer's step()" in _verdict(steps=0, failure=Failure(rank=1, error="x"))
 
 
 def test_a_failure_comes_first():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, set_boot_id, write_run, write_trace
 
-from paceline.core.errors import CorruptTrace, NotFound
+from paceline.core.errors import CorruptTrace, NotFound, StorageError
 from paceline.trace.events import Kind, Lane
 from paceline.trace.files import read_trace, trace_name
 from paceline.trace.merge import Clock, fit_clock, load_run, merge
@@ -171,5 +171,8 @@ def test_traces_of_different_runs_are_refused(tmp_path):
 
 
 def test_a_folder_without_traces_is_not_found(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot read the run's traces"):
+        load_run(tmp_path / "file")
     with pytest.raises(NotFound, match="no traces"):
         load_run(tmp_path)

@@ -125,19 +125,13 @@ def gather(run: Path) -> Report:
         estimate.step_time_s if estimate else None,
         unfit=_unfit(estimate, trace.world_size, config.get("threads")) if estimate else "",
     )
-    meetings = [
-        one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
-    ]
     words = verdict(
         stragglers,
         world_size=trace.world_size,
         steps=steps,
         total=mean_of(parts),
         failure=result.failure if result else None,
-        place=meeting_place(
-            frozenset(one.operation for one in meetings),
-            sum(one.count for one in meetings) / max(1, steps),
-        ),
+        place=_place(traffic, steps),
         latest=_latest(trace, late_s),
         missing=trace.missing_ranks,
     )
@@ -184,6 +178,19 @@ def _traces(run: Path, result: RunResult | None) -> Trace:
             why=failure_words(result.failure),
             fix="Its message is in the output of paceline run",
         ) from problem
+
+
+def _place(traffic: tuple[Traffic, ...], steps: int) -> str:
+    """Return where ranks notice that one is late, in words; nothing if they never met."""
+    if all(one.ranks < 2 for one in traffic):
+        return ""
+    meetings = [
+        one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
+    ]
+    return meeting_place(
+        frozenset(one.operation for one in meetings),
+        sum(one.count for one in meetings) / max(1, steps),
+    )
 
 
 def _latest(trace: Trace, late_s: np.ndarray) -> int | None:

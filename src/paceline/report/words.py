@@ -34,6 +34,18 @@ DOING = {
     "other": "the rest of the loop",
 }
 _NOTABLE_WAITING = 0.1
+_NO_STEP = (
+    "No step was recorded, so nothing can be said of who was late: "
+    "a step ends with each call of an optimizer's step()."
+)
+_NOT_WRITTEN = (
+    "The steps of some rank were not written yet when it ended, so nothing can be said of who was "
+    "late."
+)
+_STRANGERS = (
+    "The ranks never met in a collective: each trained a model of its own, unless they communicate "
+    "without torch.distributed. DistributedDataParallel trains one model on all of them."
+)
 
 
 def summary_line(result: RunResult, run: Path) -> str:
@@ -83,7 +95,7 @@ def verdict(
         steps: that all ranks completed.
         total: seconds by phase, the mean over ranks.
         failure: of the rank that failed first.
-        place: where lateness shows; see `meeting_place`.
+        place: where lateness shows; see `meeting_place`. Empty when the ranks never met.
         latest: the rank that most lateness is of, if one stands out.
         missing: ranks that left no trace: nothing is known of them, nor of who waited for them.
     """
@@ -91,16 +103,17 @@ def verdict(
     if missing:
         sentences.append(_missing_words(missing))
     if not steps:
-        sentences.append(
-            "No step was recorded, so nothing can be said of who was late: "
-            "a step ends with each call of an optimizer's step()."
-        )
+        sentences.append(_NOT_WRITTEN if failure and failure.step else _NO_STEP)
     elif stragglers:
         sentences.append(_late_words(stragglers[0], world_size, place))
         if len(stragglers) > 1:
             sentences.append(_more_words(stragglers[1:]))
     else:
-        sentences.append(_even_words(world_size - len(missing), steps, total, latest))
+        present = world_size - len(missing)
+        if present > 1 and not place:
+            sentences.append(f"{_STRANGERS} In {plural(steps, 'step')} {_spent_words(total)}")
+        else:
+            sentences.append(_even_words(present, steps, total, latest))
     return " ".join(sentences)
 
 
@@ -165,20 +178,25 @@ def _more_words(more: tuple[Straggler, ...]) -> str:
 
 
 def _even_words(world_size: int, steps: int, total: Breakdown, latest: int | None) -> str:
-    shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
-    first, second = sorted(shares, key=lambda name: -shares[name])[:2]
-    spent = (
-        f"most of a step goes to {DOING[first]} ({format_share(shares[first])}), "
-        f"then to {DOING[second]} ({format_share(shares[second])})."
-    )
+    spent = _spent_words(total)
+    waiting = total.waiting / max(total.total_s, 1e-12)
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
-    if shares["waiting"] >= _NOTABLE_WAITING:
+    if waiting >= _NOTABLE_WAITING:
         whom = "now for one and now for another"
         if latest is not None:
             whom = f"mostly for rank {latest}, but never for long at a time"
         return (
             f"No rank was late for long in {plural(steps, 'step')}, yet ranks wait for each other "
-            f"{format_share(shares['waiting'])} of the time, {whom}; {spent}"
+            f"{format_share(waiting)} of the time, {whom}; {spent}"
         )
     return f"No rank was late in {plural(steps, 'step')}: {spent}"
+
+
+def _spent_words(total: Breakdown) -> str:
+    shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
+    first, second = sorted(shares, key=lambda name: -shares[name])[:2]
+    return (
+        f"most of a step goes to {DOING[first]} ({format_share(shares[first])}), "
+        f"then to {DOING[second]} ({format_share(shares[second])})."
+    )

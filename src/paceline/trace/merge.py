@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from paceline.core.errors import CorruptTrace, NotFound
+from paceline.core.errors import CorruptTrace, NotFound, StorageError
 from paceline.trace.events import SYNCHRONISING, Kind
 from paceline.trace.files import RankTrace, read_trace
 
@@ -92,10 +92,22 @@ def load_run(run: Path) -> Trace:
     Raises:
         NotFound: there is no run, or it holds no traces.
         CorruptTrace: a trace is damaged; the rank is named.
+        StorageError: the folder or a trace cannot be read.
     """
     folder = run / "trace"
-    # An empty file is of a rank that ended, or found the disk full, before it could record.
-    paths = [path for path in sorted(folder.glob("rank-*.trace")) if path.stat().st_size]
+    try:
+        # An empty file is of a rank that ended, or found the disk full, before it could record.
+        found = sorted(path for path in folder.iterdir() if path.stat().st_size)
+    except FileNotFoundError:
+        found = []
+    except OSError as problem:
+        raise StorageError(
+            "cannot read the run's traces",
+            where=str(folder),
+            why=problem.strerror or str(problem),
+            fix="Check that you may read the folder",
+        ) from problem
+    paths = [path for path in found if path.match("rank-*.trace")]
     if not paths:
         raise NotFound(
             "no traces", where=str(folder), fix="Record a run first: paceline run script.py"
