@@ -3,6 +3,7 @@
     {"name", "machine", "load": [before, after], "rows": [...], "bars": [{"name", "value", "bar",
      "met"}]}
 
+A bar is met by a value up to it; with "at_least": true, by a value from it on.
 `load` is the load average over a minute: what else ran can be told from what was measured.
 """
 
@@ -35,14 +36,15 @@ def tell(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def bar(name, value, limit, *, reason=""):
-    """Return a bar: a measured value that must not exceed its limit. None is not met."""
-    met = value is not None and value <= limit
+def bar(name, value, limit, *, at_least=False, reason=""):
+    """Return a bar: a value that must not exceed its limit, or must reach it. None is not met."""
+    met = value is not None and (value >= limit if at_least else value <= limit)
     return {
         "name": name,
         "value": value,
         "bar": limit,
         "met": met,
+        **({"at_least": True} if at_least else {}),
         **({"reason": reason} if reason else {}),
     }
 
@@ -89,7 +91,8 @@ class Report:
         for one in self.bars:
             verdict = "met" if one["met"] else "NOT MET"
             reason = f" ({one['reason']})" if "reason" in one else ""
-            tell(f"{verdict:>8}: {one['name']}: {_short(one['value'])} <= {one['bar']}{reason}")
+            sign = ">=" if "at_least" in one else "<="
+            tell(f"{verdict:>8}: {one['name']}: {_short(one['value'])} {sign} {one['bar']}{reason}")
         if self.as_json:
             result = {
                 "name": self.name,
