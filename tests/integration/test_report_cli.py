@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from traces import Late, data_parallel, write_run
@@ -93,6 +94,17 @@ def test_errors_are_json_when_asked(tmp_path):
     error = json.loads(done.stdout)["error"]
     assert error["code"] == "NotFound"
     assert error["fix"]
+
+
+@pytest.mark.parametrize("verb", [["why"], ["report"], ["trace", "stats", "--json"]])
+def test_a_full_disk_behind_stdout_is_explained(run, verb):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", WITHOUT_TORCH, *verb, str(run)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr
+    assert "standard output" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["why", "report", "trace"])

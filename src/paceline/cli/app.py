@@ -6,6 +6,7 @@ that ``--help`` costs what click costs.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 import click
 
 import paceline
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, StorageError
 from paceline.core.record import nearest
 
 VERBS = {
@@ -68,6 +69,7 @@ def main() -> None:
     """Run the command line and exit with the code that the outcome has in design.md."""
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
+        sys.stdout.flush()  # here, and not when the interpreter ends, it can be explained
     except PacelineError as error:
         _explain(error, _wants_json(sys.argv[1:]))
         code = error.exit_code
@@ -82,9 +84,26 @@ def main() -> None:
         click.echo("interrupted", err=True)
         code = 130
     except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         code = 1
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_stdout()
+        full = StorageError(
+            "cannot write",
+            where=str(problem.filename or "standard output"),
+            why=problem.strerror or "",
+            fix="Free space, or send the output elsewhere",
+        )
+        _explain(full, wants_json=False)
+        code = full.exit_code
     sys.exit(code or 0)
+
+
+def _drop_stdout() -> None:
+    """Send what is still buffered nowhere: writing it at the end would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _wants_json(argv: list[str]) -> bool:
