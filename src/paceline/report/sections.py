@@ -5,6 +5,7 @@ Each chart has its numbers in a folded table, for those who can't or won't read 
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +47,7 @@ def key_figures(report: Report) -> str:
     ]
     if report.world_size > 1:
         waiting, transfer = total.waiting / max(wall_s, 1e-12), total.transfer / max(wall_s, 1e-12)
-        items.append(("Waiting for ranks", format_share(waiting), "of the loop, mean over ranks"))
+        items.append(("Waiting", format_share(waiting), "of the loop, for ranks that come later"))
         items.append(("Moving data", format_share(transfer), "of the loop, not hidden by compute"))
     memory = format_bytes(report.peak_memory_bytes)
     items.append(("Peak memory", memory, "resident, the largest rank"))
@@ -314,10 +315,14 @@ def provenance(report: Report) -> str:
     config = report.config
     script = " ".join([str(config.get("script", "-")), *map(str, config.get("args", []))])
     rows: list[list[object]] = [["run", report.run], ["script", script]]
-    rows += [[name, value] for name, value in report.versions.items() if name != "version"]
+    rows += [
+        [name, "not installed" if value is None else value]
+        for name, value in report.versions.items()
+        if name != "version"
+    ]
     values = config.get("values", {})
     settings = [
-        [name, one.get("value"), one.get("origin")]
+        [name, json.dumps(one.get("value")), one.get("origin")]
         for name, one in (values.items() if isinstance(values, dict) else ())
         if isinstance(one, dict)
     ]
