@@ -130,6 +130,15 @@ def test_links_have_a_deadline(monkeypatch):
         measure_links(rounds=10, deadline_s=0.2)
 
 
+def test_a_second_process_that_falls_silent_is_told_as_such(monkeypatch):
+    monkeypatch.setattr(
+        "paceline.launch.probe_links._socket_turn",
+        lambda connection, data, *, leads: connection.close if leads else None,
+    )
+    with pytest.raises(DeadlineExceeded, match="no answer"):
+        measure_links(rounds=10, deadline_s=0.5)
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "measure", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").write_text("")

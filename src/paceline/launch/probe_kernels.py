@@ -156,7 +156,7 @@ def _chain(kernel: Kernel, length: int) -> nn.Module:
 
 
 def typical_s(samples: list[float]) -> float:
-    """Return the fifth-smallest part of the samples: what a call takes when nothing disturbs it.
+    """Return the 20th percentile of the samples: what a call takes when nothing disturbs it.
 
     The median would be right on an idle node; a neighbour that takes the core for some of the time
     must not be measured as a property of the machine.

@@ -6,6 +6,7 @@ adds about a microsecond to the latency of shared memory: what a framework in Py
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -68,15 +69,16 @@ def _exchange(
     blocks = max(3, rounds // 100)
     result = {}
     with mmap.mmap(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES) as shared:
-        memory = _Memory(shared, deadline_s, leads=leads)
-        result["loopback"] = _measure(
-            _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
-            _socket_turn(connection, block, leads=leads),
-            rounds,
-            blocks,
-        )
-        result["shared-memory"] = _measure(memory.turn, lambda: memory.turn(block), rounds, blocks)
-        memory.close()
+        with contextlib.closing(_Memory(shared, deadline_s, leads=leads)) as memory:
+            result["loopback"] = _measure(
+                _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
+                _socket_turn(connection, block, leads=leads),
+                rounds,
+                blocks,
+            )
+            result["shared-memory"] = _measure(
+                memory.turn, lambda: memory.turn(block), rounds, blocks
+            )
     return result
 
 
