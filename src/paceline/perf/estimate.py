@@ -86,7 +86,7 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
     backward_s = compute.phases["backward"].total_s
     optimizer_s = compute.phases["optimizer"].total_s
     busy_s = forward_s + backward_s + optimizer_s + transfer_s + sync_s
-    input_s = _input_s(workload, plan, busy_s)
+    input_s = _input_s(workload, plan, busy_s, _turns(machine.devices[0], plan))
     breakdown = Breakdown(
         input=input_s,
         forward=forward_s,
@@ -226,7 +226,7 @@ def _collective(machine: Machine, operation: str) -> Link:
     return link
 
 
-def _input_s(workload: Workload, plan: Plan, busy_s: float) -> float:
+def _input_s(workload: Workload, plan: Plan, busy_s: float, turns: float) -> float:
     """Return seconds that the loop waits for a batch.
 
     Without workers the loop prepares it itself; with w workers a batch comes every 1/w of its
@@ -234,7 +234,7 @@ def _input_s(workload: Workload, plan: Plan, busy_s: float) -> float:
     """
     if workload.dataset is None:
         return 0.0
-    batch_s = workload.batch * workload.dataset.seconds_per_sample
+    batch_s = workload.batch * workload.dataset.seconds_per_sample * turns
     if plan.loader_workers == 0:
         return batch_s
     return max(0.0, batch_s / plan.loader_workers - busy_s)
