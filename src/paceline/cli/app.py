@@ -29,6 +29,7 @@ VERBS = {
     "why": "Say who was late in a run, and why.",
     "report": "Report a run: verdict, time, lateness, prediction beside measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
+    "torture": "Damage packs, kill packing, fail calls: is it noticed on this file system?",
 }
 
 

@@ -1,0 +1,82 @@
+"""``paceline torture``: what breaks on this file system, and is it seen?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from paceline.studies.torture_store import TortureReport
+
+
+@click.group(epilog="Example: paceline torture store --dir /scratch")
+def torture() -> None:
+    """Damage, kill and starve what Paceline does, and count what is noticed."""
+
+
+def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit():
+        raise click.BadParameter(f"{text!r} is neither a number nor all")
+    return int(text)
+
+
+@torture.command(epilog="Example: paceline torture store --dir /scratch --corruptions 200")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder on the file system to test [default: the working one].",
+)
+@click.option("--corruptions", type=click.IntRange(0), default=2000, show_default=True)
+@click.option("--kills", type=click.IntRange(0), default=100, show_default=True)
+@click.option(
+    "--faults",
+    callback=_limit,
+    metavar="all|N",
+    default="all",
+    show_default=True,
+    help="Let each call that changes the disk fail once, or the first N.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="The same damage again.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def store(
+    folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
+) -> None:
+    """Damage packs, kill packing, fail calls, plant hostile names; a minute or two.
+
+    All happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
+    """
+    from paceline.studies.torture_store import TortureOptions, torture_store
+
+    options = TortureOptions(corruptions=corruptions, kills=kills, fault_limit=faults, seed=seed)
+    report = torture_store(folder, options, on_progress=_show if sys.stderr.isatty() else None)
+    if as_json:
+        click.echo(json.dumps({**report.to_json(), "ok": report.ok}))
+    else:
+        _print_report(report)
+    if not report.ok:
+        sys.exit(1)
+
+
+def _show(line: str) -> None:
+    click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+
+def _print_report(report: TortureReport) -> None:
+    if sys.stderr.isatty():
+        _show("")
+    print(f"{report.folder} ({report.file_system}), seed {report.seed}")
+    for campaign in report.campaigns:
+        verdict = f"{campaign.failure_count:,} FAILED" if campaign.failure_count else "all as due"
+        print(f"{campaign.name}: {campaign.cases:,} cases in {campaign.elapsed_s:.1f} s, {verdict}")
+        for name, count in campaign.counts.items():
+            print(f"{count:>9,}  {name}")
+        for failure in campaign.failures:
+            print(f"{'FAILED':>9}  {failure}")
