@@ -6,7 +6,7 @@ import pytest
 from traces import Event, write_run
 
 from paceline.core.errors import Interrupted, RankLost, ScriptFailed
-from paceline.launch.failures import exit_code, first_failure, raise_failure, tracebacks
+from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.launch.processes import Exit
 from paceline.launch.result import Failure
 from paceline.native import Recorder
@@ -31,7 +31,7 @@ def test_the_first_to_raise_failed_first(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, error=RAISED, phase="backward")
     assert exit_code(exits, failure) == 1
-    assert tracebacks(tmp_path)[0].startswith("rank 1:\nTraceback")
+    assert first_traceback(tmp_path).startswith("rank 1:\nTraceback")
     with pytest.raises(ScriptFailed, match="rank 1 failed first") as caught:
         raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
     assert caught.value.why == RAISED
@@ -114,13 +114,17 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, error="exit code 7")
     assert exit_code(exits, failure) == 1
+    assert first_traceback(tmp_path) == ""
+    with pytest.raises(ScriptFailed) as caught:
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+    assert caught.value.fix == "See what it printed"
 
 
 def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):
     report(tmp_path, 1, 100, RAISED)
     (tmp_path / "trace" / "rank-00000.failure").write_text('{"rank": 0, "at_ns"')
     assert first_failure(tmp_path, (Exit(rank=0, code=1),)).rank == 1
-    assert len(tracebacks(tmp_path)) == 1
+    assert first_traceback(tmp_path)
 
 
 def test_all_well(tmp_path):

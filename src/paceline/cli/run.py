@@ -51,7 +51,7 @@ def run(
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
-    from paceline.launch.failures import tracebacks
+    from paceline.launch.failures import first_traceback
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
 
     clock = SystemClock()
@@ -65,7 +65,7 @@ def run(
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
             result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
     except PacelineError as error:
-        for text in tracebacks(job.run)[:1] if isinstance(error, ScriptFailed) else ():
+        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
             click.echo(text, err=True)
         _warn(trace_warnings(job.run))
         raise

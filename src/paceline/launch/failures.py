@@ -128,7 +128,9 @@ def raise_failure(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
         where=str(script),
         why=failure.error,
-        fix="See the traceback above",
+        fix="See what it printed"
+        if failure.error.startswith("exit code")
+        else "See the traceback above",
     )
 
 
@@ -140,6 +142,8 @@ def _why_killed(signal_name: str) -> str:
     return "a signal ended it"
 
 
-def tracebacks(run: Path) -> list[str]:
-    """Return the tracebacks of ranks whose script raised, the first to fail first."""
-    return [f"rank {report['rank']}:\n{report['traceback']}" for report in _failure_reports(run)]
+def first_traceback(run: Path) -> str:
+    """Return the traceback of the rank whose script raised first; empty if it exited."""
+    for report in _failure_reports(run):
+        return f"rank {report['rank']}:\n{report['traceback']}" if report["traceback"] else ""
+    return ""

@@ -68,17 +68,17 @@ def _exchange(
     block = memoryview(bytearray(BLOCK_BYTES))
     blocks = max(3, rounds // 100)
     result = {}
-    with mmap.mmap(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES) as shared:
-        with contextlib.closing(_Memory(shared, deadline_s, leads=leads)) as memory:
-            result["loopback"] = _measure(
-                _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
-                _socket_turn(connection, block, leads=leads),
-                rounds,
-                blocks,
-            )
-            result["shared-memory"] = _measure(
-                memory.turn, lambda: memory.turn(block), rounds, blocks
-            )
+    with (
+        mmap.mmap(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES) as shared,
+        contextlib.closing(_Memory(shared, deadline_s, leads=leads)) as memory,
+    ):
+        result["loopback"] = _measure(
+            _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
+            _socket_turn(connection, block, leads=leads),
+            rounds,
+            blocks,
+        )
+        result["shared-memory"] = _measure(memory.turn, lambda: memory.turn(block), rounds, blocks)
     return result
 
 

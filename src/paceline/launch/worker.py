@@ -117,28 +117,38 @@ def _exit_code(stop: SystemExit, run: Path, rank: int) -> int:
         sys.stderr.write(f"{stop.code}\n")
         code = 1
     if code:
-        _report_failure(stop, run, rank)
+        _report_failure(stop, run, rank, exit_code=code)
     return code
 
 
-def _report_failure(error: BaseException, run: Path, rank: int) -> None:
+def _report_failure(error: BaseException, run: Path, rank: int, *, exit_code: int = 0) -> None:
+    """Write down what ended the script; an exit shows no traceback, as under python."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    text = "" if exit_code else "".join(traceback.format_exception(type(error), error, frames))
     collector = sys.modules.get(_COLLECTOR)
     report = {
         "rank": rank,
         "at_ns": int(SystemClock().wall_s() * 1e9),  # comparable between nodes
         "phase": collector.phase_of(error) if collector else "",
         "traceback": text,
-        "error": repr(error),
+        "error": f"exit code {exit_code}{_place(frames)}" if exit_code else repr(error),
     }
     try:
         path = run / "trace" / f"rank-{rank:05d}.failure"
         path.write_text(json.dumps(report), encoding="utf-8")
     except OSError:
         sys.stderr.write(text)
+
+
+def _place(frames: types.TracebackType | None) -> str:
+    """Return which line of the script led to what ended it, in words."""
+    if frames is None:
+        return ""
+    stack = traceback.extract_tb(frames)
+    lines = [one.lineno for one in stack if one.filename == stack[0].filename]
+    return f", at line {lines[-1]}"
 
 
 def _leave(code: int) -> NoReturn:
