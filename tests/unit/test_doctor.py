@@ -13,6 +13,8 @@ from paceline.launch.node import Limits
 
 NONE = Limits(version=0)
 TORCH = {"version": "2.13", "gpus": 0, "backends": ["gloo"]}
+ON_CPU, ON_GPU = Answer(out=json.dumps(TORCH)), Answer(out=json.dumps(TORCH | {"gpus": 2}))
+GPUS = Answer(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")
 
 
 @pytest.mark.parametrize(
@@ -54,13 +56,11 @@ TORCH = {"version": "2.13", "gpus": 0, "backends": ["gloo"]}
         (doctor.check_slurm(Answer(out=None), {}), "ok", "none"),
         (doctor.check_slurm(Answer(out=None), {"SLURM_JOB_ID": "7"}), "ok", "job 7"),
         (doctor.check_slurm(Answer(out="slurm 24.05\n"), {}), "ok", "outside"),
-        (doctor.check_gpu(Answer(out=None, problem="not found")), "ok", "none"),
-        (doctor.check_gpu(Answer(out=None, problem="driver")), "warn", "driver"),
-        (
-            doctor.check_gpu(Answer(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")),
-            "ok",
-            "2: H100",
-        ),
+        (doctor.check_gpu(Answer(out=None, problem="not found"), ON_CPU), "ok", "none"),
+        (doctor.check_gpu(Answer(out=None, problem="driver"), ON_GPU), "warn", "driver"),
+        (doctor.check_gpu(GPUS, ON_GPU), "ok", "2: H100"),
+        (doctor.check_gpu(GPUS, ON_CPU), "warn", "2: H100; torch 2.13 sees none of them"),
+        (doctor.check_gpu(GPUS, Answer(out=None)), "ok", "2: H100"),
         (doctor.check_clock("tsc", Answer(out="yes\n")), "ok", "tsc, synchronised"),
         (doctor.check_clock("tsc", Answer(out="no\n")), "warn", "not synchronised"),
         (doctor.check_clock("hpet", Answer(out=None)), "warn", "hpet"),

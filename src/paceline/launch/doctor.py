@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.config import environment
 from paceline.core.errors import NotFound
@@ -124,15 +124,16 @@ def diagnose(
     limits = node.read_limits(root)
     mount = node.mount_of(str(folder.resolve()), node.read_mounts(root))
     clock = root / "sys/devices/system/clocksource/clocksource0/current_clocksource"
+    torch = _ask_torch(run)
     return (
         check_cores(os.cpu_count() or 1, len(allowed_cores()), limits),
         check_memory(node.total_memory_bytes(root), limits),
         check_shared_memory(_free_bytes(root / "dev/shm")),
         check_folder(mount.kind if mount else "unknown", folder),
-        check_torch(_ask_torch(run)),
+        check_torch(torch),
         check_mpi(run(["mpirun", "--version"], PROGRAM_DEADLINE_S), _installed("mpi4py")),
         check_slurm(run(["sinfo", "--version"], PROGRAM_DEADLINE_S), environ),
-        check_gpu(run(["nvidia-smi", "-L"], PROGRAM_DEADLINE_S)),
+        check_gpu(run(["nvidia-smi", "-L"], PROGRAM_DEADLINE_S), torch),
         check_clock(
             clock.read_text().strip() if clock.exists() else "",
             run(["timedatectl", "show", "-p", "NTPSynchronized", "--value"], PROGRAM_DEADLINE_S),
@@ -241,9 +242,8 @@ def check_torch(answer: Answer) -> Finding:
             what=f"installed, but does not import: {answer.problem}",
             fix='Run: python -c "import torch" and repair what it names',
         )
-    try:
-        found = json.loads(answer.out.strip().rpartition("\n")[2])  # importing may print before it
-    except json.JSONDecodeError:
+    found = _torch_facts(answer)
+    if found is None:
         return Finding(
             topic="torch",
             status="fail",
@@ -256,6 +256,16 @@ def check_torch(answer: Answer) -> Finding:
         fix = "Install a torch that was built with distributed support"
         return Finding(topic="torch", status="fail", what=what, fix=fix)
     return Finding(topic="torch", status="ok", what=what)
+
+
+def _torch_facts(answer: Answer) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(
+            (answer.out or "").strip().rpartition("\n")[2]
+        )  # others may print before
+    except json.JSONDecodeError:
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def check_mpi(answer: Answer, bindings: bool) -> Finding:
@@ -282,8 +292,8 @@ def check_slurm(answer: Answer, environ: Mapping[str, str]) -> Finding:
     return Finding(topic="Slurm", status="ok", what=f"{version}, {where}")
 
 
-def check_gpu(answer: Answer) -> Finding:
-    """Count NVIDIA GPUs; a driver that is here and fails is a warning."""
+def check_gpu(answer: Answer, torch: Answer) -> Finding:
+    """Count NVIDIA GPUs; a driver that fails, or a torch that sees none of them, is a warning."""
     if answer.problem == "not found":
         return Finding(topic="GPU", status="ok", what="none; training runs on the CPU")
     if answer.out is None:
@@ -294,7 +304,16 @@ def check_gpu(answer: Answer) -> Finding:
             fix="Check the driver: nvidia-smi",
         )
     names = [line.partition(": ")[2].partition(" (")[0] for line in answer.out.splitlines() if line]
-    return Finding(topic="GPU", status="ok", what=f"{len(names)}: {', '.join(sorted(set(names)))}")
+    what = f"{len(names)}: {', '.join(sorted(set(names)))}"
+    facts = _torch_facts(torch)
+    if names and facts is not None and not facts.get("gpus"):
+        return Finding(
+            topic="GPU",
+            status="warn",
+            what=f"{what}; torch {facts.get('version', '')} sees none of them",
+            fix="Install a torch that was built for CUDA, and check CUDA_VISIBLE_DEVICES",
+        )
+    return Finding(topic="GPU", status="ok", what=what)
 
 
 def check_clock(source: str, synchronised: Answer) -> Finding:
