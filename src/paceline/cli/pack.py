@@ -33,11 +33,31 @@ def size_bytes(text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a size; write it as 256MiB or 4096") from None
 
 
-@click.command(epilog="Example: paceline pack imagenet/train /scratch/train.pack")
-@click.argument("source", metavar="SRC")
+@click.command(
+    epilog="Examples: paceline pack imagenet/train /scratch/train.pack; "
+    "paceline pack 'shards/train-{000..146}.tar' /scratch/train.pack; "
+    "paceline pack --append more /scratch/train.pack"
+)
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True)
 @click.argument("destination", metavar="DST")
 @click.option(
-    "--shard-size", type=size_bytes, metavar="SIZE", help="Close a shard before it outgrows this."
+    "--shard-size",
+    type=size_bytes,
+    metavar="SIZE",
+    help="Close a shard before it outgrows this; larger samples are stored in chunks.  "
+    "[default: 256MiB, more for packs of more than 64 GiB]",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(["none", "zstd", "auto"]),
+    help="Encode samples: always, or (auto) those that get smaller by a tenth.  [default: none]",
+)
+@click.option("--codec-level", type=int, help="Level of zstd, 1 to 19.  [default: 3]")
+@click.option(
+    "--parity",
+    type=int,
+    metavar="K",
+    help="Add a parity file for every K shards, to mend a lost or damaged one.",
 )
 @click.option(
     "--follow-symlinks",
@@ -45,51 +65,87 @@ def size_bytes(text: str) -> int:
     default=None,
     help="Pack what symbolic links lead to, instead of refusing them.",
 )
+@click.option("--append", is_flag=True, help="Add the samples to the pack DST, which exists.")
+@click.option(
+    "--restart",
+    is_flag=True,
+    default=None,
+    help="Throw away what a killed run left, instead of going on from it.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def pack(
-    source: str,
+    sources: tuple[str, ...],
     destination: str,
     shard_size: int | None,
+    codec: str | None,
+    codec_level: int | None,
+    parity: int | None,
     follow_symlinks: bool | None,
+    append: bool,
+    restart: bool | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Pack the folder SRC into the new pack DST.
+    """Pack the folder or the tar archives SRC into the new pack DST.
 
-    Sub-folders of SRC become the classes. Killed at any moment, this leaves nothing, a DST.partial
-    that the next run replaces, or the whole pack.
+    Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed at
+    any moment, this leaves nothing, a DST.partial that the next run goes on from, or the whole pack.
     """
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.store import PackOptions, pack_folder, plan_pack
+    from paceline.store import PackOptions, append_pack, pack_paths, plan_pack
 
-    flags = {"shard_bytes": shard_size, "follow_symlinks": follow_symlinks}
+    flags = {
+        "shard_bytes": shard_size,
+        "codec": codec,
+        "codec_level": codec_level,
+        "parity_group": parity,
+        "follow_symlinks": follow_symlinks,
+        "restart": restart,
+    }
     options = resolve(PackOptions, "pack", flags=flags).config
+    if append and dry_run:
+        raise click.UsageError("--append and --dry-run do not go together")
     if dry_run:
-        summary = plan_pack(source, destination, options=options)
+        summary = plan_pack(sources, destination, options=options)
     else:
+        action = append_pack if append else pack_paths
         with _progress(SystemClock()) as on_progress:
-            summary = pack_folder(source, destination, options=options, on_progress=on_progress)
+            summary = action(sources, destination, options=options, on_progress=on_progress)
     if as_json:
         print(json.dumps({**summary.to_json(), "dry_run": dry_run}))
     else:
-        _print_summary(summary, dry_run=dry_run)
+        _print_summary(summary, dry_run=dry_run, append=append)
 
 
-def _print_summary(summary: PackSummary, *, dry_run: bool) -> None:
+def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None:
+    new_count = summary.sample_count - (summary.reused_sample_count if append else 0)
+    before = f" to {summary.reused_sample_count:,}" if append else ""
+    verb = "appended" if append else "packed"
     print(
-        f"{'would pack' if dry_run else 'packed'} {summary.sample_count:,} samples in "
+        f"{'would pack' if dry_run else verb} {new_count:,} samples{before} in "
         f"{summary.class_count:,} classes, {format_bytes(summary.sample_bytes)}, "
         f"into {summary.shard_count:,} shards ({format_bytes(summary.pack_bytes)})"
     )
-    if summary.elapsed_s > 0:
-        files_per_s = summary.sample_count / summary.elapsed_s
-        megabytes_per_s = summary.sample_bytes / summary.elapsed_s / 1e6
-        print(
-            f"in {summary.elapsed_s:.1f} s: {files_per_s:,.0f} files/s, {megabytes_per_s:,.1f} MB/s"
-        )
-    print(f"opens per epoch: {summary.sample_count:,} -> {summary.shard_count + 1:,}")
+    if summary.elapsed_s > 0 and not append:
+        print(_rate(summary))
+    if summary.stored_bytes < summary.sample_bytes:
+        ratio = summary.sample_bytes / max(summary.stored_bytes, 1)
+        saved = format_bytes(summary.sample_bytes - summary.stored_bytes)
+        print(f"zstd: {saved} less, ratio {ratio:.2f}")
+    print(f"opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
+
+
+def _rate(summary: PackSummary) -> str:
+    reused = summary.reused_sample_count
+    share = (summary.sample_count - reused) / max(summary.sample_count, 1)
+    files_per_s = (summary.sample_count - reused) / summary.elapsed_s
+    megabytes_per_s = summary.sample_bytes * share / summary.elapsed_s / 1e6
+    text = f"in {summary.elapsed_s:.1f} s: {files_per_s:,.0f} files/s, {megabytes_per_s:,.1f} MB/s"
+    if reused:
+        text += f"; {reused:,} samples were there from a run that was killed"
+    return text
 
 
 def format_bytes(count: int) -> str:
@@ -128,27 +184,64 @@ def _progress(clock: Clock) -> Iterator[Callable[[PackProgress], None]]:
 
         def show(progress: PackProgress) -> None:
             nonlocal shown_s
+            _tell_reused(progress)
             if clock.now_s() - shown_s >= 0.1:
                 shown_s = clock.now_s()
-                samples = f"{progress.sample_count:,}/{progress.sample_total:,}"
-                total = progress.byte_total
-                bar.update(task, completed=progress.byte_count, total=total, samples=samples)
+                total = progress.byte_total or None
+                bar.update(
+                    task, completed=progress.byte_count, total=total, samples=_samples(progress)
+                )
 
         yield show
 
 
 def _line_printer(clock: Clock) -> Callable[[PackProgress], None]:
-    shown_s = clock.now_s()
+    start_s = shown_s = clock.now_s()
 
     def show(progress: PackProgress) -> None:
         nonlocal shown_s
-        if clock.now_s() - shown_s >= _LINE_INTERVAL_S:
-            shown_s = clock.now_s()
-            print(
-                f"packing: {progress.sample_count:,} of {progress.sample_total:,} samples, "
-                f"{format_bytes(progress.byte_count)} of {format_bytes(progress.byte_total)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        _tell_reused(progress)
+        now_s = clock.now_s()
+        if now_s - shown_s >= _LINE_INTERVAL_S:
+            shown_s = now_s
+            rate = (progress.byte_count - progress.reused_byte_count) / (now_s - start_s)
+            line = f"packing: {_samples(progress)} samples, {format_bytes(progress.byte_count)}"
+            if progress.byte_total:
+                line += f" of {format_bytes(progress.byte_total)}"
+            line += f", {rate / 1e6:,.1f} MB/s"
+            if progress.byte_total and rate > 0:
+                left_s = (progress.byte_total - progress.byte_count) / rate
+                line += f", {_duration(left_s)} left"
+            print(line, file=sys.stderr, flush=True)
 
     return show
+
+
+def _tell_reused(progress: PackProgress) -> None:
+    """Say once, on the first report, what a killed run left."""
+    if progress.reused_byte_count and progress.byte_count == progress.reused_byte_count:
+        print(
+            f"going on behind {progress.sample_count:,} samples, "
+            f"{format_bytes(progress.byte_count)}, that a killed run packed (--restart to begin "
+            "anew)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _samples(progress: PackProgress) -> str:
+    if not progress.sample_total:
+        return f"{progress.sample_count:,}"
+    return f"{progress.sample_count:,} of {progress.sample_total:,}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as people say it.
+
+    >>> _duration(59), _duration(61), _duration(7300)
+    ('59 s', '1 min 1 s', '2 h 1 min')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

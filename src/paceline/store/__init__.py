@@ -7,13 +7,16 @@ only when they are asked for.
 
 from typing import Any
 
+from paceline.store.appending import append_pack
 from paceline.store.loader_options import LoaderOptions
 from paceline.store.order import SampleOrder
 from paceline.store.packing import (
     PackOptions,
     PackProgress,
     PackSummary,
+    pack_archives,
     pack_folder,
+    pack_paths,
     pack_samples,
     plan_pack,
 )
@@ -30,8 +33,11 @@ __all__ = [
     "PackSampler",
     "PackSummary",
     "SampleOrder",
+    "append_pack",
     "open_pack",
+    "pack_archives",
     "pack_folder",
+    "pack_paths",
     "pack_samples",
     "plan_pack",
 ]

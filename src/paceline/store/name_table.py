@@ -76,7 +76,7 @@ class NameTable:
         begin = 0  # the first slot that may be free
         late = np.zeros((0, 2), np.uint64)  # slot and entry, beyond the part they belong to
         for k, pairs in enumerate(self._parts()):
-            pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # noqa: PLW2901  # ties: by number
+            pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # ties: by number
             home = (pairs[:, 0] >> home_shift).astype(np.int64)
             rank = np.arange(len(pairs))
             slots = np.maximum.accumulate(np.maximum(home, begin) - rank) + rank

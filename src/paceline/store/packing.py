@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import ConfigError, Missing, PacelineError
+from paceline.core.errors import ConfigError, Missing, PacelineError, UsageError
 from paceline.core.record import Record
 from paceline.native import crc32c, encode, zstd_available
+from paceline.store.archives import ArchiveSource, find_archives
 from paceline.store.format import (
     ALIGNMENT,
     FORMAT_VERSION,
@@ -27,10 +29,12 @@ from paceline.store.format import (
     INDEX_NAME,
     index_bytes,
     padding,
+    parity_name,
     shard_name,
 )
 from paceline.store.indexing import Content, Shape, build_index, section_lengths, shape_of
 from paceline.store.journal import JOURNAL_NAME, Entry, Journal, ListingDigest, read_journal
+from paceline.store.parity import groups, parity_length, write_parity
 from paceline.store.partial import PartialPack, check_destination, unwritable
 from paceline.store.scan import FolderSource
 from paceline.store.sources import SampleSource, aligned_begins
@@ -38,7 +42,7 @@ from paceline.store.spool import Extents, Spool, open_run, part_of
 from paceline.store.writing import BATCH_BYTES, Layout, Shard, ShardLimits, ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -202,6 +206,69 @@ def pack_samples(
     )
 
 
+def pack_archives(
+    archives: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    destination: str | os.PathLike[str],
+    *,
+    options: PackOptions | None = None,
+    on_progress: Callable[[PackProgress], None] | None = None,
+    clock: Clock | None = None,
+) -> PackSummary:
+    """Pack the files in tar archives, or WebDataset shards, into the new folder `destination`.
+
+    Args:
+        archives: archives (.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz), patterns of them with braces, or
+            a folder that holds nothing else.
+        destination: does not exist yet, though its parent does.
+        options: shard size and codec.
+        on_progress: called after each batch of samples.
+        clock: in place of the system's.
+
+    Raises:
+        DestinationExists: nothing was touched.
+        NotFound: there is no such archive.
+        UsageError: a member is neither file nor folder, its name leads out, or it comes twice.
+        StorageError: an archive is damaged, or the disk is full.
+    """
+    check_destination(None, Path(destination).absolute())
+    paths = [archives] if isinstance(archives, str | os.PathLike) else list(archives)
+    found = find_archives([os.fspath(path) for path in paths])
+    if not found:
+        raise UsageError(
+            "these are no archives",
+            where=", ".join(str(path) for path in paths)[:500],
+            fix="Name .tar files, patterns of them, or a folder that holds nothing else",
+        )
+    return pack_source(
+        ArchiveSource(found), destination, options=options, on_progress=on_progress, clock=clock
+    )
+
+
+@contextmanager
+def opened_source(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Source,
+    options: PackOptions,
+) -> Iterator[Source]:
+    """Yield what paths stand for, archives or one folder; a source is passed through."""
+    if not isinstance(source, str | os.PathLike | Sequence):
+        yield source
+        return
+    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+    archives = find_archives([os.fspath(path) for path in paths])
+    if archives:
+        yield ArchiveSource(archives)
+        return
+    if len(paths) != 1:
+        raise UsageError(
+            "several sources are packed only if all are archives",
+            where=", ".join(str(path) for path in paths)[:500],
+            fix="Name one folder, or .tar files",
+        )
+    folder = FolderSource(os.fsencode(paths[0]), follow_symlinks=options.follow_symlinks)
+    with closing(folder):
+        yield folder
+
+
 def pack_source(
     source: Source,
     destination: str | os.PathLike[str],
@@ -228,9 +295,10 @@ def pack_source(
                 packer.pack_all(left, header)
             finally:
                 packer.stop()
-            content = packer.content()
-            runs = [open_run(partial.folder / name) for name, _ in packer.spool.files]
-            index_length = write_index(partial, INDEX_NAME, runs, content, source)
+            content = _content(packer, source, partial, options.parity_group)
+            label_map = source.classes()[1]
+            runs = [open_run(partial.folder / name, label_map) for name, _ in packer.spool.files]
+            index_length = write_index(partial, INDEX_NAME, runs, content)
             shape = shape_of(runs)
             stored_bytes = sum(int(run.extents.stored_lengths.sum()) for run in runs)
             del runs
@@ -256,18 +324,45 @@ def pack_source(
     )
 
 
+def pack_paths(
+    sources: Sequence[str],
+    destination: str | os.PathLike[str],
+    *,
+    options: PackOptions | None = None,
+    on_progress: Callable[[PackProgress], None] | None = None,
+    clock: Clock | None = None,
+) -> PackSummary:
+    """Pack one folder, or archives: what `sources` name is found out; see `pack_folder`."""
+    options = options or PackOptions()
+    _check_paths(sources, destination)
+    with opened_source(sources, options) as source:
+        return pack_source(
+            source, destination, options=options, on_progress=on_progress, clock=clock
+        )
+
+
 def plan_pack(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     destination: str | os.PathLike[str],
     *,
     options: PackOptions | None = None,
 ) -> PackSummary:
-    """Return what `pack_folder` would do without a codec, having written nothing; errors as there."""
+    """Return what packing a folder or archives would do without a codec, having written nothing.
+
+    Errors are those of `pack_folder` and `pack_archives`.
+    """
     options = options or PackOptions()
-    check_destination(Path(source), Path(destination).absolute())
-    opened = FolderSource(os.fsencode(source), follow_symlinks=options.follow_symlinks)
-    with closing(opened):
+    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+    _check_paths(paths, destination)
+    with opened_source(paths, options) as opened:
         return plan_source(opened, destination, options=options)
+
+
+def _check_paths(
+    sources: Sequence[str | os.PathLike[str]], destination: str | os.PathLike[str]
+) -> None:
+    only = Path(sources[0]) if len(sources) == 1 else None
+    check_destination(only, Path(destination).absolute())
 
 
 def plan_source(
@@ -289,7 +384,11 @@ def plan_source(
         shard_lengths=layout.closed,
         shard_digests=[],
         parity_group=options.parity_group,
-        parity_lengths=parity_lengths(layout.closed, options.parity_group),
+        parity_lengths=[
+            parity_length([layout.closed[k] for k in shards])
+            for shards in groups(len(layout.closed), options.parity_group or len(layout.closed) + 1)
+            if options.parity_group
+        ],
     )
     shape = Shape(
         sample_count=sample_count,
@@ -337,14 +436,6 @@ def large_bytes(layout: Layout) -> int:
     return min(BATCH_BYTES, layout.limit - HEADER_BYTES)
 
 
-def parity_lengths(shard_lengths: list[int], group: int) -> list[int]:
-    """Return the length of each parity file."""
-    if not group:
-        return []
-    starts = range(0, len(shard_lengths), group)
-    return [HEADER_BYTES + max(shard_lengths[k : k + group]) for k in starts]
-
-
 def check_codec(options: PackOptions) -> None:
     """Refuse a codec that this machine lacks."""
     if options.codec != "none" and not zstd_available():
@@ -355,9 +446,7 @@ def check_codec(options: PackOptions) -> None:
         )
 
 
-def write_index(
-    folder: PackFolder, name: str, runs: list[Run], content: Content, source: Source
-) -> int:
+def write_index(folder: PackFolder, name: str, runs: list[Run], content: Content) -> int:
     """Write the index file of a pack and make it durable; return its length."""
     file = folder.create(name)
     helpers = []
@@ -371,6 +460,23 @@ def write_index(
         folder.discard(helper)
     folder.close(file)
     return file.length
+
+
+def _content(packer: Packer, source: Source, folder: PackFolder, parity_group: int) -> Content:
+    """Write the parity, if any; return what the index says of shards and folders."""
+    parity = []
+    if parity_group:
+        for k, shards in enumerate(groups(len(packer.shards), parity_group)):
+            parity.append(write_parity(folder, k, shards, parity_name(k)))
+    return Content(
+        folders=source.folders(),
+        classes=source.classes()[0],
+        shard_lengths=[one.length for one in packer.shards],
+        shard_digests=[one.digest for one in packer.shards],
+        parity_group=parity_group,
+        parity_lengths=[one.length for one in parity],
+        parity_digests=[one.digest for one in parity],
+    )
 
 
 class _Differs(Exception):
@@ -444,15 +550,6 @@ class Packer:
         """Make the last shard and the spool durable."""
         self._writer.finish()
         self.spool.flush()
-
-    def content(self) -> Content:
-        """Return what the index says of the shards and folders."""
-        return Content(
-            folders=self._source.folders(),
-            classes=self._source.classes()[0],
-            shard_lengths=[one.length for one in self.shards],
-            shard_digests=[one.digest for one in self.shards],
-        )
 
     def _pass_over(self, batches: Any, left: list[Entry]) -> Batch | None:
         """Take the samples that are packed already; return what is left of the batch they end in."""

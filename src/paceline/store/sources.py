@@ -139,6 +139,10 @@ class Tree:
             above = above.rpartition(b"/")[0]
         return self._ids.setdefault(folder.partition(b"/")[0], len(self._ids))
 
+    def count(self) -> int:
+        """Return how many top-level folders there are."""
+        return len(self._ids)
+
     def folders(self) -> list[bytes]:
         """Return all folders."""
         return list(self._folders)

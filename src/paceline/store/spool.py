@@ -153,7 +153,7 @@ def run_name(number: int) -> str:
     return f"run-{number:05d}.partial"
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path, label_map: NDArray[np.int32] | None = None) -> Run:
     """Map the run at `path`, which this process or one before it wrote whole."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -176,7 +176,7 @@ def open_run(path: Path) -> Run:
         samples=samples,
         extents=extents,
         encoded_count=encoded_count,
-        label_map=None,
+        label_map=label_map,
         release=lambda: mapping.madvise(mmap.MADV_DONTNEED),
     )
 
