@@ -10,7 +10,6 @@ a vector of each sample, so that the example runs on any files. Its last line of
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +33,9 @@ def save(path, model, optimizer, loader):
         "optimizer": optimizer.state_dict(),
         "loader": loader.state_dict(),
     }
-    torch.save(state, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
 def main():

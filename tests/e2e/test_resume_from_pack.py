@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import chain
 
 import pytest
 from launching import SCRIPTS, paceline
@@ -19,7 +20,9 @@ def batches_of(folder, ranks):
     """Return the global batch of each step: the ranks' parts, side by side."""
     parts = [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(ranks)]
     steps = min(map(len, parts))  # a rank that was killed wrote less
-    return [sum((json.loads(part[step]) for part in parts), []) for step in range(steps)]
+    return [
+        list(chain.from_iterable(json.loads(part[step]) for part in parts)) for step in range(steps)
+    ]
 
 
 def train(folder, name, ranks, *args, code=0):
@@ -59,7 +62,7 @@ def killed(folder, uninterrupted):
 
 
 def test_an_epoch_gives_each_sample_once(uninterrupted):
-    assert sorted(sum(uninterrupted, [])) == list(range(COUNT))
+    assert sorted(chain.from_iterable(uninterrupted)) == list(range(COUNT))
     assert [len(one) for one in uninterrupted] == [BATCH] * (COUNT // BATCH) + [COUNT % BATCH]
 
 
@@ -68,7 +71,7 @@ def test_what_follows_a_kill_completes_the_epoch(folder, uninterrupted, killed, 
     assert len(killed) == KILLED
     resumed, state = train(folder, f"resumed-{ranks}-{kind}", ranks, "--kind", kind)
     assert killed[:SAVED] + resumed == uninterrupted
-    assert sorted(sum(killed[:SAVED] + resumed, [])) == list(range(COUNT))
+    assert sorted(chain.from_iterable(killed[:SAVED] + resumed)) == list(range(COUNT))
     assert killed[SAVED:] == resumed[: KILLED - SAVED]  # trained after the checkpoint: again
     assert json.loads(state.read_text())["position"] % BATCH == 0
 

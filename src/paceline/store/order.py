@@ -36,6 +36,7 @@ Shuffle = Literal["global", "block", "none"]
 
 _ROUNDS = 8  # 4 suffice in theory (Luby and Rackoff) for large halves; small sets have small ones
 _SMALLEST_BITS = 8  # of the network: halves of 3 bits mix measurably worse, and walking is cheap
+_TABLE_BITS = 10
 _CHUNK = 65536  # positions at a time: few enough that what is computed on stays in the cache
 _VERSION = 1  # of the order itself: another one must give itself another number
 
@@ -142,14 +143,15 @@ class SampleOrder:
         whole_windows, left_over = divmod(self.sample_count, window_size)
         windows = positions // np.uint64(window_size)
         begins = windows * np.uint64(window_size)
-        keys = self._keys("window")[:, None] ^ _mixed(windows.astype(np.uint32))
+        keys, tweaks = self._keys("window"), _mixed(windows.astype(np.uint32))
         mixed = positions.copy()
-        for chosen, size in (
+        for inside, size in (
             (windows < whole_windows, window_size),
             (windows == whole_windows, left_over),
         ):
+            chosen = np.flatnonzero(inside)
             within = positions[chosen] - begins[chosen]
-            mixed[chosen] = begins[chosen] + _permuted(within, size, keys[:, chosen])
+            mixed[chosen] = begins[chosen] + _permuted(within, size, keys, tweaks[chosen])
 
         block_size, whole_blocks = (
             np.uint64(self.block_samples),
@@ -170,26 +172,40 @@ class SampleOrder:
 
 
 def _permuted(
-    positions: NDArray[np.uint64], count: int, keys: NDArray[np.uint32]
+    positions: NDArray[np.uint64],
+    count: int,
+    keys: NDArray[np.uint32],
+    tweaks: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.uint64]:
     """Return where the permutation of `count` that `keys` choose sends each position.
 
     Args:
         positions: shape (n,), each below `count`.
         count: of the permutation.
-        keys: of each round, shape (_ROUNDS,) or, a permutation for each position, (_ROUNDS, n).
+        keys: of the rounds, shape (_ROUNDS,).
+        tweaks: choose a permutation for each position, shape (n,).
     """
     bits = max(_SMALLEST_BITS, (count - 1).bit_length())
-    found = _network(positions, bits, keys)
+    if bits <= _TABLE_BITS and tweaks is None:  # small sets are walked long: look each step up
+        table = _network(np.arange(1 << bits, dtype=np.uint64), bits, keys, None)
+        found = table[positions]
+    else:
+        table, found = None, _network(positions, bits, keys, tweaks)
     outside = np.flatnonzero(found >= count)
     while outside.size:
-        again = _network(found[outside], bits, keys if keys.ndim == 1 else keys[:, outside])
+        values, its_tweaks = found[outside], None if tweaks is None else tweaks[outside]
+        again = _network(values, bits, keys, its_tweaks) if table is None else table[values]
         found[outside] = again
         outside = outside[again >= count]
     return found
 
 
-def _network(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint32]) -> NDArray[np.uint64]:
+def _network(
+    values: NDArray[np.uint64],
+    bits: int,
+    keys: NDArray[np.uint32],
+    tweaks: NDArray[np.uint32] | None,
+) -> NDArray[np.uint64]:
     """Return each value of `bits` bits, sent once through the Feistel network."""
     right_bits = np.uint64(bits // 2)
     left_mask = np.uint32((1 << (bits - bits // 2)) - 1)
@@ -197,8 +213,11 @@ def _network(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint32]) ->
     left = (values >> right_bits).astype(np.uint32)
     right = values.astype(np.uint32) & right_mask
     for number in range(0, _ROUNDS, 2):
-        left ^= _mixed(right ^ keys[number]) & left_mask
-        right ^= _mixed(left ^ keys[number + 1]) & right_mask
+        for_left, for_right = keys[number], keys[number + 1]
+        if tweaks is not None:
+            for_left, for_right = for_left ^ tweaks, for_right ^ tweaks
+        left ^= _mixed(right ^ for_left) & left_mask
+        right ^= _mixed(left ^ for_right) & right_mask
     return left.astype(np.uint64) << right_bits | right
 
 
