@@ -8,6 +8,7 @@ that unpickles it maps the files anew when it first needs them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Sequence
@@ -367,8 +368,12 @@ class Pack:
                 fix="Use a newer Paceline",
             )
         if kind == "io" and not isinstance(OSError(error, why), FileNotFoundError):
+            no_direct = self._options["direct"] and error == errno.EINVAL
             return StorageError(
-                "cannot open the pack", where=where, why=why, fix="Check that you may read it"
+                "cannot open the pack",
+                where=where,
+                why="its file system has no O_DIRECT" if no_direct else why,
+                fix="Open it without `direct`" if no_direct else "Check that you may read it",
             )
         if kind == "io" and where.endswith(INDEX_NAME):
             return _no_pack(self.path)
