@@ -73,13 +73,15 @@ class Failed(Exception):
 class Process:
     """A contender that waits for its turn."""
 
-    def __init__(self, place, kind, batch, **more):
-        asked = {"contender": kind, "batch": batch, **place.asked, **more}
+    def __init__(self, place, kind, **more):
+        asked = {"contender": kind, **place.asked, **more}
         python = sys.executable
         if kind in ENVIRONMENTS:
             python = environment_python(kind)
-            if python is None or kind not in place.asked:
+            if python is None:
                 raise Failed("missing; make it with scripts/peers")
+            if kind not in place.asked:
+                raise Failed("its data could not be made")
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         self.process = subprocess.Popen(
             [python, HERE / "store_contenders.py", json.dumps(asked)],
@@ -98,7 +100,8 @@ class Process:
 
     def begin(self, do, seed, **more):
         """Let the process go; what came of it is told by `result`."""
-        print(json.dumps({"do": do, "seed": seed, **more}), file=self.process.stdin, flush=True)
+        with contextlib.suppress(OSError):  # it has ended: `result` says so
+            print(json.dumps({"do": do, "seed": seed, **more}), file=self.process.stdin, flush=True)
 
     def result(self):
         return self._answer()
@@ -145,6 +148,7 @@ class Place:
         self.pack = make_pack(folder, name, PACELINE)
         self.asked = {
             "files": str(self.files),
+            "batch": BATCH[size],
             "pack": str(self.pack),
             "count": self.count,
             "bytes": self.bytes,
@@ -162,10 +166,10 @@ class Place:
 class Contest:
     """Contenders that take turns; ends them when left."""
 
-    def __init__(self, report, place, batch):
+    def __init__(self, report, place, *, of_bytes=True):
         self.report = report
         self.place = place
-        self.batch = batch
+        self.of_bytes = of_bytes
         self.entries = {}  # name: (process, what it does)
         self.problems = {}
         self.rates = {}  # name: samples/s by round
@@ -183,7 +187,7 @@ class Contest:
         key = key or kind
         try:
             if key not in self.processes:
-                self.processes[key] = Process(self.place, kind, self.batch, **more)
+                self.processes[key] = Process(self.place, kind, **more)
             self.entries[name] = (self.processes[key], do)
         except Failed as problem:
             self.problems[name] = str(problem)
@@ -204,7 +208,7 @@ class Contest:
         process, do = self.entries[name]
         try:
             if before is not None:
-                before(process)
+                before()
             found = process.turn(do, number)
             if (found["samples"], found["bytes"]) != (self.place.count, self.place.bytes):
                 raise Failed(f"delivered {found} instead of {self.place.count} samples")
@@ -216,11 +220,12 @@ class Contest:
 
     def _row(self, name, rates):
         middle = statistics.median(rates)
+        mean_bytes = self.place.bytes / self.place.count
         self.report.row(
             what=name,
             set=self.place.size,
             samples_per_s=round(middle),
-            MB_per_s=round(middle * self.place.bytes / self.place.count / 1e6),
+            **({"MB_per_s": round(middle * mean_bytes / 1e6)} if self.of_bytes else {}),
             lowest=round(min(rates)),
             highest=round(max(rates)),
             rounds=len(rates),
@@ -237,11 +242,18 @@ class Contest:
     def compare(self, mine, theirs):
         """Add a row with a ratio that has no bar."""
         value, _ = self.ratio(mine, theirs)
-        self.report.row(what=f"{mine} / {theirs}", set=self.place.size, ratio=value)
+        if value is not None:
+            self.report.row(what=f"{mine} / {theirs}", set=self.place.size, ratio=value)
 
     def bar(self, title, mine, theirs, limit):
         value, reason = self.ratio(mine, theirs)
         self.report.bar(title, value, limit, at_least=True, reason=reason)
+
+
+def least(ratios):
+    """Return the least of several ratios; none, and why, if one of them is missing."""
+    reason = "; ".join(reason for _, reason in ratios if reason)
+    return (None if reason else min(value for value, _ in ratios)), reason
 
 
 # --- the sections --------------------------------------------------------------------------------
@@ -258,7 +270,7 @@ def warm(report, folder, flags):
     """Read 107 KB in one process, from memory."""
     peers = ("lmdb", "webdataset", "mds", "litdata")
     place = Place(folder, "107KB", flags, peers)
-    with Contest(report, place, BATCH["107KB"]) as contest:
+    with Contest(report, place) as contest:
         contest.enter("raw files", "raw", "copy")
         contest.enter("pack, copying", "pack", "copy")
         contest.enter("pack, views", "pack", "views")
@@ -287,7 +299,7 @@ def warm(report, folder, flags):
 def small(report, folder, flags):
     """Read 2 KB in one process, from memory."""
     place = Place(folder, "2KB", flags, ("lmdb",))
-    with Contest(report, place, BATCH["2KB"]) as contest:
+    with Contest(report, place) as contest:
         contest.enter("raw files", "raw", "copy")
         contest.enter("pack, copying", "pack", "copy")
         contest.enter("pack, views", "pack", "views")
@@ -315,7 +327,7 @@ def processes(report, folder, flags):
                 pairs[kind] = []
                 for core in cores:
                     more = {"threads": 1, "subset": subset, "core": core}
-                    process = Process(place, kind, BATCH[size], **more)
+                    process = Process(place, kind, **more)
                     stack.callback(process.end)
                     pairs[kind].append(process)
             rng = np.random.default_rng(0)
@@ -358,7 +370,7 @@ def _at_once(pair, number, limit_s):
 def loader(report, folder, flags):
     """Deliver batches of tensors to a training loop."""
     place = Place(folder, "107KB", flags)
-    with Contest(report, place, BATCH["107KB"]) as contest:
+    with Contest(report, place) as contest:
         contest.enter("store.Loader", "loader", "tensors")
         contest.enter("DataLoader, 2 workers, tensors", "dataloader", "tensors")
         contest.enter("DataLoader, 2 workers, bytes", "dataloader", "bytes")
@@ -367,9 +379,7 @@ def loader(report, folder, flags):
             contest.ratio("store.Loader", f"DataLoader, 2 workers, {form}")
             for form in ("tensors", "bytes")
         ]
-        values = [value for value, _ in ratios if value is not None]
-        reason = "; ".join(reason for _, reason in ratios if reason)
-        value = min(values) if len(values) == 2 else None
+        value, reason = least(ratios)
         name = "107 KB, store.Loader / torch DataLoader with 2 workers over files"
         report.bar(name, value, 5.0, at_least=True, reason=reason)
 
@@ -377,7 +387,7 @@ def loader(report, folder, flags):
 def metadata(report, folder, flags):
     """Walk 100,000 entries with their sizes, modes and times."""
     place = Place(folder, "2KB", flags)
-    with Contest(report, place, BATCH["2KB"]) as contest:
+    with Contest(report, place, of_bytes=False) as contest:
         contest.enter("os.walk, os.stat", "raw", "walk")
         contest.enter("os.scandir, stat", "raw", "scandir")
         contest.enter("pack.walk", "pack", "walk")
@@ -400,12 +410,13 @@ def cold(report, folder, flags):
     place = Place(folder, "107KB", flags)
     left = []
 
-    def prepare(process):
-        process.turn("forget")
+    def prepare():
+        for process in contest.processes.values():
+            process.turn("forget")  # what a process maps stays in memory
         drop_caches()
         left.append(resident_share(place.pack))
 
-    with Contest(report, place, BATCH["107KB"]) as contest:
+    with Contest(report, place) as contest:
         contest.enter("cold, raw files", "raw", "copy")
         contest.enter("cold, pack", "pack", "ahead", cold=True)
         contest.enter("cold, buffered sequential", "disk", "buffered")
@@ -416,9 +427,7 @@ def cold(report, folder, flags):
         ratios = [
             contest.ratio("cold, pack", f"cold, {how} sequential") for how in ("buffered", "direct")
         ]
-        values = [value for value, _ in ratios if value is not None]
-        reason = "; ".join(reason for _, reason in ratios if reason)
-        value = min(values) if len(values) == 2 else None
+        value, reason = least(ratios)
         report.bar(names[1], value, bars[names[1]], at_least=True, reason=reason)
 
 
@@ -504,17 +513,21 @@ SECTIONS = {
     "cold": cold,
     "packing": packing,
 }
+COLD = ("cold", "packing")
 
 
 def main():
     flags = options(__doc__, "--data", "--only", "--rounds")
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data").absolute()
-    wanted = flags.only or [name for name in SECTIONS if name != "cold" or not flags.quick]
+    wanted = flags.only or [name for name in SECTIONS if not flags.quick or name not in COLD]
     report = Report("store_read", flags.json)
     for name in wanted:
         begin = time.perf_counter()
         tell(f"{name}:")
-        SECTIONS[name](report, folder, flags)
+        try:
+            SECTIONS[name](report, folder, flags)
+        except (Failed, subprocess.CalledProcessError) as problem:
+            report.bar(f"{name} was measured", None, 1, at_least=True, reason=str(problem))
         tell(f"{name}: {time.perf_counter() - begin:.0f} s")
     return report.print()
 
