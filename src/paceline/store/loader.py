@@ -355,20 +355,20 @@ class LoaderIterator:
     def __next__(self) -> tuple[Any, ...]:
         if self._closed:
             raise UsageError(
-                "the loader has moved on to another place since this pass began",
+                "this pass over the loader is over",
                 where=str(self._loader.pack.path),
-                fix="Iterate over the loader anew after set_epoch, load_state_dict or close",
+                why="the loader was moved or closed since it began, or a batch was an error",
+                fix="Iterate over the loader anew",
             )
         begin_s = time.perf_counter()
         self.delivered_bytes = 0
+        if self._ended:
+            raise StopIteration
         try:
-            if self._ended:
-                raise StopIteration
             made = self._next()
         except StopIteration:
-            if not self._ended:
-                self._ended = True
-                self._loader.ended()
+            self._ended = True
+            self._loader.ended()
             raise
         self._loader.delivered(made, time.perf_counter() - begin_s)
         self.delivered_bytes = made.stored_bytes
@@ -388,6 +388,7 @@ class LoaderIterator:
         except RuntimeError as error:  # torch has no classes for these
             raise self._lost(error) from error
         if isinstance(made, Exception):
+            self.close()
             raise made
         return made
 

@@ -17,11 +17,12 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from paceline.core.errors import DeadlineExceeded
+from paceline.core.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_CLOSE_S = 1.0  # to wait for the lock, on closing
 _EXIT_S = 5.0  # what a thread that is still at work gets when the interpreter ends
 
 _live: weakref.WeakSet[OrderedThreads] = weakref.WeakSet()  # type: ignore[type-arg]  # of any kind
@@ -55,7 +56,7 @@ class _Slot(Generic[Result]):
     worker: str
     size_bytes: int
     result: Result | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     done: bool = False
 
 
@@ -93,9 +94,9 @@ class OrderedThreads(Generic[Task, Result]):
         self._slots: dict[int, _Slot[Result]] = {}
         self._claimed = self._delivered = self._bytes = 0
         self._exhausted = self._closed = False
-        # One lock, re-entrant: the collector of garbage may call `close` wherever it is held.
-        lock = threading.RLock()
-        self._room, self._ready = threading.Condition(lock), threading.Condition(lock)
+        # Re-entrant: the collector of garbage may call `close` wherever it is held.
+        self._lock = threading.RLock()
+        self._room, self._ready = threading.Condition(self._lock), threading.Condition(self._lock)
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(threads)
@@ -109,20 +110,26 @@ class OrderedThreads(Generic[Task, Result]):
 
         Raises:
             StopIteration: that was the last.
-            DeadlineExceeded: the thread that makes it did not come to an end.
+            DeadlineExceeded: its thread did not come to an end yet. One may ask again.
+            UsageError: the threads were closed, by `close` or by an error.
             Exception: what the thread that should have made it raised.
         """
-        with self._ready:
+        if not self._lock.acquire(timeout=self._bounds.timeout_s):
+            raise self._late("the thread that draws tasks")
+        try:
             came = self._ready.wait_for(self._next_is_there, self._bounds.timeout_s)
             slot = self._slots.get(self._delivered)
             if not came:
-                raise self._late(slot)
+                raise self._late(slot.worker if slot else "the thread that draws tasks")
             if slot is None:
+                self._refuse_closed()
                 raise StopIteration
             del self._slots[self._delivered]
             self._delivered += 1
             self._bytes -= slot.size_bytes
             self._room.notify()
+        finally:
+            self._lock.release()
         if slot.error is not None:
             self.close()
             raise slot.error
@@ -131,15 +138,26 @@ class OrderedThreads(Generic[Task, Result]):
 
     def close(self, join_s: float = 0.0) -> None:
         """Let no thread begin another task; wait up to `join_s` for each to end."""
-        with self._room:
-            self._closed = True
-            self._slots.clear()
-            self._room.notify_all()
-            self._ready.notify_all()
+        self._closed = True
+        if self._lock.acquire(timeout=max(join_s, _CLOSE_S)):  # a task may hang while it is drawn
+            try:
+                self._slots.clear()
+                self._room.notify_all()
+                self._ready.notify_all()
+            finally:
+                self._lock.release()
         if join_s:
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join(join_s)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the threads that make this are closed",
+                why="they were told to stop, or one of them failed",
+                fix="Start anew",
+            )
 
     def _next_is_there(self) -> bool:
         slot = self._slots.get(self._delivered)
@@ -153,7 +171,7 @@ class OrderedThreads(Generic[Task, Result]):
             task, slot = claim
             try:
                 slot.result = self._make(task)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the consumer gets it
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the consumer gets it
                 slot.error = error
             self._finish(slot)
             del task, slot, claim  # nothing is kept while waiting
@@ -199,8 +217,7 @@ class OrderedThreads(Generic[Task, Result]):
             slot.done = True
             self._ready.notify()
 
-    def _late(self, slot: _Slot[Result] | None) -> DeadlineExceeded:
-        worker = slot.worker if slot is not None else "no thread"
+    def _late(self, worker: str) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"{worker} did not deliver within {self._bounds.timeout_s:g} s",
             where=self._describe(worker),
