@@ -25,7 +25,7 @@ def test_nothing_goes_unnoticed(tmp_path):
     assert counts["corruptions"].cases == 160
     assert counts["corruptions"].counts["after a good read and eviction"] > 50
     assert counts["kills"].cases == 8
-    assert counts["faults"].cases >= 2 * 3 * 6
+    assert counts["faults"].cases >= 3 * 3 * 6
     assert counts["names"].cases == 2 * len(torture_store.HOSTILE_NAMES)
     assert lines
     assert list(tmp_path.iterdir()) == []
@@ -35,7 +35,7 @@ def test_nothing_goes_unnoticed(tmp_path):
 
 @pytest.fixture
 def victim(tmp_path):
-    torture_store._make_source(tmp_path / "source", 1)
+    torture_store._make_source(tmp_path / "source", 1, "class")
     pack_folder(tmp_path / "source", tmp_path / "pack", options=torture_store._options())
     return torture_corruption.Victim(tmp_path / "pack", tmp_path / "source")
 

@@ -46,7 +46,7 @@ class Outcome:
     case: int
     kind: str
     file: str
-    result: str  # detected, harmless, unharmed
+    result: str  # detected, or why there was nothing for a reader to detect
     problem: str = ""
     repaired: bool = False
 
@@ -146,7 +146,7 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
         else:
             problem = ""
         victim.write(name, content)
-        result = "unharmed" if content == victim.files[name] else "harmless"
+        result = "changed nothing" if content == victim.files[name] else _beside(name)
         found = _look(victim, name, content, open_before, policy)
         problem = problem or found[1]
         result = found[0] or result
@@ -161,6 +161,11 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
     return Outcome(
         case=case, kind=kind, file=name, result=result, problem=problem, repaired=repaired
     )
+
+
+def _beside(name: str) -> str:
+    """Say what damage is that reaches no reader, which digests of files show all the same."""
+    return "seen by the file's digest" if name != _INDEX else "between sections"
 
 
 def _first_read(victim: Victim, pack: Pack) -> str:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, NotFound, PacelineError
 from paceline.core.record import Record
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, append_pack, open_pack, pack_folder
 from paceline.store.damage import verify_files
 from paceline.store.extract import extract
 from paceline.store.layout import resealed, sections
@@ -126,7 +126,8 @@ def torture_store(
     work = Path(tempfile.mkdtemp(prefix="paceline-torture-", dir=folder))
     try:
         source = work / "source"
-        _make_source(source, options.seed)
+        _make_source(source, options.seed, "class")
+        _make_source(work / "more", options.seed + 1, "more", 12)
         campaigns = []
         for name, run in (
             ("corruptions", _corruptions),
@@ -176,12 +177,12 @@ class _Tally:
         )
 
 
-def _make_source(source: Path, seed: int) -> None:
+def _make_source(source: Path, seed: int, folder: str, count: int = 48) -> None:
     """Make samples of all kinds: empty, small, larger than a page or a shard, dense or not."""
     generator = random.Random(seed)
     (source / "empty").mkdir(parents=True)
-    for k in range(48):
-        path = source / f"class{k % 4}" / f"sample-{k:02d}"
+    for k in range(count):
+        path = source / f"{folder}{k % 4}" / f"sample-{k:02d}"
         path.parent.mkdir(exist_ok=True)
         length = _LENGTHS[k % len(_LENGTHS)]
         body = generator.randbytes(length)
@@ -246,24 +247,40 @@ def _corrupt_in_child(path: Path, source: Path, seed: int, cases: range, tally: 
 def _kills(
     place: Path, source: Path, options: TortureOptions, tally: _Tally, tell: Callable[[str], None]
 ) -> None:
+    more = source.with_name("more")
+    pack_folder(source, place / "base", options=_options())
     generator = random.Random(options.seed)
-    clock = SystemClock()
-    start_s = clock.now_s()
-    _in_child(lambda: pack_folder(source, place / "trial", options=_options()), None)
-    usual_s = clock.now_s() - start_s
+    usual_s = {kind: _usual_s(place, kind, source, more) for kind in ("pack", "append")}
     for k in range(options.kills):
         tell(f"kills: {k:,} of {options.kills:,}")
-        target = place / f"pack{k}"
-        delay_s = generator.uniform(0, 1.1 * usual_s)
-
-        def work(target: Path = target) -> None:
-            pack_folder(source, target, options=_options())
-
-        _in_child(work, delay_s)
-        result, problem = _after_pack(source, target)
-        how = f"seed {options.seed}, kill {k} after {delay_s * 1000:.2f} ms"
-        tally.note(f"pack: {result}", problem and f"{how}: {problem}")
+        kind = ("pack", "append")[k % 2]
+        target = place / f"{kind}{k}"
+        if kind == "append":
+            shutil.copytree(place / "base", target)
+        delay_s = generator.uniform(0, 1.1 * usual_s[kind])
+        _in_child(_work(kind, source, more, target), delay_s)
+        look = _after_append if kind == "append" else _after_pack
+        result, problem = look(source, target)
+        how = f"seed {options.seed}, kill {k} of {kind} after {delay_s * 1000:.2f} ms"
+        tally.note(f"{kind}: {result}", problem and f"{how}: {problem}")
         shutil.rmtree(target, ignore_errors=True)
+
+
+def _usual_s(place: Path, kind: str, source: Path, more: Path) -> float:
+    """Return how long it takes when nobody kills it."""
+    target = place / f"trial-{kind}"
+    if kind == "append":
+        shutil.copytree(place / "base", target)
+    clock = SystemClock()
+    start_s = clock.now_s()
+    _in_child(_work(kind, source, more, target), None)
+    return clock.now_s() - start_s
+
+
+def _work(kind: str, source: Path, more: Path, target: Path) -> Callable[[], Any]:
+    if kind == "append":
+        return lambda: append_pack(more, target, options=_options())
+    return lambda: pack_folder(source, target, options=_options())
 
 
 def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> int:
@@ -309,26 +326,50 @@ def _after_pack(source: Path, target: Path) -> tuple[str, str]:
     return result, problem or _compare(source, target) or _litter(target)
 
 
-def _compare(source: Path, target: Path) -> str:
-    """Return how a pack differs from its source, "" if it does not."""
+def _after_append(source: Path, target: Path) -> tuple[str, str]:
+    """Return whether a pack has the appended samples, and what is wrong with it."""
+    more = source.with_name("more")
     try:
         with open_pack(target) as pack:
-            damaged = [problem.what for problem in pack.verify()]
-            names = list(pack.names)
-            found = {name: pack.read(k) for k, name in enumerate(names)}
+            result = "new" if len(pack) != _file_count(source) else "old"
+        before = _compare(source, target, *([more] if result == "new" else []), digests=False)
+        repaired = repair_pack(target)  # from parity alone: all else must be whole
+        problem = before or ("" if repaired.ok else f"not mended: {repaired.lost[0].what}")
+        problem = problem or _litter(target)
+        if result == "old":
+            append_pack(more, target, options=_options())
     except PacelineError as error:
-        return f"the pack cannot be read: {error}"
-    files = {
+        return "unusable", str(error)
+    return result, problem or _compare(source, target, more) or _litter(target)
+
+
+def _files(sources: tuple[Path, ...]) -> dict[str, bytes]:
+    """Return what must be in a pack of these folders."""
+    return {
         str(path.relative_to(source)): path.read_bytes()
+        for source in sources
         for path in source.rglob("*")
         if path.is_file()
     }
-    if damaged or verify_files(target)[1]:
-        return f"silent damage: {damaged}"
+
+
+def _file_count(source: Path) -> int:
+    return sum(path.is_file() for path in source.rglob("*"))
+
+
+def _compare(source: Path, target: Path, *more: Path, digests: bool = True) -> str:
+    """Return how a pack differs from its sources, "" if it does not."""
+    try:
+        with open_pack(target) as pack:
+            found = {name: pack.read(k) for k, name in enumerate(pack.names)}
+    except PacelineError as error:
+        return f"the pack cannot be read: {error}"
+    files = _files((source, *more))
     lost = sorted(name for name in files if found.get(name) != files[name])
     if lost or len(found) != len(files):
-        return f"{len(lost)} samples are lost or changed: {lost[:3]}"
-    return ""
+        return f"{len(lost)} samples are lost or changed, {len(found)} found: {lost[:3]}"
+    wrong = verify_files(target)[1] if digests else []
+    return f"silent damage: {wrong[0].what}" if wrong else ""
 
 
 def _litter(target: Path) -> str:
@@ -346,12 +387,15 @@ def _litter(target: Path) -> str:
 def _faults(
     place: Path, source: Path, options: TortureOptions, tally: _Tally, tell: Callable[[str], None]
 ) -> None:
+    few = place / "few"
+    _make_source(few, options.seed, "class", 9)
+    _make_source(place / "more", options.seed + 1, "more", 5)
     for code in _CODES:
-        for name, operation in (("pack", _PackFault), ("repair", _RepairFault)):
+        for name, operation in _FAULTED.items():
             tell(f"faults: {name}, {errno.errorcode[code]} in each call")
             at = 0
             while options.fault_limit is None or at < options.fault_limit:
-                one = operation(place / f"{name}-{code}-{at}", source)
+                one = operation(place / f"{name}-{code}-{at}", few)
                 with Faults(at, fail_with(code)) as faults:
                     problem = one.run()
                 if not faults.struck:
@@ -380,10 +424,14 @@ class _PackFault:
         self.target = place / "pack"
         place.mkdir()
 
+    def do(self) -> None:
+        """Pack."""
+        pack_folder(self.source, self.target, options=_options())
+
     def run(self) -> str:
         """Do it; an error of ours is what must come, if any."""
         try:
-            pack_folder(self.source, self.target, options=_options())
+            self.do()
         except PacelineError:
             return ""
         except Exception as problem:  # noqa: BLE001  # whatever it is, it is not of our tree
@@ -399,6 +447,22 @@ class _PackFault:
         shutil.rmtree(self.place, ignore_errors=True)
 
 
+class _AppendFault(_PackFault):
+    """An appending of which one call fails."""
+
+    def __init__(self, place: Path, source: Path) -> None:
+        super().__init__(place, source)
+        pack_folder(source, self.target, options=_options())
+
+    def do(self) -> None:
+        """Append."""
+        append_pack(self.source.with_name("more"), self.target, options=_options())
+
+    def check(self) -> str:
+        """Return what is wrong afterwards."""
+        return _after_append(self.source, self.target)[1]
+
+
 class _RepairFault(_PackFault):
     """A repair of which one call fails: of a wrong byte, a missing and a cut-off shard."""
 
@@ -411,15 +475,9 @@ class _RepairFault(_PackFault):
         shards[1].unlink()
         os.truncate(shards[2], 100)
 
-    def run(self) -> str:
-        """Do it; as above."""
-        try:
-            repair_pack(self.target, source=self.source)
-        except PacelineError:
-            return ""
-        except Exception as problem:  # noqa: BLE001  # whatever it is, it is not of our tree
-            return f"{type(problem).__name__}: {problem}"
-        return ""
+    def do(self) -> None:
+        """Repair."""
+        repair_pack(self.target, source=self.source)
 
     def check(self) -> str:
         """Return what is wrong after it was done again."""
@@ -427,6 +485,9 @@ class _RepairFault(_PackFault):
             return "it could not be mended afterwards"
         found = {path.name: path.read_bytes() for path in self.target.iterdir()}
         return "" if found == self.whole else "files differ after mending"
+
+
+_FAULTED = {"pack": _PackFault, "append": _AppendFault, "repair": _RepairFault}
 
 
 def _pack_amid_signals(source: Path, target: Path) -> None:
