@@ -18,6 +18,7 @@ _TITLES = {
     "measure": "measure  this machine",
     "predict": "predict  the run, before it starts",
 }
+_EXPECTED_ERROR = 0.25  # the estimate's own interval
 
 
 @click.command(epilog="Example: paceline demo --straggler 0,30,compute")
@@ -124,6 +125,8 @@ class _Screen:
         out.print(table)
         if result.step_time_error is not None:
             out.print(f"  step time predicted within {result.step_time_error:.0%}")
+            if result.step_time_error > _EXPECTED_ERROR:
+                out.print("  (a prediction is for a machine that does nothing else meanwhile)")
         out.print(f"\nreport: {result.report}", markup=False, soft_wrap=True)
 
 

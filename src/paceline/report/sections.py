@@ -265,7 +265,10 @@ def prediction(report: Report) -> str:
     if found.unfit:
         note += f"Only the measurement is shown, since {found.unfit}."
     elif found.predicted_step_s is None:
-        note += "The run was not predicted, so only the measurement is shown."
+        note += (
+            "The run was not predicted (paceline plan --out, paceline run --estimate), so only the "
+            "measurement is shown."
+        )
     else:
         note += "Ratio is predicted over measured. Upper bar: predicted; lower bar: measured."
     top_s = max(max(one.predicted_s or 0.0, one.measured_s) for one in found.phases)

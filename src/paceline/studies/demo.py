@@ -178,7 +178,7 @@ def run_demo(
     packed = pack_folder(IMAGES, PACK, options=PackOptions())
     line = (
         f"{packed.sample_count} images in {packed.class_count} classes: "
-        f"files to open per epoch {images} -> {packed.shard_count}"
+        f"files to open per epoch {packed.opens_before} -> {packed.opens_after}"
     )
     on_stage(Stage(name="pack", lines=(line,)))
     machine_path = FOLDER / "machine.json"
