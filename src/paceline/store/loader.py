@@ -226,6 +226,9 @@ class Loader:
     def close(self) -> None:
         """End the workers. Iterating again starts new ones."""
         self._halt(join_s=self.options.timeout_s)
+        workers = getattr(self._processes, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()  # noqa: SLF001  # else they end when nothing refers to them
         self._processes = None
 
     def tasks(self) -> Iterator[BatchTask]:
@@ -260,7 +263,7 @@ class Loader:
             position = batches.after(position, len(planned))
 
     def _move(self, epoch: int, position: int) -> None:
-        if position >= len(self.pack):
+        if 0 < position >= len(self.pack):
             epoch, position = epoch + 1, 0
         self.order = dataclasses.replace(self.order, epoch=epoch)
         self.position = position
@@ -382,13 +385,19 @@ class LoaderIterator:
 
     def _next(self) -> Batch:
         if self._threads is not None:
-            return self._threads.next()
+            try:
+                return self._threads.next()
+            except (StopIteration, DeadlineExceeded):
+                raise
+            except Exception:
+                self.close()
+                raise
         try:
             made = next(self._processes)
         except RuntimeError as error:  # torch has no classes for these
             raise self._lost(error) from error
         if isinstance(made, Exception):
-            self.close()
+            self._loader.close()
             raise made
         return made
 
@@ -433,7 +442,7 @@ def _worker_count(options: LoaderOptions) -> int:
     if options.workers is None:
         computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
         return max(1, min(_MAX_WORKERS, cores - computing))
-    if options.workers > cores:
+    if options.workers > cores and options.worker_kind == "thread":  # torch warns of processes
         _log.warning("%d loader workers share %d cores", options.workers, cores)
     return options.workers
 

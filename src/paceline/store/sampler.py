@@ -237,7 +237,7 @@ def order_of(pack: Pack, order: SampleOrder | None) -> SampleOrder:
 
 def save_state(order: SampleOrder, pack: Pack, position: int) -> dict[str, Any]:
     """Return a position in an epoch, with what it is a position in, as plain data."""
-    if position >= order.sample_count:
+    if 0 < position >= order.sample_count:
         order, position = dataclasses.replace(order, epoch=order.epoch + 1), 0
     return {
         "version": STATE_VERSION,
