@@ -1,7 +1,8 @@
 """Killed, out of space, or failing at any system call: the old state or the new, never between.
 
 The seam is the `os` module: the store writes through `os.write`, `os.fsync`, `os.rename` and their
-like, one call each, and here the k-th of these is the last, or fails.
+like, one call each, and here the k-th of these is the last, or fails. Two threads call them, so the
+k-th call of one run need not be that of another; all of them come up all the same.
 """
 
 import contextlib
@@ -9,29 +10,43 @@ import errno
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
-from paceline.store import PackOptions, open_pack, pack_folder
-from paceline.store import partial as partial_module
+from paceline.store import PackOptions, append_pack, open_pack, pack_folder
+from paceline.store import scan as scan_module
 
 OPTIONS = PackOptions(shard_bytes=1024)
 CALLS = (
     "mkdir",
     "open",
-    "readv",
     "write",
+    "pwrite",
     "fsync",
     "rename",
     "unlink",
     "rmdir",
     "close",
-    "scandir",
+    "listdir",
 )
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """A folder in memory where there is one: thousands of syncs are what takes the time here."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -45,8 +60,8 @@ def source(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(partial_module, "_BUFFER_BYTES", 512)
+def _small_batches(monkeypatch):
+    monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 2)
 
 
 class Faults:
@@ -118,8 +133,8 @@ def kill_now(function, *args, **kwargs):
 
 
 def half_write_and_kill(function, *args, **kwargs):
-    descriptor, data = args
-    function(descriptor, data[: len(data) // 2])
+    descriptor, data, *position = args
+    function(descriptor, data[: len(data) // 2], *position)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,7 +144,7 @@ def pack_with_fault(source, destination, at, action, names=CALLS):
 
 
 @pytest.mark.parametrize(
-    ("names", "action"), [(CALLS, kill_now), (("write",), half_write_and_kill)]
+    ("names", "action"), [(CALLS, kill_now), (("write", "pwrite"), half_write_and_kill)]
 )
 def test_sigkill_at_each_call_leaves_the_old_or_the_new_state(source, tmp_path, names, action):
     total = len(count_calls(source, tmp_path / "whole", names))
@@ -186,52 +201,167 @@ def test_sigkill_at_random_moments(source, tmp_path):
             assert assert_old_or_new(source, destination)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_each_call_failing_is_an_error_and_leaves_no_litter(source, tmp_path, code):
+FALLIBLE = ("mkdir", "open", "write", "pwrite", "fsync", "rename", "listdir")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EINTR])
+def test_each_call_failing_is_an_error_and_leaves_what_the_next_run_goes_on_from(
+    source, tmp_path, code
+):
     def fail(function, *args, **kwargs):
         raise OSError(code, os.strerror(code))
 
     # Not close, which a local file system does not fail, nor what only cleans up.
-    names = ("mkdir", "open", "readv", "write", "fsync", "rename", "scandir")
-    total = len(count_calls(source, tmp_path / "whole", names))
+    total = len(count_calls(source, tmp_path / "whole", FALLIBLE))
+    resumed = 0
     for at in range(total):
         destination = tmp_path / f"pack{at}"
-        with pytest.raises(StorageError) as caught, Faults(at, fail, names) as faults:
+        with pytest.raises(StorageError) as caught, Faults(at, fail, FALLIBLE) as faults:
             pack_folder(source, destination, options=OPTIONS)
         assert os.strerror(code) in str(caught.value)
         assert caught.value.where
         if faults.seen[at][0] == "write" and code == errno.ENOSPC:
             assert "the disk is full" in str(caught.value)
-        if faults.seen[at][0] in ("readv", "scandir"):
-            assert str(source) in caught.value.where
-        assert_old_or_new(source, destination)
+        if not assert_old_or_new(source, destination):
+            is_kept = list(tmp_path.glob("*.partial")) != []
+            if "cannot read the source" not in str(caught.value):
+                assert is_kept == ("is kept in" in str(caught.value))
+            summary = pack_folder(source, destination, options=OPTIONS)
+            assert (summary.reused_sample_count > 0) == is_kept
+            resumed += is_kept
+            assert assert_old_or_new(source, destination)
         assert not list(tmp_path.glob("*.partial"))
+    assert resumed > 10
+
+
+@pytest.fixture
+def packed(source, tmp_path):
+    """A pack of `source`, and a folder of samples to append to it."""
+    pack_folder(source, tmp_path / "pack", options=replace(OPTIONS, parity_group=2))
+    more = tmp_path / "more"
+    for k in range(4):
+        (more / f"class{k}").mkdir(parents=True)
+        (more / f"class{k}" / f"new{k}.bin").write_bytes(bytes([65 + k]) * (500 * k))
+    return tmp_path / "pack", more
+
+
+def append_with_fault(more, destination, at, action, names):
+    with Faults(at, action, names) as faults:
+        append_pack(more, destination, options=OPTIONS)
+    return faults.seen
+
+
+def assert_appended_or_not(source, more, destination, open_before):
+    """Check that the pack holds the old samples, or all; return whether it holds all."""
+    expected = {
+        str(path.relative_to(root)): path.read_bytes()
+        for root in (source, more)
+        for path in root.rglob("*.bin")
+    }
+    with open_pack(destination, verify="always") as pack:
+        assert list(pack.verify()) == []
+        assert {name: pack.read(k) for k, name in enumerate(pack.names)}.items() <= expected.items()
+        assert len(pack) in (6, 10)
+        is_new = len(pack) == 10
+    assert len(open_before) == 6
+    assert [open_before.read(k) for k in range(6)] == [expected[n] for n in open_before.names]
+    return is_new
+
+
+def files_of(pack):
+    return sorted(path.name for path in pack.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "action"), [(CALLS, kill_now), (("write", "pwrite"), half_write_and_kill)]
+)
+def test_sigkill_at_each_call_of_an_append(source, packed, tmp_path, names, action):
+    original, more = packed
+    whole = tmp_path / "whole"
+    shutil.copytree(original, whole)
+    total = len(append_with_fault(more, whole, -1, None, names))
+    for at in range(total):
+        destination = tmp_path / f"append{at}"
+        shutil.copytree(original, destination)
+        with open_pack(destination) as before:
+            run = (more, destination, at, action, names)
+            assert in_child(lambda run=run: append_with_fault(*run)) == -signal.SIGKILL
+            if not assert_appended_or_not(source, more, destination, before):
+                append_pack(more, destination, options=OPTIONS)
+                assert assert_appended_or_not(source, more, destination, before)
+                assert files_of(destination) == files_of(whole)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EINTR])
+def test_each_call_of_an_append_failing(source, packed, tmp_path, code):
+    def fail(function, *args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    original, more = packed
+    whole = tmp_path / "whole"
+    shutil.copytree(original, whole)
+    total = len(append_with_fault(more, whole, -1, None, FALLIBLE))
+    for at in range(total):
+        destination = tmp_path / f"append{at}"
+        shutil.copytree(original, destination)
+        with open_pack(destination) as before:
+            with pytest.raises(StorageError, match=os.strerror(code)):
+                append_with_fault(more, destination, at, fail, FALLIBLE)
+            if not assert_appended_or_not(source, more, destination, before):
+                assert files_of(destination) == files_of(original)
+                append_pack(more, destination, options=OPTIONS)
+                assert files_of(destination) == files_of(whole)
 
 
 def test_a_short_write_goes_on(source, tmp_path):
-    def half(function, descriptor, data):
-        return function(descriptor, data[: len(data) // 2 + 1])
+    def half(function, descriptor, data, *position):
+        return function(descriptor, data[: len(data) // 2 + 1], *position)
 
-    for at in range(len(count_calls(source, tmp_path / "whole", ("write",)))):
-        pack_with_fault(source, tmp_path / f"pack{at}", at, half, ("write",))
+    names = ("write", "pwrite")
+    for at in range(len(count_calls(source, tmp_path / "whole", names))):
+        pack_with_fault(source, tmp_path / f"pack{at}", at, half, names)
         assert assert_old_or_new(source, tmp_path / f"pack{at}")
 
 
-def test_everything_is_on_storage_before_the_rename(source, tmp_path):
-    seen = count_calls(source, tmp_path / "pack", ("open", "write", "fsync", "rename", "close"))
-    position = [name for name, _ in seen].index("rename")
-    dirty = set()
-    for name, what in seen[:position]:
-        if name == "write":
-            dirty.add(what)
-        elif name == "fsync":
-            dirty.discard(what)
-        elif name == "close":
-            assert what not in dirty
-    assert not dirty
-    synced = sum(name == "fsync" for name, _ in seen[:position])
-    assert synced == len(list((tmp_path / "pack").iterdir())) + 1  # the files and their folder
-    assert [name for name, _ in seen[position + 1 :]].count("fsync") == 1  # the parent
+def test_everything_is_on_storage_before_the_rename(source, tmp_path, monkeypatch):
+    paths, dirty, synced, after = {}, set(), set(), []
+    originals = {name: getattr(os, name) for name in ("open", "write", "pwrite", "fsync", "close")}
+
+    def opened(path, *args, **kwargs):
+        descriptor = originals["open"](path, *args, **kwargs)
+        paths[descriptor] = str(path)
+        return descriptor
+
+    def written(name):
+        def call(descriptor, *args):
+            dirty.add(descriptor)
+            return originals[name](descriptor, *args)
+
+        return call
+
+    def fsynced(descriptor):
+        dirty.discard(descriptor)
+        if (tmp_path / "pack").exists():
+            after.append(paths[descriptor])
+        else:
+            synced.add(paths[descriptor])
+        return originals["fsync"](descriptor)
+
+    def closed(descriptor):
+        # What is not for the pack needs no storage.
+        assert descriptor not in dirty or paths[descriptor].endswith(".partial")
+        dirty.discard(descriptor)
+        return originals["close"](descriptor)
+
+    replacements = (opened, written("write"), written("pwrite"), fsynced, closed)
+    for name, function in zip(originals, replacements, strict=True):
+        monkeypatch.setattr(os, name, function)
+    pack_folder(source, tmp_path / "pack", options=OPTIONS)
+    monkeypatch.undo()
+    partial = tmp_path / "pack.partial"
+    names = {path.name for path in (tmp_path / "pack").iterdir()}
+    assert {str(partial), *(str(partial / name) for name in names)} <= synced
+    assert after == [str(tmp_path)]
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):

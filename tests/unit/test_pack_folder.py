@@ -20,7 +20,9 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.store import Pack, PackOptions, open_pack, pack_folder, plan_pack
-from paceline.store import packing as packing_module
+from paceline.store import packer as packer_module
+from paceline.store import scan as scan_module
+from paceline.store import writing as writing_module
 
 
 @pytest.fixture
@@ -46,6 +48,13 @@ def test_the_store_offers_no_other_names():
         store.nonsense  # noqa: B018
 
 
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Let every batch have one sample, so that progress is told between any two."""
+    monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 1)
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tmp_path):
     seen = []
     summary = pack_folder(source, tmp_path / "pack", on_progress=seen.append, clock=ManualClock())
@@ -58,7 +67,11 @@ def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tm
         "class_count": 3,
         "shard_count": 1,
         "sample_bytes": 1017,
+        "stored_bytes": 1017,
         "pack_bytes": sum(f.stat().st_size for f in (tmp_path / "pack").iterdir()),
+        "opens_before": 5,
+        "opens_after": 2,
+        "reused_sample_count": 0,
         "elapsed_s": 0.0,
     }
     assert [one.sample_count for one in seen] == [1, 2, 3, 4, 5]
@@ -140,6 +153,7 @@ def test_an_existing_destination_is_not_touched(source, tmp_path, kind):
         assert (destination / "index.pace").read_bytes() == b"mine"
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_destination_that_appears_meanwhile_is_not_touched(source, tmp_path):
     destination = tmp_path / "pack"
 
@@ -228,6 +242,7 @@ def change_before(sample, action):
     return on_progress
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("turns_into", ["nothing", "a link"])
 def test_a_source_file_that_vanishes_is_named(source, tmp_path, turns_into):
     def spoil():
@@ -240,6 +255,7 @@ def test_a_source_file_that_vanishes_is_named(source, tmp_path, turns_into):
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_source_file_that_turns_into_a_pipe_is_named(source, tmp_path):
     def spoil():
         (source / "dog" / "a.txt").unlink()
@@ -255,7 +271,8 @@ def test_a_source_file_that_changes_while_it_is_read_is_named(
 ):
     victim = source / "cat" / "kitten" / "a.txt"
     os_readv = os.readv
-    monkeypatch.setattr(packing_module, "_READ_BYTES", 100)  # ten reads for this file
+    monkeypatch.setattr(packer_module, "BATCH_BYTES", 100)  # it is large, hence read in pieces
+    monkeypatch.setattr(writing_module, "BATCH_BYTES", 100)  # of this size
 
     def readv(descriptor, buffers):
         count = os_readv(descriptor, buffers)
@@ -272,6 +289,25 @@ def test_a_source_file_that_changes_while_it_is_read_is_named(
     monkeypatch.setattr(os, "readv", readv)
     with pytest.raises(StorageError, match=r"changed while.*kitten/a\.txt"):
         pack_folder(source, tmp_path / "pack")
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is touched"])
+def test_a_source_file_that_changed_since_it_was_listed_is_named(source, tmp_path, change):
+    victim = source / "dog" / "a.txt"
+
+    def spoil():
+        if change == "grows":
+            victim.write_bytes(b"wuff wuff")
+        elif change == "shrinks":
+            os.truncate(victim, 1)
+        else:
+            os.utime(victim, ns=(1, 1))
+
+    why = "written to" if change == "is touched" else "had 4 bytes"
+    with pytest.raises(StorageError, match=rf"changed while.*dog/a\.txt.*{why}"):
+        pack_folder(source, tmp_path / "pack", on_progress=change_before(4, spoil))
     assert left_behind(tmp_path) == []
 
 
@@ -298,6 +334,7 @@ def test_a_leftover_is_replaced_but_nothing_else_is_removed(source, tmp_path):
         pack_folder(source, tmp_path / "fourth")
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_two_runs_to_one_destination_do_not_mix(source, tmp_path):
     problems = []
 

@@ -89,8 +89,9 @@ def pack(
 ) -> None:
     """Pack the folder or the tar archives SRC into the new pack DST.
 
-    Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed at
-    any moment, this leaves nothing, a DST.partial that the next run goes on from, or the whole pack.
+    Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed
+    at any moment, this leaves nothing, a DST.partial that the next run goes on from, or the whole
+    pack.
     """
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve

@@ -9,11 +9,9 @@ from typing import Any
 
 from paceline.store.appending import append_pack
 from paceline.store.loader_options import LoaderOptions
+from paceline.store.options import PackOptions, PackProgress, PackSummary
 from paceline.store.order import SampleOrder
 from paceline.store.packing import (
-    PackOptions,
-    PackProgress,
-    PackSummary,
     pack_archives,
     pack_folder,
     pack_paths,

@@ -21,6 +21,7 @@ import os
 import re
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,16 +41,15 @@ from paceline.store.format import (
     shard_name,
 )
 from paceline.store.indexing import Content
-from paceline.store.packing import (
-    Packer,
+from paceline.store.options import (
     PackOptions,
     PackProgress,
     PackSummary,
     check_codec,
-    opened_source,
     shard_limits,
-    write_index,
 )
+from paceline.store.packer import Packer
+from paceline.store.packing import opened_source, write_index
 from paceline.store.parity import groups, write_parity
 from paceline.store.partial import PackFolder
 from paceline.store.reader import open_pack
@@ -78,8 +78,8 @@ def append_pack(
 ) -> PackSummary:
     """Add the samples of `source` to an existing pack and return what it holds then.
 
-    Killed at any moment, this leaves the pack as it was or with all new samples. Readers that have it
-    open go on with the samples that they know.
+    Killed at any moment, this leaves the pack as it was or with all new samples. Readers that
+    have it open go on with the samples that they know.
 
     Args:
         source: a folder, archives, or any source.
@@ -267,7 +267,7 @@ class _OldIndex:
     def _strings(self, offsets: Section, blob: Section) -> list[bytes]:
         bounds = self._column(offsets, "<u8").tolist()
         data = self._column(blob, "u1").tobytes()
-        return [data[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [data[a:b] for a, b in pairwise(bounds)]
 
     def _digests(self, section: Section) -> list[bytes]:
         data = self._column(section, "u1").tobytes()
@@ -275,7 +275,7 @@ class _OldIndex:
 
 
 class _AppendFolder(PackFolder):
-    """The folder of a pack, locked while samples are added; leaving it undoes what is not committed."""
+    """The locked folder of a pack; leaving it undoes what is not committed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.resolve())
@@ -338,4 +338,4 @@ class _AppendFolder(PackFolder):
 
     def _replace(self, name: str) -> None:
         final = name.removesuffix(PARTIAL_SUFFIX)
-        os.rename(name, final, src_dir_fd=self._lock, dst_dir_fd=self._lock)  # noqa: PTH104  # by descriptor
+        os.rename(name, final, src_dir_fd=self._lock, dst_dir_fd=self._lock)

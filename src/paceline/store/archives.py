@@ -1,7 +1,7 @@
 """Samples from tar archives, and from WebDataset shards, which are tar archives too.
 
-Archives are read from front to back, once, compressed or not. In a WebDataset shard the members of one
-sample follow each other and share their name up to the first dot of its last part; the member
+Archives are read from front to back, once, compressed or not. In a WebDataset shard the members of
+one sample follow each other and share their name up to the first dot of its last part; the member
 ``.cls`` names the class of the others and is no sample itself.
 
 Nothing in an archive is believed: names are checked, checksums of headers compared, and an archive
@@ -22,7 +22,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from paceline.store.sources import Batch, Batcher, Totals, Tree, check_name, num
 from paceline.store.writing import BATCH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -50,6 +50,11 @@ _KINDS = {
     b"S": "a sparse file",
 }
 _SUFFIX = re.compile(r"\.(tar(\.(gz|bz2|xz))?|tgz)$", re.IGNORECASE)
+_COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -67,14 +72,15 @@ def find_archives(paths: Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     for path in paths:
-        if os.path.isdir(path):  # noqa: PTH112  # a str, as glob gives
-            names = sorted(os.listdir(path))  # noqa: PTH208
+        folder = Path(path)
+        if folder.is_dir():
+            names = sorted(one.name for one in folder.iterdir())
             if not names or not all(is_archive(name) for name in names):
                 return []
-            found += [str(Path(path, name)) for name in names]
+            found += [str(folder / name) for name in names]
             continue
         for one in _expand(path):
-            matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one]  # noqa: PTH207
+            matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one]  # noqa: PTH207  # a pattern
             if not all(is_archive(match) for match in matches):
                 return []
             found += matches
@@ -128,7 +134,7 @@ class ArchiveSource:
         states = []
         for path in self._paths:
             try:
-                status = os.stat(path)  # noqa: PTH116  # as opened below
+                status = Path(path).stat()
             except OSError as problem:
                 if isinstance(problem, FileNotFoundError):
                     raise NotFound("no such archive", where=path, fix="Check the path") from None
@@ -272,7 +278,9 @@ def _normalised(name: bytes) -> bytes:
     return name
 
 
-def _headers(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bytes, int, int, int]]:
+def _headers(  # noqa: C901  # one branch a kind of header
+    file: IO[bytes], path: str
+) -> Iterator[tuple[bytes, bytes, int, int, int]]:
     """Yield name, kind, length, mode and mtime of each member; the caller reads its body."""
     long_name = b""
     extended: dict[bytes, bytes] = {}
@@ -300,12 +308,11 @@ def _headers(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bytes, int, in
         if prefix and block[257:263] == b"ustar\0":
             name = prefix + b"/" + name
         mtime_ns = _number(block[136:148], path) * 1_000_000_000
-        if extended:
-            if any(key.startswith(b"GNU.sparse.") for key in extended):
-                kind = b"S"
-            length = int(extended.get(b"size", length))
-            if b"mtime" in extended:
-                mtime_ns = round(float(extended[b"mtime"]) * 1e9)
+        if any(key.startswith(b"GNU.sparse.") for key in extended):
+            kind = b"S"
+        length = int(extended.get(b"size", length))
+        if b"mtime" in extended:
+            mtime_ns = round(float(extended[b"mtime"]) * 1e9)
         name = extended.get(b"path") or long_name or name
         if kind in b"0\0" and name.endswith(b"/"):
             kind = b"5"  # how the oldest archives mark folders
@@ -367,19 +374,14 @@ def _skip(file: IO[bytes], length: int) -> None:
 
 @contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
-    with open(path, "rb", buffering=_READ_BYTES) as file:  # noqa: PTH123  # a str, maybe not UTF-8
+    with io.BufferedReader(io.FileIO(path), _READ_BYTES) as file:
         start = file.peek(6)[:6]
-        if start.startswith(b"\x1f\x8b"):
-            stream: IO[bytes] = gzip.open(file)
-        elif start.startswith(b"BZh"):
-            stream = bz2.open(file)
-        elif start.startswith(b"\xfd7zXZ"):
-            stream = lzma.open(file)
-        else:
-            yield file
-            return
-        with stream, io.BufferedReader(stream, _READ_BYTES) as buffered:  # type: ignore[arg-type]  # it is raw enough
-            yield buffered
+        for mark, kind in _COMPRESSED.items():
+            if start.startswith(mark):
+                with io.BufferedReader(kind(file), _READ_BYTES) as stream:
+                    yield stream
+                return
+        yield file
 
 
 @contextmanager

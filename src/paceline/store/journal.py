@@ -2,14 +2,14 @@
 
 ::
 
-    DST.partial/journal.partial     one JSON object a line; a line counts once it is whole and synced
+    DST.partial/journal.partial     one JSON object a line, which counts once it is whole
         {"version": 2, "source": kind, "options": {...}}
         {"samples": all so far, "bytes": ..., "shards": [[length, digest], ...],
          "runs": [[name, checksum], ...], "listing": digest of names, sizes and times so far}
 
-A line is written when a shard is closed between two samples, after the shard and the runs of its
-samples are on storage. The next packing reads the source's listing again, and keeps the shards up to
-the last line whose digest it comes by as well.
+A line is written when a shard is closed between two samples, after the shard and the runs of
+its samples are on storage. The next packing reads the source's listing again, and keeps the shards
+up to the last line whose digest it comes by as well.
 """
 
 from __future__ import annotations

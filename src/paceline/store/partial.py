@@ -82,10 +82,16 @@ class PackFile:
 
 
 class PackFolder:
-    """A locked folder in which files of a pack are made."""
+    """A locked folder in which files of a pack are made.
+
+    Attributes:
+        folder: its path.
+        resumable: whether enough is durable for another run to go on from.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.resumable = False
         self._lock = -1
         self._open: list[PackFile] = []
 
@@ -171,7 +177,6 @@ class PartialPack(PackFolder):
     def __init__(self, destination: Path) -> None:
         super().__init__(destination.with_name(destination.name + PARTIAL_SUFFIX))
         self.destination = destination
-        self.resumable = False
 
     def __enter__(self) -> Self:
         locked = False
@@ -191,6 +196,8 @@ class PartialPack(PackFolder):
                     why = f"it holds {name!a}, which is not part of a pack"
                     raise _not_ours(self.folder, why)
         except BaseException:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # if it is empty
             self.unlock()
             raise
         return self
@@ -215,6 +222,7 @@ class PartialPack(PackFolder):
         """
         for file in tuple(self._open):
             assert file.path.name.endswith(PARTIAL_SUFFIX)
+            self.resumable = False  # this is the journal
             self.discard(file)
         self.remove(name for name in self.names() if name.endswith(PARTIAL_SUFFIX))
         sync_folder(self.folder)

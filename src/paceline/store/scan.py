@@ -2,8 +2,8 @@
 
 The order is bytewise by relative path. A folder sorts as its name with a slash behind it, so that
 a depth-first walk yields exactly the order of whole paths: all below one folder is one range.
-The listing goes to a temporary file as columns, so its length does not matter; files are read later,
-in batches, and must then be what the listing says.
+The listing goes to a temporary file as columns, so its length does not matter; files are read
+later, in batches, and must then be what the listing says.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import os
 import stat
 import tempfile
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.native import list_folder, read_files
@@ -24,8 +25,6 @@ from paceline.store.writing import BATCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 _MEMORY_BYTES = 64 << 20
 _PART_SAMPLES = 1 << 16
@@ -50,10 +49,10 @@ class FolderSource:
 
     def __init__(self, root: bytes, *, follow_symlinks: bool) -> None:
         self.where = os.fsdecode(root)
-        self._root = root
-        self._follow = follow_symlinks
-        self._descriptor = _open_root(root)
-        self._listing: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115  # closed with the source
+        self.root = root
+        self.follow = follow_symlinks
+        self.descriptor = _open_root(root)
+        self._listing: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
         self._parts: list[tuple[int, int]] = []  # samples and bytes of names of each part
         self._pending: list[tuple[Samples, NDArray[np.uint64]]] = []
         self._pending_count = 0
@@ -70,9 +69,9 @@ class FolderSource:
     def close(self) -> None:
         """Let go of the folder and of the listing."""
         self._listing.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def totals(self) -> Totals:
         """Return how many files there are, and their bytes."""
@@ -108,7 +107,7 @@ class FolderSource:
         for count, name_bytes in self._parts:
             self._listing.seek(position)
 
-            def column(dtype: str, size: int) -> NDArray[np.generic]:
+            def column(dtype: str, size: int) -> NDArray[Any]:
                 return np.frombuffer(self._listing.read(size * np.dtype(dtype).itemsize), dtype)
 
             offsets = column("<u8", count + 1)
@@ -116,12 +115,12 @@ class FolderSource:
             lengths = column("<u8", count)
             rest = {name: column(dtype, count) for name, dtype in SAMPLE_TYPES.items()}
             position = self._listing.tell()
-            yield Samples(names=names, name_offsets=offsets, **rest), lengths  # type: ignore[arg-type]  # dtypes are those of the table
+            yield Samples(names=names, name_offsets=offsets, **rest), lengths
 
     def _scan(self) -> None:
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.descriptor)
         ancestors = [(status.st_dev, status.st_ino)]
-        root = _Listing(self._root, self._descriptor, b"", follow=self._follow)
+        root = _Listing(self.root, self.descriptor, b"", follow=self.follow)
         # Classes are numbered by their plain names, as every image folder reader does it.
         self._classes = sorted(name[:-1] for name in root.folder_names())
         label_of = {name: label for label, name in enumerate(self._classes)}
@@ -140,16 +139,16 @@ class FolderSource:
             if identity in ancestors:
                 raise UsageError(
                     "a symbolic link leads back to a folder above it",
-                    where=os.fsdecode(self._root + b"/" + name[:-1]),
+                    where=os.fsdecode(self.root + b"/" + name[:-1]),
                     fix="Remove the link",
                 )
             if len(stack) == 1:
                 label = label_of[name[:-1]]
             self._folders.append(name[:-1])
             ancestors.append(identity)
-            descriptor = _open_folder(self._root, self._descriptor, name, follow=self._follow)
+            descriptor = _open_folder(self.root, self.descriptor, name, follow=self.follow)
             try:
-                stack.append(_Listing(self._root, descriptor, name, follow=self._follow))
+                stack.append(_Listing(self.root, descriptor, name, follow=self.follow))
             finally:
                 os.close(descriptor)
 
@@ -201,8 +200,8 @@ class _Listing:
             columns = list_folder(descriptor, below, follow)
         except OSError as problem:
             raise unreadable(root + b"/" + below, problem) from problem
-        self.names, self.offsets, self.modes, self.sizes, self.mtimes_ns, *rest = columns
-        self._devices, self._inodes, errors, links = rest
+        self.names, self.offsets, self.modes, self.sizes, self.mtimes_ns = columns[:5]
+        self._devices, self._inodes, errors, links = columns[5:]
         self._check(root, errors, links, follow=follow)
         kinds = self.modes & 0o170000
         self._folders = np.flatnonzero(kinds == stat.S_IFDIR).tolist()
@@ -280,14 +279,14 @@ class _Files:
         """Read the files to their places in `target`, zero the rest; return checksums."""
         source, samples = self.source, self.samples
         checksums, problem = read_files(
-            source._descriptor,  # noqa: SLF001  # one module, one class in two halves
+            source.descriptor,
             samples.name_offsets,
             samples.names,
             self.lengths,
             samples.mtimes_ns,
             begins[:-1],
             target,
-            source._follow,  # noqa: SLF001
+            source.follow,
             _READERS,
         )
         if problem is not None:
@@ -302,7 +301,7 @@ class _Files:
         try:
             if self.descriptor < 0:
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                if not self.source._follow:  # noqa: SLF001
+                if not self.source.follow:
                     flags |= os.O_NOFOLLOW
                 self.descriptor = os.open(path, flags)
                 self._check(path)
@@ -341,7 +340,7 @@ class _Files:
 
     def _path(self, sample: int) -> bytes:
         begin, end = self.samples.name_offsets[sample : sample + 2].tolist()
-        return self.source._root + b"/" + self.samples.names[begin:end].tobytes()  # noqa: SLF001
+        return self.source.root + b"/" + self.samples.names[begin:end].tobytes()
 
     def _problem(
         self, path: bytes, outcome: str, error: int, sizes: tuple[int, int]

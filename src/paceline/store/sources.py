@@ -1,8 +1,8 @@
 """Where samples come from: one small protocol for folders, archives and iterators.
 
 A source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills a
-buffer with the bytes of its samples on request, so that a packing that resumes can pass over what it
-has. A sample that is larger than a batch comes alone and is read in pieces.
+buffer with the bytes of its samples on request, so that a packing that resumes can pass over what
+it has. A sample that is larger than a batch comes alone and is read in pieces.
 """
 
 from __future__ import annotations

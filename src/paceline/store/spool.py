@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from numpy.typing import NDArray
 from paceline.native import crc32c, sorted_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from paceline.store.partial import PackFile
@@ -136,10 +136,9 @@ class Spool:
         checksum = 0
         encoded_count = np.count_nonzero(extents.codecs)
         head = _HEADER.pack(_MAGIC, len(samples), len(extents), encoded_count, len(samples.names))
-        for piece in (head, *_columns(samples, extents)):
-            data = memoryview(piece).cast("B") if isinstance(piece, bytes) else piece.data
-            file.write(data)
-            checksum = crc32c(data, checksum)
+        for piece in (np.frombuffer(head, np.uint8), *_columns(samples, extents)):
+            file.write(piece.data)
+            checksum = crc32c(piece.data, checksum)
         self._close(file)
         self.files.append((name, checksum))
 
@@ -200,7 +199,9 @@ def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
     counts = counts.astype(np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts.astype(np.int64) - (ends - counts), counts)
+    indices: NDArray[np.int64] = np.arange(total)
+    indices += np.repeat(starts.astype(np.int64) - (ends - counts), counts)
+    return indices
 
 
 def part_of(samples: Samples, part: slice) -> Samples:

@@ -93,10 +93,7 @@ class Layout:
             lengths: stored bytes of each.
             begins: where each lies relative to the first, shape (n + 1,).
         """
-        if self.length == 0:
-            base = HEADER_BYTES
-        else:
-            base = self.length
+        base = self.length or HEADER_BYTES
         room = self.limit - base
         over = np.flatnonzero(begins[:-1] + lengths > room) if room >= 0 else np.zeros(1, int)
         return int(over[0]) if len(over) else len(lengths)
@@ -231,7 +228,7 @@ class ShardWriter:
                 buffer = self.buffer(min(size - done, BATCH_BYTES))
                 piece = buffer[: read_into(buffer)]
                 assert len(piece)
-                checksum = crc32c(piece, checksum)
+                checksum = crc32c(piece.data, checksum)
                 self._append(piece)
                 done += len(piece)
             self._append(np.zeros(padding(size), np.uint8))
