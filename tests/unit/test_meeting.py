@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core import files
 from paceline.core.clock import ManualClock, SystemClock
-from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost
+from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost, StorageError
 from paceline.launch import meeting
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.meeting import Meeting, await_result, parts, refuse_taken
@@ -92,6 +93,29 @@ def test_all_ended_well(tmp_path):
     assert not zero.failed()
     assert zero.gather() == ()
     assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_the_last_to_tell_may_find_the_meeting_over(tmp_path, monkeypatch, code):
+    """Rank 0 removes the folder when all have told: while the last one still does."""
+    zero, one = opened(tmp_path, 0, 1)
+    zero.tell(Exit(rank=0, code=0))
+    sync = files.sync_folder
+
+    def sync_later(folder):
+        zero.gather()
+        sync(folder)
+
+    monkeypatch.setattr(files, "sync_folder", sync_later)
+    one.tell(Exit(rank=1, code=code, fate="stopped" if code else ""))
+    assert not one.folder.exists()
+
+
+def test_a_rank_that_cannot_tell_says_so(tmp_path):
+    (one,) = opened(tmp_path, 1)
+    (one.folder / "rank-00001.exit").mkdir()
+    with pytest.raises(StorageError):
+        one.tell(Exit(rank=1, code=0))
 
 
 def test_a_killed_rank_that_told_late_comes_first(tmp_path):

@@ -21,7 +21,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost
+from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost, StorageError
 from paceline.core.files import commit_text
 from paceline.launch.processes import Exit
 
@@ -109,9 +109,14 @@ class Meeting:
             "fate": ended.fate,
             "at_ns": int(ended.at_s * 1e9),
         }
-        commit_text(self._path(self.rank, "exit"), json.dumps(told))
         if ended.code:
             self.fail()
+        try:
+            commit_text(self._path(self.rank, "exit"), json.dumps(told))
+        except StorageError:
+            if self.folder.is_dir():
+                raise
+            # This was the last to tell, rank 0 has read it, and removed the folder under our hands.
 
     def fail(self) -> None:
         """Have the others stop: not all ranks will end well."""
