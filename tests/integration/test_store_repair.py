@@ -20,17 +20,33 @@ from paceline.store.layout import read_layout
 from paceline.store.repair import repair_pack
 
 
-@pytest.fixture
-def made(tmp_path):
+def make(folder, options):
     generator = random.Random(5)
     for k in range(24):
-        path = tmp_path / "source" / f"class{k % 3}" / f"{k}.bin"
+        path = folder / "source" / f"class{k % 3}" / f"{k}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(generator.randbytes(k * 700))
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=PackOptions(shard_bytes=30_000))
-    shutil.copytree(tmp_path / "pack", tmp_path / "copy")
-    assert len(shards(tmp_path)) >= 5
-    return tmp_path
+        path.write_bytes(generator.randbytes(k * 700) if k % 2 else b"compressible " * 50 * k)
+    pack_folder(folder / "source", folder / "pack", options=options)
+    shutil.copytree(folder / "pack", folder / "copy")
+    assert len(shards(folder)) >= 5
+    return folder
+
+
+@pytest.fixture
+def made(tmp_path):
+    return make(tmp_path, PackOptions(shard_bytes=30_000))
+
+
+@pytest.fixture
+def rich(tmp_path):
+    """A pack with all that the format has: chunks, zstd and parity."""
+    options = PackOptions(shard_bytes=12_000, codec="zstd", parity_group=3)
+    folder = make(tmp_path, options)
+    layout = read_layout(folder / "pack")
+    assert len(layout.first_extents)
+    assert set(layout.codecs.tolist()) == {0, 1}
+    assert len(layout.parity_lengths) >= 3
+    return folder
 
 
 def shards(folder):
@@ -277,8 +293,6 @@ def test_the_verb_mends_and_reports(made):
 
 def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
     layout = read_layout(made / "pack")
-    if not layout.shard_digests:
-        pytest.skip("format version 1 has no digests")
     extents = next(layout.extents_by_shard())
     gap = int(layout.offsets[extents[0]]) + int(layout.stored_lengths[extents[0]])
     assert gap % 64
@@ -291,3 +305,97 @@ def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
     assert paceline(made, "verify", "pack", "--shards").returncode == 4
     assert repair_pack(made / "pack").ok
     assert is_as_before(made)
+
+
+@pytest.mark.parametrize("origin", ["source", "replica", None])
+def test_chunks_and_encoded_samples_are_mended(rich, origin):
+    layout = read_layout(rich / "pack")
+    places = {"source": rich / "source", "replica": rich / "copy"}
+    given = {origin: places[origin]} if origin else {}
+    encoded = layout.codecs.tolist().index(1)
+    last = len(layout.offsets) - 1
+    for extent in (encoded, last):
+        flip(rich / "pack" / f"shard-{layout.shards[extent]:05d}.pace", int(layout.offsets[extent]))
+    missing = next(k for k in range(3, 6) if k not in layout.shards[[encoded, last]])
+    (rich / "pack" / f"shard-{missing:05d}.pace").unlink()
+    report = repair_pack(rich / "pack", **given)
+    assert report.ok, report.lost
+    assert is_as_before(rich)
+    assert {one.mended_from for one in report.mended} == {origin or "parity"}
+
+
+def test_parity_makes_each_lost_shard_again(rich):
+    for shard in shards(rich):
+        shard.unlink()
+        assert repair_pack(rich / "pack").ok
+        assert is_as_before(rich)
+
+
+def test_of_two_lost_shards_of_a_group_one_must_come_from_elsewhere(rich):
+    for shard in shards(rich)[:2]:
+        shard.unlink()
+    report = repair_pack(rich / "pack")
+    assert [one.what for one in report.lost] == ["shard 0", "shard 1"]
+    shutil.copy(rich / "copy" / "shard-00001.pace", rich / "pack")
+    assert repair_pack(rich / "pack").ok
+    assert is_as_before(rich)
+
+
+def test_different_places_of_one_group_mend_each_other(rich):
+    layout = read_layout(rich / "pack")
+    firsts = list(layout.extents_by_shard())
+    first, second = int(firsts[0][0]), int(firsts[1][-1])
+    flip(shards(rich)[0], int(layout.offsets[first]))
+    flip(shards(rich)[1], int(layout.offsets[second]) + int(layout.stored_lengths[second]) - 1)
+    assert repair_pack(rich / "pack").ok
+    assert is_as_before(rich)
+
+
+def test_the_last_shard_comes_from_a_copy_and_then_parity_mends_the_first(rich):
+    shards(rich)[0].unlink()
+    shards(rich)[1].unlink()
+    (rich / "copy" / "shard-00000.pace").unlink()
+    report = repair_pack(rich / "pack", replica=rich / "copy")
+    assert report.ok
+    assert [one.mended_from for one in report.mended] == ["replica", "parity"]
+    assert repair_pack(rich / "copy").ok
+    assert is_as_before(rich)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "missing"])
+def test_parity_files_are_made_anew(rich, how):
+    parity = rich / "pack" / "parity-00001.pace"
+    if how == "flip":
+        flip(parity, 4000)
+    elif how == "cut":
+        os.truncate(parity, 70)
+    else:
+        parity.unlink()
+    assert [one.what for one in verify_files(rich / "pack")[1]] == ["parity-00001.pace is damaged"]
+    assert repair_pack(rich / "pack", dry_run=True).ok
+    report = repair_pack(rich / "pack")
+    assert [one.what for one in report.mended] == ["parity file 1"]
+    assert is_as_before(rich)
+
+
+def test_a_damaged_shard_and_its_damaged_parity(rich):
+    layout = read_layout(rich / "pack")
+    flip(shards(rich)[0], int(layout.offsets[next(layout.extents_by_shard())[0]]))
+    (rich / "pack" / "parity-00000.pace").unlink()
+    report = repair_pack(rich / "pack")
+    assert sorted(one.file for one in report.lost) == ["parity-00000.pace", "shard-00000.pace"]
+    assert not list((rich / "pack").glob("*.partial"))
+    assert repair_pack(rich / "pack", source=rich / "source").ok
+    assert is_as_before(rich)
+
+
+def test_a_pack_of_version_1_is_mended(root, tmp_path):
+    for name in ("pack", "copy"):
+        shutil.copytree(root / "tests" / "golden" / "pack-v1", tmp_path / name)
+    layout = read_layout(tmp_path / "pack")
+    extent = int(layout.lengths.argmax())
+    flip(tmp_path / "pack" / f"shard-{layout.shards[extent]:05d}.pace", int(layout.offsets[extent]))
+    (tmp_path / "pack" / f"shard-{1 - min(layout.shards[extent], 1):05d}.pace").unlink()
+    assert verify_files(tmp_path / "pack") == (0, [])
+    assert repair_pack(tmp_path / "pack", replica=tmp_path / "copy").ok
+    assert is_as_before(tmp_path)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import CorruptPack, Missing
 from paceline.native import crc32c, zstd_available, zstd_decompress
-from paceline.store.format import shard_name
-from paceline.store.layout import HEADER_BYTES, is_header, parity_name, read_layout
+from paceline.store.format import HEADER_BYTES, parity_name, shard_name
+from paceline.store.layout import is_header, read_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,17 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.native import PackReader, crc32c
-from paceline.store.format import ALIGNMENT
+from paceline.store.format import DIGEST_BYTES, HEADER_BYTES, SECTION_BYTES, Section
 from paceline.store.reader import open_pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-HEADER_BYTES = 64
-DIGEST_BYTES = 32
-_STORED_LENGTHS, _CODECS = 15, 16
-_SHARD_DIGESTS, _PARITY, _PARITY_DIGESTS = 21, 22, 23
 _FILE_HEADER = struct.Struct("<8sII44x")
 _TABLE_ENTRY = struct.Struct("<IIQQII")
 
@@ -89,40 +85,30 @@ def read_layout(path: Path) -> Layout:
     open_pack(path, index_only=True).close()
     reader = PackReader(os.fsencode(path), index_only=True)
 
-    def array(section: int, kind: str) -> NDArray[Any]:
+    def array(section: Section, kind: str) -> NDArray[Any]:
         return np.frombuffer(reader.section(section), kind)
 
-    lengths = array(2, "<u8")
-    parity = array(_PARITY, "<u8")
+    lengths = array(Section.LENGTHS, "<u8")
+    stored_lengths, codecs = lengths, np.zeros(len(lengths), np.uint8)
+    if reader.section(Section.CODECS):
+        stored_lengths, codecs = array(Section.STORED_LENGTHS, "<u8"), array(Section.CODECS, "u1")
+    parity = array(Section.PARITY, "<u8")
     return Layout(
         version=reader.version,
         identity=hashlib.sha256(reader.head).hexdigest()[:32],
-        offsets=array(1, "<u8"),
+        offsets=array(Section.OFFSETS, "<u8"),
         lengths=lengths,
-        stored_lengths=array(_STORED_LENGTHS, "<u8")
-        if reader.section(_STORED_LENGTHS)
-        else lengths,
-        shards=array(3, "<u4"),
-        checksums=array(4, "<u4"),
-        codecs=array(_CODECS, "u1")
-        if reader.section(_CODECS)
-        else np.zeros(len(lengths), np.uint8),
+        stored_lengths=stored_lengths,
+        shards=array(Section.SHARDS, "<u4"),
+        checksums=array(Section.CHECKSUMS, "<u4"),
+        codecs=codecs,
         first_extents=reader.first_extents,
         shard_lengths=reader.shard_lengths,
-        shard_digests=_digests(reader.section(_SHARD_DIGESTS)),
+        shard_digests=_digests(reader.section(Section.SHARD_DIGESTS)),
         parity_group=int(parity[0]) if len(parity) > 1 else 0,
         parity_lengths=parity[1:],
-        parity_digests=_digests(reader.section(_PARITY_DIGESTS)),
+        parity_digests=_digests(reader.section(Section.PARITY_DIGESTS)),
     )
-
-
-def parity_name(number: int) -> str:
-    """Return the file name of a parity file.
-
-    >>> parity_name(3)
-    'parity-00003.pace'
-    """
-    return f"parity-{number:05d}.pace"
 
 
 def file_header(magic: bytes, version: int, number: int) -> bytes:
@@ -146,10 +132,10 @@ def resealed(index: bytes) -> bytes:
     content = bytearray(index)
     count = struct.unpack_from("<I", content, 12)[0]
     for k in range(count):
-        at = HEADER_BYTES + k * _TABLE_ENTRY.size
+        at = HEADER_BYTES + k * SECTION_BYTES
         _, _, offset, length, _, _ = _TABLE_ENTRY.unpack_from(content, at)
         struct.pack_into("<I", content, at + 24, crc32c(content[offset : offset + length]))
-    table = content[HEADER_BYTES : HEADER_BYTES + count * _TABLE_ENTRY.size]
+    table = content[HEADER_BYTES : HEADER_BYTES + count * SECTION_BYTES]
     struct.pack_into("<I", content, 56, crc32c(table))
     struct.pack_into("<I", content, 60, crc32c(content[:60]))
     return bytes(content)
@@ -158,12 +144,11 @@ def resealed(index: bytes) -> bytes:
 def sections(index: bytes) -> dict[int, tuple[int, int]]:
     """Return where each section of a whole index begins, and its length."""
     count = struct.unpack_from("<I", index, 12)[0]
-    table = (_TABLE_ENTRY.unpack_from(index, HEADER_BYTES + k * 32) for k in range(count))
+    table = (
+        _TABLE_ENTRY.unpack_from(index, HEADER_BYTES + k * SECTION_BYTES) for k in range(count)
+    )
     return {number: (offset, length) for number, _, offset, length, _, _ in table}
 
 
 def _digests(joined: bytes) -> tuple[bytes, ...]:
     return tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
-
-
-assert ALIGNMENT == HEADER_BYTES  # the first sample follows the header at once

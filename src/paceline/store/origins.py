@@ -13,8 +13,7 @@ import numpy as np
 
 from paceline.native import zstd_available, zstd_compress
 from paceline.store.damage import OpenFile, fits
-from paceline.store.format import shard_name
-from paceline.store.layout import HEADER_BYTES, parity_name
+from paceline.store.format import HEADER_BYTES, parity_name, shard_name
 from paceline.store.reader import open_pack
 
 if TYPE_CHECKING:

@@ -28,8 +28,14 @@ from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageEr
 from paceline.core.files import sync_folder
 from paceline.core.record import Record
 from paceline.store.damage import OpenFile, ShardState, examine_shard, fits
-from paceline.store.format import INDEX_NAME, PARTIAL_SUFFIX, shard_name
-from paceline.store.layout import HEADER_BYTES, file_header, is_header, parity_name, read_layout
+from paceline.store.format import (
+    HEADER_BYTES,
+    INDEX_NAME,
+    PARTIAL_SUFFIX,
+    parity_name,
+    shard_name,
+)
+from paceline.store.layout import file_header, is_header, read_layout
 from paceline.store.origins import Origins
 
 if TYPE_CHECKING:
@@ -40,7 +46,8 @@ if TYPE_CHECKING:
 
     from paceline.store.layout import Layout
 
-_NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace(\.partial)?")
+_NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
+_UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
 _BLOCK_BYTES = 4 << 20
 
 
@@ -366,9 +373,8 @@ class _Repair:
         }
         for name in sorted(os.listdir(self.path)):  # noqa: PTH208  # names, not paths
             numbered = _NUMBERED.fullmatch(name)
-            if name != INDEX_NAME + PARTIAL_SUFFIX and not (
-                numbered and (numbered[3] or int(numbered[2]) >= counts[numbered[1]])
-            ):
+            is_beyond = numbered is not None and int(numbered[2]) >= counts[numbered[1]]
+            if not is_beyond and not _UNFINISHED.fullmatch(name):
                 continue
             self.litter.append(name)
             if not self.dry_run:
