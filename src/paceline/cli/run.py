@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
 @click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
-@click.option("--machine", type=click.Path(path_type=Path), help="The probed machine to keep.")
-@click.option("--estimate", type=click.Path(path_type=Path), help="A prediction to compare with.")
+@click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
+@click.option(
+    "--estimate", type=click.Path(path_type=Path), help="Compare with what plan --out wrote."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
 @click.argument("script", type=click.Path(path_type=Path))
