@@ -44,8 +44,8 @@ def split(count: int) -> tuple[list[int], list[int]]:
 
 def build_model() -> nn.Sequential:
     """Return a small CNN with batch normalisation."""
-    # As in examples/ddp_digits.py: that is not there when Paceline is installed without its sources,
-    # and must run without Paceline.
+    # As in examples/ddp_digits.py, which is not there when Paceline is installed without its
+    # sources, and must itself run without Paceline.
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
