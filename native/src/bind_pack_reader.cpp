@@ -1,9 +1,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 #include "paceline/buffer_pool.hpp"
@@ -167,60 +170,81 @@ nb::object decompressed(nb::handle data, std::size_t length) {
   return whole ? owner : nb::none();
 }
 
-PyTypeObject* entry_type() {
-  static PyStructSequence_Field fields[] = {
-      {"name", "last part of the path"},
-      {"is_folder", "whether it is a folder"},
-      {"number", "of the sample, or of the folder"},
-      {"size", "bytes of a sample; 0 for a folder"},
-      {"mode", "st_mode of the file that was packed; 0 for a folder"},
-      {"mtime_ns", "when that was last written, in nanoseconds since 1970; 0 for a folder"},
-      {nullptr, nullptr}};
-  static PyStructSequence_Desc description = {
-      "paceline.native.PackEntry", "What lies in a folder of a pack: a sample or a folder.", fields,
-      6};
-  static PyTypeObject* const type = PyStructSequence_NewType(&description);
-  return type;
-}
-
-PyObject* entry(std::string_view path, bool is_folder, std::uint64_t number, std::uint64_t size,
-                std::uint32_t mode, std::int64_t mtime_ns) {
-  const std::string_view name = path.substr(path.rfind('/') + 1);  // npos + 1 is 0
-  PyObject* const result = PyStructSequence_New(entry_type());
-  if (result == nullptr) throw nb::python_error();
-  PyObject* const values[] = {
-      PyUnicode_DecodeFSDefaultAndSize(name.data(), static_cast<Py_ssize_t>(name.size())),
-      PyBool_FromLong(is_folder), PyLong_FromUnsignedLongLong(number),
-      PyLong_FromUnsignedLongLong(size), PyLong_FromUnsignedLong(mode),
-      PyLong_FromLongLong(mtime_ns)};
-  for (int i = 0; i < 6; ++i) PyStructSequence_SetItem(result, i, values[i]);
+PyObject* text(std::string_view name) {
+  const auto is_ascii = [](char one) { return static_cast<unsigned char>(one) < 128; };
+  const auto size = static_cast<Py_ssize_t>(name.size());
+  if (!std::all_of(name.begin(), name.end(), is_ascii)) {
+    return PyUnicode_DecodeFSDefaultAndSize(name.data(), size);
+  }
+  PyObject* const result = PyUnicode_New(size, 127);  // no codec to ask: half of an entry's cost
+  if (result != nullptr && size > 0) {
+    std::memcpy(PyUnicode_1BYTE_DATA(result), name.data(), name.size());
+  }
   return result;
 }
 
-// What lies in a folder, files and folders as their names sort; -1 is the pack itself. Costs
-// what is in it, whatever lies deeper.
-nb::list entries(const PackReader& reader, std::int64_t folder) {
+// Makes the entries of one folder, of a NamedTuple's type. Neighbours mostly have one mode.
+class EntryMaker {
+ public:
+  explicit EntryMaker(nb::handle type) : type_(reinterpret_cast<PyTypeObject*>(type.ptr())) {
+    if (!PyType_Check(type.ptr()) || PyType_IsSubtype(type_, &PyTuple_Type) == 0) {
+      throw nb::type_error("entries are made of a type of tuples");
+    }
+  }
+
+  PyObject* operator()(std::string_view path, bool is_folder, std::uint64_t number,
+                       std::uint64_t size, std::uint32_t mode, std::int64_t mtime_ns) {
+    if (!mode_object_ || mode != mode_) {
+      mode_object_ = nb::steal(PyLong_FromUnsignedLong(mode));
+      mode_ = mode;
+    }
+    PyObject* const result = type_->tp_alloc(type_, 6);
+    if (result == nullptr) throw nb::python_error();
+    PyObject* const values[] = {text(path.substr(path.rfind('/') + 1)),  // npos + 1 is 0
+                                PyBool_FromLong(is_folder),
+                                PyLong_FromUnsignedLongLong(number),
+                                PyLong_FromUnsignedLongLong(size),
+                                nb::object(mode_object_).release().ptr(),
+                                PyLong_FromLongLong(mtime_ns)};
+    for (int i = 0; i < 6; ++i) PyTuple_SET_ITEM(result, i, values[i]);
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    // It holds no container: nothing for the garbage collector to look at again and again.
+    PyObject_GC_UnTrack(result);
+    return result;
+  }
+
+ private:
+  PyTypeObject* type_;
+  nb::object mode_object_;
+  std::uint32_t mode_ = 0;
+};
+
+// What lies in a folder, first its folders and then its samples, as they sort; -1 is the pack
+// itself. Costs what is in it, whatever lies deeper.
+nb::list entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
   const PackIndex& index = reader.index();
   const bool root = folder < 0;
   const auto at = static_cast<std::uint64_t>(folder);
-  std::uint64_t sample = 0;
-  std::uint64_t last_sample = index.sample_count();
-  if (!root) std::tie(sample, last_sample) = index.folder_samples(at);
+  std::pair<std::uint64_t, std::uint64_t> samples{0, index.sample_count()};
+  if (!root) samples = index.folder_samples(at);
   const std::uint64_t last = root ? index.folder_count() : index.folder_end(at);
   nb::list result;
-  const auto add_samples = [&](std::uint64_t end) {
-    for (; sample < end; ++sample) {
-      append(result, entry(index.name(sample), false, sample, reader.checked_length(sample),
-                           index.modes()[sample], index.mtimes()[sample]));
-    }
-  };
+  EntryMaker make(type);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // samples between the folders
+  std::uint64_t next = samples.first;
   for (std::uint64_t below = root ? 0 : at + 1; below < last; below = index.folder_end(below)) {
     const auto [first, end] = index.folder_samples(below);
-    add_samples(first);
-    append(result, entry(index.folder(below), true, below, 0, 0, 0));
-    sample = end;
+    append(result, make(index.folder(below), true, below, 0, 0, 0));
+    if (next < first) ranges.emplace_back(next, first);
+    next = end;
   }
-  add_samples(last_sample);
+  if (next < samples.second) ranges.emplace_back(next, samples.second);
+  for (const auto& [first, end] : ranges) {
+    for (std::uint64_t i = first; i < end; ++i) {
+      append(result, make(index.name(i), false, i, reader.checked_length(i), index.modes()[i],
+                          index.mtimes()[i]));
+    }
+  }
   return result;
 }
 
@@ -242,8 +266,6 @@ void open(PackReader* self, const nb::bytes& folder, const std::string& policy, 
 
 void bind_pack_reader(nb::module_& module) {
   module.attr("PACK_FORMAT_VERSION") = pack_format_version;
-  if (entry_type() == nullptr) throw nb::python_error();
-  module.attr("PackEntry") = nb::handle(reinterpret_cast<PyObject*>(entry_type()));
   module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
@@ -302,7 +324,7 @@ void bind_pack_reader(nb::module_& module) {
             return self.index().find_folder({name.c_str(), name.size()});
           },
           "name"_a)
-      .def("entries", &entries, "folder"_a)
+      .def("entries", &entries, "folder"_a, "type"_a)
       .def("extents", &extents, "sample"_a)
       .def("read", &read_sample, "sample"_a)
       .def("read_batch", &read_batch, "ids"_a)

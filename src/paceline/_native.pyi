@@ -1,6 +1,6 @@
 # The compiled module's signatures; who may import it: paceline.native alone.
 
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,15 +10,7 @@ def crc32c(data: Buffer, crc: int = 0) -> int: ...
 def monotonic_ns() -> int: ...
 
 PACK_FORMAT_VERSION: int
-
-class PackEntry(NamedTuple):
-    # What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0.
-    name: str
-    is_folder: bool
-    number: int  # of the sample, or of the folder
-    size: int
-    mode: int
-    mtime_ns: int
+Entry = TypeVar("Entry")
 
 class Recorder:
     def __init__(
@@ -99,7 +91,7 @@ class PackReader:
     def class_name(self, index: int) -> bytes: ...
     def find(self, name: bytes) -> int: ...
     def find_folder(self, name: bytes) -> int: ...
-    def entries(self, folder: int) -> list[PackEntry]: ...  # -1: the pack itself
+    def entries(self, folder: int, type: type[Entry]) -> list[Entry]: ...  # -1: the pack itself
     def extents(self, sample: int) -> list[tuple[int, int, int, int, int, int]]: ...
     def read(self, sample: int) -> bytes: ...
     def read_batch(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]: ...

@@ -14,7 +14,6 @@ except ImportError as problem:  # pragma: no cover - needs a broken installation
 
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
 NameMerger = _native.NameMerger
-PackEntry = _native.PackEntry
 PackError = _native.PackError
 PackReader = _native.PackReader
 Recorder = _native.Recorder
@@ -35,7 +34,6 @@ zstd_decompress = _native.zstd_decompress
 __all__ = [
     "PACK_FORMAT_VERSION",
     "NameMerger",
-    "PackEntry",
     "PackError",
     "PackReader",
     "Recorder",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError, UsageError
-from paceline.native import PACK_FORMAT_VERSION, PackEntry, PackError, PackReader
+from paceline.native import PACK_FORMAT_VERSION, PackError, PackReader
 from paceline.store.format import INDEX_NAME, PARTIAL_SUFFIX, shard_name
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ class Extent(NamedTuple):
     length: int
     checksum: int
     codec: int
+
+
+class PackEntry(NamedTuple):
+    """What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
+
+    name: str
+    is_folder: bool
+    number: int  # of the sample, or of the folder
+    size: int  # bytes
+    mode: int  # st_mode of the file that was packed
+    mtime_ns: int  # when that was last written, since 1970
 
 
 class Pack:
@@ -249,7 +261,9 @@ class Pack:
             raise self._translated(problem) from None
 
     def scandir(self, folder: str | bytes = "") -> list[PackEntry]:
-        """Return what lies in a folder of the pack, sorted; costs its entries, however deep it is.
+        """Return what lies in a folder of the pack: its folders, then its samples, each sorted.
+
+        Costs its entries, however much lies deeper.
 
         Raises:
             NotFound: there is no such folder.
@@ -271,10 +285,10 @@ class Pack:
         while stack:
             path, entries = stack.pop()
             yield path, entries
-            below = [entry for entry in reversed(entries) if entry.is_folder]
+            below = list(itertools.takewhile(lambda entry: entry.is_folder, entries))
             stack += [
                 (f"{path}/{entry.name}" if path else entry.name, self._entries(entry.number))
-                for entry in below
+                for entry in reversed(below)
             ]
 
     def evict(self) -> None:
@@ -330,7 +344,7 @@ class Pack:
 
     def _entries(self, folder: int) -> list[PackEntry]:
         try:
-            return self._open().entries(folder)
+            return self._open().entries(folder, PackEntry)
         except PackError as problem:
             raise self._translated(problem) from None
 
