@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -275,12 +276,19 @@ class Loader:
         self._running = None
 
     def start_threads(self) -> OrderedThreads[BatchTask, Batch]:
-        """Return threads that make the rest of the epoch."""
-        options = self.options
-        return OrderedThreads(
+        """Return threads that make the rest of the epoch, each with one of torch's own threads."""
+        options, count = self.options, _worker_count(self.options)
+        torch_threads, prepared = torch.get_num_threads(), threading.Semaphore(0)
+
+        def prepare() -> None:
+            torch.get_num_threads()  # the first call in a thread overwrites what was set before
+            torch.set_num_threads(1)
+            prepared.release()
+
+        threads = OrderedThreads(
             self.tasks(),
             self.maker.make,
-            threads=_worker_count(options),
+            threads=count,
             bounds=Bounds(
                 ahead=options.batches_ahead,
                 bytes_ahead=options.bytes_ahead,
@@ -288,7 +296,13 @@ class Loader:
             ),
             name="paceline-loader",
             describe=self.maker.describe,
+            prepare=prepare,
         )
+        for _ in range(count):
+            prepared.acquire(timeout=options.timeout_s)
+        # It counts for the thread that calls it, and for threads not yet begun: give these back.
+        torch.set_num_threads(torch_threads)
+        return threads
 
     def start_processes(self) -> Iterator[Batch | Exception]:
         """Return what torch's DataLoader has its worker processes make of the epoch's rest."""
@@ -323,6 +337,12 @@ class Loader:
         stats.skipped += len(made.skipped)
         stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
 
+    def next_batch(self) -> str:
+        """Return what to call the next batch in an error."""
+        (positions,) = self.batches.positions(self.position)
+        number = int(self.order.samples(positions[:1])[0])
+        return f"the batch that begins with sample {number} {self.pack.names[number]!a}"
+
     def ended(self) -> None:
         """Move on to the next epoch."""
         self._running = None
@@ -340,6 +360,7 @@ class LoaderIterator:
         self._loader = loader
         self._ended = self._closed = False
         self._threads: OrderedThreads[BatchTask, Batch] | None = None
+        self._processes: Any = None
         self.delivered_bytes = 0
         if loader.options.worker_kind == "thread":
             self._threads = loader.start_threads()
@@ -393,7 +414,7 @@ class LoaderIterator:
                 self.close()
                 raise
         try:
-            made = next(self._processes)
+            made: Batch | Exception = next(self._processes)
         except RuntimeError as error:  # torch has no classes for these
             raise self._lost(error) from error
         if isinstance(made, Exception):
@@ -403,17 +424,17 @@ class LoaderIterator:
 
     def _lost(self, error: RuntimeError) -> PacelineError:
         loader = self._loader
+        where, worker = f"{loader.pack.path}: {loader.next_batch()}", _awaited(self._processes)
         loader.close()  # the next pass starts new workers
-        where = str(loader.pack.path)
         if "timed out" in str(error):
             return DeadlineExceeded(
-                f"no worker process delivered within {loader.options.timeout_s:g} s",
+                f"{worker} did not deliver within {loader.options.timeout_s:g} s",
                 where=where,
                 why=str(error),
                 fix="Look at the transform and the storage, or raise timeout_s",
             )
         return ScriptFailed(
-            "a worker process of the loader ended",
+            f"{worker} was waited for when a process of the loader ended",
             where=where,
             why=str(error),
             fix="Look at what the transform printed, and for want of memory",
@@ -434,6 +455,15 @@ class _TaskSource:
     def __len__(self) -> int:
         loader = self._loader()
         return 0 if loader is None else loader.batches.count(loader.position)
+
+
+def _awaited(batches: Any) -> str:
+    """Name the process that a DataLoader's iterator waits for: only its private state tells."""
+    try:
+        worker = batches._task_info[batches._rcvd_idx][0]  # noqa: SLF001
+        return f"worker process {worker} (pid {batches._workers[worker].pid})"  # noqa: SLF001
+    except (AttributeError, LookupError):  # another torch
+        return "a worker process"
 
 
 def _worker_count(options: LoaderOptions) -> int:

@@ -71,6 +71,7 @@ class OrderedThreads(Generic[Task, Result]):
             own estimate, so a bound on bytes may be passed by what is in the making.
         name: of the threads, in front of their numbers.
         describe: tells, for an error, what the thread of that name is busy with.
+        prepare: is called by each thread before anything else; what it raises ends the thread.
 
     The threads hold this object, so drop whatever owns it and call `close`; at the interpreter's
     end those that are left are closed.
@@ -85,11 +86,13 @@ class OrderedThreads(Generic[Task, Result]):
         bounds: Bounds,
         name: str,
         describe: Callable[[str], str] = lambda _: "",
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
         self._make = make
         self._bounds = bounds
         self._describe = describe
+        self._prepare = prepare
         self._waiting: Task | None = None  # drawn, and too large for now
         self._slots: dict[int, _Slot[Result]] = {}
         self._claimed = self._delivered = self._bytes = 0
@@ -167,6 +170,7 @@ class OrderedThreads(Generic[Task, Result]):
 
     def _work(self) -> None:
         me = threading.current_thread().name
+        self._prepare()
         while (claim := self._claim(me)) is not None:
             task, slot = claim
             try:
