@@ -43,7 +43,9 @@ def test_every_page_can_be_found_from_the_readme():
     assert not [str(one.relative_to(ROOT)) for one in PAGES if one not in seen]
 
 
-@pytest.mark.parametrize("name", ["tutorial/late-rank.md", "guides/predict.md", "guides/load.md"])
+@pytest.mark.parametrize(
+    "name", ["tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/load.md"]
+)
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
     pytest.importorskip("torch")
     page = ROOT / "docs" / name

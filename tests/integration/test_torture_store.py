@@ -119,11 +119,13 @@ def test_faults_count_and_strike_once(tmp_path):
 
 
 def test_the_verb(tmp_path):
-    command = [sys.executable, "-m", "paceline", "torture", "store", "--dir", str(tmp_path)]
-    small = ["--corruptions", "10", "--kills", "2", "--faults", "1"]
-    done = subprocess.run([*command, *small], capture_output=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "paceline", "torture", "store"]
+    small = ["--corruptions", "20", "--kills", "2", "--faults", "1"]
+    options = {"capture_output": True, "timeout": 120, "check": False, "cwd": tmp_path}
+    done = subprocess.run([*command, *small], **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode().count("all as due") == 4
+    command += ["--dir", str(tmp_path)]
     done = subprocess.run([*command, *small, "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["ok"]
     bad = subprocess.run([*command, "--faults", "some"], capture_output=True, check=False)

@@ -122,6 +122,7 @@ def torture_store(
     clock = clock or SystemClock()
     if not folder.is_dir():
         raise NotFound("no such folder", where=str(folder), fix="Name one on the disk to test")
+    folder = folder.absolute()  # errors name files so
     tell = on_progress or (lambda _line: None)
     work = Path(tempfile.mkdtemp(prefix="paceline-torture-", dir=folder))
     try:
