@@ -324,7 +324,7 @@ void bind_pack_reader(nb::module_& module) {
             return self.index().find_folder({name.c_str(), name.size()});
           },
           "name"_a)
-      .def("entries", &entries, "folder"_a, "type"_a)
+      .def("entries", &entries, "folder"_a, "kind"_a)
       .def("extents", &extents, "sample"_a)
       .def("read", &read_sample, "sample"_a)
       .def("read_batch", &read_batch, "ids"_a)
