@@ -1,8 +1,8 @@
 """Packing many tiny samples: memory must not grow with their number, and a sample must cost little.
 
-Samples are made on the fly in an order that is not that of their names, packed in a process of their
-own, and counted; the process's largest resident memory is the system's own account (ru_maxrss). The
-pack is then opened and some of its samples are read back.
+Samples are made on the fly in an order that is not that of their names, and packed in a process of
+their own; its largest resident memory is the system's own account (ru_maxrss). The pack is then
+opened and some of its samples are read back.
 
     python bench/pack_scale.py --json      2 million samples, and a tenth of them
     python bench/pack_scale.py --quick     200,000 samples, and a tenth of them

@@ -27,7 +27,7 @@ BATCH_SAMPLES = 4096
 MAX_NAME_BYTES = 4095
 REGULAR_MODE = 0o100644
 # An empty part, "." or "..", a slash at either end, or a NUL.
-_BAD_NAME = re.compile(rb"(?:^|/)\.{0,2}(?:/|$)|\0")
+_BAD_NAME = re.compile(rb"(?:\A|/)\.{0,2}(?:/|\Z)|\0")
 
 
 class Bodies(Protocol):

@@ -271,8 +271,8 @@ class ShardWriter:
             self._pending.popleft().result()
 
     def stop(self) -> None:
-        """End the writing thread; what it has not begun is dropped."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the writing thread once it has written what it was given, unless it failed."""
+        self._thread.shutdown(wait=True)
 
     def _append(self, data: NDArray[np.uint8] | None) -> int:
         """Write to the open shard, a new one if need be; return the offset of `data`."""

@@ -1,0 +1,188 @@
+"""A second reader of packs, written from docs/reference/pack-format.md alone.
+
+It is slow and checks everything: what it accepts is a pack as the page says.
+"""
+
+import ctypes
+import hashlib
+import struct
+
+import numpy as np
+
+from paceline.native import crc32c
+
+TYPES = {
+    1: "<u8", 2: "<u8", 3: "<u4", 4: "<u4", 5: "<i4", 6: "<u4", 7: "<i8", 8: "<u8", 10: "<u8",
+    12: "<u8", 14: "<u8", 15: "<u8", 16: "u1", 17: "<u8", 18: "<u8", 19: "<u8", 20: "<u8",
+    22: "<u8",
+}  # fmt: skip
+OPTIONAL = {18, 19, 20, 21, 22, 23}
+
+
+class ParsedPack:
+    """Everything that a pack's files say, checked against each other."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        data = (folder / "index.pace").read_bytes()
+        fields = struct.unpack_from("<8sIIQQQIIQII", data)
+        magic, version, section_count, index_bytes, samples, folders = fields[:6]
+        shards, classes, reserved, table_checksum, header_checksum = fields[6:]
+        assert (magic, version, reserved) == (b"PACEPACK", 2, 0)
+        assert index_bytes == len(data)
+        assert crc32c(data[:60]) == header_checksum
+        table = data[64 : 64 + 32 * section_count]
+        assert crc32c(table) == table_checksum
+        self.identity = hashlib.sha256(data[:64] + table).hexdigest()[:32]
+        self.sections = {}
+        covered = []
+        for k in range(section_count):
+            number, flags, offset, length, checksum, rest = struct.unpack_from(
+                "<IIQQII", table, 32 * k
+            )
+            assert (offset % 64, rest, number in self.sections) == (0, 0, False)
+            assert flags == (0 if number in OPTIONAL else 1)
+            content = data[offset : offset + length]
+            assert (len(content), crc32c(content)) == (length, checksum)
+            self.sections[number] = (
+                np.frombuffer(content, TYPES[number]) if number in TYPES else content
+            )
+            covered.append((offset, offset + length))
+        end = 64 + 32 * section_count
+        for begin, finish in [*sorted(covered), (len(data), len(data))]:
+            assert 0 <= begin - end < 64
+            assert not any(data[end:begin])
+            end = finish
+        self.names = self.strings(8, 9, samples)
+        self.folders = self.strings(10, 11, folders)
+        self.classes = self.strings(12, 13, classes)
+        assert self.names == sorted(set(self.names))
+        assert self.folders == sorted(set(self.folders), key=lambda one: one + b"/")
+        assert len(self.sections[14]) == shards
+        assert all(len(self.sections[k]) == samples for k in (5, 6, 7))
+        assert set(self.sections[5].tolist()) <= set(range(-1, classes))
+        self.check_extents()
+        self.check_folders()
+        self.check_table()
+        self.check_shards()
+        self.check_parity()
+
+    def strings(self, offsets, blob, count):
+        bounds = self.sections[offsets].tolist()
+        assert len(bounds) == count + 1
+        assert bounds[0] == 0
+        assert bounds[-1] == len(self.sections[blob])
+        return [self.sections[blob][bounds[k] : bounds[k + 1]] for k in range(count)]
+
+    def check_extents(self):
+        count = len(self.sections[1])
+        assert all(len(self.sections[k]) == count for k in (2, 3, 4))
+        assert (15 in self.sections) == (16 in self.sections)
+        if 16 in self.sections:
+            assert self.sections[16].any()
+            assert len(self.sections[15]) == len(self.sections[16]) == count
+        if 17 in self.sections:
+            first = self.sections[17]
+            assert (first[0], first[-1], len(first)) == (0, count, len(self.names) + 1)
+            assert (np.diff(first) >= 1).all()
+            assert (np.diff(first) > 1).any()
+        else:
+            assert count == len(self.names)
+        for k in range(count):
+            assert int(self.sections[1][k]) % 64 == 0
+            self.extent(k)
+
+    def extent(self, k):
+        offset, length, shard = (int(self.sections[n][k]) for n in (1, 2, 3))
+        stored = int(self.sections[15][k]) if 15 in self.sections else length
+        codec = int(self.sections[16][k]) if 16 in self.sections else 0
+        data = self.shard(shard)[offset : offset + stored]
+        assert len(data) == stored
+        if codec == 1:
+            data = zstd_decode(data, length)
+        assert len(data) == length
+        assert crc32c(data) == self.sections[4][k]
+        return data
+
+    def extents(self, sample):
+        if 17 not in self.sections:
+            return [sample]
+        return list(range(*self.sections[17][sample : sample + 2].tolist()))
+
+    def read(self, sample):
+        return b"".join(self.extent(k) for k in self.extents(sample))
+
+    def check_folders(self):
+        samples, ends = self.sections[19].reshape(-1, 2).tolist(), self.sections[20].tolist()
+        assert len(samples) == len(ends) == len(self.folders)
+        for k, folder in enumerate(self.folders):
+            below = [n for n, name in enumerate(self.names) if name.startswith(folder + b"/")]
+            assert samples[k][1] - samples[k][0] == len(below)
+            assert not below or below == list(range(*samples[k]))
+            inside = [one for one in self.folders if one.startswith(folder + b"/")]
+            assert self.folders[k + 1 : ends[k]] == inside
+            assert folder not in self.names
+
+    def check_table(self):
+        table, count = self.sections[18].tolist(), len(self.names)
+        homes = 2
+        while homes < 2 * count:
+            homes *= 2
+        assert len(table) >= homes + 64
+        entries = sorted((name_hash(name), k) for k, name in enumerate(self.names))
+        expected = [0] * len(table)
+        slot = -1
+        for value, k in entries:
+            slot = max(slot + 1, value >> (64 - homes.bit_length() + 1))
+            expected[slot] = (value & 0xFFFFFF) << 40 | (k + 1)
+        assert table == expected
+
+    def shard(self, number):
+        return (self.folder / f"shard-{number:05d}.pace").read_bytes()
+
+    def check_shards(self):
+        digests = self.sections[21]
+        for k, length in enumerate(self.sections[14].tolist()):
+            data = self.shard(k)
+            assert len(data) == length
+            assert struct.unpack_from("<8sI", data)[0] == b"PACESHRD"
+            assert struct.unpack_from("<I", data, 12)[0] == k
+            assert not any(data[16:60])
+            assert struct.unpack_from("<I", data, 60)[0] == crc32c(data[:60])
+            assert hashlib.sha256(data).digest() == digests[32 * k : 32 * k + 32]
+
+    def check_parity(self):
+        assert (22 in self.sections) == (23 in self.sections)
+        if 22 not in self.sections:
+            return
+        group, *lengths = self.sections[22].tolist()
+        shards = [self.shard(k) for k in range(len(self.sections[14]))]
+        assert len(lengths) == -(-len(shards) // group)
+        for k, length in enumerate(lengths):
+            data = (self.folder / f"parity-{k:05d}.pace").read_bytes()
+            assert len(data) == length
+            assert data[:16] == struct.pack("<8sII", b"PACEPRTY", 2, k)
+            assert hashlib.sha256(data).digest() == self.sections[23][32 * k : 32 * k + 32]
+            members = shards[k * group : (k + 1) * group]
+            total = np.zeros(max(len(one) for one in members), np.uint8)
+            for one in members:
+                total[: len(one)] ^= np.frombuffer(one, np.uint8)
+            assert data[64:] == total.tobytes()
+
+
+def name_hash(name):
+    mask = (1 << 64) - 1
+    value = 0xCBF29CE484222325
+    for byte in name:
+        value = (value ^ byte) * 0x100000001B3 & mask
+    value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD & mask
+    value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 & mask
+    return value ^ value >> 33
+
+
+def zstd_decode(data, length):
+    library = ctypes.CDLL("libzstd.so.1")
+    library.ZSTD_decompress.restype = ctypes.c_size_t
+    buffer = ctypes.create_string_buffer(length)
+    library.ZSTD_decompress(buffer, ctypes.c_size_t(length), data, ctypes.c_size_t(len(data)))
+    return buffer.raw

@@ -1,0 +1,120 @@
+"""What the writer writes is what the page of the format says, read by a parser of that page."""
+
+import importlib.util
+import io
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.native import zstd_available
+from paceline.store import PackOptions, append_pack, open_pack, pack_archives, pack_samples
+from paceline.store import indexing as indexing_module
+from paceline.store import name_table as table_module
+from paceline.store import spool as spool_module
+
+_spec = importlib.util.spec_from_file_location(
+    "pack_parser", Path(__file__).with_name("pack_parser.py")
+)
+pack_parser = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pack_parser)
+
+parts = st.sampled_from([b"a", b"b", b"a-", b"a.", b"\xff", b"z" * 30]) | st.binary(
+    min_size=1, max_size=12
+).filter(lambda part: not {0, 47} & set(part) and part not in (b".", b".."))
+names = st.lists(parts, min_size=1, max_size=4).map(b"/".join)
+bodies = st.binary(max_size=200) | st.integers(0, 3000).map(lambda size: b"ab" * size)
+
+
+@st.composite
+def sample_sets(draw):
+    """Samples in any order, none named like a folder."""
+    drawn = draw(st.dictionaries(names, bodies, max_size=25))
+    above = {name.rsplit(b"/", k)[0] for name in drawn for k in range(1, name.count(b"/") + 1)}
+    kept = [(name, body) for name, body in drawn.items() if name not in above]
+    return draw(st.permutations(kept))
+
+
+codecs = st.sampled_from(["none", "zstd", "auto"] if zstd_available() else ["none"])
+options = st.builds(
+    PackOptions,
+    shard_bytes=st.sampled_from([128, 640, 5000, 1 << 20]),
+    codec=codecs,
+    parity_group=st.sampled_from([0, 2, 3]),
+)
+
+
+def check(path, expected):
+    """Compare a pack with what it should hold, by both readers."""
+    parsed = pack_parser.ParsedPack(path)
+    assert (
+        dict(zip(parsed.names, map(parsed.read, range(len(parsed.names))), strict=True)) == expected
+    )
+    with open_pack(path) as pack:
+        assert pack.identity == parsed.identity
+        assert {n.encode("utf-8", "surrogateescape") for n in pack.names} == set(expected)
+        for name, body in expected.items():
+            assert pack.read(pack.find(name)) == body
+        assert list(pack.verify()) == []
+    assert not [one for one in path.iterdir() if one.name.endswith(".partial")]
+    return parsed
+
+
+@pytest.fixture(params=[False, True], ids=["in memory", "in many runs"])
+def few(request, monkeypatch):
+    """Let runs, pieces of the merge and parts of the name table be tiny."""
+    if request.param:
+        monkeypatch.setattr(spool_module, "RUN_SAMPLES", 3)
+        monkeypatch.setattr(indexing_module, "PIECE_SAMPLES", 4)
+        monkeypatch.setattr(table_module, "PART_SAMPLES", 2)
+        monkeypatch.setattr(table_module, "_PIECE_SLOTS", 8)
+
+
+@pytest.mark.usefixtures("few")
+@settings(max_examples=60, deadline=None)
+@given(samples=sample_sets(), options=options, cut=st.integers(0, 25))
+def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut):
+    first, second = samples[:cut], samples[cut:]
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        path = Path(folder, "pack")
+        pack_samples(iter(first), path, options=options)
+        parsed = check(path, dict(first))
+        classes = sorted({name.split(b"/")[0] for name, _ in first if b"/" in name})
+        assert parsed.classes == classes
+        if second and first:
+            from paceline.store.sources import SampleSource
+
+            append_pack(SampleSource(second), path, options=options)
+            parsed = check(path, dict(samples))
+            assert parsed.classes[: len(classes)] == classes
+        for name, label in zip(parsed.names, parsed.sections[5].tolist(), strict=True):
+            top = name.split(b"/")[0] if b"/" in name else None
+            assert (parsed.classes[label] if label >= 0 else None) == top
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.bz2", "tar.xz"])
+def test_archives_of_all_formats(tmp_path, suffix):
+    expected = {}
+    for number, form in enumerate([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]):
+        mode = "w:" + suffix.removeprefix("tar").removeprefix(".")
+        with tarfile.open(tmp_path / f"{number}.{suffix}", mode, format=form) as archive:
+            for k in range(20):
+                name = f"./n{number}/{'deep/' * (k if form != tarfile.USTAR_FORMAT else 3)}é{k}"
+                body = bytes([k]) * (k * 300)
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mtime, entry.mode = len(body), 1_700_000_000 + k, 0o640
+                archive.addfile(entry, io.BytesIO(body))
+                expected[name.removeprefix("./").encode()] = body
+    pack_archives(tmp_path.glob(f"*.{suffix}"), tmp_path / "pack")
+    parsed = check(tmp_path / "pack", expected)
+    assert set(parsed.sections[6].tolist()) == {0o100640}
+    assert {t // 10**9 for t in parsed.sections[7].tolist()} == {
+        1_700_000_000 + k for k in range(20)
+    }
+
+
+def _memory():
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

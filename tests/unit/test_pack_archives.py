@@ -1,0 +1,193 @@
+"""Packing tar archives and WebDataset shards: what is taken, and what is refused."""
+
+import io
+import tarfile
+
+import pytest
+
+from paceline.core.errors import NotFound, StorageError, UsageError
+from paceline.store import PackOptions, archives, open_pack, pack_archives, pack_paths, plan_pack
+from paceline.store import packer as packer_module
+
+
+def write_tar(path, members, **kwargs):
+    """Write an archive of (name, body) pairs and of whole `TarInfo`s."""
+    with tarfile.open(path, "w", **kwargs) as archive:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                archive.addfile(member)
+                continue
+            name, body = member
+            entry = tarfile.TarInfo(name)
+            entry.size = len(body)
+            archive.addfile(entry, io.BytesIO(body))
+    return path
+
+
+def entry_of(name, kind, **fields):
+    entry = tarfile.TarInfo(name)
+    entry.type = kind
+    for field, value in fields.items():
+        setattr(entry, field, value)
+    return entry
+
+
+@pytest.mark.parametrize("name", ["../up", "a/../../up", "/etc/passwd", "a/..", "..", "//abs"])
+def test_names_that_lead_out_are_refused(tmp_path, name):
+    path = write_tar(tmp_path / "a.tar", [("fine", b"1"), (name, b"2")])
+    with pytest.raises(UsageError, match="cannot name a sample"):
+        pack_archives(path, tmp_path / "pack")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_a_name_with_nul_is_refused(tmp_path):
+    entry = tarfile.TarInfo("x" * 120)
+    entry.pax_headers = {"path": "a\0b"}
+    write_tar(tmp_path / "a.tar", [entry], format=tarfile.PAX_FORMAT)
+    with pytest.raises(UsageError, match="cannot name a sample"):
+        pack_archives(tmp_path / "a.tar", tmp_path / "pack")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (tarfile.SYMTYPE, "a symbolic link"),
+        (tarfile.LNKTYPE, "a hard link"),
+        (tarfile.CHRTYPE, "a device"),
+        (tarfile.FIFOTYPE, "a named pipe"),
+        (b"Z", "unknown kind"),
+    ],
+)
+def test_what_is_neither_file_nor_folder_is_refused(tmp_path, kind, text):
+    path = write_tar(tmp_path / "a.tar", [entry_of("odd", kind, linkname="target")])
+    with pytest.raises(UsageError, match=rf"neither a file nor a folder.*a\.tar.*odd.*{text}"):
+        pack_archives(path, tmp_path / "pack")
+
+
+def test_names_are_normalised_and_folders_kept(tmp_path):
+    members = [
+        entry_of("./", tarfile.DIRTYPE),
+        entry_of("./empty/within/", tarfile.DIRTYPE),
+        ("./a//b/./c", b"1"),
+        ("d", b"2"),
+    ]
+    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert list(pack.names) == ["a/b/c", "d"]
+        assert list(pack.folder_names) == ["a", "a/b", "empty", "empty/within"]
+        assert pack.class_names == ("a", "empty")
+        assert pack.labels.tolist() == [0, -1]
+
+
+def test_two_samples_of_one_name_are_refused(tmp_path):
+    one = write_tar(tmp_path / "a.tar", [("x/y", b"1"), ("x/z", b"1")])
+    two = write_tar(tmp_path / "b.tar", [("./x/y", b"2")])
+    with pytest.raises(UsageError, match=r"two samples have one name.*x/y"):
+        pack_archives([one, two], tmp_path / "pack")
+    assert not (tmp_path / "pack").exists()
+    three = write_tar(tmp_path / "c.tar", [("x", b"2")])
+    with pytest.raises(UsageError, match="named like a folder"):
+        pack_archives([one, three], tmp_path / "other")
+
+
+def test_damage_is_named(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [("x", b"1" * 3000), ("y", b"2" * 3000)])
+    whole = path.read_bytes()
+    cases = {
+        "cut off amid a member": whole[:2000],
+        "without its end mark": whole[: 2 * (512 + 3072)],
+        "checksum": whole[:3584] + b"\1" + whole[3585:],
+        "no number": whole[: 3584 + 148] + b"zz" + whole[3584 + 150 :],
+    }
+    for k, (text, data) in enumerate(cases.items()):
+        path.write_bytes(data)
+        with pytest.raises(StorageError, match=rf"archive is damaged.*a\.tar.*{text}"):
+            pack_archives(path, tmp_path / f"pack{k}")
+    write_tar(tmp_path / "b.tar", [("x" * 200, b"")], format=tarfile.PAX_FORMAT)
+    data = (tmp_path / "b.tar").read_bytes()
+    (tmp_path / "b.tar").write_bytes(data[:512] + b"9" + data[513:])
+    with pytest.raises(StorageError, match="malformed"):
+        pack_archives(tmp_path / "b.tar", tmp_path / "pack")
+    compressed = tmp_path / "c.tar.gz"
+    with tarfile.open(compressed, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("x"))
+    compressed.write_bytes(compressed.read_bytes()[:-20])
+    with pytest.raises(StorageError, match=r"archive is damaged.*c\.tar\.gz"):
+        pack_archives(compressed, tmp_path / "pack")
+
+
+def group(key, label, **others):
+    return [(f"{key}.cls", label), *((f"{key}.{ext}", body) for ext, body in others.items())]
+
+
+def test_cls_members_label_their_group(tmp_path):
+    members = [
+        ("d.x/no-extension", b"0"),
+        *group("d.x/1", b"10\n", jpg=b"a", json=b"{}"),
+        ("d.x/2.seg.png", b"p"),
+        ("d.x/2.cls", b"9"),
+        ("d.x/3.jpg", b"q"),
+        ("d.x/4.cls", b"alone"),
+    ]
+    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.class_names == ("9", "10")
+        labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
+    assert labels == {
+        "d.x/1.jpg": 1,
+        "d.x/1.json": 1,
+        "d.x/2.seg.png": 0,
+        "d.x/3.jpg": -1,
+        "d.x/4.cls": -1,
+        "d.x/no-extension": -1,
+    }
+
+
+def test_classes_that_are_words_are_sorted(tmp_path):
+    members = group("1", b"dog", jpg=b"") + group("2", b"10", jpg=b"") + group("3", b"9", jpg=b"")
+    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.class_names == ("10", "9", "dog")
+        assert pack.labels.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("label", [b"", b"x" * 300, b"a\0b"])
+def test_a_cls_member_that_names_no_class_is_refused(tmp_path, label):
+    path = write_tar(tmp_path / "a.tar", group("1", label, jpg=b""))
+    with pytest.raises(UsageError, match="names no class"):
+        pack_archives(path, tmp_path / "pack")
+
+
+def test_large_members_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(packer_module, "BATCH_BYTES", 1000)
+    bodies = {f"{k}.bin": bytes([k]) * (700 * k) for k in range(6)}
+    path = write_tar(tmp_path / "a.tar", bodies.items())
+    options = PackOptions(shard_bytes=2048)
+    planned = plan_pack(path, tmp_path / "pack", options=options)
+    summary = pack_paths([str(path)], tmp_path / "pack", options=options)
+    assert (planned.pack_bytes, planned.shard_count) == (summary.pack_bytes, summary.shard_count)
+    with open_pack(tmp_path / "pack") as pack:
+        assert {name: pack.read(k) for k, name in enumerate(pack.names)} == bodies
+        assert list(pack.verify()) == []
+        assert len(pack.extents(5)) == 2
+
+
+def test_paths_name_archives(tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for k in range(8, 12):
+        write_tar(shards / f"s-{k:03d}.tar", [(f"{k}", b"x")])
+    every = [str(shards / f"s-{k:03d}.tar") for k in range(8, 12)]
+    assert archives.find_archives([str(shards)]) == every
+    assert archives.find_archives([str(shards / "s-{008..011}.tar")]) == every
+    assert archives.find_archives([str(shards / "s-*.tar")]) == every
+    assert archives.find_archives([str(shards / "s-{008,010}.tar")]) == every[::2]
+    assert archives.find_archives([str(tmp_path)]) == []
+    assert pack_paths([str(shards)], tmp_path / "pack").sample_count == 4
+    with pytest.raises(UsageError, match="only if all are archives"):
+        pack_paths([str(shards), str(tmp_path)], tmp_path / "other")
+    with pytest.raises(UsageError, match="no archives"):
+        pack_archives(tmp_path, tmp_path / "other")
+    with pytest.raises(NotFound, match="no such archive"):
+        pack_archives(tmp_path / "none.tar", tmp_path / "other")
