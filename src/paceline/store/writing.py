@@ -1,8 +1,8 @@
 """Writes shards: samples one behind the other, each shard hashed and made durable on the way.
 
-What is read next and what is written meanwhile overlap: one thread beside the caller's writes,
-hashes (SHA-256 of whole shards) and syncs, in order. It takes whole batches, so its Python costs
-nothing a sample.
+What is read next and what is written meanwhile overlap: one thread beside the caller's writes and
+syncs, in order, and another hashes (SHA-256 of whole shards). They take whole batches, so their
+Python costs nothing a sample.
 """
 
 from __future__ import annotations
@@ -158,20 +158,21 @@ class ShardWriter:
         self._file: PackFile | None = None
         self._digest = hashlib.sha256()
         self._buffers = [np.empty(0, np.uint8) for _ in range(_PENDING + 2)]
-        self._in_use: list[Future[Any] | None] = [None] * len(self._buffers)
+        self._in_use: list[tuple[Future[Any], ...]] = [()] * len(self._buffers)
         self._turn = 0
         self._pending: deque[Future[Any]] = deque()
-        self._thread = ThreadPoolExecutor(1, "paceline-pack")
+        self._thread = ThreadPoolExecutor(1, "paceline-write")
+        self._hasher = ThreadPoolExecutor(1, "paceline-hash")
+        self._hashing: Future[Any] | None = None  # the last piece
         self._has_failed = False
         self.shards: list[Shard] = []
 
     def buffer(self, byte_count: int) -> NDArray[np.uint8]:
         """Return memory for the next batch; what is in it is written before it is lent again."""
         self._turn = (self._turn + 1) % len(self._buffers)
-        used = self._in_use[self._turn]
-        if used is not None:
-            used.result()
-            self._in_use[self._turn] = None
+        for work in self._in_use[self._turn]:
+            work.result()
+        self._in_use[self._turn] = ()
         if len(self._buffers[self._turn]) < byte_count:
             self._buffers[self._turn] = np.empty(max(byte_count, BATCH_BYTES), np.uint8)
         return self._buffers[self._turn][:byte_count]
@@ -253,10 +254,13 @@ class ShardWriter:
         number = self._layout.shard
         then = None if amid_sample else self._on_close()
         digest, self._digest = self._digest, hashlib.sha256()
+        hashing = self._hashing
         self._layout.close()
 
         def finish() -> None:
             self._folder.close(file)
+            if hashing is not None:
+                hashing.result()
             shard = Shard(file.length, digest.digest())
             self.shards.append(shard)
             if then is not None:
@@ -273,33 +277,30 @@ class ShardWriter:
     def stop(self) -> None:
         """End the writing thread once it has written what it was given, unless it failed."""
         self._thread.shutdown(wait=True)
+        self._hasher.shutdown(wait=True)
 
     def _append(self, data: NDArray[np.uint8] | None) -> int:
         """Write to the open shard, a new one if need be; return the offset of `data`."""
         if self._file is None:
             self._file = self._folder.create(shard_name(self._layout.shard))
-            self._submit(
-                self._writer(self._file, np.frombuffer(shard_header(self._layout.shard), np.uint8))
-            )
+            head = shard_header(self._layout.shard)
+            self._write(self._file, np.frombuffer(head, np.uint8))
         offset = self._layout.take(0 if data is None else len(data))
         if data is not None and len(data):
-            turn = self._turn
-            future = self._submit(self._writer(self._file, data))
-            self._in_use[turn] = future
+            self._in_use[self._turn] = self._write(self._file, data)
         return offset
 
-    def _writer(self, file: PackFile, data: NDArray[np.uint8]) -> Callable[[], None]:
-        digest = self._digest
-
+    def _write(self, file: PackFile, data: NDArray[np.uint8]) -> tuple[Future[Any], ...]:
         def write() -> None:
             file.write(data.data)
-            digest.update(data.data)
             waiting = file.length - file.begun
             if waiting >= _WRITEBACK_BYTES:  # so that the sync at the end finds little to do
                 start_writeback(file.descriptor, file.begun, waiting)
                 file.begun = file.length
 
-        return write
+        written = self._submit(write)
+        self._hashing = self._hasher.submit(self._digest.update, data.data)
+        return written, self._hashing
 
     def _submit(self, work: Callable[[], None]) -> Future[Any]:
         while len(self._pending) > 4 * _PENDING or (self._pending and self._pending[0].done()):
