@@ -25,13 +25,13 @@ def batches_of(folder, ranks):
     ]
 
 
-def train(folder, name, ranks, *args, code=0):
+def train(folder, name, ranks, *args, code=0, pack="pack"):
     log = folder / name
     log.mkdir()
     state = log / "state.json"
-    if (folder / "state.json").exists():
+    if pack == "pack" and (folder / "state.json").exists():
         shutil.copy(folder / "state.json", state)
-    command = [SCRIPT, folder / "pack", log, "--state", state, *args]
+    command = [SCRIPT, folder / pack, log, "--state", state, *args]
     done = paceline(folder, "run", "-n", ranks, "--out", f"{name}-run", *command)
     assert done.code == code, done.err
     done.assert_nothing_left()
@@ -88,3 +88,20 @@ def test_waiting_for_the_loader_is_recorded_as_input(folder, uninterrupted):
         assert names.count("next") == len(uninterrupted) + 1  # the last one says that it is over
         recorded += int(inputs["amount"].sum())
     assert recorded == total == COUNT * SAMPLE_BYTES
+
+
+def test_damaged_samples_that_were_skipped_are_counted_in_the_trace(folder):
+    shutil.copytree(folder / "pack", folder / "damaged")
+    shard = folder / "damaged" / "shard-00000.pace"
+    content = bytearray(shard.read_bytes())
+    for number in (10, 20, 30):
+        content[content.index(bytes([number]) * SAMPLE_BYTES)] ^= 1
+    shard.write_bytes(content)
+    args = ("--on-corrupt", "skip")
+    batches, _ = train(folder, "skipped", 1, *args, pack="damaged")
+    assert sorted(chain.from_iterable(batches)) == sorted({*range(COUNT)} - {10, 20, 30})
+    assert len(batches) == -(-COUNT // BATCH)
+    (rank,) = load_run(folder / "skipped-run").ranks
+    counters = rank.of(Kind.COUNTER)
+    name = rank.names.index("loader_skipped_samples")
+    assert counters[counters["name"] == name]["amount"].max() == 3

@@ -25,6 +25,7 @@ def main():
     parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--kill-step", type=int, default=-1)
     parser.add_argument("--kind", default="thread")
+    parser.add_argument("--on-corrupt", default="raise")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -35,7 +36,13 @@ def main():
         options.pack,
         16,
         transform=as_vector,
-        options=LoaderOptions(seed=3, last="join", numbers=True, worker_kind=options.kind),
+        options=LoaderOptions(
+            seed=3,
+            last="join",
+            numbers=True,
+            worker_kind=options.kind,
+            on_corrupt=options.on_corrupt,
+        ),
     )
     if options.state.exists():
         loader.load_state_dict(json.loads(options.state.read_text()))
