@@ -1,7 +1,6 @@
 """Makes one batch of a pack for torch: reads, decodes, transforms and collates it.
 
-This is what a loader's workers do; threads call it, and processes are sent it. With loader.py,
-which uses it, the only file of the store that imports torch.
+This is what a loader's workers do; threads call it, and processes are sent it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import torch
 import torch.utils.data
-from numpy.typing import NDArray
 
 from paceline.core.errors import CorruptPack, Missing, PacelineError, ScriptFailed
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from paceline.store.loader_options import LoaderOptions
     from paceline.store.reader import Pack
+    from paceline.store.tasks import BatchTask
 
 
 class RawSamples(Sequence[memoryview]):
@@ -68,14 +69,6 @@ class RawSamples(Sequence[memoryview]):
     def pin_memory(self) -> RawSamples:
         """Return the same in page-locked memory, from where a GPU copies without waiting."""
         return RawSamples(self.buffer.pin_memory(), self.offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTask:
-    """A batch to make: its sample numbers, and their bytes in the pack."""
-
-    numbers: NDArray[np.int64]
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
-"""Feeds PyTorch from a pack: the only file of the store that imports torch.
+"""Feeds PyTorch from a pack. With batches.py and dataset.py, all of the store that imports torch.
 
 `Loader` is the whole way at once: the sample order (order.py), this rank's share of it
 (sampler.py), reading in batches without the GIL, and workers that decode and collate ahead of the
 loop (workers.py). Its place is (epoch, position), where position counts the samples that all ranks
 have been *delivered*; that is its state. `PackDataset` is for those who keep torch's own
 `DataLoader`, with `PackSampler` or any other.
-
-Under fork and under spawn, workers map the same page cache; nothing but the path is pickled.
 """
 
 from __future__ import annotations
@@ -17,84 +15,29 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 import torch.utils.data
 
 from paceline.core.errors import DeadlineExceeded, PacelineError, ScriptFailed, UsageError
-from paceline.store.batches import Batch, BatchMaker, BatchTask, RawSamples
+from paceline.store.batches import Batch, BatchMaker, RawSamples
+from paceline.store.dataset import PackDataset
 from paceline.store.loader_options import NAMES_KEPT, LoaderOptions, LoaderStats
 from paceline.store.order import SampleOrder
 from paceline.store.reader import Pack, open_pack
 from paceline.store.sampler import RankBatches, load_state, place_in_job, save_state
+from paceline.store.tasks import BatchTask, fetch_ahead, plan_tasks
 from paceline.store.workers import Bounds, OrderedThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 
 _log = logging.getLogger(__name__)
 
-_PLANNED = 8192  # positions whose samples are computed at once: a call for each batch costs more
 _MAX_WORKERS = 16
-
-
-class PackDataset(torch.utils.data.Dataset):  # type: ignore[misc]  # torch is untyped to mypy here
-    """Samples of a pack as ``(transform(bytes), label)``, for any `DataLoader`.
-
-    Args:
-        pack: an open pack, or the path of one.
-        transform: turns a sample's bytes into what the model trains on; None leaves the bytes.
-    """
-
-    def __init__(
-        self,
-        pack: Pack | str | os.PathLike[str],
-        transform: Callable[[bytes], Any] | None = None,
-    ) -> None:
-        self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-    def __getitem__(self, sample: int) -> tuple[Any, int]:
-        return self._item(self.pack.read(sample), int(self.pack.labels[sample]))
-
-    def __getitems__(self, samples: Sequence[int]) -> list[tuple[Any, int]]:
-        """Return a whole batch by one call into C++; `DataLoader` prefers this."""
-        ids = np.asarray(samples, np.int64)
-        buffer, offsets = self.pack.read_batch(ids)
-        labels = self.pack.labels[ids]
-        return [
-            self._item(buffer[offsets[k] : offsets[k + 1]].tobytes(), int(labels[k]))
-            for k in range(len(ids))
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which pack this is; the place in the epoch is the sampler's."""
-        return {"version": 1, "pack": self.pack.identity}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that `state` is of the same pack.
-
-        Raises:
-            UsageError: it is not.
-        """
-        if dict(state) != self.state_dict():
-            raise UsageError(
-                "the state is of another pack",
-                where=str(self.pack.path),
-                why=f"it is {dict(state)}, and here it is {self.state_dict()}",
-                fix="Open the pack that it was saved with",
-            )
-
-    def _item(self, body: bytes, label: int) -> tuple[Any, int]:
-        return (body if self.transform is None else self.transform(body)), label
 
 
 class Loader:
@@ -233,35 +176,9 @@ class Loader:
         self._processes = None
 
     def tasks(self) -> Iterator[BatchTask]:
-        """Return what is to be made from here to the epoch's end; storage is told of it ahead."""
-        return self._told_ahead(self._planned(self.order, self.position))
-
-    def _told_ahead(self, tasks: Iterator[BatchTask]) -> Iterator[BatchTask]:
-        options, ahead, ahead_bytes = self.options, deque[BatchTask](), 0
-        for task in tasks:
-            self.pack.prefetch(task.numbers)
-            ahead.append(task)
-            ahead_bytes += task.size_bytes
-            while ahead and (
-                len(ahead) > options.batches_ahead or ahead_bytes > options.bytes_ahead
-            ):
-                ahead_bytes -= ahead[0].size_bytes
-                yield ahead.popleft()
-        yield from ahead
-
-    def _planned(self, order: SampleOrder, position: int) -> Iterator[BatchTask]:
-        batches = self.batches
-        share = max(1, batches.global_batch_size // batches.world_size)
-        at_once = max(1, _PLANNED // share)
-        while planned := batches.positions(position, at_once):
-            numbers = order.samples(np.concatenate(planned))
-            sizes = self._lengths[numbers]
-            begin = 0
-            for one in planned:
-                part = slice(begin, begin + len(one))
-                yield BatchTask(numbers[part], int(sizes[part].sum()))
-                begin += len(one)
-            position = batches.after(position, len(planned))
+        """Return what is to be made from here to the epoch's end."""
+        planned = plan_tasks(self.order, self.batches, self.position, self._lengths)
+        return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:
         if 0 < position >= len(self.pack):
