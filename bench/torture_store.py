@@ -12,7 +12,8 @@ from pathlib import Path
 
 from harness import Report, options, tell
 
-from paceline.studies.torture_store import TortureOptions, torture_store
+from paceline.studies.torture_parts import TortureOptions
+from paceline.studies.torture_store import torture_store
 
 NAMES = {
     "corruptions": "corruptions that were unnoticed, misnamed or a crash",

@@ -12,10 +12,12 @@ from paceline.core.errors import NotFound
 from paceline.store import PackOptions, open_pack, pack_folder
 from paceline.studies import torture_corruption, torture_store
 from paceline.studies.faults import Faults
+from paceline.studies.torture_interruptions import compare, litter
+from paceline.studies.torture_parts import Tally, TortureOptions, make_source, pack_options
 
 
 def test_nothing_goes_unnoticed(tmp_path):
-    options = torture_store.TortureOptions(corruptions=160, kills=8, fault_limit=6, seed=3)
+    options = TortureOptions(corruptions=160, kills=8, fault_limit=6, seed=3)
     lines = []
     report = torture_store.torture_store(tmp_path, options, on_progress=lines.append)
     for campaign in report.campaigns:
@@ -35,8 +37,8 @@ def test_nothing_goes_unnoticed(tmp_path):
 
 @pytest.fixture
 def victim(tmp_path):
-    torture_store._make_source(tmp_path / "source", 1, "class")
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=torture_store._options())
+    make_source(tmp_path / "source", 1, "class")
+    pack_folder(tmp_path / "source", tmp_path / "pack", options=pack_options())
     return torture_corruption.Victim(tmp_path / "pack", tmp_path / "source")
 
 
@@ -88,7 +90,7 @@ def test_a_crash_of_the_reader_is_a_failure_and_not_the_end(tmp_path, monkeypatc
     script.write_text("#!/bin/sh\necho '{\"begun\": 3}'\nkill -BUS $$\n")
     script.chmod(0o755)
     monkeypatch.setattr(torture_store.sys, "executable", str(script))
-    tally = torture_store._Tally()
+    tally = Tally()
     arguments = (tmp_path / "pack", tmp_path / "source", 1, range(10), tally)
     assert torture_store._corrupt_in_child(*arguments) == 4
     assert "SIGBUS" in tally.failures[0]
@@ -96,17 +98,17 @@ def test_a_crash_of_the_reader_is_a_failure_and_not_the_end(tmp_path, monkeypatc
 
 def test_what_is_lost_or_left_is_found(victim, tmp_path):
     source, pack = tmp_path / "source", victim.path
-    assert torture_store._compare(source, pack) == ""
-    assert torture_store._litter(pack) == ""
+    assert compare(source, pack) == ""
+    assert litter(pack) == ""
     (source / "class0" / "new").write_bytes(b"new")
-    assert "lost or changed" in torture_store._compare(source, pack)
+    assert "lost or changed" in compare(source, pack)
     (pack / "shard-00099.pace").write_bytes(b"")
-    assert "shard-00099.pace" in torture_store._litter(pack)
+    assert "shard-00099.pace" in litter(pack)
     content = victim.files["shard-00000.pace"]
     victim.write("shard-00000.pace", content[:80] + b"\0\1\2\3" + content[84:])
-    assert "cannot be read" in torture_store._compare(source, pack)
+    assert "cannot be read" in compare(source, pack)
     victim.write("shard-00000.pace", content[:80])
-    assert "cannot be read" in torture_store._compare(source, pack)
+    assert "cannot be read" in compare(source, pack)
 
 
 def test_faults_count_and_strike_once(tmp_path):

@@ -53,7 +53,8 @@ def store(
 
     All happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
     """
-    from paceline.studies.torture_store import TortureOptions, torture_store
+    from paceline.studies.torture_parts import TortureOptions
+    from paceline.studies.torture_store import torture_store
 
     options = TortureOptions(corruptions=corruptions, kills=kills, fault_limit=faults, seed=seed)
     report = torture_store(folder, options, on_progress=_show if sys.stderr.isatty() else None)
