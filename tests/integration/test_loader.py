@@ -263,6 +263,14 @@ def test_leaving_a_loop_keeps_the_place(pack):
     assert (loader.epoch, loader.position, len(loader)) == (1, 0, 13)
 
 
+def test_the_next_batch_has_a_name_for_errors(pack):
+    loader = Loader(pack, 50, options=options(shuffle="none", last="drop"))
+    assert loader.next_batch() == "the batch that begins with sample 0 'class0/000'"
+    batches = iter(loader)
+    assert [len(next(batches)[2]) for _ in range(2)] == [50, 50]
+    assert loader.next_batch() == "the end of the epoch"
+
+
 def test_an_epoch_can_be_set_and_the_present_one_goes_on(pack):
     loader = Loader(pack, 10, options=options())
     epochs = [numbers_of(loader) for _ in range(3)]

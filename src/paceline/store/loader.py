@@ -256,8 +256,10 @@ class Loader:
 
     def next_batch(self) -> str:
         """Return what to call the next batch in an error."""
-        (positions,) = self.batches.positions(self.position)
-        number = int(self.order.samples(positions[:1])[0])
+        planned = self.batches.positions(self.position)
+        if not planned:
+            return "the end of the epoch"
+        number = int(self.order.samples(planned[0][:1])[0])
         return f"the batch that begins with sample {number} {self.pack.names[number]!a}"
 
     def ended(self) -> None:
