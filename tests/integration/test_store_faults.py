@@ -23,6 +23,7 @@ import pytest
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
 from paceline.store import PackOptions, append_pack, open_pack, pack_folder
 from paceline.store import scan as scan_module
+from paceline.studies.faults import Faults
 
 OPTIONS = PackOptions(shard_bytes=1024)
 CALLS = (
@@ -62,34 +63,6 @@ def source(tmp_path):
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
     monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 2)
-
-
-class Faults:
-    """Counts the calls in `names` and does `action` in place of the `at`-th, or notes them all."""
-
-    def __init__(self, at=-1, action=None, names=CALLS):
-        self.at, self.action = at, action
-        self.names = names
-        self.seen = []
-
-    def __enter__(self):
-        self.original = {name: getattr(os, name) for name in self.names}
-        for name, function in self.original.items():
-            setattr(os, name, self._wrap(name, function))
-        return self
-
-    def __exit__(self, *ignored):
-        for name, function in self.original.items():
-            setattr(os, name, function)
-
-    def _wrap(self, name, function):
-        def call(*args, **kwargs):
-            self.seen.append((name, args[0]))
-            if len(self.seen) - 1 == self.at:
-                return self.action(function, *args, **kwargs)
-            return function(*args, **kwargs)
-
-        return call
 
 
 def count_calls(source, destination, names=CALLS):

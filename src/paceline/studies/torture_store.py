@@ -2,10 +2,10 @@
 
 Four campaigns, each with its counts; a seed gives the same damage again. ::
 
-    corruptions  bytes of a pack are damaged, and each sample whose bytes changed must be refused by
+    corruptions  bytes of a pack are damaged: each sample whose bytes changed must be refused by
                  name (`torture_corruption.py`, in processes of their own)
-    kills        packing and appending are killed at random moments: what was committed is whole, and
-                 the next run leaves no litter (`torture_interruptions.py`)
+    kills        packing and appending are killed at random moments: what was committed is whole,
+                 and the next run leaves no litter (`torture_interruptions.py`)
     faults       each call that changes the disk fails once: the old state or the new, never between
     names        packs with hostile names write nothing outside the folder of an extraction
 """
