@@ -1,8 +1,8 @@
 """Writes shards: samples one behind the other, each shard hashed and made durable on the way.
 
-What is read next and what is written meanwhile overlap: one thread beside the caller's writes and
-syncs, in order, and another hashes (SHA-256 of whole shards). They take whole batches, so their
-Python costs nothing a sample.
+What is read next, what is written, hashed (SHA-256 of whole shards) and synced overlap: each has a
+thread, beside the caller's, and does its work in order. They take whole batches, so their Python
+costs nothing a sample.
 """
 
 from __future__ import annotations
@@ -161,10 +161,11 @@ class ShardWriter:
         self._in_use: list[tuple[Future[Any], ...]] = [()] * len(self._buffers)
         self._turn = 0
         self._pending: deque[Future[Any]] = deque()
-        self._thread = ThreadPoolExecutor(1, "paceline-write")
-        self._hasher = ThreadPoolExecutor(1, "paceline-hash")
-        self._hashing: Future[Any] | None = None  # the last piece
-        self._has_failed = False
+        self._writing = ThreadPoolExecutor(1, "paceline-write")
+        self._hashing = ThreadPoolExecutor(1, "paceline-hash")
+        self._syncing = ThreadPoolExecutor(1, "paceline-sync")
+        self._last: tuple[Future[Any], ...] = ()  # what the last piece waits for
+        self._problem: BaseException | None = None  # whatever comes after a failure would be wrong
         self.shards: list[Shard] = []
 
     def buffer(self, byte_count: int) -> NDArray[np.uint8]:
@@ -254,19 +255,19 @@ class ShardWriter:
         number = self._layout.shard
         then = None if amid_sample else self._on_close()
         digest, self._digest = self._digest, hashlib.sha256()
-        hashing = self._hashing
+        last, self._last = self._last, ()
         self._layout.close()
 
         def finish() -> None:
+            for work in last:
+                work.result()
             self._folder.close(file)
-            if hashing is not None:
-                hashing.result()
             shard = Shard(file.length, digest.digest())
             self.shards.append(shard)
             if then is not None:
                 then(number, shard)
 
-        self._submit(finish)
+        self._submit(self._syncing, finish)
 
     def finish(self) -> None:
         """Close the last shard and wait until everything is durable."""
@@ -275,9 +276,9 @@ class ShardWriter:
             self._pending.popleft().result()
 
     def stop(self) -> None:
-        """End the writing thread once it has written what it was given, unless it failed."""
-        self._thread.shutdown(wait=True)
-        self._hasher.shutdown(wait=True)
+        """End the threads once what they were given is done, or has failed."""
+        for thread in (self._writing, self._hashing, self._syncing):
+            thread.shutdown(wait=True)
 
     def _append(self, data: NDArray[np.uint8] | None) -> int:
         """Write to the open shard, a new one if need be; return the offset of `data`."""
@@ -298,20 +299,23 @@ class ShardWriter:
                 start_writeback(file.descriptor, file.begun, waiting)
                 file.begun = file.length
 
-        written = self._submit(write)
-        self._hashing = self._hasher.submit(self._digest.update, data.data)
-        return written, self._hashing
+        hashed = self._hashing.submit(self._digest.update, data.data)
+        self._last = (self._submit(self._writing, write), hashed)
+        return self._last
 
-    def _submit(self, work: Callable[[], None]) -> Future[Any]:
+    def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> Future[Any]:
         while len(self._pending) > 4 * _PENDING or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
         def run() -> None:
-            if not self._has_failed:  # whatever comes after a failure would be wrong
-                self._has_failed = True
+            if self._problem is not None:
+                raise self._problem
+            try:
                 work()
-                self._has_failed = False
+            except BaseException as problem:
+                self._problem = problem
+                raise
 
-        future = self._thread.submit(run)
+        future = thread.submit(run)
         self._pending.append(future)
         return future
