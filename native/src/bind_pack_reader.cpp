@@ -333,7 +333,6 @@ void bind_pack_reader(nb::module_& module) {
       .def(
           "prefetch",
           [](const PackReader& self, const Ids& ids) { self.prefetch(span_of(ids)); }, "ids"_a)
-      .def("preload", &PackReader::preload)
       .def("verify", &verify, "first"_a, "end"_a)
       .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>());
 }

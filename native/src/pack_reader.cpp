@@ -24,8 +24,6 @@ constexpr std::size_t part_bytes = 1024 * 1024;  // a thread's share of a batch
 constexpr std::size_t part_pieces = 512;
 constexpr std::size_t shared_bytes = 2 * part_bytes;  // below it, waking threads costs more
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
-constexpr std::size_t preload_bytes = 4 * 1024 * 1024;
-constexpr std::size_t preload_ahead = 4;  // chunks: enough to keep a disk at work
 constexpr std::uint64_t check_interval_ns = 20'000'000;
 constexpr int wary_batches = 64;
 constexpr std::size_t cache_line = 64;
@@ -102,7 +100,6 @@ PackReader::PackReader(const std::string& folder, const ReadOptions& options)
 }
 
 PackReader::~PackReader() {
-  closing_.store(true, std::memory_order_relaxed);
   for (const auto& shard : shards_) {
     if (shard->direct >= 0) close(shard->direct);
   }
@@ -413,27 +410,6 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
       look_up(pieces);
       request(pieces);
     } catch (const std::exception&) {  // who reads it will be told
-    }
-  });
-}
-
-void PackReader::preload() const {
-  if (options_.direct) return;
-  preloader_.post([this] {
-    std::vector<std::pair<Shard*, std::span<const std::byte>>> chunks;
-    for (const auto& shard : shards_) {
-      const auto bytes = shard->mapping.bytes();
-      for (std::size_t at = 0; at < bytes.size(); at += preload_bytes) {
-        chunks.emplace_back(shard.get(), bytes.subspan(at, std::min(preload_bytes, bytes.size() - at)));
-      }
-    }
-    for (std::size_t i = 0; i < chunks.size() && !closing_.load(std::memory_order_relaxed); ++i) {
-      const std::size_t last = std::min(i + preload_ahead, chunks.size() - 1);
-      for (std::size_t next = i == 0 ? 0 : i + preload_ahead; next <= last; ++next) {
-        read_ahead(chunks[next].second);
-      }
-      chunks[i].first->residency.expect_faults(chunks[i].second);
-      if (!populate(chunks[i].second)) return;  // who reads what is there will be told
     }
   });
 }

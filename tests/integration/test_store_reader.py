@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
-from paceline.store import open_pack, pack_folder, reader
+from paceline.store import open_pack, pack_folder
 
 MTIME_NS = 1_700_000_000_123_456_789
 BODIES = {
@@ -161,25 +161,6 @@ def test_a_shard_that_is_written_to_is_verified_again(path):
         flip(pack, "b/4.bin")  # in the page cache, under our eyes
         with pytest.raises(CorruptPack):
             read_until(sample, pack, time.monotonic() + 10)
-
-
-def test_a_pack_can_be_read_while_all_of_it_is_on_its_way(path):
-    with open_pack(path) as pack:
-        pack.evict()
-        assert pack.preload()
-        assert [pack.read(i) for i in range(len(pack))] == [BODIES[name] for name in pack.names]
-        sample = pack.find("b/4.bin")
-        pack.evict()
-        flip(pack, "b/4.bin")
-        assert pack.preload()
-        with pytest.raises(CorruptPack):  # what was loaded was not verified
-            pack.read(sample)
-
-
-def test_a_pack_larger_than_memory_is_not_loaded_whole(path, monkeypatch):
-    monkeypatch.setattr(reader, "memory_bytes", lambda: 100_000)
-    with open_pack(path) as pack:
-        assert not pack.preload()
 
 
 def test_a_shard_that_is_cut_off_is_an_error_and_no_signal(path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.core.node import (
+from paceline.launch.node import (
     Limits,
     cache_bytes,
     cpu_name,

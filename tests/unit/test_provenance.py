@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from paceline.core import node
 from paceline.core.errors import ConfigError, NotFound
 from paceline.core.machine import Machine
+from paceline.launch import node
 from paceline.launch.predict import load_machine
 from paceline.launch.provenance import known_machine, machine_path
 

@@ -70,8 +70,6 @@ class PackReader {
       std::span<const std::int64_t> ids) const;
   // Starts to read what is not in memory; returns at once.
   void prefetch(std::span<const std::int64_t> ids) const;
-  // Starts to read all shards, front to back, a few chunks ahead of what has come; returns at once.
-  void preload() const;
   // Verifies samples [first, end) in place and returns the bad ones.
   std::vector<BadSample> verify(std::uint64_t first, std::uint64_t end) const;
   // Lets go of all pages, and of what is known about them.
@@ -121,8 +119,6 @@ class PackReader {
   ReadOptions options_;
   std::vector<std::unique_ptr<Shard>> shards_;
   mutable WorkerPool pool_;
-  mutable WorkerPool preloader_{2};  // its one thread, which would keep others waiting
-  std::atomic<bool> closing_{false};
   mutable std::atomic<int> wary_{0};  // batches in which to ask whether pages are still there
 };
 

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core import node
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
 from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
+from paceline.launch import node
 from paceline.launch.budget import allowed_cores, share
 from paceline.launch.probe_links import measure_links
 from paceline.launch.probe_storage import measure_folder

@@ -8,11 +8,11 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.core import node
 from paceline.core.config import cache_folder
 from paceline.core.errors import ConfigError, NotFound, StorageError
 from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
+from paceline.launch import node
 from paceline.launch.budget import allowed_cores
 
 if TYPE_CHECKING:

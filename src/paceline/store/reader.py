@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError, UsageError
-from paceline.core.node import memory_bytes
 from paceline.native import PACK_FORMAT_VERSION, PackError, PackReader
 from paceline.store.format import INDEX_NAME, PARTIAL_SUFFIX, shard_name
 
@@ -251,21 +250,6 @@ class Pack:
         """Start to read from storage what is not in memory of these samples; returns at once."""
         reader = self._open()
         reader.prefetch(self._ids(samples, reader))
-
-    def preload(self) -> bool:
-        """Start to read the whole pack, front to back, if half of the memory holds it.
-
-        For a first epoch in random order: storage is fastest at large reads in sequence, and every
-        sample is wanted soon. Returns at once; samples can be read meanwhile.
-
-        Returns:
-            Whether it was begun. The memory is the node's, or what control groups allow.
-        """
-        reader = self._open()
-        if 2 * int(reader.shard_lengths.sum()) > memory_bytes() or self._options["direct"]:
-            return False
-        reader.preload()
-        return True
 
     def extents(self, sample: int) -> list[Extent]:
         """Return where the bytes of a sample lie, in order."""

@@ -1,8 +1,7 @@
 """What the kernel lets this process use: cores, memory, file systems. Pure parsers over /proc text.
 
-`doctor` turns these facts into advice, `probe` puts them into a Machine, and the store compares a
-pack with the memory. Every function that reads takes the root folder, so that a test can feed it a
-tree of its own.
+`doctor` turns these facts into advice and `probe` puts them into a Machine. Every function that
+reads takes the root folder, so that a test can feed it a tree of its own.
 """
 
 from __future__ import annotations
