@@ -33,8 +33,9 @@ class LoaderOptions:
             threads (less one, where a GPU computes), at least 1.
         worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
         start_method: of processes: ``fork``, ``forkserver``, ``spawn``; None is torch's choice.
-        batches_ahead: made before they are asked for, at most.
-        bytes_ahead: likewise, in bytes; for processes by the mean size of what is stored.
+        batches_ahead: made before they are asked for, at most. Storage is told of four times as
+            many, to read them meanwhile.
+        bytes_ahead: likewise, in bytes, of both; for processes by the mean size of a stored sample.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
         timeout_s: how long to wait for a worker before it is an error.
 
@@ -55,7 +56,7 @@ class LoaderOptions:
     workers: int | None = None
     worker_kind: Literal["thread", "process"] = "thread"
     start_method: str | None = None
-    batches_ahead: int = 8
+    batches_ahead: int = 4
     bytes_ahead: int = 256 << 20
     pin_memory: bool | None = None
     timeout_s: float = 120.0

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.store.reader import Pack
     from paceline.store.sampler import RankBatches
 
+_FETCHED_PER_MADE = 4  # batches that storage is told of, for each that workers may make ahead
 _AT_ONCE = 8192  # positions whose samples are computed by one call: one a batch would cost more
 
 
@@ -54,13 +55,18 @@ def plan_tasks(
 def fetch_ahead(
     tasks: Iterator[BatchTask], pack: Pack, options: LoaderOptions
 ) -> Iterator[BatchTask]:
-    """Yield `tasks`, each after storage was told of as many behind it as the options allow."""
+    """Yield `tasks`, each after storage was told of those behind it.
+
+    A disk wants to know more of what comes than is good to make ahead: batches that are made and
+    not yet used push each other out of the processor's caches.
+    """
+    most = _FETCHED_PER_MADE * options.batches_ahead
     ahead, ahead_bytes = deque[BatchTask](), 0
     for task in tasks:
         pack.prefetch(task.numbers)
         ahead.append(task)
         ahead_bytes += task.size_bytes
-        while ahead and (len(ahead) > options.batches_ahead or ahead_bytes > options.bytes_ahead):
+        while ahead and (len(ahead) > most or ahead_bytes > options.bytes_ahead):
             ahead_bytes -= ahead[0].size_bytes
             yield ahead.popleft()
     yield from ahead
