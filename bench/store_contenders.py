@@ -157,17 +157,18 @@ class Packed(Contender):
 
     def ahead(self, seed):
         """Open the pack and read it, asking for the next batches while these are read."""
-        windows = batches_of(self.batches(seed), max(AHEAD_SAMPLES // self.batch, 1))
+        batches = self.batches(seed)
+        depth = max(AHEAD_SAMPLES // self.batch, 1)
 
         def read():
             self.pack = self.open()
-            self.pack.prefetch(np.concatenate(windows[0]))
-            for window, following in itertools.zip_longest(windows, windows[1:]):
-                if following is not None:
-                    self.pack.prefetch(np.concatenate(following))
-                for batch in window:
-                    buffer, _ = self.pack.read_batch(batch)
-                    yield len(batch), len(buffer)
+            for batch in batches[:depth]:
+                self.pack.prefetch(batch)
+            for batch, later in itertools.zip_longest(batches, batches[depth:]):
+                if later is not None:
+                    self.pack.prefetch(later)
+                buffer, _ = self.pack.read_batch(batch)
+                yield len(batch), len(buffer)
 
         return read
 
