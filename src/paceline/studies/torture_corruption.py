@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.errors import CorruptData, PacelineError
+from paceline.core.errors import CorruptData, PacelineError, StorageError
 from paceline.store import open_pack
 from paceline.store.damage import verify_files
 from paceline.store.layout import read_layout, sections
@@ -36,6 +36,7 @@ KINDS = ("bit flip", "bit flips", "zeroed block", "swapped blocks", "truncation"
 _BLOCKS = (1, 16, 64, 512, 4096)
 _INDEX = "index.pace"
 _REPAIR_EVERY = 8
+_DIRECT_SHARE = 0.15  # of packs that are read past the page cache
 _POLICIES = ("first", "first", "always")
 
 
@@ -62,6 +63,7 @@ class Victim:
         with open_pack(path) as pack:
             self.bodies = [pack.read(k) for k in range(len(pack))]
             self.names = list(pack.names)
+        self.takes_direct = _takes_direct(path)
 
     def write(self, name: str, content: bytes) -> None:
         """Make `content` that of a file, in place and on storage."""
@@ -136,9 +138,10 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
     name = generator.choice(shards if generator.random() < 0.75 else others)
     kind = generator.choice(KINDS)
     content = damaged(victim.files[name], kind, generator)
-    policy = generator.choice(_POLICIES)
+    is_direct = victim.takes_direct and generator.random() < _DIRECT_SHARE
+    how: dict[str, Any] = {"verify": generator.choice(_POLICIES), "direct": is_direct, "threads": 1}
     after_good_read = case % 2 == 1 and name != _INDEX  # who has the index open goes by it
-    open_before = open_pack(victim.path, verify=policy, threads=1) if after_good_read else None
+    open_before = open_pack(victim.path, **how) if after_good_read else None
     try:
         if open_before is not None:
             problem = _first_read(victim, open_before)
@@ -147,7 +150,7 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
             problem = ""
         victim.write(name, content)
         result = "changed nothing" if content == victim.files[name] else _beside(name)
-        found = _look(victim, name, content, open_before, policy)
+        found = _look(victim, name, content, open_before, how)
         problem = problem or found[1]
         result = found[0] or result
         repaired = False
@@ -161,6 +164,16 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
     return Outcome(
         case=case, kind=kind, file=name, result=result, problem=problem, repaired=repaired
     )
+
+
+def _takes_direct(path: Path) -> bool:
+    """Return whether this file system can be read past the page cache."""
+    try:
+        with open_pack(path, direct=True) as pack:
+            pack.read_batch(range(len(pack)))
+    except StorageError:
+        return False
+    return True
 
 
 def _beside(name: str) -> str:
@@ -177,7 +190,7 @@ def _first_read(victim: Victim, pack: Pack) -> str:
 
 
 def _look(
-    victim: Victim, name: str, content: bytes, open_before: Pack | None, policy: str
+    victim: Victim, name: str, content: bytes, open_before: Pack | None, how: dict[str, Any]
 ) -> tuple[str, str]:
     """Return what became of the damage ("" = nothing to see), and what is wrong with that."""
     refused = victim.refuses_to_open(name, content)
@@ -187,7 +200,7 @@ def _look(
         return "", wrong
     if open_before is None:
         try:
-            pack = open_pack(victim.path, verify=policy, threads=1)
+            pack = open_pack(victim.path, **how)
         except CorruptData as problem:
             if not refused:
                 return "", f"refused although nothing that counts was changed: {problem}"
