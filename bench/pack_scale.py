@@ -101,11 +101,12 @@ def main():
         report.row(**one)
         results.append(one)
     small, large = results
-    report.bar("peak memory, bytes", large["peak_bytes"], MAX_BYTES)
+    what = f"packing {largest:,} tiny samples"
+    report.bar(f"{what}: peak memory, bytes", large["peak_bytes"], MAX_BYTES)
     if not options.quick:  # less than what is collected before it goes to disk says nothing
         growth = large["grown_bytes"] / max(small["grown_bytes"], 1)
-        report.bar("growth of memory for ten times the samples", growth, MAX_GROWTH)
-    report.bar("seconds a sample", large["sample_us"] / 1e6, MAX_SAMPLE_S)
+        report.bar("packing ten times the tiny samples: growth of memory", growth, MAX_GROWTH)
+    report.bar(f"{what}: seconds a sample", large["sample_us"] / 1e6, MAX_SAMPLE_S)
     return report.print()
 
 

@@ -195,6 +195,39 @@ def test_the_environment_and_the_file_set_options(folder):
     assert counts == [6, 1, 2]  # what is larger than a shard is stored in chunks
 
 
+def test_archives_codec_parity_append_and_resume(folder):
+    subprocess.run(["tar", "cf", "a.tar", "-C", "source", "cat"], cwd=folder, check=True)
+    subprocess.run(["tar", "czf", "b.tar.gz", "-C", "source", "dog"], cwd=folder, check=True)
+    (folder / "more" / "bird").mkdir(parents=True)
+    (folder / "more" / "bird" / "flat").write_bytes(bytes(100_000))
+    options = ("--parity", "2", "--shard-size", "1k")
+    done = paceline(folder, "pack", "a.tar", "b.tar.gz", "pack", *options)
+    assert done.returncode == 0, done.stderr
+    assert b"packed 3 samples in 2 classes" in done.stdout
+    done = paceline(folder, "pack", "--append", "more", "pack", "--codec", "auto")
+    assert done.returncode == 0, done.stderr
+    assert b"appended 1 samples to 3 in 3 classes" in done.stdout
+    assert b"zstd: 100.0 kB less" in done.stdout
+    assert b"opens per epoch: 4 -> 3" in done.stdout
+    whole = paceline(folder, "store", "verify", "pack")
+    assert whole.returncode == 0
+    done = paceline(folder, "pack", "--append", "more", "pack")
+    assert done.returncode == 2
+    assert b"two samples have one name" in done.stderr
+    done = paceline(folder, "pack", "--append", "--dry-run", "more", "pack", "--json")
+    assert json.loads(done.stdout)["error"]["fix"]
+    script = (
+        "import os; from paceline.store import packing\n"
+        "packing.build_index = lambda *a: os._exit(9)\n"
+        "packing.pack_folder('source', 'killed')"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=folder).returncode == 9
+    done = paceline(folder, "pack", "source", "killed")
+    assert done.returncode == 0, done.stderr
+    assert b"going on behind 3 samples" in done.stderr
+    assert b"3 samples were there from a run that was killed" in done.stdout
+
+
 def test_a_terminal_gets_a_bar_on_stderr_alone(folder):
     controller, terminal = pty.openpty()
     command = [sys.executable, "-c", WITHOUT_TORCH]

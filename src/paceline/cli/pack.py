@@ -95,6 +95,7 @@ def pack(
     """
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
+    from paceline.core.errors import UsageError
     from paceline.store import PackOptions, append_pack, pack_paths, plan_pack
 
     flags = {
@@ -107,7 +108,11 @@ def pack(
     }
     options = resolve(PackOptions, "pack", flags=flags).config
     if append and dry_run:
-        raise click.UsageError("--append and --dry-run do not go together")
+        raise UsageError(
+            "--append and --dry-run do not go together",
+            where="paceline pack",
+            fix="Leave one of them out; an append that fails leaves the pack as it was",
+        )
     if dry_run:
         summary = plan_pack(sources, destination, options=options)
     else:
