@@ -234,6 +234,10 @@ nb::list entries(const PackReader& reader, std::int64_t folder, nb::handle type)
   std::uint64_t next = samples.first;
   for (std::uint64_t below = root ? 0 : at + 1; below < last; below = index.folder_end(below)) {
     const auto [first, end] = index.folder_samples(below);
+    // Were they not nested, a walk could come by the same entries again and again.
+    if (index.folder_end(below) > last || first < next || end > samples.second) {
+      fail_corrupt(index.path(), "folders do not lie within each other");
+    }
     append(result, make(index.folder(below), true, below, 0, 0, 0));
     if (next < first) ranges.emplace_back(next, first);
     next = end;

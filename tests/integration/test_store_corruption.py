@@ -10,6 +10,7 @@ import pytest
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.native import crc32c
 from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store.layout import resealed, sections
 
 BODIES = {
     "a/empty": b"",
@@ -26,7 +27,7 @@ def pack_path(tmp_path):
         path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=PackOptions(shard_bytes=512))
+    pack_folder(tmp_path / "source", tmp_path / "pack", options=PackOptions(shard_bytes=896))
     assert len(list((tmp_path / "pack").iterdir())) == 4
     return tmp_path / "pack"
 
@@ -162,11 +163,13 @@ def test_a_newer_version_is_refused_with_the_version_needed(pack_path):
 def test_hostile_indices_are_refused_or_harmless(pack_path):
     generator = random.Random(2024)
     good = (pack_path / "index.pace").read_bytes()
+    section_count = good[12]
+    assert section_count > 14
     refused = 0
     for round_number in range(400):
         content = bytearray(good)
         for _ in range(generator.randint(1, 3)):
-            entry = 64 + 32 * generator.randrange(14)
+            entry = 64 + 32 * generator.randrange(section_count)
             _, _, offset, length, _, _ = struct.unpack_from("<IIQQII", content, entry)
             wild = generator.choice([0, 1, 63, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 64])
             if round_number % 2:  # a section's content, under a checksum that fits
@@ -176,8 +179,11 @@ def test_hostile_indices_are_refused_or_harmless(pack_path):
                 body = bytes(content[offset : offset + length])
                 struct.pack_into("<I", content, entry + 24, crc32c(body))
             else:  # the header or the table
-                struct.pack_into("<Q", content, generator.randrange(12, 64 + 14 * 32 - 8), wild)
-        (pack_path / "index.pace").write_bytes(reseal(content) if content[12] == 14 else content)
+                struct.pack_into(
+                    "<Q", content, generator.randrange(12, 64 + section_count * 32 - 8), wild
+                )
+        is_sealed = content[12:16] == good[12:16]
+        (pack_path / "index.pace").write_bytes(reseal(content) if is_sealed else content)
         try:
             with open_pack(pack_path) as pack:
                 problems = list(pack.verify())
@@ -185,12 +191,30 @@ def test_hostile_indices_are_refused_or_harmless(pack_path):
                     pack.find(name.encode("utf-8", "surrogateescape"))
                     pack.read(k)
                 list(pack.folder_names)
+                assert sum(len(entries) for _, entries in pack.walk()) <= 2 * len(good)
                 assert not problems
         except (CorruptPack, NotFound):  # NotFound: the names are out of order
             refused += 1
         except UsageError as problem:  # a section that this version does not know
             refused += "newer" in problem.fix
     assert refused > 200
+
+
+def test_folders_that_do_not_nest_cannot_make_a_walk_endless(tmp_path):
+    for k in range(40):  # c0/g, c1/g, ...: 2 ** 40 ways, if each g claimed all that follows
+        (tmp_path / "source" / f"c{k:02d}" / "g").mkdir(parents=True)
+    pack_folder(tmp_path / "source", tmp_path / "pack")
+    content = bytearray((tmp_path / "pack" / "index.pace").read_bytes())
+    begin, length = sections(bytes(content))[20]
+    ends = list(struct.unpack_from(f"<{length // 8}Q", content, begin))
+    assert ends[:4] == [2, 2, 4, 4]
+    ends[1::2] = [len(ends)] * 40
+    struct.pack_into(f"<{len(ends)}Q", content, begin, *ends)
+    (tmp_path / "pack" / "index.pace").write_bytes(resealed(bytes(content)))
+    with open_pack(tmp_path / "pack") as pack:
+        with pytest.raises(CorruptPack, match="within each other"):
+            list(pack.walk())
+        assert len(pack.scandir()) == 40
 
 
 def test_a_pack_that_was_replaced_is_noticed_after_unpickling(pack_path, tmp_path):
