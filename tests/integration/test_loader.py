@@ -24,6 +24,7 @@ from paceline.core.errors import (
     Missing,
     PacelineError,
     ScriptFailed,
+    StorageError,
     UsageError,
 )
 from paceline.store import (
@@ -541,6 +542,15 @@ def test_a_process_that_hangs_or_dies_is_told(path):
         Loader(path, 10, transform=die_in_process, options=chosen) as loader,
         pytest.raises(ScriptFailed, match=r"worker process 0.*a process of the loader ended"),
     ):
+        next(iter(loader))
+
+
+def test_too_little_shared_memory_is_said_before_the_start(path, monkeypatch):
+    monkeypatch.setattr("paceline.store.loader._SHARED_MEMORY", "/proc")  # which has no room at all
+    with Loader(path, 10, options=options(worker_kind="process", workers=1)) as loader:
+        with pytest.raises(StorageError, match=r"too little shared memory.*worker_kind"):
+            next(iter(loader))
+    with Loader(path, 10, options=options(worker_kind="thread", workers=1)) as loader:
         next(iter(loader))
 
 

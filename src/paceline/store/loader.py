@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.utils.data
 
-from paceline.core.errors import DeadlineExceeded, PacelineError, ScriptFailed, UsageError
+from paceline.core.errors import (
+    DeadlineExceeded,
+    PacelineError,
+    ScriptFailed,
+    StorageError,
+    UsageError,
+)
 from paceline.store.batches import Batch, BatchMaker, RawSamples
 from paceline.store.dataset import PackDataset
 from paceline.store.loader_options import NAMES_KEPT, LoaderOptions, LoaderStats
@@ -38,6 +44,7 @@ __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 _log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
+_SHARED_MEMORY = "/dev/shm"
 
 
 class Loader:
@@ -228,6 +235,7 @@ class Loader:
             share = self.batches.global_batch_size / self.batches.world_size
             batch_bytes = share * float(self._lengths.mean()) if len(self.pack) else 0.0
             ahead = min(options.batches_ahead, options.bytes_ahead / max(1.0, batch_bytes))
+            _check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
             self._processes = torch.utils.data.DataLoader(
                 self.maker,
                 batch_size=None,
@@ -394,6 +402,26 @@ def _worker_count(options: LoaderOptions) -> int:
     if options.workers > cores and options.worker_kind == "thread":  # torch warns of processes
         _log.warning("%d loader workers share %d cores", options.workers, cores)
     return options.workers
+
+
+def _check_shared_memory(needed_bytes: int) -> None:
+    """Refuse to start where batches as they are stored would not fit: later it is a SIGBUS.
+
+    Batches reach this process through files in /dev/shm. What a transform makes of them may well be
+    larger, which nobody knows yet.
+    """
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return  # then torch says what it does without
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            "there is too little shared memory for the batches of worker processes",
+            where=_SHARED_MEMORY,
+            why=f"{free_bytes / 1e6:,.0f} MB are free, and they take {needed_bytes / 1e6:,.0f} MB",
+            fix='Use worker_kind="thread", fewer batches_ahead, or a larger /dev/shm (--shm-size)',
+        )
 
 
 def _pins(options: LoaderOptions) -> bool:
