@@ -88,6 +88,7 @@ def test_two_samples_of_one_name_are_refused(tmp_path):
     three = write_tar(tmp_path / "c.tar", [("x", b"2")])
     with pytest.raises(UsageError, match="named like a folder"):
         pack_archives([one, three], tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "b.tar", "c.tar"]
 
 
 def test_damage_is_named(tmp_path):

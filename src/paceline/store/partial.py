@@ -208,7 +208,9 @@ class PartialPack(PackFolder):
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._lock >= 0 and not self.resumable:  # not committed
+        # What a source cannot be packed for will not be otherwise the next time.
+        is_kept = self.resumable and not isinstance(problem, UsageError)
+        if self._lock >= 0 and not is_kept:  # not committed
             with contextlib.suppress(OSError, PacelineError):
                 self.remove(self.names())
                 self.folder.rmdir()
