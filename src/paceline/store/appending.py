@@ -99,12 +99,20 @@ def append_pack(
     start_s = clock.now_s()
     check_codec(options)
     target = Path(pack).absolute()
+    folder = _AppendFolder(target)
     try:
-        with opened_source(source, options) as opened, _AppendFolder(target) as folder:
+        with opened_source(source, options) as opened, folder:
             summary = _append(opened, folder, options, on_progress)
     except PacelineError:
         raise
     except OSError as problem:
+        if folder.is_committed:
+            raise StorageError(
+                "the pack has the new samples, but could not be finished",
+                where=str(target),
+                why=problem.strerror or str(problem),
+                fix=f"Do not append again; finish it: paceline store repair {target}",
+            ) from problem
         raise StorageError(
             "cannot append to the pack",
             where=str(target),
@@ -279,7 +287,7 @@ class _AppendFolder(PackFolder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.resolve())
-        self._is_committed = False
+        self.is_committed = False
 
     def __enter__(self) -> Self:
         open_pack(self.folder, index_only=True).close()  # says what is wrong, in words
@@ -299,7 +307,7 @@ class _AppendFolder(PackFolder):
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._is_committed:
+        if not self.is_committed:
             with contextlib.suppress(OSError, PacelineError):
                 self._mend()
         self.unlock()
@@ -308,7 +316,7 @@ class _AppendFolder(PackFolder):
         """Put the new index in place of the old, then the new parity."""
         sync_folder(self.folder)
         self._replace(_NEW_INDEX)
-        self._is_committed = True
+        self.is_committed = True
         sync_folder(self.folder)
         for name in self.names():
             if _NUMBERED.fullmatch(name.removesuffix(PARTIAL_SUFFIX)) and name.endswith(

@@ -209,6 +209,7 @@ class _PackFault:
         self.place = place
         self.source = source
         self.target = place / "pack"
+        self.said = ""
         place.mkdir()
 
     def do(self) -> None:
@@ -219,7 +220,8 @@ class _PackFault:
         """Do it; an error of ours is what must come, if any."""
         try:
             self.do()
-        except PacelineError:
+        except PacelineError as problem:
+            self.said = str(problem)
             return ""
         except Exception as problem:  # noqa: BLE001  # whatever it is, it is not of our tree
             return f"{type(problem).__name__}: {problem}"
@@ -247,7 +249,10 @@ class _AppendFault(_PackFault):
 
     def check(self) -> str:
         """Return what is wrong afterwards."""
-        return _after_append(self.source, self.target)[1]
+        result, problem = _after_append(self.source, self.target)
+        if result == "new" and "as it was" in self.said:
+            return f"the samples are in, but the error says: {self.said}"
+        return problem
 
 
 class _RepairFault(_PackFault):
