@@ -78,7 +78,8 @@ def test_a_resumed_pack_equals_one_that_was_packed_at_once(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["last", "first", "touched", "gone", "new", "options", "restart", "shard", "run"]
+    "change",
+    ["last", "first", "touched", "gone", "new", "class", "options", "restart", "shard", "run"],
 )
 def test_only_what_is_still_true_is_kept(source, tmp_path, change):
     stop_a_run(source, tmp_path / "pack", 15)
@@ -104,6 +105,8 @@ def test_only_what_is_still_true_is_kept(source, tmp_path, change):
     elif change == "new":  # behind what is packed: all of it still holds
         (source / "c2" / "zz").write_bytes(b"new")
         expected = everything
+    elif change == "class":  # no file changes, but every label
+        (source / "a").mkdir()
     elif change == "options":
         options = PackOptions(shard_bytes=4096 + 64)
     elif change == "restart":

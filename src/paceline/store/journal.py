@@ -5,7 +5,7 @@
     DST.partial/journal.partial     one JSON object a line, which counts once it is whole
         {"version": 2, "source": kind, "options": {...}}
         {"samples": all so far, "bytes": ..., "shards": [[length, digest], ...],
-         "runs": [[name, checksum], ...], "listing": digest of names, sizes and times so far}
+         "runs": [[name, checksum], ...], "listing": digest of names, sizes, times, labels so far}
 
 A line is written when a shard is closed between two samples, after the shard and the runs of
 its samples are on storage. The next packing reads the source's listing again, and keeps the shards
@@ -48,10 +48,13 @@ class Entry:
 
 
 class ListingDigest:
-    """A digest of the names, sizes and times of samples, however they are cut into batches."""
+    """A digest of the names, sizes, times and labels of samples, however they are cut in batches.
+
+    Of labels too, because a class that comes or goes moves those of samples that stayed.
+    """
 
     def __init__(self) -> None:
-        self._columns = [hashlib.blake2b(digest_size=16) for _ in range(4)]
+        self._columns = [hashlib.blake2b(digest_size=16) for _ in range(5)]
 
     def update(self, samples: Samples, lengths: NDArray[np.uint64], part: slice) -> None:
         """Take some samples that follow those before."""
@@ -62,6 +65,7 @@ class ListingDigest:
             np.diff(offsets),
             lengths[part],
             samples.mtimes_ns[part],
+            samples.labels[part],
         )
         for digest, column in zip(self._columns, columns, strict=True):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
