@@ -117,6 +117,45 @@ def test_damage_is_named(tmp_path):
         pack_archives(compressed, tmp_path / "pack")
 
 
+def test_compressed_archives_are_checked_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "_READ_BYTES", 512)  # so that the end mark is not the stream's
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz", compresslevel=0) as archive:
+        entry = tarfile.TarInfo("x")
+        entry.size = 3000
+        archive.addfile(entry, io.BytesIO(b"1" * 3000))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"1" * 3000) + 1500] ^= 1  # stored as it is: only the checksum tells
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match=r"archive is damaged.*a\.tar\.gz.*CRC"):
+        pack_archives(path, tmp_path / "pack")
+
+
+@pytest.mark.parametrize(
+    ("text", "headers"),
+    [
+        ("negative length", {"size": "-1"}),
+        ("impossible time", {"mtime": "1e30"}),
+        ("infinity", {"mtime": "inf"}),
+        ("NaN", {"mtime": "nan"}),
+    ],
+)
+def test_impossible_numbers_are_damage(tmp_path, text, headers):
+    entry = entry_of("x", tarfile.REGTYPE, pax_headers=headers)
+    path = write_tar(tmp_path / "a.tar", [entry, ("y", b"1")], format=tarfile.PAX_FORMAT)
+    with pytest.raises(StorageError, match=rf"archive is damaged.*{text}"):
+        pack_archives(path, tmp_path / "pack")
+
+
+def test_times_before_1970_are_kept(tmp_path):
+    entry = entry_of("x", tarfile.REGTYPE, mtime=-5)
+    pack_archives(
+        write_tar(tmp_path / "a.tar", [entry], format=tarfile.GNU_FORMAT), tmp_path / "pack"
+    )
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.mtimes_ns.tolist() == [-5_000_000_000]
+
+
 def group(key, label, **others):
     return [(f"{key}.cls", label), *((f"{key}.{ext}", body) for ext, body in others.items())]
 

@@ -238,6 +238,8 @@ class ArchiveSource:
                         name, _body(file, length, path), length, 0o100000 | mode & 0o7777, mtime_ns
                     )
                     _skip(file, -length % _BLOCK)
+                while file.read(_READ_BYTES):
+                    pass  # a compressed stream compares its checksum only at its very end
 
 
 @dataclass(slots=True)
@@ -292,7 +294,7 @@ def _headers(  # noqa: C901  # one branch a kind of header
             raise _damaged(path, "it ends without its end mark")
         if _number(block[148:156], path) != sum(block) - sum(block[148:156]) + 256:
             raise _damaged(path, "a header does not match its checksum")
-        kind, length = block[156:157], _number(block[124:136], path)
+        kind, length = block[156:157], _length(_number(block[124:136], path), path)
         if kind in b"LKxg":
             if length > _MAX_HEADER_BYTES:
                 raise _damaged(path, f"an extended header has {length:,} bytes")
@@ -310,9 +312,11 @@ def _headers(  # noqa: C901  # one branch a kind of header
         mtime_ns = _number(block[136:148], path) * 1_000_000_000
         if any(key.startswith(b"GNU.sparse.") for key in extended):
             kind = b"S"
-        length = int(extended.get(b"size", length))
+        length = _length(int(extended.get(b"size", length)), path)
         if b"mtime" in extended:
             mtime_ns = round(float(extended[b"mtime"]) * 1e9)
+        if not -(1 << 63) <= mtime_ns < 1 << 63:
+            raise _damaged(path, "a header holds an impossible time")
         name = extended.get(b"path") or long_name or name
         if kind in b"0\0" and name.endswith(b"/"):
             kind = b"5"  # how the oldest archives mark folders
@@ -335,6 +339,8 @@ def _records(content: bytes, path: str) -> dict[bytes, bytes]:
 
 def _number(field: bytes, path: str) -> int:
     """Return the number in a header: octal digits, or binary when the top bit is set."""
+    if field[0] == 0xFF:  # a time before 1970
+        return int.from_bytes(field, "big", signed=True)
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
     text = field.strip(b" \0")
@@ -342,6 +348,13 @@ def _number(field: bytes, path: str) -> int:
         return int(text, 8) if text else 0
     except ValueError:
         raise _damaged(path, "a header holds no number where one should be") from None
+
+
+def _length(length: int, path: str) -> int:
+    """Return `length`, which is no negative one: to a file, that would mean all that is left."""
+    if length < 0:
+        raise _damaged(path, "a header holds a negative length")
+    return length
 
 
 def _body(file: IO[bytes], length: int, path: str) -> bytes | IO[bytes]:
@@ -390,7 +403,14 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except (StorageError, UsageError):
         raise
-    except (EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as problem:
+    except (
+        EOFError,
+        ValueError,
+        OverflowError,
+        zlib.error,
+        lzma.LZMAError,
+        gzip.BadGzipFile,
+    ) as problem:
         raise _damaged(path, str(problem)) from problem
     except OSError as problem:
         raise _unreadable(path, problem) from problem
