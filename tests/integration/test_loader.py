@@ -692,6 +692,25 @@ def test_the_batch_sampler_resumes_by_the_batches_that_were_delivered(path, work
     assert other.state_dict()["epoch"] == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_place_near_the_end_of_an_epoch_is_of_that_epoch(path, workers):
+    """A DataLoader asks for more than there is before it delivers the last batches."""
+    sampler = PackSampler(path, 16)
+    loader = DataLoader(
+        PackDataset(path), batch_sampler=sampler, num_workers=workers, collate_fn=list
+    )
+    places = []
+    for delivered, _ in enumerate(loader, 1):
+        state = sampler.state_dict(delivered)
+        places.append((state["epoch"], state["position"]))
+    assert places == [*((0, 16 * k) for k in range(1, 7)), (1, 0)]
+    state = sampler.state_dict(7)  # also when the pass is over
+    assert (state["epoch"], state["position"]) == (1, 0)
+    sampler.set_epoch(1)
+    state = sampler.state_dict(0)
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
 def test_the_batch_sampler_speaks_the_protocol_of_stateful_data_loaders(path):
     """As torchdata calls it: the state after k batches were asked for, then load and iterate."""
     sampler = PackSampler(path, 8)

@@ -128,7 +128,8 @@ class PackSampler:
 
     ::
 
-        sampler = PackSampler(pack, global_batch_size=256, seed=7)
+        order = SampleOrder(sample_count=len(pack), seed=7)
+        sampler = PackSampler(pack, global_batch_size=256, order=order)
         loader = DataLoader(PackDataset(pack), batch_sampler=sampler, num_workers=2)
 
     Each pass is one epoch; a pass that was taken to its end moves on to the next epoch. The state
@@ -168,6 +169,8 @@ class PackSampler:
         )
         self._start = 0
         self._asked = 0  # batches, since the last pass began at `_start`
+        # Where the last pass began; stays when it ends, for a DataLoader has then delivered less.
+        self._pass = (self.order, self._start)
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch."""
@@ -176,16 +179,21 @@ class PackSampler:
     def __iter__(self) -> Iterator[list[int]]:
         self._asked = 0
         order, start = self.order, self._start
+        self._pass = (order, start)
         for number in range(self.batches.count(start)):
             begin = self.batches.after(start, number)
             (positions,) = self.batches.positions(begin)
             samples = order.samples(positions).tolist()
             self._asked = number + 1
             yield samples
-        self.set_epoch(order.epoch + 1)
+        self._go_to(order.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless this is it."""
+        self._go_to(epoch)
+        self._pass = (self.order, self._start)
+
+    def _go_to(self, epoch: int) -> None:
         if epoch != self.order.epoch:
             self.order = dataclasses.replace(self.order, epoch=epoch)
             self._start = self._asked = 0
@@ -194,10 +202,14 @@ class PackSampler:
         """Return where the pass stands.
 
         Args:
-            batches: that were delivered in this pass; by default those that were asked for.
+            batches: that were delivered of the last pass, from where it began; by default those
+                that were asked for.
         """
-        taken = self._asked if batches is None else batches
-        return save_state(self.order, self.pack, self.batches.after(self._start, taken))
+        if batches is None:
+            order, start, batches = self.order, self._start, self._asked
+        else:
+            order, start = self._pass
+        return save_state(order, self.pack, self.batches.after(start, batches))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on where `state` was taken, on any number of ranks.
@@ -207,6 +219,7 @@ class PackSampler:
         """
         self.order, self._start = load_state(state, self.order, self.pack)
         self._asked = 0
+        self._pass = (self.order, self._start)
 
 
 def place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
