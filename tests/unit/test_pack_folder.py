@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -396,6 +397,21 @@ def test_an_interrupted_run_cleans_up(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pack_folder(source, tmp_path / "pack", on_progress=interrupt)
     assert left_behind(tmp_path) == []
+
+
+def test_an_interrupt_right_behind_the_rename_keeps_the_pack(source, tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_then_interrupt(path, target):
+        rename(path, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", rename_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pack_folder(source, tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert len(pack) > 0
+        assert list(pack.verify()) == []
 
 
 def test_a_shard_size_that_holds_nothing_is_refused():

@@ -210,7 +210,7 @@ class PartialPack(PackFolder):
     ) -> None:
         # What a source cannot be packed for will not be otherwise the next time.
         is_kept = self.resumable and not isinstance(problem, UsageError)
-        if self._lock >= 0 and not is_kept:  # not committed
+        if self._lock >= 0 and not is_kept and self._is_in_place():  # not committed
             with contextlib.suppress(OSError, PacelineError):
                 self.remove(self.names())
                 self.folder.rmdir()
@@ -237,6 +237,13 @@ class PartialPack(PackFolder):
             raise
         self.unlock()
         sync_folder(self.destination.parent)
+
+    def _is_in_place(self) -> bool:
+        """Return whether the rename is still to come: an interrupt may strike right behind it."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), self.folder.lstat())
+        except OSError:
+            return False
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.destination):
