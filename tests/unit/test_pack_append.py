@@ -9,6 +9,8 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, UsageError
 from paceline.store import PackOptions, append_pack, open_pack, pack_folder
+from paceline.store.damage import verify_files
+from paceline.store.repair import repair_pack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pack-v1"
 
@@ -93,6 +95,54 @@ def test_parity_that_was_not_renamed_is_finished(pack_path, tmp_path):
     append_pack(_empty(tmp_path), pack_path)
     assert (pack_path / "parity-00000.pace").read_bytes() == new
     assert not list(pack_path.glob("*.partial"))
+
+
+def test_an_interrupt_right_behind_the_rename_keeps_what_was_committed(
+    pack_path, tmp_path, monkeypatch
+):
+    rename = os.rename
+
+    def rename_then_interrupt(name, final, **folders):
+        rename(name, final, **folders)
+        if final == "index.pace":
+            raise KeyboardInterrupt
+
+    more = write(tmp_path / "more", {"new": b"1" * 300})
+    monkeypatch.setattr(os, "rename", rename_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        append_pack(more, pack_path, options=PackOptions(shard_bytes=512))
+    monkeypatch.undo()
+    with open_pack(pack_path) as pack:
+        assert "new" in list(pack.names)
+        assert list(pack.verify()) == []
+    append_pack(_empty(tmp_path), pack_path)
+    assert verify_files(pack_path)[1] == []
+    assert not list(pack_path.glob("*.partial"))
+
+
+def test_no_parity_is_made_of_a_damaged_shard(pack_path, tmp_path):
+    shard = pack_path / "shard-00000.pace"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:70] + b"?" + whole[71:])
+    more = write(tmp_path / "more", {"new": b"1"})
+    with pytest.raises(CorruptPack, match=r"shard-00000\.pace is damaged"):
+        append_pack(more, pack_path)
+    assert repair_pack(pack_path).ok  # the parity of before still has it
+    assert shard.read_bytes() == whole
+    append_pack(more, pack_path)
+    assert verify_files(pack_path)[1] == []
+
+
+def test_no_digest_is_made_of_a_damaged_shard(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path / "pack")
+    shard = tmp_path / "pack" / "shard-00001.pace"
+    damaged = bytearray(shard.read_bytes())
+    damaged[64] ^= 1
+    shard.write_bytes(damaged)
+    index = (tmp_path / "pack" / "index.pace").read_bytes()
+    with pytest.raises(CorruptPack, match="is damaged"):
+        append_pack(write(tmp_path / "more", {"new": b"1"}), tmp_path / "pack")
+    assert (tmp_path / "pack" / "index.pace").read_bytes() == index
 
 
 def _empty(tmp_path):

@@ -91,7 +91,8 @@ def append_pack(
     Raises:
         NotFound: there is no pack, or no source.
         UsageError: a name is in the pack already, or comes twice; another run writes to the pack.
-        CorruptPack: the index of the pack is damaged.
+        CorruptPack: the index of the pack is damaged, or shards are of which parity or digests are
+            to be made.
         StorageError: the disk is full, or the source cannot be read or changed meanwhile.
     """
     options = options or PackOptions()
@@ -129,6 +130,7 @@ def _append(
     on_progress: Callable[[PackProgress], None] | None,
 ) -> PackSummary:
     old = folder.old
+    _refuse_damage(folder)
     first = len(old.content.shard_lengths)
     limits = shard_limits(source, options)
     packer = Packer(source, folder, options, limits, on_progress, first)
@@ -166,6 +168,39 @@ def _append(
         opens_after=len(shards) + 1,
         reused_sample_count=len(old.run.samples),
     )
+
+
+def _refuse_damage(folder: _AppendFolder) -> None:
+    """Refuse a pack whose damage would pass for good bytes afterwards.
+
+    The parity of a group that grows is made of its old shards anew, and shards that have no digest
+    (version 1) get one: made of damaged bytes, the one could not mend them any more, and the other
+    would hide them.
+
+    Raises:
+        CorruptPack: a shard, or a sample, is damaged.
+    """
+    content = folder.old.content
+    count = len(content.shard_lengths)
+    if len(content.shard_digests) < count:
+        with open_pack(folder.folder) as pack:
+            damage = next(pack.verify(), None)
+        if damage is not None:
+            raise damage
+        return
+    grown = count % content.parity_group if content.parity_group else 0
+    for shard in range(count - grown, count):
+        try:
+            is_whole = folder.digest(shard_name(shard)) == content.shard_digests[shard]
+        except FileNotFoundError:
+            is_whole = False
+        if not is_whole:
+            raise CorruptPack(
+                f"{shard_name(shard)} is damaged",
+                where=str(folder.folder / shard_name(shard)),
+                why="new parity made of it could never mend it",
+                fix=f"Mend it first: paceline store repair {folder.folder}",
+            )
 
 
 def _more_classes(
@@ -307,10 +342,19 @@ class _AppendFolder(PackFolder):
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self.is_committed:
-            with contextlib.suppress(OSError, PacelineError):
+        with contextlib.suppress(OSError, PacelineError):
+            if not self.is_committed:
+                # An interrupt may strike right behind the rename: what lies there decides.
+                with open_pack(self.folder, index_only=True) as pack:
+                    self.is_committed = pack.identity != self.old.identity
+            if not self.is_committed:
                 self._mend()
         self.unlock()
+
+    def digest(self, name: str) -> bytes:
+        """Return the SHA-256 of a file of the pack."""
+        with (self.folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
 
     def commit(self, shard_count: int) -> None:
         """Put the new index in place of the old, then the new parity."""
@@ -332,17 +376,13 @@ class _AppendFolder(PackFolder):
         shard_count = len(content.shard_lengths)
         for k, digest in enumerate(content.parity_digests):
             waiting = parity_name(k) + PARTIAL_SUFFIX
-            if waiting in self.names() and self._digest(waiting) == digest:
+            if waiting in self.names() and self.digest(waiting) == digest:
                 self._replace(waiting)  # its index was committed
         for name in self.names():
             found = _NUMBERED.fullmatch(name)
             limit = shard_count if found and found[1] == "shard" else len(content.parity_lengths)
             if name.endswith(PARTIAL_SUFFIX) or (found and int(found[2]) >= limit):
                 self.remove([name])
-
-    def _digest(self, name: str) -> bytes:
-        with (self.folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
 
     def _replace(self, name: str) -> None:
         final = name.removesuffix(PARTIAL_SUFFIX)
