@@ -231,3 +231,9 @@ def test_paths_name_archives(tmp_path):
         pack_archives(tmp_path, tmp_path / "other")
     with pytest.raises(NotFound, match="no such archive"):
         pack_archives(tmp_path / "none.tar", tmp_path / "other")
+    with pytest.raises(NotFound, match="nothing matches the pattern"):
+        pack_paths([str(shards / "s-008.tar"), str(shards / "t-*.tar")], tmp_path / "other")
+    odd = tmp_path / "odd [v2]"
+    odd.mkdir()
+    alone = write_tar(odd / "a.tar", [("x", b"1")])
+    assert archives.find_archives([str(alone)]) == [str(alone)]

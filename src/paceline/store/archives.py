@@ -69,22 +69,41 @@ def find_archives(paths: Sequence[str]) -> list[str]:
 
     A path may be an archive, a pattern with braces (``train-{000..147}.tar``) or with ``*``, or a
     folder in which only archives lie.
+
+    Raises:
+        NotFound: nothing matches a pattern.
     """
     found: list[str] = []
     for path in paths:
-        folder = Path(path)
-        if folder.is_dir():
-            names = sorted(one.name for one in folder.iterdir())
+        names = _listed(path)
+        if names is not None:
             if not names or not all(is_archive(name) for name in names):
                 return []
-            found += [str(folder / name) for name in names]
+            found += [str(Path(path) / name) for name in names]
             continue
         for one in _expand(path):
-            matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one]  # noqa: PTH207  # a pattern
+            matches = _matches(one)
             if not all(is_archive(match) for match in matches):
                 return []
             found += matches
     return found
+
+
+def _listed(path: str) -> list[str] | None:
+    """Return what lies in a folder, sorted; None if it is none, or cannot be read."""
+    try:
+        return sorted(one.name for one in Path(path).iterdir())
+    except (OSError, ValueError):  # who packs it says so
+        return None
+
+
+def _matches(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern) or os.path.lexists(pattern):
+        return [pattern]
+    matches = sorted(glob.glob(pattern))  # noqa: PTH207  # a pattern
+    if not matches:
+        raise NotFound("nothing matches the pattern", where=pattern, fix="Check the pattern")
+    return matches
 
 
 def _expand(pattern: str) -> list[str]:
