@@ -214,8 +214,10 @@ def test_archives_codec_parity_append_and_resume(folder):
     done = paceline(folder, "pack", "--append", "more", "pack")
     assert done.returncode == 2
     assert b"two samples have one name" in done.stderr
-    done = paceline(folder, "pack", "--append", "--dry-run", "more", "pack", "--json")
-    assert json.loads(done.stdout)["error"]["fix"]
+    for other in (("--dry-run",), ("--parity", "4"), ("--restart",)):
+        done = paceline(folder, "pack", "--append", *other, "more", "pack", "--json")
+        assert done.returncode == 2
+        assert f"--append and {other[0]}" in json.loads(done.stdout)["error"]["what"]
     script = (
         "import os; from paceline.store import packing\n"
         "packing.build_index = lambda *a: os._exit(9)\n"

@@ -95,7 +95,6 @@ def pack(
     """
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.core.errors import UsageError
     from paceline.store import PackOptions, append_pack, pack_paths, plan_pack
 
     flags = {
@@ -107,12 +106,8 @@ def pack(
         "restart": restart,
     }
     options = resolve(PackOptions, "pack", flags=flags).config
-    if append and dry_run:
-        raise UsageError(
-            "--append and --dry-run do not go together",
-            where="paceline pack",
-            fix="Leave one of them out; an append that fails leaves the pack as it was",
-        )
+    if append:
+        _refuse_beside_append(dry_run=dry_run, parity=parity, restart=restart)
     if dry_run:
         summary = plan_pack(sources, destination, options=options)
     else:
@@ -123,6 +118,24 @@ def pack(
         print(json.dumps({**summary.to_json(), "dry_run": dry_run}))
     else:
         _print_summary(summary, dry_run=dry_run, append=append)
+
+
+def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | None) -> None:
+    from paceline.core.errors import UsageError
+
+    why_not = {
+        "--dry-run": (dry_run, "an append that fails leaves the pack as it was"),
+        "--parity": (parity, "new shards get parity as the pack has it"),
+        "--restart": (restart, "an append always starts anew"),
+    }
+    for name, (given, why) in why_not.items():
+        if given:
+            raise UsageError(
+                f"--append and {name} do not go together",
+                where="paceline pack",
+                why=why,
+                fix="Leave one of them out",
+            )
 
 
 def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None:
