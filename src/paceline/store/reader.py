@@ -232,8 +232,9 @@ class Pack:
         """Return several samples where they lie in the page cache, read-only, without a copy.
 
         They are verified when they are handed out. What storage returns later, for pages that
-        were dropped meanwhile, is not: where that matters, copy (`read_batch`). An encoded or
-        chunked sample is copied here as well.
+        were dropped meanwhile, is not; nor, by policy `first`, are later copies of pages that came
+        back because a view was touched. Where that matters, copy (`read_batch`) and keep no views.
+        An encoded or chunked sample is copied here as well.
 
         Raises:
             CorruptPack: a sample does not match its checksum.
