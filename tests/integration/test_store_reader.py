@@ -211,3 +211,8 @@ def test_an_index_can_be_read_without_its_shards(path):
 def test_an_unknown_policy_is_refused(path):
     with pytest.raises(UsageError, match="first, always, never"):
         open_pack(path, verify="sometimes")
+
+
+def test_fewer_than_one_thread_is_refused(path):
+    with pytest.raises(UsageError, match="0 threads"):
+        open_pack(path, threads=0)

@@ -455,7 +455,7 @@ def open_pack(
     Raises:
         NotFound: there is no pack there.
         CorruptPack: the index is damaged, or a shard is missing or cut off; or it is unfinished.
-        UsageError: a newer Paceline wrote it, or there is no such policy.
+        UsageError: a newer Paceline wrote it, there is no such policy, or `threads` is below 1.
         StorageError: a file cannot be opened.
     """
     if verify not in _POLICIES:
@@ -463,6 +463,12 @@ def open_pack(
             f"no policy for checksums is called {verify!a}",
             where="verify",
             fix="Use one of " + ", ".join(_POLICIES),
+        )
+    if threads is not None and threads < 1:
+        raise UsageError(
+            f"{threads} threads cannot read",
+            where="threads",
+            fix="Give 1 or more, or None for one a core",
         )
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
