@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _CODES = (errno.ENOSPC, errno.EIO, errno.EINTR)
 _SIGNAL_INTERVAL_S = 0.0005
+_DEADLINE_S = 600.0  # for what takes well below a second: a child that hangs is killed
 
 
 def run_kills(
@@ -86,9 +87,10 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> int:
             os._exit(code)
     os.close(theirs)
     try:
-        select.select([ours], [], [], kill_after_s)  # readable when the child has gone
+        wait_s = _DEADLINE_S if kill_after_s is None else kill_after_s
+        has_gone, _, _ = select.select([ours], [], [], wait_s)  # then the pipe is at its end
         with contextlib.suppress(ProcessLookupError):
-            if kill_after_s is not None:
+            if kill_after_s is not None or not has_gone:
                 os.kill(child, signal.SIGKILL)
     finally:
         os.close(ours)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CASES_PER_PROCESS = 250
+_DEADLINE_S = 1800.0  # for so many cases, which take seconds
 HOSTILE_NAMES = (
     b"../x",
     b"../../../x",
@@ -147,7 +148,11 @@ def _corrupt_in_child(path: Path, source: Path, seed: int, cases: range, tally: 
     """Run cases in a process of their own; return the case to go on with."""
     command = [sys.executable, "-m", "paceline.studies.torture_corruption"]
     command += [str(path), str(source), str(seed), str(cases.start), str(cases.stop)]
-    done = subprocess.run(command, capture_output=True, check=False)  # our own module
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired as late:  # it was killed
+        written = (late.stdout or b"", late.stderr or b"")
+        done = subprocess.CompletedProcess(command, -signal.SIGKILL, *written)
     begun = None
     for line in done.stdout.splitlines():
         fields = json.loads(line)
