@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cli.app import VERBS
 from paceline.launch.run import RunConfig
+from paceline.store import PackOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -72,7 +73,8 @@ def test_what_a_page_tells_to_run_runs(tmp_path, name):
         assert re.search(r"Rank 1 arrives \d\d ms late .*because of data loading", done.stdout)
 
 
-def test_the_page_of_configuration_lists_each_key_of_a_run():
+@pytest.mark.parametrize(("verb", "options"), [("run", RunConfig), ("pack", PackOptions)])
+def test_the_page_of_configuration_lists_each_key(verb, options):
     text = (ROOT / "docs/reference/configuration.md").read_text()
-    keys = re.findall(r"^\| `run` \| `(\w+)`", text, re.MULTILINE)
-    assert keys == [one.name for one in dataclasses.fields(RunConfig)]
+    keys = re.findall(rf"^\| `{verb}` \| `(\w+)`", text, re.MULTILINE)
+    assert keys == [one.name for one in dataclasses.fields(options)]
