@@ -191,6 +191,26 @@ def test_classes_that_are_words_are_sorted(tmp_path):
         assert pack.labels.tolist() == [2, 0, 1]
 
 
+def test_numbered_members_do_not_gather_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "_MAX_GROUP_BYTES", 4000)
+    frames = [(f"shot/frame.{k:03d}.png", b"x" * 900) for k in range(12)]
+    path = write_tar(tmp_path / "a.tar", [*frames, *group("shot/key", b"7", jpg=b"j")])
+    held = []
+    take = archives.ArchiveSource._take_group
+    monkeypatch.setattr(
+        archives.ArchiveSource, "_take_group", lambda *a: (held.append(len(a[1])), take(*a))[1]
+    )
+    pack_archives(path, tmp_path / "pack")
+    assert max(held) < 4
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.class_names == ("7",)
+        labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
+    assert labels == {**{name: -1 for name, _ in frames}, "shot/key.jpg": 0}
+    late = write_tar(tmp_path / "b.tar", [*frames, ("shot/frame.cls", b"7")])
+    with pytest.raises(UsageError, match=r"frame\.cls.* too large a group"):
+        pack_archives(late, tmp_path / "other")
+
+
 @pytest.mark.parametrize("label", [b"", b"x" * 300, b"a\0b"])
 def test_a_cls_member_that_names_no_class_is_refused(tmp_path, label):
     path = write_tar(tmp_path / "a.tar", group("1", label, jpg=b""))

@@ -40,6 +40,9 @@ _END = bytes(_BLOCK)
 _READ_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1 << 20  # of the extended headers, which hold a name
 _MAX_CLASS_BYTES = 255
+_MAX_GROUP_BYTES = 512 << 20  # of members that wait in memory for the class of their group
+_MEMBER_BYTES = 512  # that a member takes beside its body
+_SPOOL_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
 _FILES = b"0\0" + b"7"
 _KINDS = {
     b"1": "a hard link",
@@ -207,14 +210,32 @@ class ArchiveSource:
 
     def _labelled(self, large_bytes: int) -> Iterator[tuple[_Member, int]]:
         group: list[_Member] = []
-        key = b""
+        key, held_bytes = b"", 0
         for member in self._members(large_bytes):
             own_key = _group_key(member.name)
             if own_key != key or not own_key:
                 yield from self._take_group(group)
-                group, key = [], own_key
+                group, key, held_bytes = [], own_key, 0
             group.append(member)
+            held_bytes += _MEMBER_BYTES + (member.length if member.length <= _SPOOL_BYTES else 0)
+            if held_bytes > _MAX_GROUP_BYTES:  # numbered frames, say: no sample of a WebDataset
+                self._refuse_class(group)
+                for one in group:
+                    yield one, self._tree.label(one.name)
+                group = []
         yield from self._take_group(group)
+
+    def _refuse_class(self, group: list[_Member]) -> None:
+        """Refuse a class that comes when members of its group have gone by without one."""
+        for one in group:
+            if one.name.endswith(b".cls"):
+                raise UsageError(
+                    f"{one.name!r} names the class of too large a group",
+                    where=self.where,
+                    why="members that are named alike up to the first dot wait in memory for their "
+                    f"class, up to {_MAX_GROUP_BYTES >> 20} MiB of them",
+                    fix="Give fewer members one name up to the first dot",
+                )
 
     def _take_group(self, group: list[_Member]) -> Iterator[tuple[_Member, int]]:
         """Yield the members of a group with their labels."""
@@ -379,7 +400,7 @@ def _length(length: int, path: str) -> int:
 def _body(file: IO[bytes], length: int, path: str) -> bytes | IO[bytes]:
     if length <= BATCH_BYTES:
         return _read(file, length, path)
-    held: IO[bytes] = tempfile.SpooledTemporaryFile(8 * BATCH_BYTES)  # noqa: SIM115  # its reader closes it
+    held: IO[bytes] = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115  # its reader closes it
     left = length
     while left:
         piece = _read(file, min(left, BATCH_BYTES), path)
