@@ -20,9 +20,13 @@ namespace paceline {
 namespace {
 
 constexpr std::size_t piece_bytes = 64 * 1024;   // copied, then checked while still in the cache
-constexpr std::size_t part_bytes = 1024 * 1024;  // a thread's share of a batch
+// What a thread takes of a batch at a time: small enough that all end together, large enough that
+// asking for faults (two system calls) costs a few percent.
+constexpr std::size_t min_part_bytes = 128 * 1024;
+constexpr std::size_t max_part_bytes = 1024 * 1024;
+constexpr std::size_t parts_per_thread = 8;
 constexpr std::size_t part_pieces = 512;
-constexpr std::size_t shared_bytes = 2 * part_bytes;  // below it, waking threads costs more
+constexpr std::size_t shared_bytes = 2 * 1024 * 1024;  // below it, waking threads costs more
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
 constexpr std::uint64_t check_interval_ns = 20'000'000;
 constexpr int wary_batches = 64;
@@ -329,6 +333,9 @@ void PackReader::read_batch(std::span<const std::int64_t> ids, const std::int64_
     look_up(pieces);
     request(pieces);
   }
+  const auto total = static_cast<std::size_t>(offsets[ids.size()]);
+  const std::size_t part_bytes = std::clamp(total / (pool_.threads() * parts_per_thread),
+                                            min_part_bytes, max_part_bytes);
   // Parts of one kind: a fault among resident pieces means something, among others it does not.
   std::vector<std::span<Piece>> parts;
   for (std::size_t first = 0; first < pieces.size();) {
@@ -344,7 +351,6 @@ void PackReader::read_batch(std::span<const std::int64_t> ids, const std::int64_
   }
   Failure failure;
   const auto work = [&](std::size_t part) { copy_part(parts[part], failure); };
-  const auto total = static_cast<std::size_t>(offsets[ids.size()]);
   if (options_.direct || total >= shared_bytes) {
     pool_.run(parts.size(), work);
   } else {

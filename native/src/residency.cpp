@@ -53,6 +53,13 @@ bool all_set(const Word* words, std::size_t first, std::size_t end) noexcept {
   return true;
 }
 
+bool any_set(const Word* words, std::size_t first, std::size_t end) noexcept {
+  for (; first < end; ++first) {
+    if (get(words, first)) return true;
+  }
+  return false;
+}
+
 std::span<const std::byte> whole_pages(std::span<const std::byte> bytes) noexcept {
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) & ~(page_size - 1);
   const auto end = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
@@ -160,8 +167,8 @@ void Residency::note_seen(std::span<const std::byte> bytes) noexcept {
 
 void Residency::expect_faults(std::span<const std::byte> bytes) noexcept {
   if (bytes.empty()) return;
-  const Range range = pages(bytes);
-  const Range window = around(range);
+  const Range window = around(pages(bytes));
+  if (!any_set(trusted_.get(), window.first, window.end)) return;  // nothing to lose
   std::array<std::uint8_t, 512> present;
   for (std::size_t first = window.first; first < window.end; first += present.size()) {
     const std::size_t count = std::min(present.size(), window.end - first);

@@ -41,8 +41,8 @@ void hardware_equals_portable() {
   for (auto& byte : data) byte = static_cast<unsigned char>(random());
   std::vector<std::size_t> sizes;
   for (std::size_t size = 0; size < 80; ++size) sizes.push_back(size);
-  // Around the borders of the three lanes of 1,024 bytes.
-  for (const std::size_t border : {1024U, 2048U, 3072U, 6144U, 9216U, 30'720U}) {
+  // Around the borders of three lanes of 128 and of 1,024 bytes.
+  for (const std::size_t border : {128U, 256U, 384U, 768U, 1024U, 2048U, 3072U, 3456U, 6144U, 9216U, 30'720U}) {
     for (std::size_t near = border - 9; near <= border + 9; ++near) sizes.push_back(near);
   }
   for (const std::size_t size : sizes) {
