@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.errors import StorageError
 from paceline.store import PackOptions, open_pack, pack_archives, pack_folder
+from paceline.store import packer as packer_module
 from paceline.store import scan as scan_module
 
 OPTIONS = PackOptions(shard_bytes=4096)
@@ -153,6 +154,18 @@ def test_a_source_that_changed_is_mended_and_packing_goes_on(source, tmp_path):
 
     with pytest.raises(StorageError, match="changed while"):
         pack_folder(source, tmp_path / "pack", options=OPTIONS, on_progress=spoil)
+    assert pack_folder(source, tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
+
+
+def test_an_interrupt_while_it_is_passed_over_keeps_what_was_packed(source, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stop_a_run(source, tmp_path / "pack", 15)
+    with monkeypatch.context() as patched:
+        patched.setattr(packer_module.Packer, "_pass_over", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, tmp_path / "pack", options=OPTIONS)
     assert pack_folder(source, tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
 
 

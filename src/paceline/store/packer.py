@@ -133,6 +133,7 @@ class Packer:
         return batch
 
     def _start(self, left: list[Entry], header: dict[str, Any]) -> None:
+        self._folder.resumable = bool(left)
         for entry in left:
             self._writer.shards += entry.shards
             self.spool.files += entry.runs
@@ -149,11 +150,6 @@ class Packer:
             self._tell()
         if self._source.kind:
             self._journal = Journal(self._folder.create(JOURNAL_NAME), header, left)
-            self._mark_resumable(bool(left))
-
-    def _mark_resumable(self, is_resumable: bool) -> None:
-        if is_resumable:
-            self._folder.resumable = True
 
     def _add(self, batch: Batch) -> None:
         length = int(batch.lengths[0]) if len(batch) == 1 else 0
@@ -243,6 +239,6 @@ class Packer:
             journal.append(
                 Entry(samples=samples, bytes=byte_count, listing=listing, shards=shards, runs=runs)
             )
-            self._mark_resumable(True)
+            self._folder.resumable = True
 
         return note

@@ -188,6 +188,7 @@ def pack_source(
             left = read_journal(partial.folder, header) if source.kind else []
             if options.restart:
                 left = []
+            partial.resumable = bool(left)  # passing over it may take long, and be interrupted
             packer = Packer(source, partial, options, limits, on_progress)
             try:
                 packer.pack_all(left, header)
