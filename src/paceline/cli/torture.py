@@ -49,7 +49,7 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
 def store(
     folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
 ) -> None:
-    """Damage packs, kill packing, fail calls, plant hostile names; a minute or two.
+    """Damage packs, kill packing, fail calls, plant hostile names; half a minute or more.
 
     All happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
     """

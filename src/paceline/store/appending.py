@@ -153,7 +153,7 @@ def _append(
     new = [open_run(folder.folder / name, label_map) for name, _ in packer.spool.files]
     runs = [old.run, *new]
     index_length = write_index(folder, _NEW_INDEX, runs, content)
-    folder.commit(len(shards))
+    folder.commit()
     return PackSummary(
         source=source.where,
         destination=str(folder.folder),
@@ -356,7 +356,7 @@ class _AppendFolder(PackFolder):
         with (self.folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
 
-    def commit(self, shard_count: int) -> None:
+    def commit(self) -> None:
         """Put the new index in place of the old, then the new parity."""
         sync_folder(self.folder)
         self._replace(_NEW_INDEX)
