@@ -121,6 +121,9 @@ PackIndex::PackIndex(const std::string& folder) : file_(folder + "/index.pace") 
   modes_ = array<std::uint32_t>(Section::modes, samples);
   mtimes_ = array<std::int64_t>(Section::mtimes, samples);
   shard_lengths_ = array<std::uint64_t>(Section::shard_lengths, header_.shard_count);
+  for (const std::uint64_t length : shard_lengths_) {
+    if (__builtin_add_overflow(shard_bytes_, length, &shard_bytes_)) shard_bytes_ = UINT64_MAX;
+  }
   samples_ = strings(Section::name_offsets, Section::names, samples);
   classes_ = strings(Section::class_offsets, Section::classes, header_.class_count);
   if (has(Section::name_table)) {

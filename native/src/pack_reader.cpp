@@ -149,9 +149,14 @@ std::span<const std::byte> PackReader::stored(const Extent& extent) const {
 
 std::size_t PackReader::checked_length(std::uint64_t sample) const {
   const auto [first, end] = index_.extents(sample);
+  if (end == first + 1) return index_.extent(first).length;
   std::size_t length = 0;
   for (std::uint64_t i = first; i < end; ++i) {
-    if (__builtin_add_overflow(length, index_.extent(i).length, &length)) throw std::bad_alloc();
+    const Extent extent = index_.extent(i);
+    length += extent.length;  // of each at most a file's, so this cannot overflow before it is seen
+    if (extent.codec != Codec::none || length > index_.shard_bytes()) {
+      fail_corrupt(index_.path(), "sample " + std::to_string(sample) + " has impossible pieces");
+    }
   }
   return length;
 }

@@ -72,7 +72,7 @@ int advise(std::span<const std::byte> bytes, int advice) noexcept {
   int result = 0;
   do {
     result = madvise(const_cast<std::byte*>(range.data()), range.size(), advice);
-  } while (result != 0 && (errno == EINTR || errno == EAGAIN));
+  } while (result != 0 && errno == EINTR);
   return result;
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -23,7 +24,10 @@ struct WorkerPool::State {
     sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (unsigned i = 0; i < count; ++i) workers.emplace_back([this] { work(); });
+    try {
+      for (unsigned i = 0; i < count; ++i) workers.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // the system gives no more threads: fewer will do
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
@@ -103,7 +107,7 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     if (job->done == job->count) job->over.notify_one();
   };
   State& pool = state();
-  const std::size_t helpers = std::min<std::size_t>(count, threads_) - 1;
+  const std::size_t helpers = std::min(count - 1, pool.workers.size());
   {
     const std::lock_guard lock(pool.mutex);
     for (std::size_t i = 0; i < helpers; ++i) pool.posted.push_front(take_part);
@@ -118,7 +122,7 @@ void WorkerPool::post(std::function<void()> task) {
   State& pool = state();
   {
     const std::lock_guard lock(pool.mutex);
-    if (pool.posted.size() >= max_posted) return;
+    if (pool.workers.empty() || pool.posted.size() >= max_posted) return;
     pool.posted.push_back(std::move(task));
   }
   pool.wake.notify_one();

@@ -346,6 +346,10 @@ void reads_pieces_and_codecs() {
     const auto views = pack.views(ids);
     CHECK(!views[0] && views[1] && views[1]->empty() && !views[2]);
   }
+  PackBuilder pieces = builder;  // of which one is encoded
+  pieces.set(Section::first_extents, std::vector<std::uint64_t>{0, 3, 3, 3});
+  pieces.write(folder / "pack");
+  CHECK(failure(folder / "pack") == PackError::Kind::corrupt);
   builder.shards[2][70] ^= 1;
   builder.write(folder / "pack");
   CHECK(failure(folder / "pack") == PackError::Kind::sample);

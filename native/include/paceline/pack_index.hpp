@@ -160,6 +160,7 @@ class PackIndex {
   std::span<const std::uint32_t> modes() const noexcept { return modes_; }
   std::span<const std::int64_t> mtimes() const noexcept { return mtimes_; }
   std::span<const std::uint64_t> shard_lengths() const noexcept { return shard_lengths_; }
+  std::uint64_t shard_bytes() const noexcept { return shard_bytes_; }  // of all; saturates
   std::span<const std::uint64_t> first_extents() const noexcept { return first_extents_; }
   std::span<const std::byte> section(Section id) const noexcept {
     return sections_[static_cast<std::uint32_t>(id)];
@@ -212,6 +213,7 @@ class PackIndex {
   std::span<const std::uint32_t> modes_;
   std::span<const std::int64_t> mtimes_;
   std::span<const std::uint64_t> shard_lengths_;
+  std::uint64_t shard_bytes_ = 0;
   std::span<const std::uint64_t> name_table_;
   std::span<const std::uint64_t> folder_samples_;
   std::span<const std::uint64_t> folder_ends_;

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import NotFound, StorageError, UsageError
+from paceline.store.scan import unreadable
 from paceline.store.sources import Batch, Batcher, Totals, Tree, check_name, numbered
 from paceline.store.writing import BATCH_BYTES
 
@@ -93,11 +94,14 @@ def find_archives(paths: Sequence[str]) -> list[str]:
 
 
 def _listed(path: str) -> list[str] | None:
-    """Return what lies in a folder, sorted; None if it is none, or cannot be read."""
+    """Return what lies in a folder, sorted; None if it is none."""
     try:
         return sorted(one.name for one in Path(path).iterdir())
-    except (OSError, ValueError):  # who packs it says so
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # who packs it says so
         return None
+    except OSError as problem:
+        # Not passed over: read a moment later, its archives would be packed as samples.
+        raise unreadable(os.fsencode(path), problem) from problem
 
 
 def _matches(pattern: str) -> list[str]:
