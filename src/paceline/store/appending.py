@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import mmap
 import os
-import re
 import struct
 from dataclasses import replace
 from itertools import pairwise
@@ -51,7 +50,7 @@ from paceline.store.options import (
 from paceline.store.packer import Packer
 from paceline.store.packing import opened_source, write_index
 from paceline.store.parity import groups, write_parity
-from paceline.store.partial import PackFolder
+from paceline.store.partial import NUMBERED, UNFINISHED, PackFolder
 from paceline.store.reader import open_pack
 from paceline.store.spool import Extents, Run, Samples, open_run
 from paceline.store.writing import Shard
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 
     from paceline.store.sources import Source
 
-_NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
 _NEW_INDEX = INDEX_NAME + PARTIAL_SUFFIX
 
 
@@ -363,11 +361,11 @@ class _AppendFolder(PackFolder):
         self.is_committed = True
         sync_folder(self.folder)
         for name in self.names():
-            if _NUMBERED.fullmatch(name.removesuffix(PARTIAL_SUFFIX)) and name.endswith(
+            if NUMBERED.fullmatch(name.removesuffix(PARTIAL_SUFFIX)) and name.endswith(
                 PARTIAL_SUFFIX
             ):
                 self._replace(name)
-        self.remove(name for name in self.names() if name.endswith(PARTIAL_SUFFIX))
+        self.remove(name for name in self.names() if UNFINISHED.fullmatch(name))
         sync_folder(self.folder)
 
     def _mend(self) -> None:
@@ -379,9 +377,9 @@ class _AppendFolder(PackFolder):
             if waiting in self.names() and self.digest(waiting) == digest:
                 self._replace(waiting)  # its index was committed
         for name in self.names():
-            found = _NUMBERED.fullmatch(name)
+            found = NUMBERED.fullmatch(name)
             limit = shard_count if found and found[1] == "shard" else len(content.parity_lengths)
-            if name.endswith(PARTIAL_SUFFIX) or (found and int(found[2]) >= limit):
+            if UNFINISHED.fullmatch(name) or (found and int(found[2]) >= limit):
                 self.remove([name])
 
     def _replace(self, name: str) -> None:

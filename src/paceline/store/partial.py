@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_OURS = re.compile(
-    r"index\.pace(\.partial)?|(shard|parity)-\d{5,}\.pace(\.partial)?|[a-z]+(-\d+)?\.partial"
-)
+NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
+# What packing, appending and repair write before it counts: all that they may remove.
+UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
+_OURS = re.compile(r"index\.pace|(shard|parity)-\d{5,}\.pace|" + UNFINISHED.pattern)
 
 
 class PackFile:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +36,7 @@ from paceline.store.format import (
 )
 from paceline.store.layout import file_header, is_header, read_layout
 from paceline.store.origins import Origins
+from paceline.store.partial import NUMBERED, UNFINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from paceline.store.layout import Layout
 
-_NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
-_UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
 _BLOCK_BYTES = 4 << 20
 
 
@@ -372,9 +370,9 @@ class _Repair:
             "parity": len(self.layout.parity_lengths),
         }
         for name in sorted(os.listdir(self.path)):  # noqa: PTH208  # names, not paths
-            numbered = _NUMBERED.fullmatch(name)
+            numbered = NUMBERED.fullmatch(name)
             is_beyond = numbered is not None and int(numbered[2]) >= counts[numbered[1]]
-            if not is_beyond and not _UNFINISHED.fullmatch(name):
+            if not is_beyond and not UNFINISHED.fullmatch(name):
                 continue
             self.litter.append(name)
             if not self.dry_run:
