@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,21 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     finally:  # also when making the chunks failed; after the rename there is nothing left
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder against other runs; False if one has it.
+
+    Closing the descriptor, or its owner's death, unlocks. Where a file system has no locks this
+    says True: one run at a time is then up to the user.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def commit_text(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.core.files import sync_folder
+from paceline.core.files import sync_folder, try_lock
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
@@ -279,17 +278,13 @@ class _Target:
         """Return a descriptor of the partial folder that only this run has."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.partial, flags)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             os.close(descriptor)
             raise UsageError(
                 "another run is extracting to this destination",
                 where=str(self.partial),
                 fix="Wait for it, or choose another destination",
-            ) from None
-        except OSError:  # a file system without locks: then one run at a time is up to the user
-            pass
+            )
         return descriptor
 
     def _leave_folder(self) -> None:

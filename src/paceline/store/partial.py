@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 from typing import TYPE_CHECKING, Self
@@ -27,7 +26,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.core.files import sync_folder
+from paceline.core.files import sync_folder, try_lock
 from paceline.store.format import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
@@ -137,17 +136,13 @@ class PackFolder:
             if problem.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise _not_ours(self.folder, "it is not a folder") from None
             raise
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             os.close(descriptor)
             raise UsageError(
                 "another run is packing to this destination",
                 where=str(self.folder),
                 fix="Wait for it, or choose another destination",
-            ) from None
-        except OSError:  # a file system without locks: then one run at a time is up to the user
-            pass
+            )
         # Its owner may have committed it (renamed it away) between our open and our lock.
         try:
             if os.path.samestat(os.fstat(descriptor), self.folder.lstat()):

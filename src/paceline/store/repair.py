@@ -17,14 +17,13 @@ that appending takes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError, UsageError
-from paceline.core.files import sync_folder
+from paceline.core.files import sync_folder, try_lock
 from paceline.core.record import Record
 from paceline.store.damage import OpenFile, ShardState, examine_shard, fits
 from paceline.store.format import (
@@ -418,16 +417,12 @@ def _locked(path: Path) -> Iterator[None]:
             "no pack here", where=str(path), why=problem.strerror or "", fix="Check the path"
         ) from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             raise UsageError(
                 "the pack is being appended to or repaired",
                 where=str(path),
                 fix="Wait until that is done",
-            ) from None
-        except OSError:  # a file system without locks: then one run at a time is up to the user
-            pass
+            )
         yield
     finally:
         os.close(descriptor)
