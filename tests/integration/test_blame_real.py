@@ -3,7 +3,7 @@
 import pytest
 from launching import SCRIPTS, last_json, paceline
 
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 
 FIRST, LAST, STEPS = 40, 100, 140
 WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)

@@ -10,7 +10,7 @@ import pytest
 from launching import SCRIPTS, Launched, await_true, paceline
 
 from paceline.core.errors import PacelineError
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
