@@ -14,12 +14,21 @@ import typing
 from pathlib import Path
 
 import paceline
+from paceline.core.machine import Quantity
 from paceline.core.record import Record
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
 # Fields whose values are checked: what the type alone would give is refused.
 VALUES = {
     "BlameRules": {},
+    "FrameworkOverhead": {
+        "framework": "ddp",
+        "what": "wrapper",
+        "phase": "forward",
+        "threads": 1,
+        "processes": 2,
+        "seconds": Quantity(value=1e-4, source="probe", low=9e-5, high=2e-4),
+    },
     "Mesh": {"data": 2, "pipeline": 1, "tensor": 1},
     "Injection": {"rank": 1, "late_ms": 20.0, "cause": "compute"},
     "PackOptions": {},

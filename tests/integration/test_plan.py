@@ -4,11 +4,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from machines import collective, sheet
 
 from paceline.cli.plan import plan
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
-from paceline.core.machine import Device, Link, Machine, Point, Quantity, Rate
-from paceline.perf import Estimate
+from paceline.core.estimate import Estimate
+from paceline.core.machine import Device, Machine, Point, Rate
 from paceline.studies.predict import capture_file, load_machine, predict
 
 pytest.importorskip("torch")
@@ -47,9 +48,6 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("plan")
     (place / "model.py").write_text(MODEL)
 
-    def sheet(value):
-        return Quantity(value=value, source="datasheet")
-
     rates = tuple(
         Rate(
             operator=operator,
@@ -64,13 +62,9 @@ def folder(tmp_path_factory):
         for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
     )
     device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
-    link = Link(
-        level="gloo",
-        operation="all_reduce",
-        latency_s=sheet(1e-4),
-        bandwidth_bytes_per_s=sheet(1e9),
+    machine = Machine(
+        name="m", devices=(device,), collectives=(collective("all_reduce", 1e-4, 1e9),)
     )
-    machine = Machine(name="m", devices=(device,), links=(link,))
     (place / "machine.json").write_text(machine.to_text())
     return place
 

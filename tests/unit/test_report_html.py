@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from machines import collective
 from rich.console import Console
 from traces import Late, data_parallel, set_boot_id, write_run, write_trace
 
@@ -20,8 +21,9 @@ from paceline.core.errors import (
     NotFound,
     PacelineError,
 )
-from paceline.core.machine import Device, Link, Machine, Quantity
-from paceline.perf import Estimate
+from paceline.core.estimate import Estimate
+from paceline.core.machine import Device, Machine, Quantity
+from paceline.core.plan import Mesh, Plan
 from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
 from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
@@ -46,13 +48,9 @@ SECTIONS = [
 
 def _machine(name="box"):
     quantity = Quantity(value=1e9, source="probe")
-    latency = Quantity(value=1e-4, source="probe")
-    links = tuple(
-        Link(level="gloo", operation=one, latency_s=latency, bandwidth_bytes_per_s=quantity)
-        for one in ("all_reduce", "broadcast")
-    )
+    costs = tuple(collective(one, 1e-4, 1e9) for one in ("all_reduce", "broadcast"))
     device = Device(name=name, kind="cpu", cores=2, memory_bytes=quantity)
-    return Machine(name=name, devices=(device,), links=links, missing=(name,))
+    return Machine(name=name, devices=(device,), collectives=costs, missing=(name,))
 
 
 def _estimate(name="net"):
@@ -60,8 +58,8 @@ def _estimate(name="net"):
     values = {
         "workload": name,
         "machine": name,
-        "world_size": 2,
-        "threads": 1,
+        "plan": Plan(mesh=Mesh(data=2)),
+        "trained_parameter_bytes": 1 << 20,
         "breakdown": predicted,
         "step_time_s": predicted.total_s,
         "low_s": 0.007,
@@ -72,8 +70,7 @@ def _estimate(name="net"):
         "shares": {name: 0.7, "compute": 0.3},
         "sources": {},
     }
-    known = {one.name for one in dataclasses.fields(Estimate)}
-    return Estimate(**{key: value for key, value in values.items() if key in known})
+    return Estimate(**values)
 
 
 def _run(folder, name="script.py", *, failure=None):
@@ -359,18 +356,21 @@ def test_steps_beyond_the_scale_are_marked():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("plan", "words"),
     [
-        ({"world_size": 4}, "the prediction is of 4 ranks, the run had 2"),
-        ({"threads": 3}, "the prediction is of 3 threads per rank, the run had 1"),
+        (Plan(mesh=Mesh(data=4)), "the prediction is of 4 ranks, the run had 2"),
+        (
+            Plan(mesh=Mesh(data=2), threads=3),
+            "the prediction is of 3 threads per rank, the run had 1",
+        ),
     ],
 )
-def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words):
+def test_a_prediction_of_something_else_is_not_compared(tmp_path, plan, words):
     run = _run(tmp_path)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "threads": 1}))
     assert gather(run).comparison.step_time_error is not None
-    other = dataclasses.replace(_estimate(), **changes)
+    other = dataclasses.replace(_estimate(), plan=plan)
     (run / "estimate.json").write_text(other.to_text())
     report = gather(run)
     assert report.comparison.step_time_error is None

@@ -167,7 +167,10 @@ def _build(cls: type[T], data: dict[str, Any], where: str) -> T:
             values[name] = convert(data[name], hints[name], f"{where}: {name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"key '{name}' is missing", where=where, fix="Add it")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as problem:  # the class knows what is wrong, not which file says so
+        raise type(problem)(problem.what, where=where, why=problem.why, fix=problem.fix) from None
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:

@@ -30,6 +30,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
+from paceline.core.estimate import Estimate
 from paceline.core.files import commit_text, read_text
 from paceline.core.processes import (
     Exit,
@@ -44,7 +45,6 @@ from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.meeting import await_result, refuse_taken
 from paceline.launch.task import start_task
-from paceline.perf import Estimate
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.runs.versions import versions
 from paceline.trace.arrivals import encounters

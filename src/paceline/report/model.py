@@ -14,8 +14,8 @@ import numpy as np
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import NotFound
+from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
-from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
 from paceline.report.units import plural
@@ -27,6 +27,8 @@ from paceline.trace.communication import Traffic, communication
 from paceline.trace.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.phases import RankPhases, phases, step_time_s
+
+MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,13 +156,12 @@ def gather(run: Path) -> Report:
 
 def _unfit(estimate: Estimate, world_size: int, threads: object) -> str:
     """Return why an estimate is not of this run; empty if it is, as far as is known."""
-    if estimate.world_size != world_size:
+    ranks = estimate.plan.mesh.world_size
+    if ranks != world_size:
+        return f"the prediction is of {plural(ranks, 'rank')}, the run had {world_size}"
+    if isinstance(threads, int) and estimate.plan.threads != threads:
         return (
-            f"the prediction is of {plural(estimate.world_size, 'rank')}, the run had {world_size}"
-        )
-    if isinstance(threads, int) and estimate.threads != threads:
-        return (
-            f"the prediction is of {plural(estimate.threads, 'thread')} per rank, the run had "
+            f"the prediction is of {plural(estimate.plan.threads, 'thread')} per rank, the run had "
             f"{threads}"
         )
     return ""
@@ -211,16 +212,18 @@ def mean_of(parts: tuple[RankPhases, ...]) -> Breakdown:
 
 
 def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
-    """Return what the machine's links promise for one of these collectives, as `perf` prices it.
+    """Return what one of these collectives costs on the machine, as `perf` predicts it.
 
-    None for an operation that the machine has no figure for.
+    None for an operation whose cost the machine does not hold.
     """
-    link = machine.link("gloo", traffic.operation) if machine else None
-    if link is None or traffic.ranks < 2:
+    if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
+        return None
+    cost = machine.collective(traffic.operation, traffic.ranks)
+    if cost is None:
         return None
     if traffic.operation == "all_reduce":
-        return sum(all_reduce_s(link, traffic.typical_bytes, traffic.ranks))
-    return broadcast_s(link, traffic.typical_bytes, traffic.ranks)
+        return sum(all_reduce_s(cost, traffic.typical_bytes, traffic.ranks))
+    return broadcast_s(cost, traffic.typical_bytes, traffic.ranks)
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.clock import Clock
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
-    from paceline.perf import Estimate
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
     from paceline.trace.files import Status

@@ -6,12 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Workload
-from paceline.perf import Estimate, estimate
+from paceline.perf import estimate
 from paceline.probe.machine_file import load_machine
+
+if TYPE_CHECKING:
+    from paceline.core.estimate import Estimate
 
 CAPTURE_DEADLINE_S = 300.0
 
