@@ -49,12 +49,8 @@ class Record:
         return json.dumps(self.to_json(), indent=1) + "\n"
 
     def digest(self) -> str:
-        """Return what identifies this record's content: SHA-256 of its JSON without white space.
-
-        Keys are sorted, so that two records are equal exactly if their digests are.
-        """
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        """Return what identifies this record's content; see the function `digest`."""
+        return digest(self.to_json())
 
     @classmethod
     def from_json(cls, data: object, *, where: str = "") -> Self:
@@ -99,6 +95,16 @@ class Record:
                 "not valid JSON", where=where, why=str(problem), fix="Repair it at that line"
             ) from None
         return cls.from_json(data, where=where)
+
+
+def digest(data: object) -> str:
+    """Return what identifies JSON `data`: SHA-256 of its text, keys sorted, without white space.
+
+    >>> digest({"b": 1, "a": [2]}) == digest({"a": [2], "b": 1})
+    True
+    """
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:

@@ -18,8 +18,9 @@ from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
-from paceline.report.units import plural
+from paceline.report.fit import difference
 from paceline.report.words import failure_words, meeting_place, verdict
+from paceline.runs.planned import load_plan
 from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
 from paceline.trace.arrivals import encounters
 from paceline.trace.blame import Straggler, blame, lateness_s
@@ -119,13 +120,23 @@ def gather(run: Path) -> Report:
     stragglers = blame(trace, parts, late_s=late_s)
     traffic = communication(trace, met)
     config = load_object(run / "config.json")
-    estimate = _known(Estimate, run / "estimate.json")
+    planned = load_plan(run)
+    estimate = planned.estimate if planned else None
     comparison = compare(
         parts,
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
-        unfit=_unfit(estimate, trace.world_size, config.get("threads")) if estimate else "",
+        unfit=difference(
+            estimate,
+            trace,
+            traffic,
+            steps=steps,
+            config=config,
+            machine=load_object(run / "machine.json"),
+        )
+        if estimate
+        else "",
     )
     words = verdict(
         stragglers,
@@ -152,19 +163,6 @@ def gather(run: Path) -> Report:
         versions=load_object(run / "versions.json"),
         config=config,
     )
-
-
-def _unfit(estimate: Estimate, world_size: int, threads: object) -> str:
-    """Return why an estimate is not of this run; empty if it is, as far as is known."""
-    ranks = estimate.plan.mesh.world_size
-    if ranks != world_size:
-        return f"the prediction is of {plural(ranks, 'rank')}, the run had {world_size}"
-    if isinstance(threads, int) and estimate.plan.threads != threads:
-        return (
-            f"the prediction is of {plural(estimate.plan.threads, 'thread')} per rank, the run had "
-            f"{threads}"
-        )
-    return ""
 
 
 def _traces(run: Path, result: RunResult | None) -> Trace:

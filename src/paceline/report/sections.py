@@ -266,7 +266,7 @@ def prediction(report: Report) -> str:
         note += f"Only the measurement is shown, since {found.unfit}."
     elif found.predicted_step_s is None:
         note += (
-            "The run was not predicted (paceline plan --out, paceline run --estimate), so only the "
+            "The run was not predicted (paceline plan --out, paceline run --plan), so only the "
             "measurement is shown."
         )
     else:
