@@ -25,6 +25,7 @@ VERBS = {
     "store": "Look into packs, take samples out, verify and mend them (ls, verify, repair).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
+    "calibrate": "Improve a machine's description by what a run showed.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "why": "Say who was late in a run, and why.",
     "report": "Report a run: verdict, time, lateness, prediction beside measurement.",

@@ -84,15 +84,13 @@ def compare(
         predicted_step_s: in place of the sum of `predicted`.
         unfit: why the prediction is of something else, so that it must not be compared.
     """
-    steps = min((one.steps for one in parts), default=0)
-    chosen = undisturbed(steps, stragglers)
-    for one in parts:
-        chosen &= one.recorded[:steps]
+    chosen = undisturbed_steps(parts, stragglers)
+    steps = len(chosen)
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
         for one in parts:
-            measured += one.median_breakdown(_padded(chosen, one.steps))
+            measured += one.median_breakdown(padded(chosen, one.steps))
         measured = measured.scaled(1 / len(parts))
         slowest = np.max([one.step_s[:steps] for one in parts], axis=0)
         step_s = float(np.median(slowest[chosen]))
@@ -129,6 +127,15 @@ def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     return chosen
 
 
-def _padded(chosen: np.ndarray, steps: int) -> np.ndarray:
+def undisturbed_steps(parts: Sequence[RankPhases], stragglers: Sequence[Straggler]) -> np.ndarray:
+    """Return a mask over the steps that all ranks completed: undisturbed, and recorded by all."""
+    steps = min((one.steps for one in parts), default=0)
+    chosen = undisturbed(steps, stragglers)
+    for one in parts:
+        chosen &= one.recorded[:steps]
+    return chosen
+
+
+def padded(chosen: np.ndarray, steps: int) -> np.ndarray:
     """Return the mask for a rank that completed more steps than others."""
     return np.concatenate([chosen, np.zeros(steps - len(chosen), dtype=bool)])

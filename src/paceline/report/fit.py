@@ -101,7 +101,7 @@ def _model_difference(
         return ""
     per_step = reduced / steps
     times = per_step / expected
-    if times >= 1 - TOLERANCE and times - round(times) <= TOLERANCE:
+    if round(times) >= 1 and abs(times - round(times)) <= TOLERANCE:
         return ""
     return (
         f"the prediction is of {format_bytes(expected)} of gradients per step, the run reduced "

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from paceline.core.estimate import Estimate
+    from paceline.perf.calibrate import Calibration
     from paceline.report.model import Report
     from paceline.trace.communication import Traffic
     from paceline.trace.stats import TraceStats
@@ -126,6 +127,36 @@ def render_estimate(estimate: Estimate) -> Group:
         phases,
         Text(),
         memory,
+    )
+
+
+def render_calibration(calibration: Calibration) -> Group:
+    """Return what ``paceline calibrate`` shows."""
+    shown = _table("phase", ["before", "measured", "now", "weight of the run"])
+    for fit in calibration.phases:
+        if fit.prior_s or fit.measured_s or fit.fitted_s:
+            shown.add_row(
+                fit.name,
+                format_seconds(fit.prior_s),
+                format_seconds(fit.measured_s),
+                format_seconds(fit.fitted_s),
+                format_share(fit.weight),
+            )
+    shown.add_row(
+        Text("step", style="bold"),
+        format_seconds(calibration.prior_step_s),
+        format_seconds(calibration.measured_step_s),
+        format_seconds(calibration.fitted_step_s),
+        "",
+    )
+    return Group(
+        Text(
+            f"{printable(calibration.machine)}: fitted to "
+            f"{plural(calibration.steps, 'undisturbed step')}",
+            style="bold",
+        ),
+        Text(),
+        shown,
     )
 
 
