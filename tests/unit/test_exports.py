@@ -14,7 +14,7 @@ EXPORTS = {
     "cli": [],
     "core": [],
     "launch": [],
-    "perf": ["Estimate", "estimate"],
+    "perf": ["estimate"],
     "probe": [],
     "report": [],
     "runs": [],

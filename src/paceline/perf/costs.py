@@ -23,13 +23,22 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.core.machine import Device, Overhead, Point, Rate
+    from collections.abc import Iterable
+
+    from paceline.core.machine import (
+        Device,
+        FrameworkOverhead,
+        Overhead,
+        Point,
+        Quantity,
+        Rate,
+    )
     from paceline.core.workload import Operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Price:
-    """Seconds of a call, by what it was bound by."""
+class OperatorCost:
+    """Seconds of operator calls, by what bounds them."""
 
     overhead_s: float = 0.0
     compute_s: float = 0.0
@@ -37,32 +46,32 @@ class Price:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the call."""
+        """Seconds in all."""
         return self.overhead_s + self.compute_s + self.memory_s
 
-    def __add__(self, other: Price) -> Price:
-        return Price(
+    def __add__(self, other: OperatorCost) -> OperatorCost:
+        return OperatorCost(
             overhead_s=self.overhead_s + other.overhead_s,
             compute_s=self.compute_s + other.compute_s,
             memory_s=self.memory_s + other.memory_s,
         )
 
-    def times(self, count: float) -> Price:
-        """Return the price of `count` calls."""
-        return Price(
+    def times(self, count: float) -> OperatorCost:
+        """Return the cost of `count` calls."""
+        return OperatorCost(
             overhead_s=self.overhead_s * count,
             compute_s=self.compute_s * count,
             memory_s=self.memory_s * count,
         )
 
 
-class PriceList:
-    """Prices on one device with so many threads per process and so many busy processes."""
+class CostModel:
+    """Costs on one device with so many threads per process and so many busy processes."""
 
     def __init__(
         self, device: Device, *, threads: int, processes: int, step_bytes: float, precision: str
     ) -> None:
-        """Make the list.
+        """Make the model.
 
         Args:
             device: that computes.
@@ -91,14 +100,13 @@ class PriceList:
         cache = device.cache_bytes.value / processes if device.cache_bytes else 0.0
         self._bandwidth = bandwidth.value if bandwidth and step_bytes > cache else math.inf
 
-    def price(self, operation: Operation) -> Price:
-        """Return the price of one call."""
+    def cost(self, operation: Operation) -> OperatorCost:
+        """Return the cost of one call."""
         overhead_s = self.overhead_s(operation.operator, operation.phase)
         if operation.operator == "view":
-            return Price(overhead_s=overhead_s)
-        dtype = self._precision if operation.dtype == "float32" else operation.dtype
+            return OperatorCost(overhead_s=overhead_s)
         compute_s = memory_s = 0.0
-        for rate, scale in self._rates_of(operation.operator, operation.phase, dtype):
+        for rate, scale in self.rates_of(operation):
             work = operation.flops if rate.unit == "flops" else operation.bytes
             work_s = work / (scale * rate_at(rate.points, work)) if work else 0.0
             if rate.unit == "flops":
@@ -107,50 +115,84 @@ class PriceList:
                 memory_s += work_s
         beyond_cache_s = operation.bytes / self._bandwidth
         if beyond_cache_s > compute_s + memory_s:
-            return Price(overhead_s=overhead_s, memory_s=beyond_cache_s)
-        return Price(overhead_s=overhead_s, compute_s=compute_s, memory_s=memory_s)
+            return OperatorCost(overhead_s=overhead_s, memory_s=beyond_cache_s)
+        return OperatorCost(overhead_s=overhead_s, compute_s=compute_s, memory_s=memory_s)
 
     def overhead_s(self, operator: str, phase: str) -> float:
         """Return seconds of dispatching one operator; 0 if the machine does not say."""
         key = (operator, phase)
         if key not in self._overheads:
-            self._overheads[key] = self._find_overhead(operator, phase)
+            overhead = self.overhead_of(operator, phase)
+            self._overheads[key] = overhead.seconds.value if overhead else 0.0
         return self._overheads[key]
 
-    def _find_overhead(self, operator: str, phase: str) -> float:
-        known = self._device.overheads
-        same = [one for one in known if (one.operator, one.phase) == (operator, phase)]
-        if not same and operator not in ("step", "ddp"):
-            # No figure of its own (a rare class in this phase): what an elementwise one costs.
-            same = [one for one in known if (one.operator, one.phase) == ("elementwise", phase)]
-        return min(same, key=self._distance).seconds.value if same else 0.0
+    def overhead_of(self, operator: str, phase: str) -> Overhead | None:
+        """Return the nearest measured overhead of a class in a phase, if there is one.
 
-    def _distance(self, one: Rate | Overhead) -> tuple[int, float]:
-        """Return how far a measurement is from what is asked: processes first, then threads."""
-        return abs(one.processes - self._processes), abs(math.log(one.threads / self._threads))
+        A class without a figure of its own in this phase costs what an elementwise one does.
+        """
+        for name in (operator, "elementwise"):
+            same = [
+                overhead
+                for overhead in self._device.overheads
+                if (overhead.operator, overhead.phase) == (name, phase)
+            ]
+            if same:
+                return min(same, key=self._distance)
+        return None
 
-    def _rates_of(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
+    def framework_of(self, framework: str, what: str, phase: str) -> FrameworkOverhead | None:
+        """Return the nearest measured overhead of a framework in a phase, if there is one."""
+        same = [
+            overhead
+            for overhead in self._device.framework_overheads
+            if (overhead.framework, overhead.what, overhead.phase) == (framework, what, phase)
+        ]
+        return min(same, key=self._distance, default=None)
+
+    def framework_s(self, framework: str, what: str, phase: str) -> float:
+        """Return seconds, or seconds per byte, of a framework's overhead; 0 if not known."""
+        overhead = self.framework_of(framework, what, phase)
+        quantity: Quantity | None = None
+        if overhead is not None:
+            quantity = overhead.seconds or overhead.seconds_per_byte
+        return quantity.value if quantity else 0.0
+
+    def rates_of(self, operation: Operation) -> list[tuple[Rate, float]]:
         """Return the nearest curve of each unit, with its factor for threads not measured."""
-        key = (operator, phase, dtype)
+        dtype = self._precision if operation.dtype == "float32" else operation.dtype
+        key = (operation.operator, operation.phase, dtype)
         if key not in self._rates:
-            self._rates[key] = self._find_rates(operator, phase, dtype)
+            self._rates[key] = self._find_rates(*key)
         return self._rates[key]
 
+    def _distance(self, measured: Rate | Overhead | FrameworkOverhead) -> tuple[int, float]:
+        """Return how far a measurement is from what is asked: processes first, then threads."""
+        return (
+            abs(measured.processes - self._processes),
+            abs(math.log(measured.threads / self._threads)),
+        )
+
     def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
-        def distance(one: Rate) -> tuple[bool, bool, bool, bool, int, float]:
+        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, int, float]:
             return (
-                one.operator != operator,
-                one.operator != "elementwise",
-                one.dtype != dtype,
-                one.phase != phase,
-                *self._distance(one),
+                rate.operator != operator,
+                rate.operator != "elementwise",
+                rate.dtype != dtype,
+                rate.phase != phase,
+                *self._distance(rate),
             )
 
-        nearest = min(distance(one) for one in self._device.rates)
-        found = {one.unit: one for one in self._device.rates if distance(one) == nearest}
+        nearest = min(distance(rate) for rate in self._device.rates)
+        chosen = {rate.unit: rate for rate in self._device.rates if distance(rate) == nearest}
         # Rates grow at most with the threads; beyond the cores that were measured, not at all.
         threads = min(self._threads, self._device.cores)
-        return [(one, threads / one.threads) for one in found.values()]
+        return [(rate, threads / rate.threads) for rate in chosen.values()]
+
+
+def total_cost(costs: Iterable[OperatorCost]) -> OperatorCost:
+    """Return the sum of costs."""
+    return sum(costs, OperatorCost())
 
 
 def rate_at(points: tuple[Point, ...], work: float) -> float:
