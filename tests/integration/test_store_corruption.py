@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.native import crc32c
 from paceline.store import PackOptions, open_pack, pack_folder
-from paceline.store.layout import resealed, sections
+from paceline.store.read.layout import resealed, sections
 
 BODIES = {
     "a/empty": b"",

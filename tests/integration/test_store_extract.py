@@ -11,8 +11,8 @@ import pytest
 
 from paceline.core.errors import CorruptPack, DestinationExists, NotFound, StorageError
 from paceline.store import open_pack, pack_folder
-from paceline.store.extract import extract
-from paceline.store.layout import resealed, sections
+from paceline.store.read.extract import extract
+from paceline.store.read.layout import resealed, sections
 
 ODD = "cat/é\n\\\udcff.txt"
 

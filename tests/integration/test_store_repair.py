@@ -15,9 +15,9 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.store import PackOptions, open_pack, pack_folder
-from paceline.store.damage import verify_files
-from paceline.store.layout import read_layout
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
+from paceline.store.read.layout import read_layout
 
 
 def make(folder, options):

@@ -23,9 +23,9 @@ import numpy as np
 
 from paceline.core.errors import CorruptData, PacelineError, StorageError
 from paceline.store import open_pack
-from paceline.store.damage import verify_files
-from paceline.store.layout import read_layout, sections
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
+from paceline.store.read.layout import read_layout, sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -28,8 +28,8 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.core.record import Record
 from paceline.store import open_pack, pack_folder
-from paceline.store.extract import extract
-from paceline.store.layout import resealed, sections
+from paceline.store.read.extract import extract
+from paceline.store.read.layout import resealed, sections
 from paceline.studies.torture_interruptions import run_faults, run_kills
 from paceline.studies.torture_parts import (
     Campaign,
