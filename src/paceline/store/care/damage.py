@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import CorruptPack, Missing
 from paceline.native import crc32c, zstd_available, zstd_decompress
-from paceline.store.format.layout import HEADER_BYTES, parity_name, shard_name
-from paceline.store.read.layout import is_header, read_layout
+from paceline.store.format.index import IndexFile
+from paceline.store.format.layout import (
+    HEADER_BYTES,
+    FileMagic,
+    is_file_header,
+    parity_name,
+    shard_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +31,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from paceline.store.read.layout import Layout
 
 _BLOCK_BYTES = 4 << 20
 
@@ -136,14 +141,14 @@ class ShardState:
         return "its bytes beside the samples do not match the digest"
 
 
-def fits(layout: Layout, extent: int, stored: bytes) -> bool:
+def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
     """Return whether `stored` are the bytes that belong at `extent`, by length and checksum."""
-    if len(stored) != int(layout.stored_lengths[extent]):
+    if len(stored) != int(index.stored_lengths[extent]):
         return False
     body: bytes | None = stored
-    if layout.codecs[extent]:
-        body = decoded(stored, int(layout.lengths[extent]))
-    return body is not None and crc32c(body) == int(layout.checksums[extent])
+    if index.codecs[extent]:
+        body = decoded(stored, int(index.lengths[extent]))
+    return body is not None and crc32c(body) == int(index.checksums[extent])
 
 
 def decoded(stored: bytes, length: int) -> bytes | None:
@@ -161,29 +166,31 @@ def decoded(stored: bytes, length: int) -> bytes | None:
     return zstd_decompress(stored, length)
 
 
-def examine_shard(path: Path, layout: Layout, shard: int, extents: NDArray[np.int64]) -> ShardState:
+def examine_shard(
+    path: Path, index: IndexFile, shard: int, extents: NDArray[np.int64]
+) -> ShardState:
     """Return what is wrong with a shard; reads all of it, twice where it is damaged.
 
     Args:
         path: the pack.
-        layout: of the pack.
+        index: of the pack.
         shard: its number.
         extents: of this shard, as they lie in it.
     """
-    expected = int(layout.shard_lengths[shard])
+    expected = int(index.shard_lengths[shard])
     with OpenFile(path / shard_name(shard)) as file:
         state = ShardState(shard=shard, found_length=file.length, expected_length=expected)
-        digest = layout.shard_digests[shard] if layout.shard_digests else None
+        digest = index.shard_digests[shard] if index.shard_digests else None
         if not state.wrong_length and digest is not None and file.digest() == digest:
             return state
         head = file.read(0, HEADER_BYTES)
-        state.bad_header = head is None or not is_header(head, b"PACESHRD", shard)
+        state.bad_header = head is None or not is_file_header(head, FileMagic.SHARD, shard)
         end = HEADER_BYTES
         for extent in extents.tolist():
-            begin = int(layout.offsets[extent])
+            begin = int(index.offsets[extent])
             _examine_gap(file, state, end, begin)
-            end = max(end, begin + int(layout.stored_lengths[extent]))
-            if not _extent_fits(file, layout, extent):
+            end = max(end, begin + int(index.stored_lengths[extent]))
+            if not _extent_fits(file, index, extent):
                 state.bad_extents.append(extent)
         _examine_gap(file, state, end, expected)
     state.bad_digest = digest is not None and state.whole
@@ -206,9 +213,9 @@ def verify_files(
     Cost: reads every file whole.
     """
     path = Path(path)
-    layout = read_layout(path)
-    files = [(shard_name(k), one) for k, one in enumerate(layout.shard_digests)]
-    files += [(parity_name(k), one) for k, one in enumerate(layout.parity_digests)]
+    index = IndexFile.open(path)
+    files = [(shard_name(k), one) for k, one in enumerate(index.shard_digests)]
+    files += [(parity_name(k), one) for k, one in enumerate(index.parity_digests)]
     damaged = []
     for k, (name, expected) in enumerate(files):
         with OpenFile(path / name) as file:
@@ -228,17 +235,17 @@ def verify_files(
     return len(files), damaged
 
 
-def _extent_fits(file: OpenFile, layout: Layout, extent: int) -> bool:
-    begin, length = int(layout.offsets[extent]), int(layout.stored_lengths[extent])
-    if layout.codecs[extent]:
+def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
+    begin, length = int(index.offsets[extent]), int(index.stored_lengths[extent])
+    if index.codecs[extent]:
         stored = file.read(begin, length)
-        return stored is not None and fits(layout, extent, stored)
+        return stored is not None and fits(index, extent, stored)
     checksum = 0
     for block in file.blocks(begin, length):
         if block is None:
             return False
         checksum = crc32c(block, checksum)
-    return checksum == int(layout.checksums[extent])
+    return checksum == int(index.checksums[extent])
 
 
 def _examine_gap(file: OpenFile, state: ShardState, begin: int, end: int) -> None:

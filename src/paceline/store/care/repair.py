@@ -27,16 +27,19 @@ from paceline.core.files import sync_folder, try_lock
 from paceline.core.record import Record
 from paceline.store.care.damage import OpenFile, ShardState, examine_shard, fits
 from paceline.store.care.repair_sources import Origins
+from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import (
     HEADER_BYTES,
     INDEX_NAME,
     NUMBERED,
     PARTIAL_SUFFIX,
     UNFINISHED,
+    FileMagic,
+    file_header,
+    is_file_header,
     parity_name,
     shard_name,
 )
-from paceline.store.read.layout import file_header, is_header, read_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from paceline.store.read.layout import Layout
 
 _BLOCK_BYTES = 4 << 20
 
@@ -132,16 +134,14 @@ class _Repair:
         self.mended: list[Finding] = []
         self.lost: list[Finding] = []
         self.litter: list[str] = []
-        self.layout = self._index(replica)
-        index_at = replica if self.mended and dry_run else path
-        assert index_at is not None
-        self.origins = Origins(path, self.layout, index_at, source=source, replica=replica)
+        self.index = self._index(replica)
+        self.origins = Origins(path, self.index, source=source, replica=replica)
 
     def report(self) -> RepairReport:
         """Return what was found and done."""
         return RepairReport(
             path=str(self.path),
-            identity=self.layout.identity,
+            identity=self.index.identity,
             dry_run=self.dry_run,
             mended=tuple(self.mended),
             lost=tuple(self.lost),
@@ -150,11 +150,11 @@ class _Repair:
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> None:
         """Look at every file of the pack and mend what can be mended."""
-        extents_of = list(self.layout.extents_by_shard())
+        extents_of = list(self.index.extents_by_shard())
         total = len(extents_of)
         damaged = []
         for shard, extents in enumerate(extents_of):
-            state = examine_shard(self.path, self.layout, shard, extents)
+            state = examine_shard(self.path, self.index, shard, extents)
             if not state.whole:
                 damaged.append(state)
             if on_progress is not None:
@@ -165,7 +165,7 @@ class _Repair:
             if self.dry_run or len(left) == len(damaged):
                 break
             damaged = [
-                examine_shard(self.path, self.layout, one.shard, extents_of[one.shard])
+                examine_shard(self.path, self.index, one.shard, extents_of[one.shard])
                 for one in left
             ]
             self.lost.clear()
@@ -174,10 +174,10 @@ class _Repair:
 
     # The index
 
-    def _index(self, replica: Path | None) -> Layout:
-        """Return the layout, from the replica's index when this pack has none that can be read."""
+    def _index(self, replica: Path | None) -> IndexFile:
+        """Return the index, from the replica's index when this pack has none that can be read."""
         try:
-            layout = read_layout(self.path)
+            index = IndexFile.open(self.path)
         except UsageError as problem:
             if not isinstance(problem, NotFound) or not _has_shards(self.path):
                 raise
@@ -187,14 +187,14 @@ class _Repair:
                 raise
             found = problem
         else:
-            if replica is not None and read_layout(replica).identity != layout.identity:
+            if replica is not None and IndexFile.open(replica).identity != index.identity:
                 raise UsageError(
                     "the replica is of another pack",
                     where=str(replica),
                     why="their identities differ: see paceline store stat",
                     fix="Give a copy of this very pack",
                 )
-            return layout
+            return index
         if replica is None:
             raise CorruptPack(
                 "the index is damaged, and only a copy of the pack can replace it",
@@ -202,8 +202,8 @@ class _Repair:
                 why=found.why or found.what,
                 fix=f"paceline store repair {self.path} --replica COPY, or pack anew",
             )
-        layout = read_layout(replica)
-        if not self._is_of_this_pack(layout):
+        index = IndexFile.open(replica)
+        if not self._is_of_this_pack(index):
             raise CorruptPack(
                 "the index is damaged, and the replica's does not fit the shards here",
                 where=str(self.path / INDEX_NAME),
@@ -217,11 +217,11 @@ class _Repair:
         self.mended.append(
             Finding(what="the index", file=INDEX_NAME, why=why, mended_from="replica")
         )
-        return layout
+        return index
 
-    def _is_of_this_pack(self, layout: Layout) -> bool:
-        every = enumerate(layout.extents_by_shard())
-        return all(examine_shard(self.path, layout, shard, one).whole for shard, one in every)
+    def _is_of_this_pack(self, index: IndexFile) -> bool:
+        every = enumerate(index.extents_by_shard())
+        return all(examine_shard(self.path, index, shard, one).whole for shard, one in every)
 
     # Shards
 
@@ -261,7 +261,7 @@ class _Repair:
             yield 0, self._header(state.shard), None, "index"
         for extent in state.bad_extents:
             stored, origin = self.origins.stored(extent)
-            yield int(self.layout.offsets[extent]), stored, extent, origin
+            yield int(self.index.offsets[extent]), stored, extent, origin
         for begin, length in state.bad_gaps:
             yield begin, bytes(length), None, "index"
 
@@ -281,11 +281,11 @@ class _Repair:
             write(descriptor, self._header(state.shard), 0)
             with OpenFile(self.path / shard_name(state.shard)) as old:
                 for extent in extents.tolist():
-                    begin = int(self.layout.offsets[extent])
+                    begin = int(self.index.offsets[extent])
                     stored: bytes | None = None
                     if extent not in bad:
-                        stored = old.read(begin, int(self.layout.stored_lengths[extent]))
-                    if stored is None or not fits(self.layout, extent, stored):
+                        stored = old.read(begin, int(self.index.stored_lengths[extent]))
+                    if stored is None or not fits(self.index, extent, stored):
                         stored, origin = self.origins.stored(extent)
                         origins.add(origin)
                     if stored is None:
@@ -312,16 +312,16 @@ class _Repair:
     def _header(self, shard: int) -> bytes:
         """Return a shard's header: the copy's, which may be of an older version, or a new one."""
         for head in self.origins.copied(shard, 0, HEADER_BYTES):
-            if is_header(head, b"PACESHRD", shard):
+            if is_file_header(head, FileMagic.SHARD, shard):
                 return head
-        return file_header(b"PACESHRD", self.layout.version, shard)
+        return file_header(FileMagic.SHARD, shard, self.index.version)
 
     def _note(self, state: ShardState, extent: int | None, origin: str, why: str = "") -> None:
         what = f"shard {state.shard}"
         if extent is not None:
-            sample = self.layout.sample_of(extent)
+            sample = self.index.sample_of(extent)
             what = f"sample {sample} {self.origins.name(sample)!a}"
-            if len(self.layout.first_extents):
+            if len(self.index.first_extents):
                 what += f", extent {extent}"
         finding = Finding(
             what=what, file=shard_name(state.shard), why=why or state.why(), mended_from=origin
@@ -331,7 +331,7 @@ class _Repair:
     # Parity files and litter
 
     def _parity(self) -> None:
-        for number, expected in enumerate(self.layout.parity_digests):
+        for number, expected in enumerate(self.index.parity_digests):
             name = parity_name(number)
             with OpenFile(self.path / name) as file:
                 if file.length is not None and file.digest() == expected:
@@ -348,9 +348,9 @@ class _Repair:
 
     def _write_parity(self, number: int, expected: bytes) -> bool:
         def fill(descriptor: int) -> None:
-            _write_at(descriptor, file_header(b"PACEPRTY", self.layout.version, number), 0)
-            length = int(self.layout.parity_lengths[number]) - HEADER_BYTES
-            group = self.layout.group_of(number * self.layout.parity_group)
+            _write_at(descriptor, file_header(FileMagic.PARITY, number, self.index.version), 0)
+            length = int(self.index.parity_lengths[number]) - HEADER_BYTES
+            group = self.index.parity_group_of(number * self.index.parity_group)
             for begin in range(0, length, _BLOCK_BYTES):
                 count = min(_BLOCK_BYTES, length - begin)
                 block = self.origins.sum_of(group, begin, count)
@@ -366,8 +366,8 @@ class _Repair:
 
     def _remove_litter(self) -> None:
         counts = {
-            "shard": len(self.layout.shard_lengths),
-            "parity": len(self.layout.parity_lengths),
+            "shard": len(self.index.shard_lengths),
+            "parity": len(self.index.parity_lengths),
         }
         for name in sorted(os.listdir(self.path)):  # noqa: PTH208  # names, not paths
             numbered = NUMBERED.fullmatch(name)

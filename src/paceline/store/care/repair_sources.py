@@ -7,6 +7,7 @@ source may have changed, the copy and the parity may be damaged too, and each is
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -14,13 +15,13 @@ import numpy as np
 from paceline.native import zstd_available, zstd_compress
 from paceline.store.care.damage import OpenFile, fits
 from paceline.store.format.layout import HEADER_BYTES, parity_name, shard_name
-from paceline.store.read.pack import open_pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from paceline.store.read.layout import Layout
+    from paceline.store.format.index import IndexFile
+
 
 _LEVELS = (3, 1, 2, 4, 5, 6, 7, 8, 9)  # of zstd, the default first
 
@@ -31,17 +32,15 @@ class Origins:
     def __init__(
         self,
         path: Path,
-        layout: Layout,
-        index_at: Path,
+        index: IndexFile,
         *,
         source: Path | None,
         replica: Path | None,
     ) -> None:
         self._path = path
-        self._layout = layout
+        self._index = index
         self._source = source
         self._replica = replica
-        self._index = open_pack(index_at, index_only=True)
         self._open_path: Path | None = None
         self._open_file: OpenFile | None = None
 
@@ -50,16 +49,15 @@ class Origins:
 
     def __exit__(self, *problem: object) -> None:
         self._forget()
-        self._index.close()
 
     def name(self, sample: int) -> str:
         """Return a sample's name."""
-        return self._index.names[sample]
+        return os.fsdecode(self._index.name(sample))
 
     def stored(self, extent: int) -> tuple[bytes | None, str]:
         """Return an extent's stored bytes and whence they are; None and "" if nobody has them."""
         for origin, stored in self._candidates(extent):
-            if fits(self._layout, extent, stored):
+            if fits(self._index, extent, stored):
                 return stored, origin
         return None, ""
 
@@ -69,7 +67,7 @@ class Origins:
             found = self._read(self._replica / shard_name(shard), offset, length)
             if found is not None:
                 yield found
-        if self._layout.parity_group:
+        if self._index.parity_group:
             found = self._from_parity(shard, offset, length)
             if found is not None:
                 yield found
@@ -78,7 +76,7 @@ class Origins:
         """Return the XOR of these bytes of several shards, each as if followed by zeros."""
         total = np.zeros(length, np.uint8)
         for shard in shards:
-            room = int(self._layout.shard_lengths[shard]) - offset
+            room = int(self._index.shard_lengths[shard]) - offset
             if room <= 0:
                 continue
             # Opened anew each time: a shard may have been put in place meanwhile.
@@ -91,9 +89,9 @@ class Origins:
         return total.tobytes()
 
     def _candidates(self, extent: int) -> Iterator[tuple[str, bytes]]:
-        layout = self._layout
-        shard, offset = int(layout.shards[extent]), int(layout.offsets[extent])
-        length = int(layout.stored_lengths[extent])
+        index = self._index
+        shard, offset = int(index.shards[extent]), int(index.offsets[extent])
+        length = int(index.stored_lengths[extent])
         if self._source is not None:
             for stored in self._from_source(extent):
                 yield "source", stored
@@ -101,35 +99,35 @@ class Origins:
             found = self._read(self._replica / shard_name(shard), offset, length)
             if found is not None:
                 yield "replica", found
-        if layout.parity_group:
+        if index.parity_group:
             found = self._from_parity(shard, offset, length)
             if found is not None:
                 yield "parity", found
 
     def _from_source(self, extent: int) -> Iterator[bytes]:
         assert self._source is not None
-        name = self.name(self._layout.sample_of(extent))
+        name = self.name(self._index.sample_of(extent))
         parts = name.split("/")
         if name.startswith("/") or ".." in parts or "\0" in name:
             return
         begin, length = (
-            self._layout.position_in_sample(extent),
-            int(self._layout.lengths[extent]),
+            self._index.position_in_sample(extent),
+            int(self._index.lengths[extent]),
         )
         body = self._read(self._source / name, begin, length)
         if body is None:
             return
-        if not self._layout.codecs[extent]:
+        if not self._index.codecs[extent]:
             yield body
             return
         for level in _LEVELS if zstd_available() else ():
             stored = zstd_compress(np.frombuffer(body, np.uint8), level)
-            if len(stored) == int(self._layout.stored_lengths[extent]):
+            if len(stored) == int(self._index.stored_lengths[extent]):
                 yield stored
 
     def _from_parity(self, shard: int, offset: int, length: int) -> bytes | None:
-        group = self._layout.group_of(shard)
-        path = self._path / parity_name(shard // self._layout.parity_group)
+        group = self._index.parity_group_of(shard)
+        path = self._path / parity_name(shard // self._index.parity_group)
         with OpenFile(path) as file:
             parity = file.read(HEADER_BYTES + offset, length)
         if parity is None:

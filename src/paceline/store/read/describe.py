@@ -11,8 +11,8 @@ import numpy as np
 
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
+from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import INDEX_NAME, shard_name
-from paceline.store.read.layout import read_layout
 from paceline.store.read.pack import open_pack
 
 if TYPE_CHECKING:
@@ -89,33 +89,30 @@ def describe_pack(path: str | os.PathLike[str]) -> PackStat:
     Raises:
         PacelineError: what `open_pack` raises for an index.
     """
-    layout = read_layout(Path(path))
-    with open_pack(path, index_only=True) as pack:
-        folder_count, class_count = len(pack.folder_names), len(pack.class_names)
-        sample_count = len(pack)
-    sample_bytes = int(layout.lengths.sum())
-    stored_bytes = int(layout.stored_lengths.sum())
-    counts = np.bincount(layout.codecs, minlength=len(_CODECS))
-    chunked = np.diff(layout.first_extents) > 1 if len(layout.first_extents) else ()
+    index = IndexFile.open(path)
+    sample_bytes = int(index.lengths.sum())
+    stored_bytes = int(index.stored_lengths.sum())
+    counts = np.bincount(index.codecs, minlength=len(_CODECS))
+    chunked = np.diff(index.first_extents) > 1 if len(index.first_extents) else ()
     return PackStat(
         path=str(path),
-        format_version=layout.version,
-        identity=layout.identity,
-        sample_count=sample_count,
-        folder_count=folder_count,
-        class_count=class_count,
+        format_version=index.version,
+        identity=index.identity,
+        sample_count=index.sample_count,
+        folder_count=index.folder_count,
+        class_count=index.class_count,
         sample_bytes=sample_bytes,
         stored_bytes=stored_bytes,
         ratio=sample_bytes / stored_bytes if stored_bytes else 1.0,
         chunked_count=int(np.count_nonzero(chunked)),
         codecs={_codec_name(k): int(count) for k, count in enumerate(counts) if count},
-        shard_count=len(layout.shard_lengths),
-        shard_bytes=int(layout.shard_lengths.sum()),
+        shard_count=len(index.shard_lengths),
+        shard_bytes=int(index.shard_lengths.sum()),
         index_bytes=(Path(path) / INDEX_NAME).stat().st_size,
-        parity_group=layout.parity_group,
-        parity_count=len(layout.parity_lengths),
-        parity_bytes=int(layout.parity_lengths.sum()),
-        has_shard_digests=bool(layout.shard_digests),
+        parity_group=index.parity_group,
+        parity_count=len(index.parity_lengths),
+        parity_bytes=int(index.parity_lengths.sum()),
+        has_shard_digests=bool(index.shard_digests),
     )
 
 

@@ -8,19 +8,18 @@ that unpickles it maps the files anew when it first needs them.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError, UsageError
-from paceline.native import PACK_FORMAT_VERSION, PackError, PackReader
-from paceline.store.format.layout import INDEX_NAME, PARTIAL_SUFFIX, shard_name
+from paceline.core.errors import NotFound, PacelineError, UsageError
+from paceline.native import Extent, PackEntry, PackReader, corrupt_sample
+from paceline.store.format.index import IndexFile, refuse_no_pack
+from paceline.store.format.layout import shard_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,36 +27,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from paceline.core.errors import CorruptPack
+
 _VERIFY_SAMPLES = 256  # a call: short enough that Ctrl-C and progress come through
 _MAX_THREADS = 8  # a few fill the memory bus; more only take cores from training
 _DIRECT_THREADS = 8  # reads past the page cache are one a thread: a disk wants several
-_IDENTITY_DIGITS = 32
 _POLICIES = ("first", "always", "never")
-
-
-class Extent(NamedTuple):
-    """A contiguous stored piece of one sample; lengths and offset in bytes.
-
-    The checksum is the CRC-32C of the decoded bytes; codec 0 is none, 1 is zstd.
-    """
-
-    shard: int
-    offset: int
-    stored_length: int
-    length: int
-    checksum: int
-    codec: int
-
-
-class PackEntry(NamedTuple):
-    """What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
-
-    name: str
-    is_folder: bool
-    number: int  # of the sample, or of the folder
-    size: int  # bytes
-    mode: int  # st_mode of the file that was packed
-    mtime_ns: int  # when that was last written, since 1970
 
 
 class Pack:
@@ -70,6 +45,7 @@ class Pack:
         self._options = options
         self._identity = identity
         self._reader: PackReader | None = None
+        self._index: IndexFile | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -100,38 +76,36 @@ class Pack:
         return self._identity
 
     @property
+    def index(self) -> IndexFile:
+        """The index of the pack, section by section."""
+        self._open()
+        assert self._index is not None
+        return self._index
+
+    @property
     def lengths(self) -> NDArray[np.uint64]:
         """Bytes of each sample, shape (n,); mostly a view of the mapped index, as `labels` is."""
-        reader = self._open()
-        if not len(reader.first_extents):
-            return reader.extent_lengths
-        ends = np.zeros(len(reader.extent_lengths) + 1, np.uint64)
-        np.cumsum(reader.extent_lengths, out=ends[1:])
-        return np.diff(ends[reader.first_extents])
+        return self.index.sample_lengths
 
     @property
     def labels(self) -> NDArray[np.int32]:
         """Each sample's position in `class_names`; -1 = it lies in no class."""
-        return self._open().labels
+        return self.index.labels
 
     @property
     def shards(self) -> NDArray[np.uint32]:
         """The shard in which each sample begins, shape (n,)."""
-        reader = self._open()
-        if not len(reader.first_extents):
-            return reader.extent_shards
-        last = max(len(reader.extent_shards) - 1, 0)
-        return reader.extent_shards[np.minimum(reader.first_extents[:-1], last)]
+        return self.index.sample_shards
 
     @property
     def modes(self) -> NDArray[np.uint32]:
         """``st_mode`` of each sample's file."""
-        return self._open().modes
+        return self.index.modes
 
     @property
     def mtimes_ns(self) -> NDArray[np.int64]:
         """When each sample's file was last written, in nanoseconds since 1970."""
-        return self._open().mtimes
+        return self.index.mtimes_ns
 
     @property
     def shard_count(self) -> int:
@@ -142,19 +116,19 @@ class Pack:
     def names(self) -> Sequence[str]:
         """Relative paths of the samples, decoded one by one as `os.fsdecode` does."""
         reader = self._open()
-        return _Strings(self, reader.sample_count, reader.name)
+        return _Strings(reader.sample_count, reader.name)
 
     @property
     def folder_names(self) -> Sequence[str]:
         """Relative paths of the folders, also of those without samples, depth first."""
         reader = self._open()
-        return _Strings(self, reader.folder_count, reader.folder)
+        return _Strings(reader.folder_count, reader.folder)
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the top-level folders."""
         reader = self._open()
-        return tuple(_Strings(self, reader.class_count, reader.class_name))
+        return tuple(_Strings(reader.class_count, reader.class_name))
 
     def find(self, name: str | bytes) -> int:
         """Return the index of the sample whose relative path is `name`.
@@ -162,10 +136,7 @@ class Pack:
         Raises:
             NotFound: there is none.
         """
-        try:
-            sample = self._open().find(os.fsencode(name))
-        except PackError as problem:
-            raise self._translated(problem) from None
+        sample = self._open().find(os.fsencode(name))
         if sample < 0:
             raise NotFound(
                 f"no sample named {os.fsdecode(name)!a}",
@@ -183,10 +154,7 @@ class Pack:
         """
         reader = self._open()
         self._check_range(sample, sample, reader)
-        try:
-            return reader.read(sample)
-        except PackError as problem:
-            raise self._translated(problem) from None
+        return reader.read(sample)
 
     def read_batch(
         self, samples: ArrayLike, out: NDArray[np.uint8] | None = None
@@ -209,12 +177,12 @@ class Pack:
         """
         reader = self._open()
         ids = self._ids(samples, reader)
+        if out is None:
+            return reader.read_batch(ids)
         try:
-            if out is None:
-                return reader.read_batch(ids)
             offsets = reader.read_batch_into(ids, out)
-        except PackError as problem:
-            raise self._translated(problem) from None
+        except PacelineError:
+            raise
         except (ValueError, BufferError) as problem:  # too small; not writable, not contiguous
             raise UsageError(
                 "the buffer cannot take the samples",
@@ -242,10 +210,7 @@ class Pack:
         """
         reader = self._open()
         ids = self._ids(samples, reader)
-        try:
-            return reader.views(ids)
-        except PackError as problem:
-            raise self._translated(problem) from None
+        return reader.views(ids)
 
     def prefetch(self, samples: ArrayLike) -> None:
         """Start to read from storage what is not in memory of these samples; returns at once."""
@@ -256,10 +221,7 @@ class Pack:
         """Return where the bytes of a sample lie, in order."""
         reader = self._open()
         self._check_range(sample, sample, reader)
-        try:
-            return [Extent(*one) for one in reader.extents(sample)]
-        except PackError as problem:
-            raise self._translated(problem) from None
+        return reader.extents(sample)
 
     def scandir(self, folder: str | bytes = "") -> list[PackEntry]:
         """Return what lies in a folder of the pack: its folders, then its samples, each sorted.
@@ -278,7 +240,7 @@ class Pack:
                 where=str(self.path),
                 fix="List the folders: paceline store ls",
             )
-        return self._entries(number)
+        return self._open().entries(number)
 
     def walk(self, top: str | bytes = "") -> Iterator[tuple[str, list[PackEntry]]]:
         """Yield each folder from `top` on, depth first: its path and its entries."""
@@ -288,7 +250,7 @@ class Pack:
             yield path, entries
             below = list(itertools.takewhile(lambda entry: entry.is_folder, entries))
             stack += [
-                (f"{path}/{entry.name}" if path else entry.name, self._entries(entry.number))
+                (f"{path}/{entry.name}" if path else entry.name, self._open().entries(entry.number))
                 for entry in reversed(below)
             ]
 
@@ -308,15 +270,15 @@ class Pack:
         total = reader.sample_count
         for first in range(0, total, _VERIFY_SAMPLES):
             end = min(first + _VERIFY_SAMPLES, total)
-            for sample, why in reader.verify(first, end):
-                yield self._corrupt_sample(sample, int(self.shards[sample]), why)
+            for bad in reader.verify(first, end):
+                yield corrupt_sample(str(self.path / shard_name(bad.shard)), bad)
             if on_progress is not None:
                 on_progress(end, total)
 
     def close(self) -> None:
         """Let go of the files. Reads that other threads have under way still finish."""
         self._closed = True
-        self._reader = None
+        self._reader = self._index = None
 
     def _open(self) -> PackReader:
         reader = self._reader
@@ -326,28 +288,20 @@ class Pack:
             raise UsageError(
                 "the pack is closed", where=str(self.path), fix="Open it again: open_pack"
             )
-        _refuse_unfinished(self.path)
-        try:
-            reader = PackReader(os.fsencode(self.path), **self._options)
-        except PackError as problem:
-            raise self._translated(problem) from None
-        identity = hashlib.sha256(reader.head).hexdigest()[:_IDENTITY_DIGITS]
-        if self._identity not in (None, identity):
+        refuse_no_pack(self.path)
+        reader = PackReader(os.fsencode(self.path), **self._options)
+        index = IndexFile(reader)
+        if self._identity not in (None, index.identity):
             raise UsageError(
                 "the pack is not the one that was opened before",
                 where=str(self.path),
                 why="another pack has taken its place",
                 fix="Open it again",
             )
-        self._identity = identity
-        self._reader = reader
+        self._identity = index.identity
+        self._index = index
+        self._reader = reader  # last: another thread that sees it finds the index as well
         return reader
-
-    def _entries(self, folder: int) -> list[PackEntry]:
-        try:
-            return self._open().entries(folder, PackEntry)
-        except PackError as problem:
-            raise self._translated(problem) from None
 
     def _ids(self, samples: ArrayLike, reader: PackReader) -> NDArray[np.int64]:
         ids = np.asarray(samples)
@@ -369,54 +323,11 @@ class Pack:
                 f"no sample {wrong}: {self.path} has samples 0 to {reader.sample_count - 1}"
             )
 
-    def _translated(self, problem: PackError) -> PacelineError:
-        kind, file, why, error, sample, shard, *_, version = problem.args
-        where = os.fsdecode(file)
-        if kind == "sample":
-            return self._corrupt_sample(sample, shard, why)
-        if kind == "version":
-            needed = f"format version {version}" if version else "a newer format"
-            return UsageError(
-                f"the pack needs a Paceline that reads {needed}",
-                where=where,
-                why=f"{why}; this Paceline reads up to version {PACK_FORMAT_VERSION}",
-                fix="Use a newer Paceline",
-            )
-        if kind == "io" and not isinstance(OSError(error, why), FileNotFoundError):
-            no_direct = self._options["direct"] and error == errno.EINVAL
-            return StorageError(
-                "cannot open the pack",
-                where=where,
-                why="its file system has no O_DIRECT" if no_direct else why,
-                fix="Open it without `direct`" if no_direct else "Check that you may read it",
-            )
-        if kind == "io" and where.endswith(INDEX_NAME):
-            return _no_pack(self.path)
-        return CorruptPack(
-            "the pack is damaged" if kind != "io" else "a file of the pack is missing",
-            where=where,
-            why=why,
-            fix=f"Mend it: paceline store repair {self.path} --source FOLDER, or --replica COPY",
-        )
-
-    def _corrupt_sample(self, sample: int, shard: int, why: str) -> CorruptPack:
-        try:
-            name = os.fsdecode(self._open().name(sample))
-        except PackError:
-            name = "?"
-        return CorruptPack(
-            f"sample {sample} {name!a} is damaged",
-            where=str(self.path / shard_name(shard)),
-            why=why,
-            fix=f"Mend it: paceline store repair {self.path} --source FOLDER, or --replica COPY",
-        )
-
 
 class _Strings(Sequence[str]):
-    """Names that stay in the mapped index until somebody asks for one."""
+    """Names that stay in the mapped index until they are asked for."""
 
-    def __init__(self, pack: Pack, count: int, get: Callable[[int], bytes]) -> None:
-        self._pack = pack
+    def __init__(self, count: int, get: Callable[[int], bytes]) -> None:
         self._count = count
         self._get = get
 
@@ -426,10 +337,7 @@ class _Strings(Sequence[str]):
     def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices: they would decode everything
         if not -self._count <= index < self._count:
             raise IndexError(index)
-        try:
-            return os.fsdecode(self._get(index % self._count))
-        except PackError as problem:
-            raise self._pack._translated(problem) from None  # noqa: SLF001  # one module, one class in two halves
+        return os.fsdecode(self._get(index % self._count))
 
 
 def open_pack(
@@ -450,11 +358,11 @@ def open_pack(
         threads: that share the work of a large batch; by default the cores that this process may
             use, at most 8.
         direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
-        index_only: open no shard; names, lengths and places can be read, samples cannot.
+        index_only: open no shard: names, lengths and places can be read, samples cannot.
 
     Raises:
         NotFound: there is no pack there.
-        CorruptPack: the index is damaged, or a shard is missing or cut off; or it is unfinished.
+        CorruptPack: the index is damaged, or a shard is missing or truncated; or it is unfinished.
         UsageError: a newer Paceline wrote it, there is no such policy, or `threads` is below 1.
         StorageError: a file cannot be opened.
     """
@@ -466,9 +374,9 @@ def open_pack(
         )
     if threads is not None and threads < 1:
         raise UsageError(
-            f"{threads} threads cannot read",
+            f"threads must be at least 1, got {threads}",
             where="threads",
-            fix="Give 1 or more, or None for one a core",
+            fix="Leave threads out for one a core, at most 8",
         )
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
@@ -478,22 +386,3 @@ def open_pack(
     pack = Pack(path, options)
     pack._open()  # noqa: SLF001  # opening lazily is for unpickling alone
     return pack
-
-
-def _refuse_unfinished(path: Path) -> None:
-    if path.resolve().name.endswith(PARTIAL_SUFFIX):
-        raise CorruptPack(
-            "the pack is unfinished",
-            where=str(path),
-            why="packing was killed, or is still under way",
-            fix="Run paceline pack again: it replaces what is there",
-        )
-
-
-def _no_pack(path: Path) -> NotFound:
-    why = "the folder has no index.pace" if path.is_dir() else ""
-    fix = "Make one: paceline pack SRC DST"
-    if path.with_name(path.name + PARTIAL_SUFFIX).is_dir() and not path.exists():
-        why = f"{path.name}{PARTIAL_SUFFIX} beside it is an unfinished pack"
-        fix = "Run paceline pack again: it replaces the unfinished one"
-    return NotFound("no pack here", where=str(path), why=why, fix=fix)

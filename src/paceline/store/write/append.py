@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
-import struct
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,15 +26,12 @@ import numpy as np
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, PacelineError, StorageError
 from paceline.core.files import sync_folder
+from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import (
-    DIGEST_BYTES,
-    HEADER_BYTES,
     INDEX_NAME,
     NUMBERED,
     PARTIAL_SUFFIX,
-    SECTION_BYTES,
     UNFINISHED,
-    Section,
     parity_name,
     shard_name,
 )
@@ -228,31 +222,23 @@ def _append_parity(folder: _AppendFolder, first: int, count: int) -> list[Shard]
     return parity
 
 
-class _OldIndex:
-    """The index of an existing pack: a run of samples, and the rest."""
+class _PackBefore:
+    """What a pack holds before samples are appended: a sorted run of samples, and the rest."""
 
     def __init__(self, folder: Path) -> None:
-        with open_pack(folder, index_only=True) as pack:  # checks every checksum
-            self.identity = pack.identity
+        index = IndexFile.open(folder)
         self._folder = folder
-        with (folder / INDEX_NAME).open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        section_count = struct.unpack_from("<I", self._map, 12)[0]
-        self._places: dict[int, tuple[int, int]] = {}
-        for k in range(section_count):
-            place = struct.unpack_from("<IIQQ", self._map, HEADER_BYTES + k * SECTION_BYTES)
-            self._places[place[0]] = (place[2], place[3])
-        parity = self._column(Section.PARITY, "<u8").tolist()
+        self.index = index
         self.content = Content(
-            folders=self._strings(Section.FOLDER_OFFSETS, Section.FOLDERS),
-            classes=self._strings(Section.CLASS_OFFSETS, Section.CLASSES),
-            shard_lengths=self._column(Section.SHARD_LENGTHS, "<u8").tolist(),
-            shard_digests=self._digests(Section.SHARD_DIGESTS),
-            parity_group=parity[0] if parity else 0,
-            parity_lengths=parity[1:],
-            parity_digests=self._digests(Section.PARITY_DIGESTS),
+            folders=index.folder_names,
+            classes=index.class_names,
+            shard_lengths=index.shard_lengths.tolist(),
+            shard_digests=index.shard_digests,
+            parity_group=index.parity_group,
+            parity_lengths=index.parity_lengths.tolist(),
+            parity_digests=index.parity_digests,
         )
-        self.run = self._run()
+        self.run = _run_of(index, folder)
 
     def shards(self) -> list[Shard]:
         """Return the shards, with digests taken anew where the index has none (version 1)."""
@@ -262,59 +248,42 @@ class _OldIndex:
                 digests.append(hashlib.file_digest(file, "sha256").digest())
         return [Shard(*pair) for pair in zip(lengths, digests, strict=True)]
 
-    def _run(self) -> Run:
-        labels = self._column(Section.LABELS, "<i4")
-        lengths = self._column(Section.LENGTHS, "<u8")
-        counts: NDArray[Any] = np.broadcast_to(np.uint32(1), len(labels))
-        if Section.FIRST_EXTENTS in self._places:
-            counts = np.diff(self._column(Section.FIRST_EXTENTS, "<u8")).astype(np.uint32)
-        stored, codecs = lengths, np.broadcast_to(np.uint8(0), len(lengths))
-        if Section.CODECS in self._places:
-            stored = self._column(Section.STORED_LENGTHS, "<u8")
-            codecs = self._column(Section.CODECS, "u1")
-        samples = Samples(
-            names=self._column(Section.NAMES, "u1"),
-            name_offsets=self._column(Section.NAME_OFFSETS, "<u8"),
-            labels=labels,
-            modes=self._column(Section.MODES, "<u4"),
-            mtimes_ns=self._column(Section.MTIMES, "<i8"),
-            extent_counts=counts,
-        )
-        extents = Extents(
-            offsets=self._column(Section.OFFSETS, "<u8"),
-            lengths=lengths,
-            stored_lengths=stored,
-            shards=self._column(Section.SHARDS, "<u4"),
-            checksums=self._column(Section.CHECKSUMS, "<u4"),
-            codecs=codecs,
-        )
-        if len(extents) != int(counts.sum(dtype=np.int64)):
-            raise CorruptPack(
-                "the pack is damaged",
-                where=str(self._folder / INDEX_NAME),
-                why="its samples do not add up to its extents",
-                fix="Bring back a good copy of the index",
-            )
-        return Run(
-            samples=samples,
-            extents=extents,
-            encoded_count=int(np.count_nonzero(codecs)),
-            label_map=None,
-            release=lambda: self._map.madvise(mmap.MADV_DONTNEED),
-        )
 
-    def _column(self, section: Section, dtype: str) -> NDArray[Any]:
-        offset, length = self._places.get(section, (0, 0))
-        return np.frombuffer(self._map, dtype, length // np.dtype(dtype).itemsize, offset)
-
-    def _strings(self, offsets: Section, blob: Section) -> list[bytes]:
-        bounds = self._column(offsets, "<u8").tolist()
-        data = self._column(blob, "u1").tobytes()
-        return [data[a:b] for a, b in pairwise(bounds)]
-
-    def _digests(self, section: Section) -> list[bytes]:
-        data = self._column(section, "u1").tobytes()
-        return [data[k : k + DIGEST_BYTES] for k in range(0, len(data), DIGEST_BYTES)]
+def _run_of(index: IndexFile, folder: Path) -> Run:
+    """Return the samples of an index as a sorted run."""
+    counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
+    if len(index.first_extents):
+        counts = np.diff(index.first_extents).astype(np.uint32)
+    if len(index.lengths) != int(counts.sum(dtype=np.int64)):
+        raise CorruptPack(
+            "the pack is damaged",
+            where=str(folder / INDEX_NAME),
+            why="its samples do not add up to its extents",
+            fix="Bring back a good copy of the index",
+        )
+    samples = Samples(
+        names=index.name_bytes,
+        name_offsets=index.name_offsets,
+        labels=index.labels,
+        modes=index.modes,
+        mtimes_ns=index.mtimes_ns,
+        extent_counts=counts,
+    )
+    extents = Extents(
+        offsets=index.offsets,
+        lengths=index.lengths,
+        stored_lengths=index.stored_lengths,
+        shards=index.shards,
+        checksums=index.checksums,
+        codecs=index.codecs,
+    )
+    return Run(
+        samples=samples,
+        extents=extents,
+        encoded_count=int(np.count_nonzero(index.codecs)),
+        label_map=None,
+        release=index.evict,
+    )
 
 
 class _AppendFolder(PackFolder):
@@ -329,7 +298,7 @@ class _AppendFolder(PackFolder):
         if not self.lock():
             raise FileNotFoundError(2, "the folder has just gone")
         try:
-            self.old = _OldIndex(self.folder)
+            self.old = _PackBefore(self.folder)
             self._mend()
         except BaseException:
             self.unlock()
@@ -346,7 +315,7 @@ class _AppendFolder(PackFolder):
             if not self.is_committed:
                 # An interrupt may strike right behind the rename: what lies there decides.
                 with open_pack(self.folder, index_only=True) as pack:
-                    self.is_committed = pack.identity != self.old.identity
+                    self.is_committed = pack.identity != self.old.index.identity
             if not self.is_committed:
                 self._mend()
         self.unlock()

@@ -163,16 +163,16 @@ class FolderSource:
         first, end = listing.files()
         if first == end:
             return
-        offsets = listing.offsets[first : end + 1]
-        names = listing.names[int(offsets[0]) : int(offsets[-1])]
+        offsets = listing.columns.offsets[first : end + 1]
+        names = listing.columns.names[int(offsets[0]) : int(offsets[-1])]
         count = end - first
-        lengths = listing.sizes[first:end]
+        lengths = listing.columns.sizes[first:end]
         samples = Samples(
             names=np.frombuffer(names, np.uint8),
             name_offsets=offsets - offsets[0],
             labels=np.full(count, label, np.int32),
-            modes=listing.modes[first:end],
-            mtimes_ns=listing.mtimes_ns[first:end],
+            modes=listing.columns.modes[first:end],
+            mtimes_ns=listing.columns.mtimes_ns[first:end],
             extent_counts=np.ones(count, np.uint32),
         )
         self._pending.append((samples, lengths))
@@ -203,13 +203,12 @@ class _Listing:
 
     def __init__(self, root: bytes, descriptor: int, below: bytes, *, follow: bool) -> None:
         try:
-            columns = list_folder(descriptor, below, follow)
+            listing = list_folder(descriptor, below, follow=follow)
         except OSError as problem:
             raise unreadable(root + b"/" + below, problem) from problem
-        self.names, self.offsets, self.modes, self.sizes, self.mtimes_ns = columns[:5]
-        self._devices, self._inodes, errors, links = columns[5:]
-        self._check(root, errors, links, follow=follow)
-        kinds = self.modes & 0o170000
+        self.columns = listing
+        self._check(root, follow=follow)
+        kinds = listing.modes & 0o170000
         self._folders = np.flatnonzero(kinds == stat.S_IFDIR).tolist()
         self._next = 0  # entry
         self._turn = 0  # folder
@@ -220,32 +219,32 @@ class _Listing:
 
     def name(self, entry: int) -> bytes:
         """Return the relative path of an entry."""
-        return self.names[int(self.offsets[entry]) : int(self.offsets[entry + 1])]
+        return self.columns.names[
+            int(self.columns.offsets[entry]) : int(self.columns.offsets[entry + 1])
+        ]
 
     def files(self) -> tuple[int, int]:
         """Return the range of files before the next folder."""
-        end = self._folders[self._turn] if self._turn < len(self._folders) else len(self.modes)
+        end = (
+            self._folders[self._turn]
+            if self._turn < len(self._folders)
+            else len(self.columns.modes)
+        )
         return self._next, end
 
     def enter(self) -> tuple[bytes, tuple[int, int]] | None:
         """Go on behind the next folder and return its path and identity; None at the end."""
         if self._turn == len(self._folders):
-            self._next = len(self.modes)
+            self._next = len(self.columns.modes)
             return None
         entry = self._folders[self._turn]
         self._turn += 1
         self._next = entry + 1
-        return self.name(entry), (int(self._devices[entry]), int(self._inodes[entry]))
+        return self.name(entry), (int(self.columns.devices[entry]), int(self.columns.inodes[entry]))
 
-    def _check(
-        self,
-        root: bytes,
-        errors: NDArray[np.int32],
-        links: NDArray[np.uint8],
-        *,
-        follow: bool,
-    ) -> None:
-        kinds = self.modes & 0o170000
+    def _check(self, root: bytes, *, follow: bool) -> None:
+        errors, links = self.columns.errors, self.columns.links
+        kinds = self.columns.modes & 0o170000
         fine = (kinds == stat.S_IFREG) | (kinds == stat.S_IFDIR)
         bad = np.flatnonzero(~fine | (errors != 0))
         if len(bad):
@@ -258,10 +257,10 @@ class _Listing:
             raise UsageError(
                 "the source holds something that is neither a file nor a folder",
                 where=os.fsdecode(path),
-                why=f"it is a {_kind(int(self.modes[entry]))}",
+                why=f"it is a {_kind(int(self.columns.modes[entry]))}",
                 fix="Move it out of the folder",
             )
-        lengths = np.diff(self.offsets)
+        lengths = np.diff(self.columns.offsets)
         if len(lengths) and int(lengths.max()) > MAX_NAME_BYTES:
             raise UsageError(
                 f"a path is longer than {MAX_NAME_BYTES:,} bytes",
@@ -284,21 +283,21 @@ class _Files:
     def fill(self, target: NDArray[np.uint8], begins: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Read the files to their places in `target`, zero the rest; return checksums."""
         source, samples = self.source, self.samples
-        checksums, problem = read_files(
+        read = read_files(
             source.descriptor,
-            samples.name_offsets,
-            samples.names,
+            (samples.name_offsets, samples.names),
             self.lengths,
             samples.mtimes_ns,
             begins[:-1],
             target,
-            source.follow,
-            _READERS,
+            follow=source.follow,
+            threads=_READERS,
         )
-        if problem is not None:
-            sample, outcome, error, size = problem
-            raise self._problem(self._path(sample), outcome, error, (self.lengths[sample], size))
-        return checksums
+        if read.problem is not None:
+            problem = read.problem
+            sizes = (int(self.lengths[problem.number]), problem.size)
+            raise self._problem(self._path(problem.number), problem.outcome, problem.error, sizes)
+        return read.checksums
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
         """Read what comes next of the one large file; return how many bytes that is."""

@@ -17,14 +17,10 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.native import NameMerger, lower_bounds, name_hashes
-from paceline.store.format.layout import (
-    DIGEST_BYTES,
-    Counts,
-    IndexWriter,
-    Section,
-    joined,
-)
+from paceline.store.format.header import IndexCounts
+from paceline.store.format.layout import DIGEST_BYTES, Section, joined
 from paceline.store.write.name_table import TAIL_SLOTS, NameTable, home_count
+from paceline.store.write.sections import IndexWriter
 from paceline.store.write.sorted_runs import EXTENT_TYPES, SAMPLE_TYPES, spread
 
 if TYPE_CHECKING:
@@ -170,7 +166,7 @@ def build_index(
         index.put(Section.PARITY_DIGESTS, b"".join(content.parity_digests))
     table.write(index)
     index.finish(
-        Counts(
+        IndexCounts(
             samples=shape.sample_count,
             folders=len(folders),
             shards=len(content.shard_lengths),
@@ -204,8 +200,9 @@ def _put_columns(runs: Sequence[Run], shape: Shape, index: IndexWriter, table: N
     if shape.is_chunked:
         index.put(Section.FIRST_EXTENTS, np.zeros(1, np.uint64))
     while True:
-        sources, lengths, names, is_duplicate = merger.next(PIECE_SAMPLES)
-        if is_duplicate:
+        merged = merger.next(PIECE_SAMPLES)
+        sources, lengths, names = merged.lists, merged.lengths, merged.names
+        if merged.ends_in_duplicate:
             raise _duplicate(names[len(names) - int(lengths[-1]) :])
         if not len(sources):
             return

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from paceline.store.format.layout import IndexWriter
     from paceline.store.write.partial import PackFile
+    from paceline.store.write.sections import IndexWriter
 
 PART_SAMPLES = 1 << 20  # 16 MiB of hashes and numbers
 _MAX_PARTS = 512  # files that are open at a time

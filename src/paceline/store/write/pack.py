@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError, UsageError
-from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, index_bytes, parity_name
+from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, parity_name
 from paceline.store.write.archives import ArchiveSource, find_archives
 from paceline.store.write.folder import FolderSource
 from paceline.store.write.index import Content, Shape, build_index, section_lengths, shape_of
@@ -30,6 +30,7 @@ from paceline.store.write.options import (
 from paceline.store.write.parity import groups, parity_length, write_parity
 from paceline.store.write.partial import PartialPack, check_destination, unwritable
 from paceline.store.write.pipeline import Packer, large_bytes
+from paceline.store.write.sections import index_bytes
 from paceline.store.write.shards import Layout
 from paceline.store.write.sorted_runs import open_run
 from paceline.store.write.sources import SampleSource, aligned_begins

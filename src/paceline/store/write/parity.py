@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.store.format.layout import HEADER_BYTES, parity_header, shard_name
+from paceline.store.format.layout import HEADER_BYTES, FileMagic, file_header, shard_name
 from paceline.store.write.shards import Shard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def write_parity(folder: PackFolder, group: int, shards: range, name: str) -> Sh
         file.write(data)
         digest.update(data)
 
-    write(parity_header(group))
+    write(file_header(FileMagic.PARITY, group))
     with ExitStack() as stack:
         files = [stack.enter_context(_shard(folder.folder, k).open("rb")) for k in shards]
         while True:

@@ -173,10 +173,16 @@ class Packer:
             ratio = _AUTO_RATIO if self._options.codec == "auto" else 1.0
             level = self._options.codec_level
             threads = len(os.sched_getaffinity(0))
-            buffer, places, stored, codecs = encode(
-                buffer, begins[:-1], batch.lengths, level, ratio, threads
+            encoded = encode(
+                buffer,
+                begins[:-1],
+                batch.lengths,
+                level=level,
+                keep_ratio=ratio,
+                threads=threads,
             )
-            begins = np.append(places, np.uint64(len(buffer)))
+            buffer, stored, codecs = encoded.data, encoded.lengths, encoded.codecs
+            begins = np.append(encoded.positions, np.uint64(len(buffer)))
         for part, shard, offsets in self._writer.add(buffer, begins, stored):
             extents = Extents(
                 offsets=offsets,

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.native import crc32c, start_writeback
-from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES, padding, shard_header, shard_name
+from paceline.store.format.layout import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    FileMagic,
+    file_header,
+    padding,
+    shard_name,
+)
 from paceline.store.write.sorted_runs import Extents
 
 if TYPE_CHECKING:
@@ -284,7 +291,7 @@ class ShardWriter:
         """Write to the open shard, a new one if need be; return the offset of `data`."""
         if self._file is None:
             self._file = self._folder.create(shard_name(self._layout.shard))
-            head = shard_header(self._layout.shard)
+            head = file_header(FileMagic.SHARD, self._layout.shard)
             self._write(self._file, np.frombuffer(head, np.uint8))
         offset = self._layout.take(0 if data is None else len(data))
         if data is not None and len(data):

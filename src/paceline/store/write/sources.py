@@ -215,7 +215,7 @@ class ByteBodies:
 
     def fill(self, target: NDArray[np.uint8], begins: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Write the samples to their places in `target`, zero the rest; return checksums."""
-        return gather(self.bodies, begins[:-1], target)  # type: ignore[arg-type]  # bytes are buffers
+        return gather(self.bodies, begins[:-1], target)
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
         """Write what comes next of the one large sample; return how many bytes that is."""
