@@ -68,7 +68,7 @@ class TorchCollector:
         self._hook_optimizers()
         self.collectives.install()
         sys.meta_path.insert(0, _OnImport("torch.distributed.checkpoint", self._wrap_checkpoint))
-        sys.meta_path.insert(0, _OnImport("paceline.store.loader", self._wrap_loader))
+        sys.meta_path.insert(0, _OnImport("paceline.store.feed.loader", self._wrap_loader))
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
