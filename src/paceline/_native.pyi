@@ -1,5 +1,6 @@
 # The compiled module's signatures; who may import it: paceline.native alone.
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -22,12 +23,14 @@ class Recorder:
         flush_interval_s: float = 0.2,
     ) -> None: ...
     def intern(self, name: str) -> int: ...
-    def begin(self, kind: int) -> int: ...
+    def define_group(self, name: str, members: Sequence[int]) -> int: ...
+    def define_location(self, type: int, name: str, process: int, number: int = 0) -> int: ...  # noqa: A002  # the format's word
+    def begin(self, phase: int) -> int: ...
     def end(self, kind: int, name: int, begin_ns: int, amount: int = 0, outer: int = 0) -> int: ...
     def record(
         self,
         kind: int,
-        lane: int,
+        location: int,
         name: int,
         begin_ns: int,
         end_ns: int,
@@ -35,7 +38,9 @@ class Recorder:
         group: int = 0,
         sequence: int = 0,
         peer: int = -1,
+        tag: int = 0,
         step: int = -1,
+        flags: int = 0,
     ) -> None: ...
     def end_step(self) -> int: ...
     def flush(self) -> None: ...

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 from launching import SCRIPTS, last_json, paceline
-
 from paceline.trace.arrivals import arrivals
+
 from paceline.trace.events import DRAIN, Kind, Lane
 from paceline.trace.merge import load_run
 
