@@ -254,6 +254,7 @@ def test_phases_of_the_main_lane_are_properly_nested(loops):
         open_until.append(end)
 
 
+@pytest.mark.campaign("e2e")
 def test_a_compiled_model_computes_the_same(tmp_path):
     script = SCRIPTS / "compiled.py"
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from paceline.cli.plan import plan
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
 from paceline.core.machine import Device, Link, Machine, Point, Quantity, Rate
-from paceline.launch.predict import capture_file, load_machine, predict
 from paceline.perf import Estimate
+from paceline.studies.predict import capture_file, load_machine, predict
 
 pytest.importorskip("torch")
 

@@ -12,10 +12,10 @@ from launching import Launched, await_true
 from paceline.cli.probe import probe as verb
 from paceline.core.errors import DeadlineExceeded, NotFound, StorageError
 from paceline.core.machine import Machine
-from paceline.launch import probe
-from paceline.launch.doctor import diagnose
-from paceline.launch.probe_links import measure_links
-from paceline.launch.probe_storage import measure_folder
+from paceline.probe import measure as probe
+from paceline.probe.doctor import diagnose
+from paceline.probe.links import measure_links
+from paceline.probe.storage import measure_folder
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +125,14 @@ def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_links_have_a_deadline(monkeypatch):
-    monkeypatch.setattr("paceline.launch.probe_links.sys.executable", "/bin/false")
+    monkeypatch.setattr("paceline.probe.links.sys.executable", "/bin/false")
     with pytest.raises(DeadlineExceeded, match="no answer"):
         measure_links(rounds=10, deadline_s=0.2)
 
 
 def test_a_second_process_that_falls_silent_is_told_as_such(monkeypatch):
     monkeypatch.setattr(
-        "paceline.launch.probe_links._socket_turn",
+        "paceline.probe.links._socket_turn",
         lambda connection, data, *, leads: connection.close if leads else None,
     )
     with pytest.raises(DeadlineExceeded, match="no answer"):

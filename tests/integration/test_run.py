@@ -11,7 +11,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
 

@@ -25,6 +25,8 @@ from paceline.store import PackOptions, append_pack, open_pack, pack_folder
 from paceline.store import scan as scan_module
 from paceline.studies.faults import Faults
 
+pytestmark = pytest.mark.campaign("faults")
+
 OPTIONS = PackOptions(shard_bytes=1024)
 CALLS = (
     "mkdir",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record, nearest
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.trace.blame import Straggler
 
 

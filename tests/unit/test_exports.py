@@ -15,7 +15,9 @@ EXPORTS = {
     "core": [],
     "launch": [],
     "perf": ["Estimate", "estimate"],
+    "probe": [],
     "report": [],
+    "runs": [],
     "store": [
         "Loader",
         "LoaderOptions",

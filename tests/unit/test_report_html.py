@@ -21,12 +21,12 @@ from paceline.core.errors import (
     PacelineError,
 )
 from paceline.core.machine import Device, Link, Machine, Quantity
-from paceline.launch.result import Failure, RunResult
 from paceline.perf import Estimate
 from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
 from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
+from paceline.runs.result import Failure, RunResult
 from paceline.trace.files import trace_name
 from paceline.trace.merge import Clock
 from paceline.trace.phases import RankPhases

@@ -29,7 +29,7 @@ def plan(
     neither run nor changed.
     """
     from paceline.core.files import commit_text, prepare_file
-    from paceline.launch.predict import predict
+    from paceline.studies.predict import predict
 
     if out is not None:
         prepare_file(out)

@@ -55,17 +55,19 @@ def run(
     from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.launch.failures import first_traceback
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
+    from paceline.probe.machine_file import known_machine
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
     job = prepare(script, args, resolve(RunConfig, "run", flags=flags), out, clock)
     _warn(job.warnings)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
+    described = known_machine(machine)
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
-            result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
+            result = execute(job, machine=described, estimate_path=estimate, clock=clock)
     except PacelineError as error:
         if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
             click.echo(text, err=True)

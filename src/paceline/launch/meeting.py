@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost, StorageError
 from paceline.core.files import commit_text
-from paceline.launch.processes import Exit
+from paceline.core.processes import Exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.affinity import allowed_cores, share
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
     DeadlineExceeded,
@@ -30,12 +31,7 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.core.files import commit_text, read_text
-from paceline.core.record import Record
-from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.budget import allowed_cores, share
-from paceline.launch.failures import exit_code, first_failure, raise_failure
-from paceline.launch.meeting import await_result, refuse_taken
-from paceline.launch.processes import (
+from paceline.core.processes import (
     Exit,
     Stopped,
     become_reaper,
@@ -43,10 +39,14 @@ from paceline.launch.processes import (
     end_descendants,
     ended_on_signal,
 )
-from paceline.launch.provenance import known_machine, versions
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.core.record import Record
+from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.meeting import await_result, refuse_taken
 from paceline.launch.task import start_task
 from paceline.perf import Estimate
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.runs.versions import versions
 from paceline.trace.arrivals import encounters
 from paceline.trace.blame import blame, lateness_s
 from paceline.trace.files import Status, read_status, trace_name
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.core.clock import Clock
+    from paceline.core.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,7 @@ def prepare(
 def execute(
     job: Job,
     *,
-    machine_path: Path | None = None,
+    machine: Machine,
     estimate_path: Path | None = None,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None = None,
@@ -148,7 +149,7 @@ def execute(
 
     Args:
         job: from `prepare`.
-        machine_path: the probed machine to keep with the run; by default the user's, if any.
+        machine: to keep with the run, as far as it is known.
         estimate_path: a prediction to keep with the run, so that its report can compare.
         clock: for waits.
         on_status: called about four times a second with the ranks' live status.
@@ -161,7 +162,7 @@ def execute(
     """
     rank = job.allocation.rank if job.allocation else 0
     if rank == 0:
-        _write_start(job, machine_path, estimate_path)
+        _write_start(job, machine, estimate_path)
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
@@ -287,8 +288,7 @@ def _threads(job: Job) -> int | None:
     return share(allowed_cores(), 0, job.ranks, environ).threads
 
 
-def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None) -> None:
-    machine = known_machine(machine_path)
+def _write_start(job: Job, machine: Machine, estimate_path: Path | None) -> None:
     estimate = None
     if estimate_path is not None:
         text = read_text(estimate_path)

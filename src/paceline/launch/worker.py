@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.core import logs
+from paceline.core.affinity import share
 from paceline.core.clock import SystemClock
 from paceline.core.config import environment
-from paceline.launch.budget import share
-from paceline.launch.processes import die_with_parent
+from paceline.core.processes import die_with_parent
 from paceline.native import Recorder
 from paceline.trace.files import trace_name
 

@@ -15,12 +15,12 @@ import numpy as np
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import NotFound
 from paceline.core.machine import Machine
-from paceline.launch.result import R, RunResult, load_object, load_record, load_result, run_folder
 from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
 from paceline.report.units import plural
 from paceline.report.words import failure_words, meeting_place, verdict
+from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
 from paceline.trace.arrivals import encounters
 from paceline.trace.blame import Straggler, blame, lateness_s
 from paceline.trace.communication import Traffic, communication

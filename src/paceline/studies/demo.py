@@ -16,22 +16,23 @@ from paceline.core.config import Resolved
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
-from paceline.launch.doctor import diagnose
-from paceline.launch.predict import predict
-from paceline.launch.probe import measure, summary
 from paceline.launch.run import RunConfig, execute, prepare
+from paceline.probe.doctor import diagnose
+from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
 from paceline.report.html import write_html
 from paceline.report.model import gather
 from paceline.store import PackOptions, pack_folder
 from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
+from paceline.studies.predict import predict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.clock import Clock
-    from paceline.launch.doctor import Finding
+    from paceline.core.machine import Machine
     from paceline.perf import Estimate
+    from paceline.probe.doctor import Finding
     from paceline.report.model import Report
     from paceline.trace.files import Status
 
@@ -190,7 +191,7 @@ def run_demo(
     commit_text(estimate_path, estimate.to_text())
     on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
     run = FOLDER / "run"
-    trained = _train(run, injection, seed, machine_path, estimate_path, clock, on_status)
+    trained = _train(run, injection, seed, machine, estimate_path, clock, on_status)
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
@@ -214,7 +215,7 @@ def _train(
     run: Path,
     injection: Injection | None,
     seed: int,
-    machine_path: Path,
+    machine: Machine,
     estimate_path: Path,
     clock: Clock,
     on_status: Callable[[list[Status]], None],
@@ -231,7 +232,7 @@ def _train(
     job = prepare(SCRIPT, args, Resolved(config=config, origin=origin), run, clock)
     execute(
         job,
-        machine_path=machine_path,
+        machine=machine,
         estimate_path=estimate_path,
         clock=clock,
         on_status=on_status,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.core.errors import StorageError
 from paceline.core.machine import Quantity, Tier
-from paceline.launch.node import mount_of, read_mounts
+from paceline.probe.node import mount_of, read_mounts
 
 CHUNK_BYTES = 1 << 20
 LONG_BYTES, QUICK_BYTES = 64 << 20, 8 << 20

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.core.machine import Overhead, Point, Quantity, Rate
-from paceline.launch.probe_kernels import (
+from paceline.probe.kernels import (
     Kernel,
     operations_of,
     rate_kernels,

@@ -6,9 +6,9 @@ import pytest
 
 from paceline.core.errors import ConfigError, NotFound
 from paceline.core.machine import Machine
-from paceline.launch import node
-from paceline.launch.predict import load_machine
-from paceline.launch.provenance import known_machine, machine_path
+from paceline.probe import node
+from paceline.probe.machine_file import known_machine, machine_path
+from paceline.studies.predict import load_machine
 
 
 def test_each_host_has_its_own_machine(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.launch.probe_kernels import typical_s
+from paceline.probe.kernels import typical_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,17 +17,17 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.core.affinity import allowed_cores
 from paceline.core.config import environment
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
-from paceline.launch import node
-from paceline.launch.budget import allowed_cores
+from paceline.probe import node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from paceline.launch.node import Limits
+    from paceline.probe.node import Limits
 
 GIB = 1 << 30
 TORCH_DEADLINE_S, PROGRAM_DEADLINE_S = 60.0, 5.0

@@ -1,6 +1,6 @@
 """Captures the Workload of a user's model, in a process of its own, with torch and their code.
 
-``python -m paceline.launch.capture_worker FILE FUNCTION`` writes one JSON object to stdout: the
+``python -m paceline.training.capture_worker FILE FUNCTION`` writes one JSON object to stdout: the
 Workload, or an ``error``. What the user's code prints goes to stderr.
 """
 

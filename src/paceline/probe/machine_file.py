@@ -1,45 +1,42 @@
-"""What a run was made of: versions, and the machine as far as it is known."""
+"""Where a host's probed Machine is kept, and what can be said of a host that was not probed."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline import __version__
+from paceline.core.affinity import allowed_cores
 from paceline.core.config import cache_folder
 from paceline.core.errors import ConfigError, NotFound, StorageError
 from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
-from paceline.launch import node
-from paceline.launch.budget import allowed_cores
+from paceline.probe import node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
 
-def versions() -> dict[str, Any]:
-    """Return what a run's outcome may depend on: versions of what took part."""
-    found: dict[str, Any] = {
-        "version": 1,
-        "paceline": __version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "host": socket.gethostname(),
-    }
-    for name in ("torch", "numpy", "scikit-learn", "mpi4py"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def machine_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return where this host's probed machine lies; nodes that share a home have a file each."""
     return cache_folder(environ) / f"machine-{socket.gethostname()}.json"
+
+
+def load_machine(path: Path | None = None) -> Machine:
+    """Return the machine at `path`, by default this host as it was probed.
+
+    Raises:
+        NotFound: there is none.
+    """
+    chosen = path or machine_path()
+    if not chosen.exists():
+        raise NotFound(
+            "no description of the machine",
+            where=str(chosen),
+            why="predictions start from measured rates",
+            fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
+        )
+    return Machine.from_text(read_text(chosen), where=str(chosen))
 
 
 def known_machine(path: Path | None) -> Machine:

@@ -19,14 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.affinity import allowed_cores, share
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
 from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
-from paceline.launch import node
-from paceline.launch.budget import allowed_cores, share
-from paceline.launch.probe_links import measure_links
-from paceline.launch.probe_storage import measure_folder
-from paceline.launch.processes import ended_on_signal
+from paceline.core.processes import ended_on_signal
+from paceline.probe import node
+from paceline.probe.links import measure_links
+from paceline.probe.storage import measure_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,7 +148,7 @@ def _run_workers(ranks: int, *, quick: bool) -> Measured:
 
 def _start(settings: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline.launch.probe_worker", json.dumps(settings)],
+        [sys.executable, "-m", "paceline.probe.worker", json.dumps(settings)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
-from paceline.core.files import read_text
-from paceline.core.machine import Machine
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Workload
-from paceline.launch import provenance
 from paceline.perf import Estimate, estimate
+from paceline.probe.machine_file import load_machine
 
 CAPTURE_DEADLINE_S = 300.0
 
@@ -41,23 +39,6 @@ def predict(
     return estimate(machine, workload, plan)
 
 
-def load_machine(path: Path | None = None) -> Machine:
-    """Return the machine at `path`, by default this host as it was probed.
-
-    Raises:
-        NotFound: there is none.
-    """
-    chosen = path or provenance.machine_path()
-    if not chosen.exists():
-        raise NotFound(
-            "no description of the machine",
-            where=str(chosen),
-            why="predictions start from measured rates",
-            fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
-        )
-    return Machine.from_text(read_text(chosen), where=str(chosen))
-
-
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
     """Return the Workload of the training step that ``FILE.py:FUNCTION`` returns.
 
@@ -73,7 +54,7 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
     path = Path(name)
     if not path.exists():
         raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
-    command = [sys.executable, "-m", "paceline.launch.capture_worker", str(path), function]
+    command = [sys.executable, "-m", "paceline.training.capture_worker", str(path), function]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, timeout=deadline_s, check=False

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import DeadlineExceeded
-from paceline.launch.processes import die_with_parent
+from paceline.core.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, f
     os.ftruncate(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(deadline_s)
-    command = [sys.executable, "-m", "paceline.launch.probe_links"]
+    command = [sys.executable, "-m", "paceline.probe.links"]
     port = listener.getsockname()[1]
     numbers = [descriptor, port, rounds, int(deadline_s) + 1, os.getpid()]
     peer = subprocess.Popen(

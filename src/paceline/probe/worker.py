@@ -1,6 +1,6 @@
 """Measures what needs torch, in a process of its own; `probe` runs one, then two at once.
 
-``python -m paceline.launch.probe_worker SETTINGS`` where SETTINGS is a JSON object; the answer is
+``python -m paceline.probe.worker SETTINGS`` where SETTINGS is a JSON object; the answer is
 one JSON object on stdout. A process of its own keeps torch out of the command line, gives each
 measurement fresh thread pools, and can be ended when it hangs.
 """
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.launch.probe_compute import (
+from paceline.core.processes import die_with_parent
+from paceline.probe.compute import (
     Effort,
     measure_memory,
     measure_optimizer,
@@ -24,8 +25,7 @@ from paceline.launch.probe_compute import (
     measure_rates,
     overhead_records,
 )
-from paceline.launch.probe_gloo import measure_collectives, measure_ddp
-from paceline.launch.processes import die_with_parent
+from paceline.probe.gloo import measure_collectives, measure_ddp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
