@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.perf import Estimate
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
-    from paceline.trace.files import Status
+    from paceline.trace.header import Status
 
 RANKS = 2
 EPOCHS = 30
