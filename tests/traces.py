@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from paceline.native import Recorder
-from paceline.trace.events import NOT_RUNNING, Kind, Lane
+from paceline.native import Recorder, crc32c
+from paceline.trace.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
 from paceline.trace.files import trace_name
+from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, LIVE_END
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,10 @@ class Event:
     group: str = ""
     sequence: int = 0
     peer: int = -1
-    lane: Lane = Lane.MAIN
+    tag: int = 0
+    location: int = MAIN
+    members: tuple[int, ...] = ()  # of the group
+    flags: int = 0
 
 
 def write_trace(
@@ -43,15 +47,17 @@ def write_trace(
     for event in events:
         recorder.record(
             int(event.kind),
-            int(event.lane),
+            event.location,
             recorder.intern(event.name),
             event.begin_ns,
             event.end_ns,
             event.amount,
-            recorder.intern(event.group),
+            recorder.define_group(event.group, event.members),
             event.sequence,
             event.peer,
+            event.tag,
             event.step,
+            event.flags,
         )
     recorder.flush()
     if not close:
@@ -76,14 +82,23 @@ def set_boot_id(path: Path, boot_id: str) -> None:
     """Make the trace look as if it came from another node."""
     data = bytearray(path.read_bytes())
     data[BOOT_ID_AT : BOOT_ID_AT + 40] = boot_id.encode().ljust(40, b"\0")
-    path.write_bytes(bytes(data))
+    path.write_bytes(with_checksums(data))
 
 
 def set_dropped_count(path: Path, count: int) -> None:
     """Make the trace say that `count` events were dropped."""
     data = bytearray(path.read_bytes())
     data[DROPPED_AT : DROPPED_AT + 8] = count.to_bytes(8, "little")
-    path.write_bytes(bytes(data))
+    path.write_bytes(with_checksums(data))
+
+
+def with_checksums(data: bytearray) -> bytes:
+    """Return a trace's bytes with the checksums that its header should have."""
+    at = FIXED_CHECKSUM_AT
+    fixed = crc32c(data[at + 4 : FIXED_END], crc32c(data[:at]))
+    data[at : at + 4] = fixed.to_bytes(4, "little")
+    data[LIVE_END : LIVE_END + 4] = crc32c(data[FIXED_END:LIVE_END]).to_bytes(4, "little")
+    return bytes(data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +149,7 @@ def data_parallel(
         issues = []
         for rank in range(world_size):
             extra = {
-                cause: sum(one.extra_ns(rank, step, cause) for one in late)
+                cause: sum(delay.extra_ns(rank, step, cause) for delay in late)
                 for cause in ("data", "compute", "not_running")
             }
             begin = at[rank]
@@ -168,7 +183,7 @@ def data_parallel(
                     amount,
                     group,
                     step + 1,
-                    lane=Lane.COMMUNICATION,
+                    location=COMMUNICATION,
                 ),
                 Event(Kind.WAIT, issues[rank], done, "all_reduce", step, 0, group, step + 1),
                 Event(Kind.BACKWARD, at[rank], done, "backward", step),

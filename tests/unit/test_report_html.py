@@ -30,9 +30,9 @@ from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
 from paceline.runs.result import Failure, RunResult
+from paceline.trace.clocks import ClockCorrection
 from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
-from paceline.trace.merge import Clock
 from paceline.trace.phases import RankPhases
 
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
@@ -181,7 +181,7 @@ def _long(report, ranks, steps):
         SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
         for rank in range(ranks)
     )
-    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(Clock(),) * ranks)
+    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)
     return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
 
 
@@ -195,7 +195,7 @@ def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
 def test_an_unknown_clock_error_is_said(tmp_path):
     run = _run(tmp_path)
     report = gather(run)
-    clocks = (Clock(), Clock(offset_ns=5_000_000, drift=2e-5, error_ns=None))
+    clocks = (ClockCorrection(), ClockCorrection(offset_ns=5_000_000, drift=2e-5, error_ns=None))
     report = dataclasses.replace(report, trace=dataclasses.replace(report.trace, clocks=clocks))
     text = " ".join(_Tags(render_html(report)).texts)
     assert "5.00 ms 20.00 ppm unknown" in text
