@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from paceline.native import Recorder, crc32c
 from paceline.trace.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
 from paceline.trace.files import trace_name
-from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, LIVE_END
+from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, HEADER_BYTES, LIVE_END
+from paceline.trace.version1 import EVENT_DTYPE_V1
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +71,28 @@ def write_trace(
         return path
     recorder.close()
     assert recorder.dropped_count == 0
+    return path
+
+
+def write_trace_v1(path: Path, rank: int, world_size: int, events: list[Event]) -> Path:
+    """Write `events` as version 1 did: messages are collectives, groups are names."""
+    names = ["", *sorted({event.name for event in events} | {event.group for event in events})]
+    names = list(dict.fromkeys(names))
+    rows = np.zeros(len(events), EVENT_DTYPE_V1)
+    for row, event in zip(rows, events, strict=True):
+        kind = {Kind.STEP: 0, Kind.SEND: 6, Kind.RECV: 6}.get(event.kind, int(event.kind))
+        row["kind"], row["lane"] = kind, int(event.location != MAIN)
+        for field in ("begin_ns", "end_ns", "amount", "step", "sequence", "peer"):
+            row[field] = getattr(event, field)
+        row["name"], row["group"] = names.index(event.name), names.index(event.group)
+    texts = b"".join(struct.pack("<I", len(name)) + name.encode() for name in names)
+    blocks = b""
+    for kind, count, payload in ((2, len(names), texts), (1, len(rows), rows.tobytes())):
+        head = struct.pack("<III", kind, count, len(payload))
+        blocks += head + struct.pack("<I", crc32c(payload, crc32c(head))) + payload
+    written = HEADER_BYTES + len(blocks)
+    numbers = (1, rank, world_size, 0, 1, 1, b"node", 0, 0, 1, 0, len(rows), 0, 1, written, 0)
+    path.write_bytes(HEADER.pack(b"PACETRCE", *numbers).ljust(HEADER_BYTES, b"\0") + blocks)
     return path
 
 

@@ -155,6 +155,6 @@ def test_random_traces_are_analysed_alike(tmp_path, part):
             _assert_equal(load_run(run))
 
 
-@pytest.mark.parametrize("run", ["ddp", "killed"])
+@pytest.mark.parametrize("run", ["v1/ddp", "v1/killed", "v2/ddp", "v2/killed"])
 def test_golden_traces_are_analysed_alike(run):
-    _assert_equal(load_run(GOLDEN / "trace-v1" / run))
+    _assert_equal(load_run(GOLDEN / f"trace-{run}"))
