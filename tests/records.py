@@ -36,7 +36,7 @@ VALUES = {
     "RunConfig": {"ranks": 2, "record": True, "bind": False},
 }
 # Classes that share their name with another one.
-NAMES = {("paceline.store.repair", "Finding"): "RepairFinding"}
+NAMES = {("paceline.store.care.repair", "Finding"): "RepairFinding"}
 
 
 def record_classes() -> list[type[Record]]:

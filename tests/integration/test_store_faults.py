@@ -22,8 +22,10 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
 from paceline.store import PackOptions, append_pack, open_pack, pack_folder
-from paceline.store import scan as scan_module
+from paceline.store.write import folder as scan_module
 from paceline.studies.faults import Faults
+
+pytestmark = pytest.mark.campaign("faults")
 
 OPTIONS = PackOptions(shard_bytes=1024)
 CALLS = (

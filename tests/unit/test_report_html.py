@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from machines import collective
 from rich.console import Console
-from traces import Event, Late, data_parallel, set_boot_id, write_run, write_trace
+from traces import (
+    Event,
+    Late,
+    data_parallel,
+    set_boot_id,
+    set_dropped_count,
+    write_run,
+    write_trace,
+)
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import (
@@ -30,9 +38,9 @@ from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
 from paceline.runs.result import Failure, RunResult
+from paceline.trace.clocks import ClockCorrection
 from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
-from paceline.trace.merge import Clock
 from paceline.trace.phases import RankPhases
 
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
@@ -181,7 +189,7 @@ def _long(report, ranks, steps):
         SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
         for rank in range(ranks)
     )
-    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(Clock(),) * ranks)
+    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)
     return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
 
 
@@ -195,7 +203,7 @@ def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
 def test_an_unknown_clock_error_is_said(tmp_path):
     run = _run(tmp_path)
     report = gather(run)
-    clocks = (Clock(), Clock(offset_ns=5_000_000, drift=2e-5, error_ns=None))
+    clocks = (ClockCorrection(), ClockCorrection(offset_ns=5_000_000, drift=2e-5, error_ns=None))
     report = dataclasses.replace(report, trace=dataclasses.replace(report.trace, clocks=clocks))
     text = " ".join(_Tags(render_html(report)).texts)
     assert "5.00 ms 20.00 ppm unknown" in text
@@ -229,10 +237,7 @@ def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
 
 def test_ranks_that_lost_events_are_pointed_out(tmp_path):
     run = _run(tmp_path)
-    path = run / "trace" / trace_name(0)
-    data = bytearray(path.read_bytes())
-    data[104:112] = (7).to_bytes(8, "little")  # the header's count of dropped events
-    path.write_bytes(bytes(data))
+    set_dropped_count(run / "trace" / trace_name(0), 7)
     assert "7 events could not be recorded" in render_html(gather(run))
 
 

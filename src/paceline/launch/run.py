@@ -49,17 +49,16 @@ from paceline.launch.task import start_task
 from paceline.runs.planned import PLAN_NAME
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.runs.versions import versions
-from paceline.trace.arrivals import encounters
-from paceline.trace.blame import blame, lateness_s
-from paceline.trace.files import Status, read_status, trace_name
-from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, phases, step_time_s
+from paceline.trace.analysis import Analysis, analyse
+from paceline.trace.files import read_status, trace_name
+from paceline.trace.merge import load_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
+    from paceline.trace.header import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,17 +213,14 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
             ranks=(),
             failure=failure,
         )
-    met = encounters(trace)
-    parts = phases(trace, met)
-    steps = min((one.steps for one in parts), default=0)
-    late = blame(trace, parts, late_s=lateness_s(trace, steps, met))
+    analysis = analyse(trace)
     return RunResult(
         exit_code=exit_code,
         world_size=ranks,
-        step_time_s=step_time_s(parts),
-        loop_wall_s=max(one.loop_wall_s for one in parts),
-        ranks=_rank_results(trace, parts),
-        straggler=late[0] if late else None,
+        step_time_s=analysis.step_time_s,
+        loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
+        ranks=_rank_results(analysis),
+        straggler=analysis.stragglers[0] if analysis.stragglers else None,
         failure=failure,
     )
 
@@ -245,20 +241,20 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _rank_results(trace: Trace, parts: tuple[RankPhases, ...]) -> tuple[RankResult, ...]:
+def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
     return tuple(
         RankResult(
-            rank=one.rank,
-            steps=one.steps,
-            loop_wall_s=one.loop_wall_s,
+            rank=phases.rank,
+            steps=phases.steps,
+            loop_wall_s=phases.loop_wall_s,
             peak_memory_bytes=rank.status.peak_memory_bytes,
             phases=tuple(
                 PhaseTime(name=name, measured_s=seconds)
-                for name, seconds in one.breakdown().items()
+                for name, seconds in phases.breakdown().items()
             ),
             dropped_count=rank.status.dropped_count,
         )
-        for rank, one in zip(trace.ranks, parts, strict=True)
+        for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )
 
 

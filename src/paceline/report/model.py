@@ -22,12 +22,12 @@ from paceline.report.fit import difference
 from paceline.report.words import failure_words, meeting_place, verdict
 from paceline.runs.planned import load_plan
 from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
-from paceline.trace.arrivals import encounters
-from paceline.trace.blame import Straggler, blame, lateness_s
-from paceline.trace.communication import Traffic, communication
+from paceline.trace.analysis import analyse
+from paceline.trace.blame import Straggler
+from paceline.trace.communication import Traffic
 from paceline.trace.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, phases, step_time_s
+from paceline.trace.phases import RankPhases, step_time_s
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
@@ -41,7 +41,7 @@ class Report:
         words: the verdict.
         trace: its events on one clock.
         parts: seconds by step and phase, one for each rank that left a trace.
-        late_s: lateness, shape (ranks, steps).
+        late_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
@@ -113,12 +113,9 @@ def gather(run: Path) -> Report:
     run = run_folder(run)
     result = load_result(run) if (run / "result.json").exists() else None
     trace = _traces(run, result)
-    met = encounters(trace)
-    parts = phases(trace, met)
-    steps = min(one.steps for one in parts)
-    late_s = lateness_s(trace, steps, met)
-    stragglers = blame(trace, parts, late_s=late_s)
-    traffic = communication(trace, met)
+    analysis = analyse(trace)
+    parts, stragglers, traffic = analysis.phases, analysis.stragglers, analysis.traffic
+    steps, late_s = analysis.steps, analysis.skew_s
     config = load_object(run / "config.json")
     planned = load_plan(run)
     estimate = planned.estimate if planned else None

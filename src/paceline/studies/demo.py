@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.core.plan_file import PlanFile
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
-    from paceline.trace.files import Status
+    from paceline.trace.header import Status
 
 RANKS = 2
 EPOCHS = 30
