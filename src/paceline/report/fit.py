@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.record import digest
 from paceline.report.units import format_bytes, plural
-from paceline.trace.events import Kind
+from paceline.trace.events import TRAINED_BYTES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from paceline.trace.communication import Traffic
     from paceline.trace.merge import Trace
 
-TRAINED_BYTES = "trained_parameter_bytes"  # a counter that the torch collector records
 # Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step
 # give k, and a script may reduce a few numbers of its own besides.
 TOLERANCE = 0.1

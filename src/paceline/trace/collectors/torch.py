@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.native import monotonic_ns
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
+from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.events import IDLE, Kind
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class TorchCollector:
         setattr(torch.Tensor, attribute, copied)
 
     def _hook_optimizers(self) -> None:
-        recorder = self.recorder
+        recorder, trained = self.recorder, TrainedParameters(self.recorder)
         name = recorder.intern("step")
         # An optimizer may step others inside its own step.
         open_steps: list[tuple[int, int]] = []
@@ -191,9 +192,10 @@ class TorchCollector:
             self.loop.phase = _OPTIMIZER
             self.loss_begin_ns = 0
 
-        def after(*_: Any) -> None:
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() != self.loop.main_thread or not open_steps:
                 return
+            trained.note_step(optimizer)
             begin_ns, self.loop.phase = open_steps.pop()
             if open_steps:
                 return
