@@ -27,6 +27,7 @@ from paceline.probe.kernels import (
     tiny_kernels,
     typical_s,
 )
+from paceline.probe.protocol import MemoryRates
 
 if TYPE_CHECKING:
     from paceline.core.machine import Phase
@@ -48,13 +49,14 @@ class Effort:
         rounds: the best of them counts: what disturbs one kernel for some time rarely meets it in
             every round.
         quick: one size of each kernel.
-        meet: called before each kernel, so that two processes measure the same at the same time.
+        synchronize: called before each kernel, so that two processes measure the same at the same
+            time.
     """
 
     budget_s: float
     rounds: int
     quick: bool = False
-    meet: Callable[[], None] = lambda: None
+    synchronize: Callable[[], None] = lambda: None
 
 
 def _best_times(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[Phase, float]]:
@@ -62,7 +64,7 @@ def _best_times(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[P
     best: list[dict[Phase, float]] = [dict.fromkeys(PHASES, math.inf) for _ in chains]
     for _ in range(effort.rounds):
         for (kernel, length), known in zip(chains, best, strict=True):
-            effort.meet()
+            effort.synchronize()
             for phase, seconds in time_phases(kernel, length, effort.budget_s).items():
                 known[phase] = min(known[phase], seconds)
     return best
@@ -73,7 +75,9 @@ def measure_overheads(effort: Effort) -> Costs:
     costs: Costs = {("step", phase): 0.0 for phase in PHASES}
     steps: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
     kernels = tiny_kernels()
-    times = _best_times([(one, length) for one in kernels for length in (SHORT, LONG)], effort)
+    times = _best_times(
+        [(kernel, length) for kernel in kernels for length in (SHORT, LONG)], effort
+    )
     for kernel, short, long in zip(kernels, times[::2], times[1::2], strict=True):
         added = _added(operations_of(kernel, SHORT), operations_of(kernel, LONG))
         for phase in PHASES:
@@ -96,9 +100,9 @@ def measure_overheads(effort: Effort) -> Costs:
 def _added(short: tuple[Operation, ...], long: tuple[Operation, ...]) -> dict[tuple[str, str], int]:
     counts: dict[tuple[str, str], int] = {}
     for operations, sign in ((long, 1), (short, -1)):
-        for one in operations:
-            key = (one.operator, one.phase)
-            counts[key] = counts.get(key, 0) + sign * one.count
+        for operation in operations:
+            key = (operation.operator, operation.phase)
+            counts[key] = counts.get(key, 0) + sign * operation.count
     return counts
 
 
@@ -108,22 +112,24 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
     convolutions: dict[Phase, list[tuple[float, float, float]]] = {phase: [] for phase in PHASES}
     kernels = rate_kernels(quick=effort.quick)
     for kernel, times in zip(
-        kernels, _best_times([(one, SHORT) for one in kernels], effort), strict=True
+        kernels, _best_times([(kernel, SHORT) for kernel in kernels], effort), strict=True
     ):
         operations = operations_of(kernel)
         for phase in PHASES:
             own = [
-                one for one in operations if (one.operator, one.phase) == (kernel.operator, phase)
+                operation
+                for operation in operations
+                if (operation.operator, operation.phase) == (kernel.operator, phase)
             ]
             unit = "flops" if kernel.operator in FLOPS else "bytes"
-            work = sum(getattr(one, unit) * one.count for one in own)
+            work = sum(getattr(operation, unit) * operation.count for operation in own)
             if work:
                 busy_s = _busy_s(kernel, phase, times[phase], operations, costs, points)
                 if kernel.operator == "convolution":
-                    moved = sum(one.bytes * one.count for one in own)
+                    moved = sum(operation.bytes * operation.count for operation in own)
                     convolutions[phase].append((work, moved, busy_s))
                     continue
-                calls = sum(one.count for one in own)
+                calls = sum(operation.count for operation in own)
                 key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
                 point = Point(work=work / calls, rate_per_s=work / busy_s)
                 points.setdefault(key, []).append(point)
@@ -180,7 +186,9 @@ def nonnegative_fit(columns_NU: np.ndarray) -> tuple[float, float]:  # noqa: N80
     Args:
         columns_NU: work per second by sample (N) and unit (U, two of them).
     """
-    first, second = (float(one) for one in np.linalg.lstsq(columns_NU, np.ones(len(columns_NU)))[0])
+    first, second = (
+        float(value) for value in np.linalg.lstsq(columns_NU, np.ones(len(columns_NU)))[0]
+    )
     if first >= 0 and second >= 0:
         return first, second
     alone = columns_NU.sum(axis=0) / (columns_NU**2).sum(axis=0)  # least squares of one column
@@ -197,15 +205,15 @@ def _busy_s(
 ) -> float:
     """Return seconds that the kernel's own class computed: total less overheads and the others."""
     busy_s = total_s - costs["step", phase]
-    for one in operations:
-        if one.phase != phase:
+    for operation in operations:
+        if operation.phase != phase:
             continue
-        busy_s -= one.count * costs.get((one.operator, phase), 0.0)
-        if one.operator != kernel.operator and one.bytes:
-            known = points.get((one.operator, phase, "float32"), [])
-            at_least = [point for point in known if point.work >= one.bytes] or known[-1:]
+        busy_s -= operation.count * costs.get((operation.operator, phase), 0.0)
+        if operation.operator != kernel.operator and operation.bytes:
+            known = points.get((operation.operator, phase, "float32"), [])
+            at_least = [point for point in known if point.work >= operation.bytes] or known[-1:]
             rate = at_least[0].rate_per_s if at_least else TYPICAL_BYTES_PER_S
-            busy_s -= one.count * one.bytes / rate
+            busy_s -= operation.count * operation.bytes / rate
     # A call that is mostly overhead says little of the rate; its rate is at least finite.
     return max(busy_s, 0.1 * total_s)
 
@@ -252,7 +260,7 @@ def _update_s(
     return typical_s(samples[2:])
 
 
-def measure_memory(effort: Effort) -> dict[str, float]:
+def measure_memory(effort: Effort) -> MemoryRates:
     """Return bytes per second out of cache, and of memory that is touched for the first time."""
     count = 1 << 20  # 4 MiB each, 96 MiB in all: more than a CPU's cache
     pool = [torch.zeros(count) for _ in range(24)]
@@ -270,10 +278,10 @@ def measure_memory(effort: Effort) -> dict[str, float]:
     def touch() -> None:
         torch.empty(fresh // 4).fill_(1.0)
 
-    return {
-        "bandwidth": 2 * 4 * count / typical_s(samples),
-        "first_touch": fresh / time_calls(touch, effort.budget_s),
-    }
+    return MemoryRates(
+        bandwidth_bytes_per_s=2 * 4 * count / typical_s(samples),
+        first_touch_bytes_per_s=fresh / time_calls(touch, effort.budget_s),
+    )
 
 
 def overhead_records(costs: Costs, threads: int, processes: int) -> list[Overhead]:

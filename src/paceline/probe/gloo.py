@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.probe.kernels import typical_s
+from paceline.probe.protocol import DdpCost, LatencyBandwidth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ def fit_line(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, flo
     return max(float(latency_s), LEAST_LATENCY_S), 1.0 / max(float(per_byte), LEAST_S_PER_BYTE)
 
 
-def measure_collectives(*, quick: bool) -> dict[str, tuple[float, float]]:
+def measure_collectives(*, quick: bool) -> dict[str, LatencyBandwidth]:
     """Return latency and bandwidth of all-reduce and broadcast over gloo."""
     calls = CALLS // 4 if quick else CALLS
     result = {}
@@ -43,7 +44,8 @@ def measure_collectives(*, quick: bool) -> dict[str, tuple[float, float]]:
             dist.barrier()
             operation(data)
             seconds.append(typical_s([_timed(operation, data) for _ in range(calls)]) / per_call)
-        result[name] = fit_line(list(SIZES_BYTES), seconds)
+        latency_s, bandwidth = fit_line(list(SIZES_BYTES), seconds)
+        result[name] = LatencyBandwidth(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
     return result
 
 
@@ -63,19 +65,16 @@ def _broadcast(data: torch.Tensor) -> None:
     dist.broadcast(data, 1)
 
 
-def measure_ddp(all_reduce: tuple[float, float], *, quick: bool) -> dict[str, float]:
+def measure_ddp(all_reduce: LatencyBandwidth, *, quick: bool) -> DdpCost:
     """Return what DistributedDataParallel adds to a step.
 
-    ``buffers`` are the seconds of sending small buffers (running means) before a forward pass,
-    ``forward`` and ``backward`` are its seconds per step besides the collectives; ``bandwidth`` is
-    at how many bytes per second gradients are reduced inside it: less than in a bare all-reduce,
-    since they are copied into buckets and back and compete with the backward pass for the core.
+    Gradients are reduced inside it at fewer bytes per second than in a bare all-reduce, since they
+    are copied into buckets and back and compete with the backward pass for the core.
 
     Args:
         all_reduce: latency and bandwidth of the bare collective.
         quick: with fewer steps.
     """
-    latency_s, bare_bandwidth = all_reduce
     steps = STEPS // 4 if quick else STEPS
     small = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     large = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
@@ -85,14 +84,16 @@ def measure_ddp(all_reduce: tuple[float, float], *, quick: bool) -> dict[str, fl
     forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
     normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
     _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
-    sizes = [sum(one.nbytes for one in module.parameters()) for module in (small, large)]
-    per_byte = max(1 / bare_bandwidth, (large_s - backward_s) / (sizes[1] - sizes[0]))
-    return {
-        "forward": max(0.0, forward_s),
-        "backward": max(0.0, backward_s - latency_s - sizes[0] * per_byte),
-        "bandwidth": 1 / per_byte,
-        "buffers": max(0.0, normed_s - forward_s),
-    }
+    sizes = [sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large)]
+    per_byte = max(
+        1 / all_reduce.bandwidth_bytes_per_s, (large_s - backward_s) / (sizes[1] - sizes[0])
+    )
+    return DdpCost(
+        forward_s=max(0.0, forward_s),
+        backward_s=max(0.0, backward_s - all_reduce.latency_s - sizes[0] * per_byte),
+        bandwidth_bytes_per_s=1 / per_byte,
+        buffers_s=max(0.0, normed_s - forward_s),
+    )
 
 
 def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[float, float]:

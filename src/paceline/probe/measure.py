@@ -1,6 +1,6 @@
 """Measures this node into a Machine, in at most about 20 seconds. The loop begins here.
 
-What needs torch runs in processes of its own (`probe_worker`): one alone, with one thread and with
+What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
 What cannot be measured here is named in `Machine.missing` instead of being guessed.
 """
@@ -8,66 +8,62 @@ What cannot be measured here is named in `Machine.missing` instead of being gues
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import platform
-import signal
-import subprocess
-import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores, share
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
-from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
+from paceline.core.errors import Missing, NotFound, PacelineError
+from paceline.core.machine import Device, Link, Machine, Overhead, Quantity
 from paceline.core.processes import ended_on_signal
+from paceline.core.worker_process import WorkerCall, call_all
 from paceline.probe import node
 from paceline.probe.links import measure_links
+from paceline.probe.protocol import MeasureRequest, WorkerMeasurement
 from paceline.probe.storage import measure_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from paceline.core.machine import Tier
+    from paceline.core.machine import Phase, Tier
 
 DEADLINE_S = 60.0
 PAIR = 2
-Measured = list[dict[str, Any]]
+WORKER = "paceline.probe.worker"
 
 
 def measure(
-    folder: Path, *, quick: bool = False, tell: Callable[[str], None] = lambda _: None
+    folder: Path, *, quick: bool = False, on_progress: Callable[[str], None] = lambda _: None
 ) -> Machine:
     """Return this node as a Machine.
 
     Args:
         folder: whose storage is measured; it must be writable.
         quick: fewer sizes and repetitions: rougher, in about a third of the time.
-        tell: called with what is being measured.
+        on_progress: called with what is being measured.
 
     Raises:
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name one that is there")
+        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
     with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
-        return _measure(folder, quick=quick, tell=tell)
+        return _measure(folder, quick=quick, on_progress=on_progress)
 
 
-def _measure(folder: Path, *, quick: bool, tell: Callable[[str], None]) -> Machine:
+def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -> Machine:
     missing: list[str] = []
     cores = len(allowed_cores())
-    tell(f"{cores} cores of {node.cpu_name()}")
-    tell("links between two processes")
+    on_progress(f"{cores} cores of {node.cpu_name()}")
+    on_progress("links between two processes")
     links = _links(missing, quick=quick)
-    tell(f"storage of {folder}")
+    on_progress(f"storage of {folder}")
     tiers = _tiers(folder, missing, quick=quick)
-    workers: Measured = []
+    workers: list[WorkerMeasurement] = []
     for ranks in (1, PAIR):
-        tell("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
+        on_progress("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
         try:
             workers += _run_workers(ranks, quick=quick)
         except PacelineError as problem:
@@ -94,7 +90,7 @@ def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:
         return ()
     return tuple(
         Link(level=level, latency_s=_probed(latency_s), bandwidth_bytes_per_s=_probed(bandwidth))
-        for level, (latency_s, bandwidth) in sorted(measured.items(), key=lambda one: one[1][0])
+        for level, (latency_s, bandwidth) in sorted(measured.items(), key=lambda item: item[1][0])
     )
 
 
@@ -106,11 +102,12 @@ def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]
         return ()
 
 
-def _run_workers(ranks: int, *, quick: bool) -> Measured:
-    """Run `ranks` workers at once and return their answers in order of rank.
+def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
+    """Run `ranks` workers at once and return what they measured, in order of rank.
 
     Raises:
-        Missing: torch is not installed, or a worker failed.
+        Missing: torch is not installed.
+        WorkerFailed: a worker crashed, or torch raised.
         DeadlineExceeded: a worker did not answer in time.
     """
     if importlib.util.find_spec("torch") is None:
@@ -120,122 +117,100 @@ def _run_workers(ranks: int, *, quick: bool) -> Measured:
             fix="pip install 'paceline[torch]'",
         )
     allowed = allowed_cores()
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as meeting:
-        running = []
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as folder:
+        requests = []
         for rank in range(ranks):
-            mine = share(allowed, rank, ranks, environ={})
-            settings = {
-                "parent": os.getpid(),
-                "ranks": ranks,
-                "rank": rank,
-                "cores": mine.cores,
-                "threads": sorted({1, mine.threads}) if ranks == 1 else [mine.threads],
-                "budget_s": 0.002 if quick else 0.007,
-                "rounds": 2 if quick else 3,
-                "quick": quick,
-                "meeting": str(Path(meeting) / "store"),
-                "deadline_s": DEADLINE_S,
-            }
-            running.append(_start(settings))
-        try:
-            return [_answer(process, rank) for rank, process in enumerate(running)]
-        finally:
-            for process in running:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            binding = share(allowed, rank, ranks, environ={})
+            request = MeasureRequest(
+                ranks=ranks,
+                rank=rank,
+                cores=binding.cores,
+                threads=tuple(sorted({1, binding.threads})) if ranks == 1 else (binding.threads,),
+                budget_s=0.002 if quick else 0.007,
+                rounds=2 if quick else 3,
+                quick=quick,
+                store=str(Path(folder) / "store"),
+                deadline_s=DEADLINE_S,
+            )
+            requests.append(request)
+        works = [
+            WorkerCall(
+                module=WORKER,
+                request=request,
+                answer=WorkerMeasurement,
+                name=f"the measurement in process {request.rank}",
+            )
+            for request in requests
+        ]
+        return call_all(works, deadline_s=DEADLINE_S)
 
 
-def _start(settings: dict[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline.probe.worker", json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
-    try:
-        out, errors = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(
-            "the measurement did not end",
-            where=f"process {rank}",
-            why=f"{DEADLINE_S} s passed",
-            fix="Probe when nothing else runs here; `paceline doctor` checks torch",
-        ) from None
-    # gloo's threads may outlive the interpreter, which then aborts after the work is done: what
-    # counts is whether the answer is whole.
-    try:
-        # torch, or a library under it, may greet on stdout: the answer is the last line.
-        answer: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
-    except json.JSONDecodeError:
-        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        raise Missing(
-            "the measurement failed",
-            where=f"process {rank}",
-            why=last[0],
-            fix="Run `paceline doctor`, which checks torch",
-        ) from None
-    return answer
-
-
-def _device(cores: int, workers: Measured) -> Device:
+def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
     # Of the two ranks that ran at once the first speaks for both: they measured the same.
-    configurations = [one for worker in workers[:2] for one in worker["configurations"]]
-    memory = {one["processes"]: one["memory"] for one in configurations}
+    compute = [measured for worker in workers[:2] for measured in worker.compute]
+    memory = {measured.processes: measured.memory for measured in compute}
     alone, shared = memory.get(1), memory.get(PAIR)
     cache = node.cache_bytes()
-    overheads = [Overhead.from_json(one) for each in configurations for one in each["overheads"]]
+    overheads = [overhead for measured in compute for overhead in measured.overheads]
     return Device(
         name=node.cpu_name(),
         kind="cpu",
         cores=cores,
         memory_bytes=_probed(float(node.memory_bytes())),
         cache_bytes=Quantity(value=float(cache), source="datasheet") if cache else None,
-        bandwidth_bytes_per_s=_probed(alone["bandwidth"]) if alone else None,
-        bandwidth_shared_bytes_per_s=_probed(shared["bandwidth"]) if shared else None,
-        first_touch_bytes_per_s=_probed(alone["first_touch"]) if alone else None,
-        rates=tuple(Rate.from_json(one) for each in configurations for one in each["rates"]),
+        bandwidth_bytes_per_s=_probed(alone.bandwidth_bytes_per_s) if alone else None,
+        bandwidth_shared_bytes_per_s=_probed(shared.bandwidth_bytes_per_s) if shared else None,
+        first_touch_bytes_per_s=_probed(alone.first_touch_bytes_per_s) if alone else None,
+        rates=tuple(rate for measured in compute for rate in measured.rates),
         overheads=(*overheads, *_ddp(workers[1:])),
     )
 
 
-def _ddp(pair: Measured) -> tuple[Overhead, ...]:
+def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[Overhead, ...]:
+    costs = [worker.communication.ddp for worker in pair if worker.communication]
+    if not costs:
+        return ()
+    seconds: dict[Phase, float] = {
+        "forward": sum(cost.forward_s for cost in costs) / len(costs),
+        "backward": sum(cost.backward_s for cost in costs) / len(costs),
+    }
     return tuple(
         Overhead(
             operator="ddp",
             phase=phase,
-            threads=pair[0]["configurations"][0]["threads"],
+            threads=pair[0].compute[0].threads,
             processes=PAIR,
-            seconds=_probed(sum(worker["ddp"][phase] for worker in pair) / len(pair)),
+            seconds=_probed(phase_s),
         )
-        for phase in ("forward", "backward")
-        if pair
+        for phase, phase_s in seconds.items()
     )
 
 
-def _collectives(pair: Measured) -> tuple[Link, ...]:
-    if not pair:
+def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[Link, ...]:
+    communications = [worker.communication for worker in pair if worker.communication]
+    if not communications:
         return ()
-    measured = pair[0]["collectives"]
-    figures = [("gloo", operation, *measured[operation]) for operation in measured]
-    ddp = {key: sum(worker["ddp"][key] for worker in pair) / len(pair) for key in pair[0]["ddp"]}
+    measured = communications[0].collectives
+    costs = [communication.ddp for communication in communications]
+    bandwidth = sum(cost.bandwidth_bytes_per_s for cost in costs) / len(costs)
+    buffers_s = sum(cost.buffers_s for cost in costs) / len(costs)
+    figures = [
+        ("gloo", operation, line.latency_s, line.bandwidth_bytes_per_s)
+        for operation, line in measured.items()
+    ]
     # Buffers go in one broadcast per dtype: floats, and the counters of batches.
     figures += [
-        ("ddp", "all_reduce", measured["all_reduce"][0], ddp["bandwidth"]),
-        ("ddp", "broadcast", ddp["buffers"] / 2, measured["broadcast"][1]),
+        ("ddp", "all_reduce", measured["all_reduce"].latency_s, bandwidth),
+        ("ddp", "broadcast", buffers_s / 2, measured["broadcast"].bandwidth_bytes_per_s),
     ]
     return tuple(
         Link(
             level=level,
-            operation=operation,
+            operation=operation,  # type: ignore[arg-type]  # names of the two collectives above
             latency_s=_probed(latency_s),
-            bandwidth_bytes_per_s=_probed(bandwidth),
+            bandwidth_bytes_per_s=_probed(bandwidth_bytes_per_s),
         )
-        for level, operation, latency_s, bandwidth in figures
+        for level, operation, latency_s, bandwidth_bytes_per_s in figures
     )
 
 
@@ -264,4 +239,4 @@ def summary(machine: Machine) -> list[str]:
         f"open+stat {tier.open_latency_s.value * 1e6:.0f} us"
         for tier in machine.tiers
     ]
-    return lines + [f"not measured: {one}" for one in machine.missing]
+    return lines + [f"not measured: {text}" for text in machine.missing]
