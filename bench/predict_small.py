@@ -273,7 +273,7 @@ def main():
 
     report = Report("predict_small", flags.json)
     with tempfile.TemporaryDirectory() as folder:
-        report.machine = measure(Path(folder), quick=flags.quick, tell=tell)
+        report.machine = measure(Path(folder), quick=flags.quick, on_progress=tell)
     cores = report.machine.devices[0].cores
     predicted = predictions(report.machine, TUNING if flags.tuning else HELD_OUT, cores)
     rounds = measure_rounds(predicted, cores, quick=flags.quick)

@@ -7,11 +7,18 @@ from click.testing import CliRunner
 from machines import collective, sheet
 
 from paceline.cli.plan import plan
-from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
+from paceline.core.errors import (
+    CorruptPack,
+    DeadlineExceeded,
+    NotFound,
+    ScriptFailed,
+    UsageError,
+)
 from paceline.core.machine import Device, Machine, Point, Rate
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import load_plan_file
-from paceline.studies.predict import capture_file, load_machine, predict
+from paceline.studies.predict import load_machine, predict
+from paceline.training.capture_process import capture_file
 
 pytest.importorskip("torch")
 
@@ -140,3 +147,19 @@ def test_a_banner_is_passed_over_and_an_early_end_is_explained(tmp_path):
     assert capture_file(f"{path}:loud").name == "loud"
     with pytest.raises(ScriptFailed, match="ended the process"):
         capture_file(f"{path}:ends")
+
+
+def test_a_corrupt_pack_is_told_as_such(tmp_path):
+    """What the user's code met keeps its class, and with it the exit code: 4, not 2."""
+    pack = tmp_path / "train.pack"
+    pack.mkdir()
+    (pack / "index.pace").write_bytes(b"not an index" * 100)
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"from paceline.store import open_pack\ndef step():\n    open_pack({str(pack)!r})\n"
+    )
+    with pytest.raises(CorruptPack) as caught:
+        capture_file(f"{path}:step")
+    assert caught.value.exit_code == 4
+    assert str(pack) in caught.value.where
+    assert caught.value.fix

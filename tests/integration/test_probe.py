@@ -61,6 +61,20 @@ def test_measures_compute_links_and_storage(outcome):
     assert {link.level for link in machine.links} == {"shared-memory", "loopback"}
     costs = {(cost.backend, cost.operation, cost.ranks) for cost in machine.collectives}
     assert costs == {("gloo", "all_reduce", 2), ("gloo", "broadcast", 2)}
+    for cost in machine.collectives:
+        seconds = [point.seconds.value for point in cost.points]
+        assert len(seconds) >= 5
+        assert seconds == sorted(seconds)
+    measured = [
+        *(one.seconds for one in device.overheads),
+        *(one.latency_s for one in machine.links),
+        *(point.seconds for one in machine.collectives for point in one.points),
+        device.bandwidth_bytes_per_s,
+    ]
+    assert all(one.low <= one.value <= one.high for one in measured)
+    points = [point for one in device.rates for point in one.points]
+    assert all(one.low_per_s <= one.rate_per_s <= one.high_per_s for one in points)
+    assert any(one.low_per_s < one.high_per_s for one in points)
     (tier,) = machine.tiers
     assert tier.bandwidth_bytes_per_s.value > 0
     assert tier.open_latency_s.value > 0
@@ -95,32 +109,19 @@ def test_what_fails_is_named(monkeypatch):
     def refuse(**_):
         raise OSError("no sockets")
 
-    def hang(_settings):
-        return probe.subprocess.Popen(
-            [probe.sys.executable, "-c", "import threading; threading.Event().wait()"],
-            stdout=probe.subprocess.PIPE,
-            stderr=probe.subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
     monkeypatch.setattr(probe, "measure_links", refuse)
-    monkeypatch.setattr(probe, "_start", hang)
     monkeypatch.setattr(probe, "DEADLINE_S", 0.05)
     machine = probe.measure(Path("/proc"), quick=True)  # where nobody can make a folder
     text = "\n".join(machine.missing)
-    for words in ("no sockets", "cannot measure the folder", "did not end"):
+    for words in ("no sockets", "cannot measure the folder", "did not end in time"):
         assert words in text
 
 
 def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
-    real = probe.subprocess.Popen
-
-    def broken(_command, **settings):
-        return real([probe.sys.executable, "-c", "raise SystemExit('no luck')"], **settings)
-
-    monkeypatch.setattr(probe, "measure_links", lambda **_: {})
-    monkeypatch.setattr(probe.subprocess, "Popen", broken)
+    (tmp_path / "broken.py").write_text("raise SystemExit('no luck')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(probe, "measure_links", lambda **_: ())
+    monkeypatch.setattr(probe, "WORKER", "broken")
     machine = probe.measure(tmp_path, quick=True)
     assert "no luck" in machine.missing[0]
 
@@ -162,6 +163,6 @@ def test_a_probe_that_is_ended_takes_its_workers_along(tmp_path, name):
 
 def _is_worker(pid):
     try:
-        return b"probe_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"probe.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended
         return False

@@ -1,5 +1,6 @@
 """Each check of the doctor: facts in, finding out."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,13 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.probe import doctor
-from paceline.probe.doctor import Answer
+from paceline.probe.doctor import ProgramOutput, TorchAnswer
 from paceline.probe.node import Limits
+from paceline.probe.protocol import TorchFacts
 
 NONE = Limits(version=0)
-TORCH = {"version": "2.13", "gpus": 0, "backends": ["gloo"]}
-ON_CPU, ON_GPU = Answer(out=json.dumps(TORCH)), Answer(out=json.dumps(TORCH | {"gpus": 2}))
-GPUS = Answer(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")
+TORCH = TorchFacts(torch="2.13", gpus=0, backends=("gloo",))
+ON_CPU = TorchAnswer(facts=TORCH)
+ON_GPU = TorchAnswer(facts=dataclasses.replace(TORCH, gpus=2))
+WITHOUT_BACKEND = TorchAnswer(facts=dataclasses.replace(TORCH, backends=()))
+GPUS = ProgramOutput(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")
 
 
 @pytest.mark.parametrize(
@@ -37,33 +41,35 @@ GPUS = Answer(out="GPU 0: H100 (UUID: a)\nGPU 1: H100 (UUID: b)\n")
         (doctor.check_folder("lustre", Path("/data")), "warn", "Lustre"),
         (doctor.check_folder("gpfs", Path("/data")), "warn", "GPFS"),
         (doctor.check_folder("nfs4", Path("/data")), "warn", "NFS"),
-        (doctor.check_torch(Answer(out=None, problem="not installed")), "warn", "not installed"),
-        (doctor.check_torch(Answer(out=None, problem="libgomp")), "fail", "libgomp"),
-        (doctor.check_torch(Answer(out=json.dumps(TORCH))), "ok", "gloo"),
         (
-            doctor.check_torch(Answer(out=json.dumps(TORCH | {"backends": []}))),
-            "fail",
-            "no backend",
+            doctor.check_torch(TorchAnswer(facts=None, problem="not installed")),
+            "warn",
+            "not installed",
         ),
-        (doctor.check_mpi(Answer(out=None), True), "ok", "none"),
-        (doctor.check_mpi(Answer(out="mpirun (Open MPI) 5\nx"), False), "ok", "Open MPI"),
+        (doctor.check_torch(TorchAnswer(facts=None, problem="libgomp")), "fail", "libgomp"),
+        (doctor.check_torch(ON_CPU), "ok", "gloo"),
+        (doctor.check_torch(WITHOUT_BACKEND), "fail", "no backend"),
+        (doctor.check_mpi(ProgramOutput(out=None), True), "ok", "not installed"),
+        (doctor.check_mpi(ProgramOutput(out="mpirun (Open MPI) 5\nx"), False), "ok", "Open MPI"),
         (
-            doctor.check_mpi(Answer(out="HYDRA build details:\n    Version:     5.0.2\n"), True),
+            doctor.check_mpi(
+                ProgramOutput(out="HYDRA build details:\n    Version:     5.0.2\n"), True
+            ),
             "ok",
             "MPICH (Hydra) 5.0.2, with",
         ),
-        (doctor.check_mpi(Answer(out=""), True), "ok", "mpi4py"),
-        (doctor.check_slurm(Answer(out=None), {}), "ok", "none"),
-        (doctor.check_slurm(Answer(out=None), {"SLURM_JOB_ID": "7"}), "ok", "job 7"),
-        (doctor.check_slurm(Answer(out="slurm 24.05\n"), {}), "ok", "outside"),
-        (doctor.check_gpu(Answer(out=None, problem="not found"), ON_CPU), "ok", "none"),
-        (doctor.check_gpu(Answer(out=None, problem="driver"), ON_GPU), "warn", "driver"),
+        (doctor.check_mpi(ProgramOutput(out=""), True), "ok", "mpi4py"),
+        (doctor.check_slurm(ProgramOutput(out=None), {}), "ok", "not installed"),
+        (doctor.check_slurm(ProgramOutput(out=None), {"SLURM_JOB_ID": "7"}), "ok", "job 7"),
+        (doctor.check_slurm(ProgramOutput(out="slurm 24.05\n"), {}), "ok", "outside"),
+        (doctor.check_gpu(ProgramOutput(out=None, problem="not found"), ON_CPU), "ok", "none"),
+        (doctor.check_gpu(ProgramOutput(out=None, problem="driver"), ON_GPU), "warn", "driver"),
         (doctor.check_gpu(GPUS, ON_GPU), "ok", "2: H100"),
         (doctor.check_gpu(GPUS, ON_CPU), "warn", "2: H100; torch 2.13 sees none of them"),
-        (doctor.check_gpu(GPUS, Answer(out=None)), "ok", "2: H100"),
-        (doctor.check_clock("tsc", Answer(out="yes\n")), "ok", "tsc, synchronised"),
-        (doctor.check_clock("tsc", Answer(out="no\n")), "warn", "not synchronised"),
-        (doctor.check_clock("hpet", Answer(out=None)), "warn", "hpet"),
+        (doctor.check_gpu(GPUS, TorchAnswer(facts=None)), "ok", "2: H100"),
+        (doctor.check_clock("tsc", ProgramOutput(out="yes\n")), "ok", "tsc, synchronised"),
+        (doctor.check_clock("tsc", ProgramOutput(out="no\n")), "warn", "not synchronised"),
+        (doctor.check_clock("hpet", ProgramOutput(out=None)), "warn", "hpet"),
     ],
 )
 def test_check(finding, status, words):
@@ -72,12 +78,12 @@ def test_check(finding, status, words):
     assert bool(finding.fix) == (status != "ok")
 
 
-def test_programs_that_are_not_here_fail_or_hang():
-    assert doctor.ask(["no-such-program"], 1.0).problem == "not found"
-    assert doctor.ask([sys.executable, "-c", "print(1)"], 30.0).out == "1\n"
-    failed = doctor.ask([sys.executable, "-c", "raise SystemExit('broken')"], 30.0)
+def test_programs_that_are_not_installed_fail_or_hang():
+    assert doctor.run_program(["no-such-program"], 1.0).problem == "not found"
+    assert doctor.run_program([sys.executable, "-c", "print(1)"], 30.0).out == "1\n"
+    failed = doctor.run_program([sys.executable, "-c", "raise SystemExit('broken')"], 30.0)
     assert (failed.out, failed.problem) == (None, "broken")
-    hung = doctor.ask([sys.executable, "-c", "input()"], 0.05)
+    hung = doctor.run_program([sys.executable, "-c", "input()"], 0.05)
     assert hung.out is None
 
 
@@ -87,16 +93,18 @@ def test_diagnose_asks_once_about_each_topic(tmp_path):
     def run(command, deadline_s):
         asked.append(command[0])
         assert deadline_s > 0
-        return Answer(out=json.dumps(TORCH)) if "-c" in command else Answer(out=None, problem="x")
+        return ProgramOutput(out=None, problem="x")
 
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\n")
     (tmp_path / "dev/shm").mkdir(parents=True)
-    findings = doctor.diagnose(tmp_path, root=tmp_path, run=run, environ={})
-    topics = [one.topic for one in findings]
+    findings = doctor.diagnose(
+        tmp_path, root=tmp_path, run=run, ask_torch=lambda: ON_CPU, environ={}
+    )
+    topics = [finding.topic for finding in findings]
     assert len(set(topics)) == len(topics) == 9
-    assert len(asked) == 5
-    assert not [one for one in findings if one.status == "fail"]
+    assert len(asked) == len(set(asked)) == 4
+    assert not [finding for finding in findings if finding.status == "fail"]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
@@ -108,7 +116,7 @@ def test_verb_fails_only_on_fail(monkeypatch, status, code):
     runner = CliRunner()
     plain, data = runner.invoke(verb, []), runner.invoke(verb, ["--json"])
     assert plain.exit_code == data.exit_code == code
-    assert "do: f" in plain.stdout
+    assert "fix: f" in plain.stdout
     found = json.loads(data.stdout)
     assert found == {
         "version": 1,
@@ -116,9 +124,23 @@ def test_verb_fails_only_on_fail(monkeypatch, status, code):
     }
 
 
-def test_a_banner_before_the_answer_is_passed_over():
-    answer = json.dumps({"version": "2", "cuda": False, "gpus": 0, "backends": ["gloo"]})
-    assert doctor.check_torch(doctor.Answer(out=f"welcome!\n{answer}\n")).status == "ok"
-    found = doctor.check_torch(doctor.Answer(out="welcome!\n"))
+def test_torch_is_asked_in_a_process_of_its_own():
+    pytest.importorskip("torch")
+    facts = doctor.ask_torch_worker().facts
+    assert facts.torch.startswith("2.")
+    assert "gloo" in facts.backends
+
+
+def test_a_torch_that_does_not_import_or_hangs_is_told_as_such(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "print('welcome')\nraise ImportError('libgomp is missing')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor.check_torch(doctor.ask_torch_worker())
     assert found.status == "fail"
-    assert found.fix
+    assert "libgomp is missing" in found.what
+    (tmp_path / "torch.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr(doctor, "TORCH_DEADLINE_S", 0.5)
+    found = doctor.check_torch(doctor.ask_torch_worker())
+    assert found.status == "fail"
+    assert "0.5 s passed" in found.what

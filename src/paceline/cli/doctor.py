@@ -27,14 +27,17 @@ def doctor(context: click.Context, folder: Path, as_json: bool) -> None:
 
     findings = diagnose(folder)
     if as_json:
-        rows = [{k: v for k, v in one.to_json().items() if k != "version"} for one in findings]
+        rows = [
+            {key: value for key, value in finding.to_json().items() if key != "version"}
+            for finding in findings
+        ]
         click.echo(json.dumps({"version": 1, "findings": rows}))
     else:
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-        for one in findings:
-            status = click.style(f"{one.status:>4}", fg=colours[one.status])
-            click.echo(f"{status}  {one.topic:<12} {one.what}")
-            if one.fix:
-                click.echo(f"{'do: ' + one.fix:>{len(one.fix) + 24}}")
-    if any(one.status == "fail" for one in findings):
+        for finding in findings:
+            status = click.style(f"{finding.status:>4}", fg=colours[finding.status])
+            click.echo(f"{status}  {finding.topic:<12} {finding.what}")
+            if finding.fix:
+                click.echo(f"{'fix: ' + finding.fix:>{len(finding.fix) + 25}}")
+    if any(finding.status == "fail" for finding in findings):
         context.exit(1)

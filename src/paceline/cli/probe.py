@@ -30,7 +30,7 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
 
     path = out or machine_path()
     prepare_file(path)  # rather than after 20 seconds of measuring
-    machine = measure(folder, quick=quick, tell=lambda text: click.echo(f"probe: {text}", err=True))
+    machine = measure(folder, quick=quick, on_progress=_progress)
     commit_text(path, machine.to_text())
     click.echo(f"probe: wrote {path}", err=True)
     if as_json:
@@ -38,3 +38,7 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
         return
     for line in summary(machine):
         click.echo(line)
+
+
+def _progress(text: str) -> None:
+    click.echo(f"probe: {text}", err=True)

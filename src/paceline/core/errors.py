@@ -9,6 +9,7 @@
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
+    +-- WorkerFailed (RuntimeError)                  1   a worker process of Paceline
     +-- StorageError (OSError)                       1   disk full, file not readable
     +-- Missing (ImportError)                        3   a package or tool is not here
     +-- CorruptData (ValueError)                     4
@@ -58,6 +59,18 @@ class PacelineError(Exception):
             }
         }
 
+    @staticmethod
+    def from_json(data: dict[str, dict[str, str]]) -> PacelineError:
+        """Return the error that `to_json` wrote, as an instance of the same class.
+
+        A class that this module does not define becomes a PacelineError.
+        """
+        fields = dict(data["error"])
+        cls = globals().get(fields.pop("code"), PacelineError)
+        if not (isinstance(cls, type) and issubclass(cls, PacelineError)):
+            cls = PacelineError
+        return cls(fields.pop("what"), **fields)
+
 
 class UsageError(PacelineError, ValueError):
     """The command or call asks for something that cannot be."""
@@ -83,6 +96,10 @@ class NotFound(UsageError, FileNotFoundError):
 
 class ScriptFailed(PacelineError, RuntimeError):
     """The user's script raised."""
+
+
+class WorkerFailed(PacelineError, RuntimeError):
+    """A process that Paceline started for some work crashed, was killed, or raised."""
 
 
 class StorageError(PacelineError, OSError):

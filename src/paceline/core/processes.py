@@ -65,6 +65,22 @@ class Stopped(KeyboardInterrupt):  # not an error: somebody wants us to end
         return Exit(rank=-1, code=code, signal=self.signal, fate="interrupted", at_s=at_s)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have no name of their own but a number.
+
+    >>> signal_name(9), signal_name(35)
+    ('SIGKILL', 'signal 35 (SIGRTMIN+1)')
+    """
+    first, last = int(signal.SIGRTMIN), int(signal.SIGRTMAX)
+    if first <= number <= last:
+        offset = f"+{number - first}" if number > first else ""
+        return f"signal {number} (SIGRTMIN{offset})"
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the C library keeps 32 and 33 for itself
+        return f"signal {number}"
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process when `parent`, who started it, is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,27 +1,27 @@
 """Says what this machine offers a training job, what is wrong with it, and what to do.
 
 Each check is a pure function from facts to a finding; `diagnose` gathers the facts: files under
-/proc and /sys through `root`, programs through `run`, torch in a process of its own with a
-deadline, since importing it may take seconds or crash. A finding fails only when training here
-cannot work.
+/proc and /sys through `root`, programs through `run`, torch through `ask_torch` in a process of its
+own with a deadline, since importing it may take seconds or crash. A finding fails only when
+training here cannot work.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.affinity import allowed_cores
 from paceline.core.config import environment
-from paceline.core.errors import NotFound
+from paceline.core.errors import DeadlineExceeded, NotFound, PacelineError, WorkerFailed
 from paceline.core.record import Record
+from paceline.core.worker_process import WorkerCall, call
 from paceline.probe import node
+from paceline.probe.protocol import TorchFacts, TorchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,17 +44,6 @@ SHARED_FILE_SYSTEMS = {
     "fuse.sshfs": "SSHFS",
 }
 FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "timebase", "hyperv_clocksource_tsc_page")
-TORCH_QUESTION = """
-import json, torch, torch.distributed as d
-ready = d.is_available()
-print(json.dumps({
-    "version": torch.__version__,
-    "cuda": torch.cuda.is_available(),
-    "gpus": torch.cuda.device_count(),
-    "backends": [name for name in ("gloo", "nccl", "mpi")
-                 if ready and getattr(d, f"is_{name}_available")()],
-}))
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +51,9 @@ class Finding(Record):
     """One row of the diagnosis.
 
     Attributes:
-        topic: what was looked at.
+        topic: of the check, for example ``memory``.
         status: ``fail`` when training here cannot work as things are.
-        what: was found.
+        what: the observed state.
         fix: what to do; empty when there is nothing to do.
     """
 
@@ -75,56 +64,66 @@ class Finding(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What a program said: None for `out` when it is not here, failed or took too long."""
+class ProgramOutput:
+    """What a program printed: None for `out` when it is not installed, failed or took too long."""
 
     out: str | None
     problem: str = ""
 
 
-def ask(command: list[str], deadline_s: float) -> Answer:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchAnswer:
+    """The installed torch: None for `facts` when it is not installed or does not import."""
+
+    facts: TorchFacts | None
+    problem: str = ""
+
+
+def run_program(command: list[str], deadline_s: float) -> ProgramOutput:
     """Run a program and return what it printed."""
     if shutil.which(command[0]) is None:
-        return Answer(out=None, problem="not found")
+        return ProgramOutput(out=None, problem="not found")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=deadline_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Answer(out=None, problem=f"no answer within {deadline_s:g} s")
+        return ProgramOutput(out=None, problem=f"no answer within {deadline_s:g} s")
     except OSError as problem:
-        return Answer(out=None, problem=str(problem))
+        return ProgramOutput(out=None, problem=str(problem))
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Answer(out=None, problem=last)
-    return Answer(out=done.stdout)
+        return ProgramOutput(out=None, problem=last)
+    return ProgramOutput(out=done.stdout)
 
 
 def diagnose(
     folder: Path,
     *,
     root: Path = node.ROOT,
-    run: Callable[[list[str], float], Answer] = ask,
+    run: Callable[[list[str], float], ProgramOutput] = run_program,
+    ask_torch: Callable[[], TorchAnswer] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Finding, ...]:
     """Return the findings, one per topic.
 
     Args:
-        folder: where data are read and runs written.
-        root: where ``proc``, ``sys`` and ``dev`` are.
-        run: asks a program.
+        folder: from which data are read, and in which runs are written.
+        root: the folder of ``proc``, ``sys`` and ``dev``.
+        run: runs a program with a deadline in seconds.
+        ask_torch: returns what is installed; by default `ask_torch_worker`.
         environ: in place of the process's environment.
 
     Raises:
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name one that is there")
+        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
     environ = environment() if environ is None else environ
     limits = node.read_limits(root)
     mount = node.mount_of(str(folder.resolve()), node.read_mounts(root))
     clock = root / "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    torch = _ask_torch(run)
+    torch = (ask_torch or ask_torch_worker)()
     return (
         check_cores(os.cpu_count() or 1, len(allowed_cores()), limits),
         check_memory(node.total_memory_bytes(root), limits),
@@ -145,10 +144,22 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _ask_torch(run: Callable[[list[str], float], Answer]) -> Answer:
+def ask_torch_worker() -> TorchAnswer:
+    """Return what torch says of itself, imported in a process of its own."""
     if not _installed("torch"):
-        return Answer(out=None, problem="not installed")
-    return run([sys.executable, "-c", TORCH_QUESTION], TORCH_DEADLINE_S)
+        return TorchAnswer(facts=None, problem="not installed")
+    work = WorkerCall(
+        module="paceline.probe.torch_worker",
+        request=TorchRequest(),
+        answer=TorchFacts,
+        name="import torch",
+    )
+    try:
+        return TorchAnswer(facts=call(work, deadline_s=TORCH_DEADLINE_S))
+    except WorkerFailed as problem:
+        return TorchAnswer(facts=None, problem=f"{problem.what}: {problem.why}")
+    except (DeadlineExceeded, PacelineError) as problem:
+        return TorchAnswer(facts=None, problem=str(problem))
 
 
 def _free_bytes(folder: Path) -> int | None:
@@ -226,7 +237,7 @@ def check_folder(kind: str, folder: Path) -> Finding:
     )
 
 
-def check_torch(answer: Answer) -> Finding:
+def check_torch(answer: TorchAnswer) -> Finding:
     """Judge torch and its communication backends."""
     if answer.problem == "not installed":
         return Finding(
@@ -235,43 +246,26 @@ def check_torch(answer: Answer) -> Finding:
             what="not installed; packs, traces and reports work without it",
             fix="pip install 'paceline[torch]' where you train",
         )
-    if answer.out is None:
+    facts = answer.facts
+    if facts is None:
         return Finding(
             topic="torch",
             status="fail",
             what=f"installed, but does not import: {answer.problem}",
-            fix='Run: python -c "import torch" and repair what it names',
+            fix='Run: python -c "import torch" and correct what it names',
         )
-    found = _torch_facts(answer)
-    if found is None:
-        return Finding(
-            topic="torch",
-            status="fail",
-            what="imports, but ends without an answer",
-            fix='Run: python -c "import torch" and see what it prints',
-        )
-    backends = ", ".join(found["backends"]) or "no backend"
-    what = f"{found['version']}, {found['gpus']} GPU(s), {backends}"
-    if not found["backends"]:
+    backends = ", ".join(facts.backends) or "no backend"
+    what = f"{facts.torch}, {facts.gpus} GPU(s), {backends}"
+    if not facts.backends:
         fix = "Install a torch that was built with distributed support"
         return Finding(topic="torch", status="fail", what=what, fix=fix)
     return Finding(topic="torch", status="ok", what=what)
 
 
-def _torch_facts(answer: Answer) -> dict[str, Any] | None:
-    try:
-        facts = json.loads(
-            (answer.out or "").strip().rpartition("\n")[2]
-        )  # others may print before
-    except json.JSONDecodeError:
-        return None
-    return facts if isinstance(facts, dict) else None
-
-
-def check_mpi(answer: Answer, bindings: bool) -> Finding:
-    """Say which MPI is here; none is needed unless jobs are started with it."""
+def check_mpi(answer: ProgramOutput, bindings: bool) -> Finding:
+    """Say which MPI is installed; none is needed unless jobs are started with it."""
     if answer.out is None:
-        return Finding(topic="MPI", status="ok", what="none here; only MPI jobs need it")
+        return Finding(topic="MPI", status="ok", what="not installed; only MPI jobs need it")
     lines = [line.strip() for line in answer.out.splitlines() if line.strip()] or ["mpirun"]
     name = lines[0]
     if name.startswith("HYDRA"):  # MPICH's launcher, which spreads its name over lines
@@ -281,18 +275,18 @@ def check_mpi(answer: Answer, bindings: bool) -> Finding:
     return Finding(topic="MPI", status="ok", what=f"{name}, {python}")
 
 
-def check_slurm(answer: Answer, environ: Mapping[str, str]) -> Finding:
+def check_slurm(answer: ProgramOutput, environ: Mapping[str, str]) -> Finding:
     """Say whether this is a Slurm cluster, and whether we are inside a job."""
     job = environ.get("SLURM_JOB_ID")
     if answer.out is None:
-        what = "none here; only clusters have it" if job is None else f"inside job {job}"
+        what = "not installed; only clusters have it" if job is None else f"inside job {job}"
         return Finding(topic="Slurm", status="ok", what=what)
     version = answer.out.strip() or "slurm"
     where = f"inside job {job}" if job else "outside of a job"
     return Finding(topic="Slurm", status="ok", what=f"{version}, {where}")
 
 
-def check_gpu(answer: Answer, torch: Answer) -> Finding:
+def check_gpu(answer: ProgramOutput, torch: TorchAnswer) -> Finding:
     """Count NVIDIA GPUs; a driver that fails, or a torch that sees none of them, is a warning."""
     if answer.problem == "not found":
         return Finding(topic="GPU", status="ok", what="none; training runs on the CPU")
@@ -305,18 +299,17 @@ def check_gpu(answer: Answer, torch: Answer) -> Finding:
         )
     names = [line.partition(": ")[2].partition(" (")[0] for line in answer.out.splitlines() if line]
     what = f"{len(names)}: {', '.join(sorted(set(names)))}"
-    facts = _torch_facts(torch)
-    if names and facts is not None and not facts.get("gpus"):
+    if names and torch.facts is not None and not torch.facts.gpus:
         return Finding(
             topic="GPU",
             status="warn",
-            what=f"{what}; torch {facts.get('version', '')} sees none of them",
+            what=f"{what}; torch {torch.facts.torch} sees none of them",
             fix="Install a torch that was built for CUDA, and check CUDA_VISIBLE_DEVICES",
         )
     return Finding(topic="GPU", status="ok", what=what)
 
 
-def check_clock(source: str, synchronised: Answer) -> Finding:
+def check_clock(source: str, synchronised: ProgramOutput) -> Finding:
     """Judge the clock that traces are stamped with."""
     state = {"yes": "synchronised", "no": "not synchronised"}.get(
         (synchronised.out or "").strip(), "synchronisation unknown"

@@ -1,83 +1,77 @@
 """Measures this node into a Machine, in at most about 20 seconds. The loop begins here.
 
-What needs torch runs in processes of its own (`probe_worker`): one alone, with one thread and with
+What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
 What cannot be measured here is named in `Machine.missing` instead of being guessed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-import json
-import os
 import platform
-import signal
-import subprocess
-import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores, share
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
+from paceline.core.errors import Missing, NotFound, PacelineError
 from paceline.core.machine import (
     CollectiveCost,
-    CollectivePoint,
     Device,
     FrameworkOverhead,
     Link,
     Machine,
-    Overhead,
     Quantity,
-    Rate,
 )
 from paceline.core.processes import ended_on_signal
+from paceline.core.worker_process import WorkerCall, call_all
 from paceline.probe import node
 from paceline.probe.links import measure_links
+from paceline.probe.protocol import MeasureRequest, WorkerMeasurement
 from paceline.probe.storage import measure_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from paceline.core.machine import Phase, Tier
+    from paceline.core.machine import Tier
 
 DEADLINE_S = 60.0
 PAIR = 2
-Measured = list[dict[str, Any]]
+WORKER = "paceline.probe.worker"
 
 
 def measure(
-    folder: Path, *, quick: bool = False, tell: Callable[[str], None] = lambda _: None
+    folder: Path, *, quick: bool = False, on_progress: Callable[[str], None] = lambda _: None
 ) -> Machine:
     """Return this node as a Machine.
 
     Args:
         folder: whose storage is measured; it must be writable.
         quick: fewer sizes and repetitions: rougher, in about a third of the time.
-        tell: called with what is being measured.
+        on_progress: called with what is being measured.
 
     Raises:
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name one that is there")
+        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
     with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
-        return _measure(folder, quick=quick, tell=tell)
+        return _measure(folder, quick=quick, on_progress=on_progress)
 
 
-def _measure(folder: Path, *, quick: bool, tell: Callable[[str], None]) -> Machine:
+def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -> Machine:
     missing: list[str] = []
     cores = len(allowed_cores())
-    tell(f"{cores} cores of {node.cpu_name()}")
-    tell("links between two processes")
+    on_progress(f"{cores} cores of {node.cpu_name()}")
+    on_progress("links between two processes")
     links = _links(missing, quick=quick)
-    tell(f"storage of {folder}")
+    on_progress(f"storage of {folder}")
     tiers = _tiers(folder, missing, quick=quick)
-    workers: Measured = []
+    workers: list[WorkerMeasurement] = []
     for ranks in (1, PAIR):
-        tell("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
+        on_progress("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
         try:
             workers += _run_workers(ranks, quick=quick)
         except PacelineError as problem:
@@ -93,20 +87,12 @@ def _measure(folder: Path, *, quick: bool, tell: Callable[[str], None]) -> Machi
     )
 
 
-def _probed(value: float) -> Quantity:
-    return Quantity(value=value, source="probe")
-
-
 def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:
     try:
-        measured = measure_links(rounds=300 if quick else 2000, deadline_s=DEADLINE_S / 4)
+        return measure_links(rounds=300 if quick else 2000, deadline_s=DEADLINE_S / 4)
     except (PacelineError, OSError) as problem:
         missing.append(f"links between processes: {problem}")
         return ()
-    return tuple(
-        Link(level=level, latency_s=_probed(latency_s), bandwidth_bytes_per_s=_probed(bandwidth))
-        for level, (latency_s, bandwidth) in sorted(measured.items(), key=lambda one: one[1][0])
-    )
 
 
 def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]:
@@ -117,11 +103,12 @@ def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]
         return ()
 
 
-def _run_workers(ranks: int, *, quick: bool) -> Measured:
-    """Run `ranks` workers at once and return their answers in order of rank.
+def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
+    """Run `ranks` workers at once and return what they measured, in order of rank.
 
     Raises:
-        Missing: torch is not installed, or a worker failed.
+        Missing: torch is not installed.
+        WorkerFailed: a worker crashed, or torch raised.
         DeadlineExceeded: a worker did not answer in time.
     """
     if importlib.util.find_spec("torch") is None:
@@ -131,143 +118,83 @@ def _run_workers(ranks: int, *, quick: bool) -> Measured:
             fix="pip install 'paceline[torch]'",
         )
     allowed = allowed_cores()
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as meeting:
-        running = []
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as folder:
+        requests = []
         for rank in range(ranks):
-            mine = share(allowed, rank, ranks, environ={})
-            settings = {
-                "parent": os.getpid(),
-                "ranks": ranks,
-                "rank": rank,
-                "cores": mine.cores,
-                "threads": sorted({1, mine.threads}) if ranks == 1 else [mine.threads],
-                "budget_s": 0.002 if quick else 0.007,
-                "rounds": 2 if quick else 3,
-                "quick": quick,
-                "meeting": str(Path(meeting) / "store"),
-                "deadline_s": DEADLINE_S,
-            }
-            running.append(_start(settings))
-        try:
-            return [_answer(process, rank) for rank, process in enumerate(running)]
-        finally:
-            for process in running:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            binding = share(allowed, rank, ranks, environ={})
+            request = MeasureRequest(
+                ranks=ranks,
+                rank=rank,
+                cores=binding.cores,
+                threads=tuple(sorted({1, binding.threads})) if ranks == 1 else (binding.threads,),
+                budget_s=0.002 if quick else 0.007,
+                rounds=2 if quick else 3,
+                quick=quick,
+                store=str(Path(folder) / "store"),
+                deadline_s=DEADLINE_S,
+            )
+            requests.append(request)
+        works = [
+            WorkerCall(
+                module=WORKER,
+                request=request,
+                answer=WorkerMeasurement,
+                name=f"the measurement in process {request.rank}",
+            )
+            for request in requests
+        ]
+        return call_all(works, deadline_s=DEADLINE_S)
 
 
-def _start(settings: dict[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline.probe.worker", json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _answer(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
-    try:
-        out, errors = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(
-            "the measurement did not end",
-            where=f"process {rank}",
-            why=f"{DEADLINE_S} s passed",
-            fix="Probe when nothing else runs here; `paceline doctor` checks torch",
-        ) from None
-    # gloo's threads may outlive the interpreter, which then aborts after the work is done: what
-    # counts is whether the answer is whole.
-    try:
-        # torch, or a library under it, may greet on stdout: the answer is the last line.
-        answer: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
-    except json.JSONDecodeError:
-        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        raise Missing(
-            "the measurement failed",
-            where=f"process {rank}",
-            why=last[0],
-            fix="Run `paceline doctor`, which checks torch",
-        ) from None
-    return answer
-
-
-def _device(cores: int, workers: Measured) -> Device:
+def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
     # Of the two ranks that ran at once the first speaks for both: they measured the same.
-    configurations = [one for worker in workers[:2] for one in worker["configurations"]]
-    memory = {one["processes"]: one["memory"] for one in configurations}
+    compute = [measured for worker in workers[:2] for measured in worker.compute]
+    memory = {measured.processes: measured.memory for measured in compute}
     alone, shared = memory.get(1), memory.get(PAIR)
     cache = node.cache_bytes()
-    overheads = [Overhead.from_json(one) for each in configurations for one in each["overheads"]]
-    frameworks = [
-        FrameworkOverhead.from_json(one)
-        for each in configurations
-        for one in each["framework_overheads"]
-    ]
+    overheads = [overhead for measured in compute for overhead in measured.overheads]
+    frameworks = [overhead for measured in compute for overhead in measured.framework_overheads]
     return Device(
         name=node.cpu_name(),
         kind="cpu",
         cores=cores,
-        memory_bytes=_probed(float(node.memory_bytes())),
+        memory_bytes=Quantity(value=float(node.memory_bytes()), source="datasheet"),
         cache_bytes=Quantity(value=float(cache), source="datasheet") if cache else None,
-        bandwidth_bytes_per_s=_probed(alone["bandwidth"]) if alone else None,
-        bandwidth_shared_bytes_per_s=_probed(shared["bandwidth"]) if shared else None,
-        first_touch_bytes_per_s=_probed(alone["first_touch"]) if alone else None,
-        rates=tuple(Rate.from_json(one) for each in configurations for one in each["rates"]),
+        bandwidth_bytes_per_s=alone.bandwidth_bytes_per_s if alone else None,
+        bandwidth_shared_bytes_per_s=shared.bandwidth_bytes_per_s if shared else None,
+        first_touch_bytes_per_s=alone.first_touch_bytes_per_s if alone else None,
+        rates=tuple(rate for measured in compute for rate in measured.rates),
         overheads=tuple(overheads),
         framework_overheads=(*frameworks, *_ddp(workers[1:])),
     )
 
 
-def _ddp(pair: Measured) -> tuple[FrameworkOverhead, ...]:
-    """Return what DistributedDataParallel adds on each of two ranks, the mean of both."""
-    if not pair:
-        return ()
-    ddp = {key: sum(worker["ddp"][key] for worker in pair) / len(pair) for key in pair[0]["ddp"]}
-    bare_s_per_byte = 1 / pair[0]["collectives"]["all_reduce"][1]
-    where = {
-        "framework": "ddp",
-        "threads": pair[0]["configurations"][0]["threads"],
-        "processes": PAIR,
-    }
-    phases: tuple[Phase, Phase] = ("forward", "backward")
-    return (
-        *(
-            FrameworkOverhead(what="wrapper", phase=phase, seconds=_probed(ddp[phase]), **where)
-            for phase in phases
-        ),
-        FrameworkOverhead(
-            what="reduction",
-            phase="backward",
-            seconds_per_byte=_probed(max(0.0, 1 / ddp["bandwidth"] - bare_s_per_byte)),
-            **where,
-        ),
-        # Buffers go in one broadcast per dtype: floats, and the counters of batches.
-        FrameworkOverhead(
-            what="buffer_broadcast", phase="forward", seconds=_probed(ddp["buffers"] / 2), **where
-        ),
-    )
+def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[FrameworkOverhead, ...]:
+    """Return what DDP adds, the mean of both ranks."""
+    by_rank = [worker.communication.ddp for worker in pair if worker.communication]
+    return tuple(_mean(overheads) for overheads in zip(*by_rank, strict=True))
 
 
-def _collectives(pair: Measured) -> tuple[CollectiveCost, ...]:
-    if not pair:
-        return ()
-    return tuple(
-        CollectiveCost(
-            backend="gloo",
-            operation=operation,
-            ranks=PAIR,
-            level="loopback",
-            points=(
-                CollectivePoint(bytes=0.0, seconds=_probed(latency_s)),
-                CollectivePoint(
-                    bytes=float(1 << 24), seconds=_probed(latency_s + (1 << 24) / rate)
-                ),
-            ),
-        )
-        for operation, (latency_s, rate) in pair[0]["collectives"].items()
+def _mean(overheads: tuple[FrameworkOverhead, ...]) -> FrameworkOverhead:
+    """Return one overhead of several ranks; its interval covers theirs."""
+    per_call = [overhead.seconds for overhead in overheads if overhead.seconds]
+    per_byte = [overhead.seconds_per_byte for overhead in overheads if overhead.seconds_per_byte]
+    quantities = per_call or per_byte
+    mean = Quantity(
+        value=sum(quantity.value for quantity in quantities) / len(quantities),
+        source="probe",
+        low=min(quantity.low or 0.0 for quantity in quantities),
+        high=max(quantity.high or 0.0 for quantity in quantities),
     )
+    if per_call:
+        return dataclasses.replace(overheads[0], seconds=mean)
+    return dataclasses.replace(overheads[0], seconds_per_byte=mean)
+
+
+def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[CollectiveCost, ...]:
+    # Both ranks of a collective measure the same calls: the first one speaks for both.
+    communication = pair[0].communication if pair else None
+    return communication.collectives if communication else ()
 
 
 def summary(machine: Machine) -> list[str]:
@@ -301,4 +228,4 @@ def summary(machine: Machine) -> list[str]:
         f"open+stat {tier.open_latency_s.value * 1e6:.0f} us"
         for tier in machine.tiers
     ]
-    return lines + [f"not measured: {one}" for one in machine.missing]
+    return lines + [f"not measured: {text}" for text in machine.missing]

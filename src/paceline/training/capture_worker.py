@@ -1,23 +1,27 @@
 """Captures the Workload of a user's model, in a process of its own, with torch and their code.
 
-``python -m paceline.training.capture_worker FILE FUNCTION`` writes one JSON object to stdout: the
-Workload, or an ``error``. What the user's code prints goes to stderr.
+The worker of `capture_process`: it answers a CaptureRequest with a Workload. Whatever the user's
+code raises, other than a Paceline error, becomes ScriptFailed; its traceback goes to stderr.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import json
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import PacelineError, ScriptFailed, UsageError
 from paceline.core.record import nearest
+from paceline.core.worker_process import serve
 from paceline.training.capture import TrainingStep, capture
+from paceline.training.capture_process import CaptureRequest
+
+if TYPE_CHECKING:
+    from paceline.core.workload import Workload
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainingStep))
 
@@ -70,15 +74,28 @@ def to_step(value: Any, where: str) -> TrainingStep:
     return value
 
 
-def main(path: Path, name: str) -> dict[str, Any]:
-    """Return the Workload as JSON data, or the error that prevented it."""
+def run(request: CaptureRequest) -> Workload:
+    """Return the Workload of the requested function's training step.
+
+    Raises:
+        UsageError: the function does not exist, or does not return what a training step needs.
+        ScriptFailed: the user's code raised.
+    """
+    target = f"{request.path}:{request.function}"
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            step = to_step(load_function(path, name)(), f"{path}:{name}")
-            return capture(step, name=name).to_json()
-    except PacelineError as error:
-        return error.to_json()
+        step = to_step(load_function(Path(request.path), request.function)(), target)
+        return capture(step, name=request.function)
+    except PacelineError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise ScriptFailed(
+            "the model's code failed",
+            where=target,
+            why=f"{type(error).__name__}: {error}; its traceback stands above",
+            fix="Correct what it names; the function must run by itself",
+        ) from error
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
+    serve(CaptureRequest, run)

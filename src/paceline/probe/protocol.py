@@ -1,0 +1,92 @@
+"""What `measure` and `doctor` ask their workers, and what these answer; no torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.machine import CollectiveCost, FrameworkOverhead, Overhead, Quantity, Rate
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureRequest(Record):
+    """What one of `ranks` processes that measure at the same time is to do.
+
+    Attributes:
+        rank: of this process.
+        ranks: 1 measures compute; 2 also collectives and DDP.
+        cores: to run on.
+        threads: counts of compute threads, each measured.
+        budget_s: for one kernel in one round.
+        rounds: of which the best counts.
+        quick: fewer sizes and repetitions.
+        store: path of the file through which the ranks find each other; unused for one rank.
+        deadline_s: for each collective.
+    """
+
+    rank: int
+    ranks: int
+    cores: tuple[int, ...]
+    threads: tuple[int, ...]
+    budget_s: float
+    rounds: int
+    quick: bool
+    store: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRates(Record):
+    """Bytes per second out of cache, and of memory that is touched for the first time."""
+
+    bandwidth_bytes_per_s: Quantity
+    first_touch_bytes_per_s: Quantity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeMeasurement(Record):
+    """Rates and overheads with `threads` threads in each of `processes` processes."""
+
+    threads: int
+    processes: int
+    rates: tuple[Rate, ...]
+    overheads: tuple[Overhead, ...]
+    framework_overheads: tuple[FrameworkOverhead, ...]
+    memory: MemoryRates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationMeasurement(Record):
+    """Collectives of two ranks over gloo, and what DDP adds on top of them."""
+
+    collectives: tuple[CollectiveCost, ...]
+    ddp: tuple[FrameworkOverhead, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMeasurement(Record):
+    """What one process measured; `communication` is None for a process alone."""
+
+    torch: str
+    compute: tuple[ComputeMeasurement, ...]
+    communication: CommunicationMeasurement | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchRequest(Record):
+    """Asks which torch is installed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchFacts(Record):
+    """The torch that imports here.
+
+    Attributes:
+        torch: its version.
+        gpus: that it sees.
+        backends: of ``torch.distributed`` that it was built with.
+    """
+
+    torch: str
+    gpus: int
+    backends: tuple[str, ...]
