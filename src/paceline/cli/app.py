@@ -141,6 +141,6 @@ def _explain(error: PacelineError, wants_json: bool) -> None:
         return
     style = {"fg": "red", "bold": True}
     click.echo(click.style("error: ", **style) + error.what, err=True)  # type: ignore[arg-type]  # click types style loosely
-    for label, text in (("where", error.where), ("why", error.why), ("do", error.fix)):
+    for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:
             click.echo(f"  {label:>5}: {text}", err=True)

@@ -190,7 +190,11 @@ def calibrate(
         observed = evidence.phases[phase]
         if phase == "other":
             # The median step is not the sum of its phases' medians: the rest belongs here.
-            rest_s = sum(one.seconds for name, one in evidence.phases.items() if name != phase)
+            rest_s = sum(
+                observed_phase.seconds
+                for name, observed_phase in evidence.phases.items()
+                if name != phase
+            )
             observed = dataclasses.replace(
                 observed, seconds=max(0.0, evidence.step.seconds - rest_s)
             )

@@ -282,7 +282,9 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
     measured = workload.dataset is not None and workload.dataset.seconds_per_sample > 0
     sources = dict.fromkeys(COMPUTE_PHASES, rates)
     sources["input"] = "measured cost per sample" if measured else "data in memory"
-    residuals = {one.phase for one in device.framework_overheads if one.what == "residual"}
+    residuals = {
+        overhead.phase for overhead in device.framework_overheads if overhead.what == "residual"
+    }
     for phase in residuals:
         known = f"{sources[phase]}; " if phase in sources else ""
         sources[phase] = f"{known}what a run showed besides"

@@ -152,7 +152,9 @@ def add_residual(machine: Machine, plan: Plan, phase: StepPhase, seconds: Quanti
 
 def _distinct(operations: Iterable[Operation]) -> list[Operation]:
     """Return one operation of each class and dtype."""
-    return list({(one.operator, one.dtype): one for one in operations}.values())
+    return list(
+        {(operation.operator, operation.dtype): operation for operation in operations}.values()
+    )
 
 
 def _scaled_rates(

@@ -95,7 +95,7 @@ def _model_difference(
             f"the prediction is of a model with {format_bytes(expected)} of trained parameters, "
             f"the run trained {format_bytes(trained)}"
         )
-    reduced = sum(one.bytes for one in traffic if one.operation == "all_reduce")
+    reduced = sum(line.bytes for line in traffic if line.operation == "all_reduce")
     if trace.world_size < 2 or not reduced or not steps or not expected:
         return ""
     per_step = reduced / steps

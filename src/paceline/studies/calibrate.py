@@ -75,11 +75,11 @@ def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]
 
 def gather_evidence(report: Report) -> Evidence:
     """Return what the undisturbed steps of a run showed."""
-    chosen = undisturbed_steps(report.parts, report.stragglers)
+    chosen = undisturbed_steps(report.rank_phases, report.stragglers)
     steps = np.flatnonzero(chosen)
     # Shape (ranks, steps, phases) of the undisturbed steps.
-    seconds = np.stack([part.seconds[padded(chosen, part.steps)] for part in report.parts])
-    slowest = np.max([part.step_s[: len(chosen)] for part in report.parts], axis=0)[chosen]
+    seconds = np.stack([rank.seconds[padded(chosen, rank.steps)] for rank in report.rank_phases])
+    slowest = np.max([rank.step_s[: len(chosen)] for rank in report.rank_phases], axis=0)[chosen]
     phases = {name: _observed(seconds[:, :, i]) for i, name in enumerate(PHASES)}
     collectives = tuple(
         ObservedCollective(

@@ -1,0 +1,120 @@
+"""Does a calibrated machine predict the next run better? Error of the step time, before and after.
+
+Each repeat probes this machine, plans and runs the demo's training, calibrates the machine by that
+run, and runs the training again. Both machines, the probed and the calibrated one, then predict the
+second run, which neither has seen.
+
+    python bench/calibrate.py --json [--quick]
+
+What bounds the gain is the machine: `drift` is how far the two runs of one repeat lie apart,
+|second / first - 1|, with nothing changed between them but the time. A prediction that met the
+first run exactly would miss the second one by that much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Report, options, tell
+
+BAR = 0.5
+RANKS = 2
+REPEATS, QUICK_REPEATS = 6, 2
+EPOCHS, QUICK_EPOCHS = 30, 8
+
+
+def train(run, plan, machine, epochs):
+    """Run the demo's training without a straggler under `plan`; return its undisturbed step."""
+    from paceline.core.clock import SystemClock
+    from paceline.core.config import resolve
+    from paceline.launch.run import RunConfig, execute, prepare
+    from paceline.report.model import gather
+    from paceline.studies.demo import SCRIPT
+
+    clock = SystemClock()
+    args = ["--result", f"{run}.json", "--epochs", str(epochs)]
+    resolved = resolve(RunConfig, "run", environ={})
+    with contextlib.redirect_stdout(sys.stderr):
+        execute(
+            prepare(SCRIPT, args, resolved, run, clock, plan=plan), machine=machine, clock=clock
+        )
+    comparison = gather(run).comparison
+    assert not comparison.unfit, comparison.unfit
+    return comparison.measured_step_s
+
+
+def plan_on(path):
+    from paceline.studies.demo import SCRIPT
+    from paceline.studies.predict import predict
+
+    return predict(f"{SCRIPT}:training_step", ranks=RANKS, machine_path=path)
+
+
+def repeat(folder, epochs):
+    """Return one row: how far each machine is from the run that came after the calibration."""
+    from paceline.perf import estimate
+    from paceline.probe.measure import measure
+    from paceline.studies.calibrate import calibrate_by_run
+
+    probed = measure(folder, quick=True, on_progress=lambda _: None)
+    (folder / "probed.json").write_text(probed.to_text())
+    first_plan = plan_on(folder / "probed.json")
+    first_s = train(folder / "first", first_plan, probed, epochs)
+    better, fit = calibrate_by_run(probed, folder / "first")
+    (folder / "better.json").write_text(better.to_text())
+    second_plan = plan_on(folder / "better.json")
+    second_s = train(folder / "second", second_plan, better, epochs)
+    before_s = estimate(probed, second_plan.workload, second_plan.plan).step_time_s
+    after_s = second_plan.estimate.step_time_s
+    return {
+        "first_s": first_s,
+        "second_s": second_s,
+        "probed_s": before_s,
+        "calibrated_s": after_s,
+        "error_before": abs(before_s / second_s - 1),
+        "error_after": abs(after_s / second_s - 1),
+        "drift": abs(second_s / first_s - 1),
+        "fitted_s": fit.fitted_step_s,
+        "weights": {phase.name: phase.weight for phase in fit.phases},
+    }
+
+
+def main():
+    flags = options(__doc__)
+    from paceline.store import PackOptions, pack_folder
+    from paceline.studies.demo_files import IMAGES, PACK, make_folder, write_images
+
+    report = Report("calibrate", flags.json)
+    with tempfile.TemporaryDirectory() as name:
+        os.chdir(name)  # the demo's script finds its pack below the working directory
+        make_folder()
+        write_images()
+        pack_folder(IMAGES, PACK, options=PackOptions())
+        for i in range(QUICK_REPEATS if flags.quick else REPEATS):
+            tell(f"repeat {i}")
+            folder = Path(name) / f"repeat-{i}"
+            folder.mkdir()
+            epochs = QUICK_EPOCHS if flags.quick else EPOCHS
+            report.row(**repeat(folder, epochs))
+        os.chdir("/")
+    before, after, drift = (
+        statistics.median(row[key] for row in report.rows)
+        for key in ("error_before", "error_after", "drift")
+    )
+    report.row(median_before=before, median_after=after, median_drift=drift)
+    report.bar(
+        "error of the next run's step time, calibrated over probed",
+        after / before,
+        BAR,
+        reason=f"medians {after:.3f} / {before:.3f}; two runs differ by {drift:.3f}",
+    )
+    return report.print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
