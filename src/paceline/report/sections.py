@@ -261,9 +261,9 @@ def prediction(report: Report) -> str:
         return section("Prediction beside measurement", "No step was undisturbed.")
     note = (
         f"A typical undisturbed step: {comparison.undisturbed_steps:,} of "
-        f"{plural(comparison.steps, 'step')}, those after the warm-up and outside every straggler's "
-        "window. Each phase is the median over steps, then the mean over ranks; the step is that "
-        "of the slowest rank. "
+        f"{plural(comparison.steps, 'step')}, those after the warm-up and outside every "
+        "straggler's window. Each phase is the median over steps, then the mean over ranks; the "
+        "step is that of the slowest rank. "
     )
     if comparison.unfit:
         note += f"Only the measurement is shown, since {comparison.unfit}."
