@@ -22,7 +22,7 @@ VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
     "doctor": "Check what this machine offers a training job, and what to do about it.",
     "pack": "Pack a folder of samples into one checked data set.",
-    "store": "Look into packs, take samples out, verify and mend them (ls, verify, repair).",
+    "store": "Look into packs, take samples out, verify and repair them (ls, verify, repair).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
     "calibrate": "Improve a machine's description by what a run showed.",

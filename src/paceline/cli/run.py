@@ -60,7 +60,7 @@ def run(
     from paceline.launch.failures import first_traceback
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
     from paceline.probe.machine_file import known_machine
-    from paceline.report.fit import machine_difference
+    from paceline.report.comparable import machine_difference
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}

@@ -1,8 +1,8 @@
 """Takes a Plan to a run: what it settles, what contradicts it, and what a script must do itself.
 
 An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
-loader workers stand in its own code; a plan that names them is followed as far as it can be, and
-the rest is said in one warning.
+loader workers are set in the script's own code: a plan that has them is followed in the rest, and
+one warning names them.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.fit import difference
 from paceline.report.words import failure_words, sync_place, verdict
 from paceline.runs.planned import load_plan
 from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder

@@ -16,8 +16,8 @@ from paceline.perf.calibrate import (
     ObservedCollective,
     calibrate,
 )
+from paceline.report.comparable import difference
 from paceline.report.compare import padded, undisturbed_steps
-from paceline.report.fit import difference
 from paceline.report.model import gather
 from paceline.runs.planned import load_plan
 

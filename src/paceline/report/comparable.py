@@ -1,4 +1,4 @@
-"""Whether an Estimate is of the run that it stands beside: nothing is compared with a stranger.
+"""Whether an Estimate and a run belong together: only then does a report compare them.
 
 What a run was is taken from its own evidence: its traces, its configuration, and the machine that
 it kept. Evidence that a run of an earlier Paceline did not leave is passed over.
