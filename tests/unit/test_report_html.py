@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
-from traces import Late, data_parallel, set_boot_id, write_run, write_trace
+from traces import Late, data_parallel, set_boot_id, set_dropped_count, write_run, write_trace
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import (
@@ -231,9 +231,7 @@ def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
 def test_ranks_that_lost_events_are_pointed_out(tmp_path):
     run = _run(tmp_path)
     path = run / "trace" / trace_name(0)
-    data = bytearray(path.read_bytes())
-    data[104:112] = (7).to_bytes(8, "little")  # the header's count of dropped events
-    path.write_bytes(bytes(data))
+    set_dropped_count(path, 7)
     assert "7 events could not be recorded" in render_html(gather(run))
 
 
