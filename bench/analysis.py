@@ -5,8 +5,8 @@
 A run of 256 ranks under DDP with BatchNorm is generated: each step waits for data, broadcasts
 buffers, computes, reduces two buckets behind the backward pass and drains them; times vary, and
 one rank is late for a part of the run. Its events are written as trace files of version 2, one per
-rank. What is measured is `load_run` (reading, checksums, matching, clocks) and `analyse`, in a process of
-its own.
+rank. What is measured is `load_run` (reading, checksums, matching, clocks) and `analyse`, in a
+process of its own.
 
 Beside it stands the code before events were arrays, commit 0deccb6, on as much as it can
 hold in a few minutes: the same run with a tenth of the events, in files of version 1, which both

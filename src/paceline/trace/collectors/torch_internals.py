@@ -64,13 +64,18 @@ def loader_iterator() -> type:
 
 def hook_optimizer_steps(before: Callable[..., None], after: Callable[..., None]) -> None:
     """Have each optimizer step call `before` and, unless it raises, `after`."""
+    register_before, register_after = _optimizer_hooks()
+    register_before(before)
+    register_after(after)
+
+
+def _optimizer_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
 
 
 def step_code() -> CodeType:
@@ -248,10 +253,7 @@ def _check_thread_state() -> None:
 
 _CHECKS: dict[Capability, Callable[[], object]] = {
     Capability.LOADER_ITERATOR: lambda: loader_iterator().__next__,  # type: ignore[attr-defined]  # that it is there is checked
-    Capability.OPTIMIZER_HOOKS: lambda: (
-        torch.optim.optimizer.register_optimizer_step_pre_hook,
-        torch.optim.optimizer.register_optimizer_step_post_hook,
-    ),
+    Capability.OPTIMIZER_HOOKS: _optimizer_hooks,
     Capability.STEP_CODE: step_code,
     Capability.DISPATCHER: _check_dispatcher,
     Capability.WORKS: lambda: c10d().Work.wait,
