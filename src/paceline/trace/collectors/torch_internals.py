@@ -62,11 +62,12 @@ def loader_iterator() -> type:
     return iterator
 
 
-def hook_optimizer_steps(before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Have each optimizer step call `before` and, unless it raises, `after`."""
+def hook_optimizer_steps(
+    before: Callable[..., None], after: Callable[..., None]
+) -> tuple[Any, Any]:
+    """Have each optimizer step call `before` and, unless it raises, `after`; return the handles."""
     register_before, register_after = _optimizer_hooks()
-    register_before(before)
-    register_after(after)
+    return register_before(before), register_after(after)
 
 
 def _optimizer_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
