@@ -47,7 +47,7 @@ void bind_recorder(nb::module_& module) {
              std::uint32_t number) {
             return self.define_location(static_cast<LocationType>(type), name, process, number);
           },
-          "type"_a, "name"_a, "process"_a, "number"_a = 0)
+          "location_type"_a, "name"_a, "process"_a, "number"_a = 0)
       .def(
           "begin", [](Recorder& self, int phase) { return self.begin(static_cast<Phase>(phase)); },
           "phase"_a)
@@ -88,28 +88,17 @@ void bind_recorder(nb::module_& module) {
       .def_prop_ro("dropped_count", &Recorder::dropped_count);
 }
 
-// Raised as PackError(kind, file, why, errno, sample, shard, expected, found, version).
-PyObject* pack_error_type = nullptr;
-
-void raise_pack_error(const PackError& error) {
-  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version"};
-  const nb::object arguments = nb::make_tuple(
-      kinds[static_cast<int>(error.kind)], to_bytes(error.file), error.what(), error.error,
-      error.sample, error.shard, error.expected, error.found, error.version);
-  PyErr_SetObject(pack_error_type, arguments.ptr());
-}
-
 }  // namespace
 
 NB_MODULE(_native, module) {
-  // The recorder is in hooks that live as long as the process: no leak that one could mend.
+  // The recorder is in hooks that live as long as the process: nothing is leaked that could be freed.
   nb::set_leak_warnings(false);
   module.doc() = "Paceline's C++ core; use it through paceline.native.";
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
     } catch (const PackError& error) {
-      raise_pack_error(error);
+      paceline::raise_pack_error(error);
     } catch (const std::system_error& error) {
       nb::object exception = nb::handle(PyExc_OSError)(error.code().value(), error.what());
       PyErr_SetObject(PyExc_OSError, exception.ptr());
@@ -118,8 +107,6 @@ NB_MODULE(_native, module) {
   module.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
   module.def("monotonic_ns", &paceline::monotonic_ns);
   bind_recorder(module);
-  pack_error_type = PyErr_NewException("paceline._native.PackError", PyExc_ValueError, nullptr);
-  module.attr("PackError") = nb::handle(pack_error_type);
   paceline::bind_pack_reader(module);
   paceline::bind_pack_writer(module);
 }

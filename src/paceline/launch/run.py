@@ -30,7 +30,8 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.core.files import commit_text, read_text
+from paceline.core.files import commit_text
+from paceline.core.plan_file import PlanFile
 from paceline.core.processes import (
     Exit,
     Stopped,
@@ -43,8 +44,9 @@ from paceline.core.record import Record
 from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.meeting import await_result, refuse_taken
+from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.task import start_task
-from paceline.perf import Estimate
+from paceline.runs.planned import PLAN_NAME
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.runs.versions import versions
 from paceline.trace.analysis import Analysis, analyse
@@ -92,10 +94,17 @@ class Job:
     resolved: Resolved[RunConfig]
     allocation: Allocation | None
     warnings: tuple[str, ...]
+    plan: PlanFile | None = None
 
 
 def prepare(
-    script: Path, args: Sequence[str], resolved: Resolved[RunConfig], run: Path | None, clock: Clock
+    script: Path,
+    args: Sequence[str],
+    resolved: Resolved[RunConfig],
+    run: Path | None,
+    clock: Clock,
+    *,
+    plan: PlanFile | None = None,
 ) -> Job:
     """Check a run before anything is written or started.
 
@@ -105,11 +114,12 @@ def prepare(
         resolved: the configuration with origins.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: for the name of that folder.
+        plan: to follow: ranks, threads and bucket sizes.
 
     Raises:
         NotFound: there is no such script.
         DestinationExists: the folder is there and not empty.
-        UsageError: the allocation has another world size.
+        UsageError: the allocation has another world size, or something contradicts the plan.
         Missing: torch is not installed.
     """
     if not script.is_file():
@@ -122,6 +132,13 @@ def prepare(
     if allocation is not None:
         check_world(allocation, config.ranks)
     ranks = allocation.world_size if allocation else config.ranks or 1
+    warnings = _warnings(ranks, allocation)
+    if plan is not None:
+        check_plan(plan.plan, resolved, allocation, environment())
+        if allocation is not None:
+            check_world(allocation, plan.plan.mesh.world_size)
+        ranks = plan.plan.mesh.world_size
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
     if run is None:
         run = _default_run(script, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
@@ -132,7 +149,8 @@ def prepare(
         ranks=ranks,
         resolved=resolved,
         allocation=allocation,
-        warnings=_warnings(ranks, allocation),
+        warnings=warnings,
+        plan=plan,
     )
 
 
@@ -140,7 +158,6 @@ def execute(
     job: Job,
     *,
     machine: Machine,
-    estimate_path: Path | None = None,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None = None,
 ) -> RunResult:
@@ -149,7 +166,6 @@ def execute(
     Args:
         job: from `prepare`.
         machine: to keep with the run, as far as it is known.
-        estimate_path: a prediction to keep with the run, so that its report can compare.
         clock: for waits.
         on_status: called about four times a second with the ranks' live status.
 
@@ -161,7 +177,7 @@ def execute(
     """
     rank = job.allocation.rank if job.allocation else 0
     if rank == 0:
-        _write_start(job, machine, estimate_path)
+        _write_start(job, machine)
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
@@ -278,17 +294,15 @@ def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
 
 def _threads(job: Job) -> int | None:
     """Return the compute threads of each rank; None where torch or the allocation chooses them."""
+    if job.plan is not None:
+        return job.plan.plan.threads
     environ = environment()
     if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
         return None
     return share(allowed_cores(), 0, job.ranks, environ).threads
 
 
-def _write_start(job: Job, machine: Machine, estimate_path: Path | None) -> None:
-    estimate = None
-    if estimate_path is not None:
-        text = read_text(estimate_path)
-        estimate = Estimate.from_text(text, where=str(estimate_path)).to_text()
+def _write_start(job: Job, machine: Machine) -> None:
     try:
         (job.run / "trace").mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -306,8 +320,8 @@ def _write_start(job: Job, machine: Machine, estimate_path: Path | None) -> None
     commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(job.run / "machine.json", machine.to_text())
-    if estimate is not None:
-        commit_text(job.run / "estimate.json", estimate)
+    if job.plan is not None:
+        commit_text(job.run / PLAN_NAME, job.plan.to_text())
 
 
 def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
@@ -325,6 +339,7 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         cores,
         "--record",
         record,
+        *_plan_options(job.plan),
         "--",  # or argparse would take the first one of the script's for its own
         str(job.script),
         *job.args,
@@ -335,6 +350,14 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         exits: tuple[Exit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
     return start_task(job.allocation, command, job.run, clock, bind=job.resolved.config.bind)
+
+
+def _plan_options(plan: PlanFile | None) -> list[str]:
+    """Return what a rank's worker takes from the plan."""
+    if plan is None:
+        return []
+    buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
+    return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
 
 
 def _follow(job: Job, exits: tuple[Exit, ...], clock: Clock) -> RunResult:

@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.affinity import allowed_cores, share
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, Missing, NotFound, PacelineError
-from paceline.core.machine import Device, Link, Machine, Overhead, Quantity, Rate
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    Device,
+    FrameworkOverhead,
+    Link,
+    Machine,
+    Overhead,
+    Quantity,
+    Rate,
+)
 from paceline.core.processes import ended_on_signal
 from paceline.probe import node
 from paceline.probe.links import measure_links
@@ -31,7 +41,7 @@ from paceline.probe.storage import measure_folder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.core.machine import Tier
+    from paceline.core.machine import Phase, Tier
 
 DEADLINE_S = 60.0
 PAIR = 2
@@ -76,7 +86,8 @@ def _measure(folder: Path, *, quick: bool, tell: Callable[[str], None]) -> Machi
     return Machine(
         name=platform.node() or "this node",
         devices=(_device(cores, workers),),
-        links=(*links, *_collectives(workers[1:])),
+        links=links,
+        collectives=_collectives(workers[1:]),
         tiers=tiers,
         missing=tuple(missing),
     )
@@ -189,6 +200,11 @@ def _device(cores: int, workers: Measured) -> Device:
     alone, shared = memory.get(1), memory.get(PAIR)
     cache = node.cache_bytes()
     overheads = [Overhead.from_json(one) for each in configurations for one in each["overheads"]]
+    frameworks = [
+        FrameworkOverhead.from_json(one)
+        for each in configurations
+        for one in each["framework_overheads"]
+    ]
     return Device(
         name=node.cpu_name(),
         kind="cpu",
@@ -199,43 +215,58 @@ def _device(cores: int, workers: Measured) -> Device:
         bandwidth_shared_bytes_per_s=_probed(shared["bandwidth"]) if shared else None,
         first_touch_bytes_per_s=_probed(alone["first_touch"]) if alone else None,
         rates=tuple(Rate.from_json(one) for each in configurations for one in each["rates"]),
-        overheads=(*overheads, *_ddp(workers[1:])),
+        overheads=tuple(overheads),
+        framework_overheads=(*frameworks, *_ddp(workers[1:])),
     )
 
 
-def _ddp(pair: Measured) -> tuple[Overhead, ...]:
-    return tuple(
-        Overhead(
-            operator="ddp",
-            phase=phase,
-            threads=pair[0]["configurations"][0]["threads"],
-            processes=PAIR,
-            seconds=_probed(sum(worker["ddp"][phase] for worker in pair) / len(pair)),
-        )
-        for phase in ("forward", "backward")
-        if pair
-    )
-
-
-def _collectives(pair: Measured) -> tuple[Link, ...]:
+def _ddp(pair: Measured) -> tuple[FrameworkOverhead, ...]:
+    """Return what DistributedDataParallel adds on each of two ranks, the mean of both."""
     if not pair:
         return ()
-    measured = pair[0]["collectives"]
-    figures = [("gloo", operation, *measured[operation]) for operation in measured]
     ddp = {key: sum(worker["ddp"][key] for worker in pair) / len(pair) for key in pair[0]["ddp"]}
-    # Buffers go in one broadcast per dtype: floats, and the counters of batches.
-    figures += [
-        ("ddp", "all_reduce", measured["all_reduce"][0], ddp["bandwidth"]),
-        ("ddp", "broadcast", ddp["buffers"] / 2, measured["broadcast"][1]),
-    ]
+    bare_s_per_byte = 1 / pair[0]["collectives"]["all_reduce"][1]
+    where = {
+        "framework": "ddp",
+        "threads": pair[0]["configurations"][0]["threads"],
+        "processes": PAIR,
+    }
+    phases: tuple[Phase, Phase] = ("forward", "backward")
+    return (
+        *(
+            FrameworkOverhead(what="wrapper", phase=phase, seconds=_probed(ddp[phase]), **where)
+            for phase in phases
+        ),
+        FrameworkOverhead(
+            what="reduction",
+            phase="backward",
+            seconds_per_byte=_probed(max(0.0, 1 / ddp["bandwidth"] - bare_s_per_byte)),
+            **where,
+        ),
+        # Buffers go in one broadcast per dtype: floats, and the counters of batches.
+        FrameworkOverhead(
+            what="buffer_broadcast", phase="forward", seconds=_probed(ddp["buffers"] / 2), **where
+        ),
+    )
+
+
+def _collectives(pair: Measured) -> tuple[CollectiveCost, ...]:
+    if not pair:
+        return ()
     return tuple(
-        Link(
-            level=level,
+        CollectiveCost(
+            backend="gloo",
             operation=operation,
-            latency_s=_probed(latency_s),
-            bandwidth_bytes_per_s=_probed(bandwidth),
+            ranks=PAIR,
+            level="loopback",
+            points=(
+                CollectivePoint(bytes=0.0, seconds=_probed(latency_s)),
+                CollectivePoint(
+                    bytes=float(1 << 24), seconds=_probed(latency_s + (1 << 24) / rate)
+                ),
+            ),
         )
-        for level, operation, latency_s, bandwidth in figures
+        for operation, (latency_s, rate) in pair[0]["collectives"].items()
     )
 
 
@@ -255,9 +286,15 @@ def summary(machine: Machine) -> list[str]:
             f"{device.bandwidth_shared_bytes_per_s.value / 1e9:.1f} GB/s each of two"
         )
     lines += [
-        f"{link.level} {link.operation}: {link.latency_s.value * 1e6:.1f} us, "
+        f"{link.level}: {link.latency_s.value * 1e6:.1f} us, "
         f"{link.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s"
         for link in machine.links
+    ]
+    lines += [
+        f"{cost.backend} {cost.operation} between {cost.ranks} ranks: "
+        f"{cost.points[0].seconds.value * 1e6:.1f} us, "
+        f"{cost.points[-1].bytes / cost.points[-1].seconds.value / 1e9:.2f} GB/s"
+        for cost in machine.collectives
     ]
     lines += [
         f"{tier.name} ({tier.kind}): {tier.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s, "

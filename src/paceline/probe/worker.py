@@ -19,6 +19,7 @@ import torch.distributed as dist
 from paceline.core.processes import die_with_parent
 from paceline.probe.compute import (
     Effort,
+    framework_records,
     measure_memory,
     measure_optimizer,
     measure_overheads,
@@ -49,6 +50,9 @@ def _measure(
         "processes": processes,
         "rates": [one.to_json() for one in rates],
         "overheads": [one.to_json() for one in overhead_records(costs, threads, processes)],
+        "framework_overheads": [
+            one.to_json() for one in framework_records(costs, threads, processes)
+        ],
         "memory": memory,
     }
 

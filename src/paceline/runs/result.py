@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from paceline.core.errors import ConfigError, CorruptData, NotFound
+from paceline.core.errors import ConfigError, CorruptData, NewerFormat, NotFound
 from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.trace.blame import Straggler
@@ -118,11 +118,18 @@ def load_record(cls: type[R], path: Path) -> R:
 
     Raises:
         NotFound: there is no such file.
+        NewerFormat: a newer Paceline wrote it; the error names that Paceline where the run does.
         CorruptData: it cannot be understood; nobody writes these files by hand.
     """
     text = read_text(path)
     try:
         return cls.from_text(text, where=str(path))
+    except NewerFormat as problem:
+        writer = load_object(path.parent / "versions.json").get("paceline")
+        fix = f"Use Paceline {writer}, which wrote the run, or a newer one" if writer else ""
+        raise NewerFormat(
+            problem.what, where=problem.where, why=problem.why, fix=fix or problem.fix
+        ) from None
     except ConfigError as problem:
         why = f"{problem.what}: {problem.why}" if problem.why else problem.what
         raise _not_understood(problem.where, why) from problem

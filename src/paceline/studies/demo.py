@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.config import Resolved
+from paceline.core.affinity import allowed_cores, share
+from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.clock import Clock
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
-    from paceline.perf import Estimate
+    from paceline.core.plan_file import PlanFile
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
     from paceline.trace.header import Status
@@ -186,12 +188,14 @@ def run_demo(
     machine = measure(folder=FOLDER, quick=True)
     commit_text(machine_path, machine.to_text())
     on_stage(Stage(name="measure", lines=tuple(summary(machine)[:1])))
-    estimate_path = FOLDER / "estimate.json"
-    estimate = predict(f"{SCRIPT}:training_step", ranks=RANKS, machine_path=machine_path)
-    commit_text(estimate_path, estimate.to_text())
-    on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
+    threads = share(allowed_cores(), 0, RANKS, environment()).threads
+    target = f"{SCRIPT}:training_step"
+    plan = predict(target, ranks=RANKS, threads=threads, machine_path=machine_path)
+    commit_text(FOLDER / "plan.json", plan.to_text())
+    assert plan.estimate is not None
+    on_stage(Stage(name="predict", lines=(_predict_line(plan.estimate),)))
     run = FOLDER / "run"
-    trained = _train(run, injection, seed, machine, estimate_path, clock, on_status)
+    trained = _train(run, injection, seed, machine, plan, clock, on_status)
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
@@ -216,7 +220,7 @@ def _train(
     injection: Injection | None,
     seed: int,
     machine: Machine,
-    estimate_path: Path,
+    plan: PlanFile,
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
@@ -229,11 +233,11 @@ def _train(
         args += ["--slow-cause", injection.cause, "--slow-steps", str(first), str(last)]
     config = RunConfig(ranks=RANKS)
     origin = {"ranks": "demo", "record": "default", "bind": "default"}
-    job = prepare(SCRIPT, args, Resolved(config=config, origin=origin), run, clock)
+    resolved = Resolved(config=config, origin=origin)
+    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
     execute(
         job,
         machine=machine,
-        estimate_path=estimate_path,
         clock=clock,
         on_status=on_status,
     )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
 from paceline.core.plan import Mesh, Plan
+from paceline.core.plan_file import PlanFile
 from paceline.core.workload import Workload
-from paceline.perf import Estimate, estimate
+from paceline.perf import estimate
 from paceline.probe.machine_file import load_machine
 
 CAPTURE_DEADLINE_S = 300.0
@@ -18,8 +19,8 @@ CAPTURE_DEADLINE_S = 300.0
 
 def predict(
     target: str, *, ranks: int, threads: int | None = None, machine_path: Path | None = None
-) -> Estimate:
-    """Return the estimate of a model on one node.
+) -> PlanFile:
+    """Return the plan of a model on one node, with its estimate and the model's Workload.
 
     Args:
         target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
@@ -36,7 +37,7 @@ def predict(
     workload = capture_file(target)
     cores = machine.devices[0].cores if machine.devices else 1
     plan = Plan(mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks))
-    return estimate(machine, workload, plan)
+    return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)
 
 
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:

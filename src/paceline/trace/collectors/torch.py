@@ -45,7 +45,7 @@ class TorchCollector:
         StepRecorder(self.recorder, self.loop, self.phases, self.available)
         self.collectives.install()
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
-        on_import("paceline.store.loader", self.phases.wrap_loader)
+        on_import("paceline.store.feed.loader", self.phases.wrap_loader)
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
