@@ -287,7 +287,7 @@ class CollectiveRecorder:
     def _kernel(
         self, overload: Any, note: Callable[[tuple[Any, ...], Any, int], None]
     ) -> Callable[..., Any]:
-        """Return a kernel that calls `overload` and notes the call; a note that fails ends nothing."""
+        """Return a kernel that calls `overload`, then `note`, whose failure ends no script."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             begin_ns = monotonic_ns()
