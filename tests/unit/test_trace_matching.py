@@ -22,7 +22,7 @@ from paceline.report.terminal import render_stats
 from paceline.trace.analysis import analyse
 from paceline.trace.events import COMMUNICATION, COMPLETION_UNKNOWN, Kind
 from paceline.trace.files import read_trace, trace_name
-from paceline.trace.matching import row_ids
+from paceline.trace.keys import row_ids
 from paceline.trace.merge import load_run, merge
 from paceline.trace.stats import TraceStats, summarize_trace
 

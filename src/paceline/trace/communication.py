@@ -15,8 +15,8 @@ import numpy as np
 
 from paceline.core.record import Record
 from paceline.trace.events import RECV, SEND
+from paceline.trace.keys import row_ids
 from paceline.trace.matches import NONE
-from paceline.trace.matching import row_ids
 
 if TYPE_CHECKING:
     from paceline.trace.matches import Matches

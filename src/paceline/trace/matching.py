@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.trace.events import COMPLETION_UNKNOWN, EQUAL_SIZES, Group, Kind
+from paceline.trace.keys import collective_keys, row_ids
 from paceline.trace.matches import CALL, INSTANCE, MESSAGE, NONE, Matches
 
 if TYPE_CHECKING:
@@ -58,24 +59,6 @@ def match(ranks: Sequence[RankTrace]) -> Matches:
     )
     _check_agreement(matches)
     return matches
-
-
-def row_ids(*columns: np.ndarray) -> np.ndarray:
-    """Return a number for each row of `columns`: equal rows have equal ones, counted from 0."""
-    count = len(columns[0])
-    order = np.lexsort(columns[::-1])
-    differs = np.zeros(count, dtype=bool)
-    for column in columns:
-        ordered = column[order]
-        differs[1:] |= ordered[1:] != ordered[:-1]
-    ids = np.empty(count, dtype=np.int64)
-    ids[order] = np.cumsum(differs)
-    return ids
-
-
-def collective_keys(groups: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-    """Return (group, sequence) as one integer."""
-    return np.asarray((groups.astype(np.int64) << 32) | sequences.astype(np.int64))
 
 
 def _unified_groups(

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.trace.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
+from paceline.trace.keys import collective_keys, row_ids
 from paceline.trace.matches import NO_TIME, NONE
-from paceline.trace.matching import collective_keys, row_ids
 
 if TYPE_CHECKING:
     from paceline.trace.matches import Matches

@@ -4,7 +4,7 @@ Each such thing is a *capability*: a name that torch may rename, or a behaviour 
 `available` checks all of them once, when recording starts. What is missing costs the recording of
 one kind of thing, with one warning that says what is lost; the script trains as if unrecorded.
 tests/conformance/test_torch_internals.py has a test for each, which names what broke under another
-version of torch. Supported and tested: 2.10 to 2.13.
+version of torch. Supported and tested: 2.10 to 2.14.
 """
 
 from __future__ import annotations
