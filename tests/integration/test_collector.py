@@ -303,6 +303,52 @@ def test_a_compiled_model_computes_the_same(tmp_path):
     assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
 
 
+# --- call signatures -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def signatures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("signatures")
+    script = SCRIPTS / "signatures.py"
+    for name, flags in (("plain", ["--no-record"]), ("recorded", [])):
+        where = {"SIGNATURES": str(folder / name)}
+        done = paceline(folder, "run", "-n", 2, *flags, "--out", f"RUN-{name}", script, env=where)
+        assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_legal_call_does_recorded_what_it_does_unrecorded(signatures, rank):
+    plain, recorded = (
+        json.loads((signatures / f"{name}-{rank}" / "found.json").read_text())
+        for name in ("plain", "recorded")
+    )
+    assert recorded == plain
+    assert all(plain.values())
+
+
+def test_a_saved_file_has_its_bytes_however_it_is_named(signatures):
+    (rank, _) = load_run(signatures / "RUN-recorded").ranks
+    saved = [
+        (signatures / "recorded-0" / f"{name}.pt").stat().st_size
+        for name in ("plain", "keyword", "mixed", "protocol")
+    ]
+    assert rank.of(Kind.CHECKPOINT)["amount"].tolist() == [*saved, 0]  # a stream has no size
+
+
+def test_copies_between_devices_are_seen_however_they_are_called(signatures):
+    (rank, _) = load_run(signatures / "RUN-recorded").ranks
+    names = [rank.names[number] for number in rank.of(Kind.COPY)["name"]]
+    assert names == ["copy to", "copy to", "copy to", "copy copy_"]
+
+
+def test_messages_of_all_signatures_find_their_other_side(signatures):
+    matches = load_run(signatures / "RUN-recorded").matches
+    assert len(matches.messages) == 2 * 5
+    assert (matches.messages["partner"] >= 0).all()
+    assert matches.mismatches() == ()
+
+
 # --- gradients reduced by the script itself -------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.words import failure_words, sync_place, verdict
+from paceline.report.words import failure_words, gap_words, sync_place, verdict
 from paceline.runs.planned import load_plan
 from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
 from paceline.trace.analysis import analyse
@@ -145,6 +145,8 @@ def gather(run: Path) -> Report:
         latest=_latest(trace, skew_s),
         missing=trace.missing_ranks,
     )
+    gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
+    words = " ".join([words, *gaps])
     return Report(
         run=run,
         words=words,

@@ -24,7 +24,7 @@ from paceline.report.units import (
     plural,
     significant,
 )
-from paceline.report.words import printable
+from paceline.report.words import gap_words, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.perf.calibrate import Calibration
     from paceline.report.model import Report
     from paceline.trace.communication import Traffic
+    from paceline.trace.matches import Mismatch
     from paceline.trace.stats import TraceStats
 
 _ROWS = 16
@@ -95,7 +96,27 @@ def render_stats(stats: TraceStats) -> Group:
     parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
+    untimed = sum(line.untimed_count for line in stats.traffic)
+    for sentence in gap_words(untimed, stats.mismatch_count):
+        parts += [Text(), Text(sentence, style="yellow")]
+    if stats.mismatches:
+        parts += [Text(), _mismatches(stats.mismatches)]
     return Group(*parts)
+
+
+def _mismatches(mismatches: Iterable[Mismatch]) -> Table:
+    shown = _table("mismatch", ["number", "rank", "operation", "size"])
+    for mismatch in mismatches:
+        columns = zip(mismatch.ranks, mismatch.operations, mismatch.bytes, strict=True)
+        for rank, operation, size in list(columns)[:_ROWS]:
+            shown.add_row(
+                Text(printable(mismatch.group.removeprefix("group "))),
+                f"{mismatch.sequence:,}",
+                f"{rank:,}",
+                Text(printable(operation)),
+                format_bytes(size),
+            )
+    return shown
 
 
 def render_estimate(estimate: Estimate) -> Group:

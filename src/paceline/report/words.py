@@ -114,6 +114,27 @@ def verdict(
     return " ".join(sentences)
 
 
+def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
+    """Return a sentence for each thing that the trace leaves open.
+
+    Args:
+        untimed_count: collectives and messages whose completion was not seen.
+        mismatch_count: collectives on which the ranks that joined do not agree.
+    """
+    sentences = []
+    if untimed_count:
+        sentences.append(
+            f"The backend does not show when {plural(untimed_count, 'collective')} completed "
+            "(it queues them on the device), so how long they took is not known."
+        )
+    if mismatch_count:
+        sentences.append(
+            f"In {plural(mismatch_count, 'collective')} the ranks do not agree on operation or "
+            "size: these are left out (paceline trace stats lists them)."
+        )
+    return sentences
+
+
 def sync_place(operations: frozenset[str], syncs_per_step: float) -> str:
     """Return where other ranks notice that a rank is late, in words.
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import CorruptTrace, NotFound, StorageError
 from paceline.trace.clocks import ClockCorrection, fit_clocks
 from paceline.trace.files import RankTrace, read_trace
-from paceline.trace.matching import Matches, match
+from paceline.trace.matches import Matches
+from paceline.trace.matching import match
+from paceline.trace.timing import on_run_clock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,4 +90,4 @@ def merge(ranks: list[RankTrace]) -> Trace:
         )
     matches = match(ranks)
     clocks = fit_clocks(ranks, matches)
-    return Trace(ranks=tuple(ranks), clocks=clocks, matches=matches.on_run_clock(clocks))
+    return Trace(ranks=tuple(ranks), clocks=clocks, matches=on_run_clock(matches, clocks))

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.trace.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
-from paceline.trace.instances import NO_TIME
-from paceline.trace.matching import NONE, collective_keys, row_ids
+from paceline.trace.keys import collective_keys, row_ids
+from paceline.trace.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
     from paceline.trace.merge import Trace
 
 # Times on the run's clock. A drain ends when its data was there; what is done later is not waiting.

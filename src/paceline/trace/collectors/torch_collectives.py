@@ -96,6 +96,7 @@ class CollectiveRecorder:
         self.works: dict[int, _Issued] = {}  # by id of the work
         self.tensors: dict[int, _Issued] = {}  # functional collectives: by their result
         self.libraries: list[torch.library.Library] = []
+        self.recording = True
 
     def install(self) -> None:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
@@ -256,10 +257,7 @@ class CollectiveRecorder:
     ) -> Callable[..., Any]:
         name = self.recorder.intern(word)
 
-        def kernel(*args: Any) -> Any:
-            begin_ns = monotonic_ns()
-            with internals.below_autograd():
-                result = overload(*args)
+        def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
             group = internals.unbox_group(args[places.group])
             record = self.groups.of(group)
             payload = () if places.payload is None else args[places.payload]
@@ -276,13 +274,31 @@ class CollectiveRecorder:
             )
             if work is None:  # monitored_barrier returns when it is over
                 self._record_wait(issued, begin_ns)
-                return result
+                return
             self._make_room(self.works)[id(work)] = issued
             if self.groups.sees_completion(group, record, operators.device_type(args)):
                 self._watch_future(work, issued)
             else:
                 self._complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             self._watch_backward()
+
+        return self._kernel(overload, note)
+
+    def _kernel(
+        self, overload: Any, note: Callable[[tuple[Any, ...], Any, int], None]
+    ) -> Callable[..., Any]:
+        """Return a kernel that calls `overload`, then `note`, whose failure ends no script."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            begin_ns = monotonic_ns()
+            with internals.below_autograd():
+                result = overload(*args, **kwargs)
+            if self.recording:
+                try:
+                    note(args, result, begin_ns)
+                except Exception as problem:  # noqa: BLE001  # whatever a changed torch raises
+                    self.recording = False
+                    internals.warn_lost(Capability.DISPATCHER, repr(problem))
             return result
 
         return kernel
@@ -305,10 +321,7 @@ class CollectiveRecorder:
     ) -> Callable[..., Any]:
         name = self.recorder.intern(word)
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            begin_ns = monotonic_ns()
-            with internals.below_autograd():
-                result = overload(*args, **kwargs)
+        def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
             group = internals.unbox_group(args[places.group])
             record = self.groups.of(group)
             issued = self._issue(
@@ -321,9 +334,8 @@ class CollectiveRecorder:
             for tensor in operators.tensors(result):
                 self._make_room(self.tensors)[internals.tensor_identity(tensor)] = issued
             self._watch_backward()
-            return result
 
-        return kernel
+        return self._kernel(overload, note)
 
     def _wait_tensor_kernel(self, overload: Any) -> Callable[..., Any]:
         def kernel(tensor: torch.Tensor) -> Any:
