@@ -9,7 +9,16 @@ from machines import collective, framework, sheet
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate
-from paceline.core.machine import Device, FrameworkOverhead, Machine, Overhead, Point, Rate
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    Device,
+    FrameworkOverhead,
+    Machine,
+    Overhead,
+    Point,
+    Rate,
+)
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Dataset, Layer, Operation, Workload
 from paceline.perf import estimate
@@ -17,6 +26,7 @@ from paceline.perf.communication import (
     Bucket,
     all_reduce_s,
     broadcast_s,
+    curve_s,
     exposed_s,
     make_buckets,
 )
@@ -316,6 +326,50 @@ def test_an_all_reduce_between_two_is_the_measurement_itself():
     assert move_s == pytest.approx(2.0, rel=0.01)
     assert broadcast_s(COST, 0, 1) == 0.0
     assert broadcast_s(COST, 0, 8) == pytest.approx(3e-3)
+
+
+def curve(*points, ranks=2):
+    return CollectiveCost(
+        backend="gloo",
+        operation="all_reduce",
+        level="network",
+        ranks=ranks,
+        points=tuple(CollectivePoint(bytes=size, seconds=sheet(s)) for size, s in points),
+    )
+
+
+def test_a_curve_is_followed_by_lines_and_goes_on_with_the_last_one():
+    cost = curve((100.0, 1.0), (200.0, 2.0), (300.0, 5.0))
+    sizes = (0, 100, 150, 250, 400)
+    assert [curve_s(cost, size) for size in sizes] == pytest.approx([1.0, 1.0, 1.5, 3.5, 8.0])
+    alone = curve((100.0, 1.0))
+    assert [curve_s(alone, size) for size in (10, 100, 300)] == pytest.approx([1.0, 1.0, 3.0])
+
+
+@given(st.integers(2, 512), st.floats(1, 1e8), st.floats(0, 1e-6))
+def test_between_as_many_ranks_as_were_measured_the_curve_itself_holds(ranks, size, added):
+    cost = curve((1.0, 1e-4), (1e6, 1e-2), (1e7, 5e-2), ranks=ranks)
+    expected_s = curve_s(cost, size) + size * added
+    assert sum(all_reduce_s(cost, size, ranks, added)) == pytest.approx(expected_s)
+    assert broadcast_s(cost, size, ranks) == pytest.approx(curve_s(cost, size))
+    assert broadcast_s(cost, 0, ranks, 7e-3) == pytest.approx(7e-3)
+    more = sum(all_reduce_s(cost, size, 2 * ranks, added))
+    assert more > expected_s
+
+
+def test_residuals_of_a_calibrated_machine_are_part_of_the_step():
+    residuals = [
+        framework("loop", "residual", phase, seconds)
+        for phase, seconds in (("other", 1e-3), ("waiting", 2e-3), ("input", -5e-3))
+    ]
+    machine = make_machine(residuals)
+    data = Dataset(samples_count=100, sample_bytes=10, seconds_per_sample=1e-3)
+    pair = estimate(machine, make_workload(STEP, dataset=data), Plan(mesh=Mesh(data=2)))
+    assert (pair.breakdown.other, pair.breakdown.waiting) == (1e-3, 2e-3)
+    assert pair.breakdown.input == pytest.approx(8e-3 - 5e-3)
+    assert "what a run showed" in pair.sources["other"]
+    alone = estimate(machine, make_workload(STEP), Plan())
+    assert (alone.breakdown.waiting, alone.breakdown.input) == (0.0, 0.0)
 
 
 def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():

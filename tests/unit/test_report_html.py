@@ -5,6 +5,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,6 +44,7 @@ from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
 from paceline.trace.phases import RankPhases
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
 LATE = (Late(1, 18, 40, 80),)
 SECTIONS = [
@@ -413,6 +415,19 @@ def test_gradients_that_are_reduced_several_times_per_step_fit(tmp_path):
         estimate = dataclasses.replace(_estimate(), trained_parameter_bytes=size)
         (run / "estimate.json").write_text(estimate.to_text())
         assert (gather(run).comparison.unfit == "") == fits, size
+
+
+def test_a_run_that_an_earlier_paceline_planned_is_compared(tmp_path):
+    run = write_run(tmp_path, data_parallel(2, 60, amount=350_000))
+    for name in ("machine", "estimate"):
+        (run / f"{name}.json").write_text((GOLDEN / f"{name}-v1.json").read_text())
+    report = gather(run)
+    assert report.machine.collective("all_reduce") is not None
+    assert report.comparison.step_time_error is not None
+    (run / "machine.json").unlink()
+    larger = write_run(tmp_path / "larger", data_parallel(2, 60, amount=1 << 20))
+    (larger / "estimate.json").write_text((GOLDEN / "estimate-v1.json").read_text())
+    assert "of gradients per step, the run reduced 1.00 MiB" in gather(larger).comparison.unfit
 
 
 def test_the_demos_folder_stands_for_its_run(tmp_path):

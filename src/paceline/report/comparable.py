@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step
 # give k, and a script may reduce a few numbers of its own besides.
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 
 
 def difference(
