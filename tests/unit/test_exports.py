@@ -14,6 +14,7 @@ EXPORTS = {
     "cli": [],
     "core": [],
     "launch": [],
+    "launch.rendezvous": [],
     "perf": ["Estimate", "estimate"],
     "probe": [],
     "report": [],

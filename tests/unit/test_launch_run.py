@@ -16,7 +16,8 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import run as run_module
-from paceline.launch.run import RunConfig, prepare, summarize
+from paceline.launch.options import RunConfig
+from paceline.launch.run import prepare, summarize
 from paceline.probe.machine_file import known_machine
 from paceline.runs.versions import versions
 
@@ -35,7 +36,7 @@ def script(tmp_path, monkeypatch):
 
 
 def ready(script, run=None, **flags):
-    return prepare(script, [], resolve(RunConfig, "run", flags=flags), run, ManualClock())
+    return prepare(script, [], resolve(RunConfig, flags=flags), run, ManualClock())
 
 
 def test_a_job_is_ready(script, tmp_path):
@@ -57,7 +58,7 @@ def test_a_folder_is_chosen_that_is_free(script, tmp_path):
 def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
     with pytest.raises(NotFound):
         ready(tmp_path / "none.py")
-    with pytest.raises(UsageError, match="0 ranks"):
+    with pytest.raises(UsageError, match="at least 1, got 0"):
         ready(script, ranks=0)
     with pytest.raises(DestinationExists):
         ready(script, script)  # a file

@@ -53,35 +53,43 @@ def run(
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
+    from paceline.core.files import read_text
     from paceline.launch.failures import first_traceback
-    from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
+    from paceline.launch.options import RunConfig
+    from paceline.launch.run import claim_folder, execute, prepare, trace_warnings
+    from paceline.perf import Estimate
     from paceline.probe.machine_file import known_machine
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
-    job = prepare(script, args, resolve(RunConfig, "run", flags=flags), out, clock)
+    job = prepare(script, args, resolve(RunConfig, flags=flags), out, clock)
     _warn(job.warnings)
-    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     described = known_machine(machine)
+    predicted = None
+    if estimate is not None:
+        predicted = Estimate.from_text(read_text(estimate), where=str(estimate))
+    job = job if dry_run else claim_folder(job)
+    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
-            result = execute(job, machine=described, estimate_path=estimate, clock=clock)
+            result = execute(job, machine=described, estimate=predicted, clock=clock)
     except PacelineError as error:
         if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
             click.echo(text, err=True)
         _warn(trace_warnings(job.run))
         raise
     _warn(trace_warnings(job.run))
+    if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
+        return
+    from paceline.report.words import summary_line
+
     if as_json:
         click.echo(result.to_text(), nl=False)
-    if job.allocation is None or job.allocation.rank == 0:  # the others know of their rank alone
-        from paceline.report.words import summary_line
-
-        click.echo(summary_line(result, job.run), err=True)
-        if job.resolved.config.record:
-            click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
+    click.echo(summary_line(result, job.run), err=True)
+    if job.resolved.config.record:
+        click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
 
 
 @contextlib.contextmanager

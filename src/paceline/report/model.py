@@ -20,7 +20,8 @@ from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
 from paceline.report.units import plural
 from paceline.report.words import failure_words, meeting_place, verdict
-from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
+from paceline.runs.folder import RunFolder
+from paceline.runs.result import RunResult
 from paceline.trace.arrivals import encounters
 from paceline.trace.blame import Straggler, blame, lateness_s
 from paceline.trace.communication import Traffic, communication
@@ -46,7 +47,7 @@ class Report:
         machine: that it ran on.
         estimate: the prediction, if there was one.
         versions: of what took part.
-        config: values with their origins, the script and its arguments.
+        config: values with their provenance, the script and its arguments.
     """
 
     run: Path
@@ -107,8 +108,9 @@ def gather(run: Path) -> Report:
         CorruptTrace: a trace is damaged; the rank is named.
         CorruptData: another of the run's files cannot be understood.
     """
-    run = run_folder(run)
-    result = load_result(run) if (run / "result.json").exists() else None
+    folder = RunFolder.open(run)
+    run = folder.path
+    result = folder.read_result()
     trace = _traces(run, result)
     met = encounters(trace)
     parts = phases(trace, met)
@@ -116,8 +118,8 @@ def gather(run: Path) -> Report:
     late_s = lateness_s(trace, steps, met)
     stragglers = blame(trace, parts, late_s=late_s)
     traffic = communication(trace, met)
-    config = load_object(run / "config.json")
-    estimate = _known(Estimate, run / "estimate.json")
+    config = folder.read_config()
+    estimate = folder.read_record(Estimate, "estimate.json")
     comparison = compare(
         parts,
         stragglers,
@@ -145,9 +147,9 @@ def gather(run: Path) -> Report:
         traffic=traffic,
         comparison=comparison,
         result=result,
-        machine=_known(Machine, run / "machine.json"),
+        machine=folder.read_record(Machine, "machine.json"),
         estimate=estimate,
-        versions=load_object(run / "versions.json"),
+        versions=folder.read_versions(),
         config=config,
     )
 
@@ -272,8 +274,3 @@ def _plain(record: Any) -> Any:
     data = record.to_json()
     del data["version"]
     return data
-
-
-def _known(cls: type[R], path: Path) -> R | None:
-    """Return the record that a run's file holds; None without the file."""
-    return load_record(cls, path) if path.exists() else None

@@ -325,13 +325,13 @@ def provenance(report: Report) -> str:
     ]
     values = config.get("values", {})
     settings = [
-        [name, json.dumps(one.get("value")), one.get("origin")]
+        [name, json.dumps(one.get("value")), one.get("provenance")]
         for name, one in (values.items() if isinstance(values, dict) else ())
         if isinstance(one, dict)
     ]
     known = [table(["what", "value"], rows, names=2)]
     if settings:
-        known.append(table(["setting", "value", "origin"], settings, names=3))
+        known.append(table(["setting", "value", "provenance"], settings, names=3))
     parts = [f'<div class="pairs">{"".join(known)}</div>', _machine(report)]
     parts.append(_clocks(report))
     return section("Provenance", "", *parts)

@@ -7,6 +7,7 @@ beside measurement. Every figure is measured or computed in this very run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from paceline.core.config import Resolved
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
-from paceline.launch.run import RunConfig, execute, prepare
+from paceline.launch.options import RunConfig
+from paceline.launch.run import claim_folder, execute, prepare
 from paceline.probe.doctor import diagnose
 from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
@@ -191,7 +193,7 @@ def run_demo(
     commit_text(estimate_path, estimate.to_text())
     on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
     run = FOLDER / "run"
-    trained = _train(run, injection, seed, machine, estimate_path, clock, on_status)
+    trained = _train(run, injection, seed, machine, estimate, clock, on_status)
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
@@ -216,7 +218,7 @@ def _train(
     injection: Injection | None,
     seed: int,
     machine: Machine,
-    estimate_path: Path,
+    estimate: Estimate,
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
@@ -228,12 +230,13 @@ def _train(
         args += ["--slow-rank", str(injection.rank), "--slow-ms", str(injection.late_ms)]
         args += ["--slow-cause", injection.cause, "--slow-steps", str(first), str(last)]
     config = RunConfig(ranks=RANKS)
-    origin = {"ranks": "demo", "record": "default", "bind": "default"}
-    job = prepare(SCRIPT, args, Resolved(config=config, origin=origin), run, clock)
+    names = [field.name for field in dataclasses.fields(config)]
+    provenance = {**dict.fromkeys(names, "default"), "ranks": "demo"}
+    job = prepare(SCRIPT, args, Resolved(config=config, provenance=provenance), run, clock)
     execute(
-        job,
+        claim_folder(job),
         machine=machine,
-        estimate_path=estimate_path,
+        estimate=estimate,
         clock=clock,
         on_status=on_status,
     )
