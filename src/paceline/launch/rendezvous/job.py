@@ -100,6 +100,8 @@ class TaskRendezvous:
             self._server.join(self._deadlines.stop_timeout_s + _LEAVE_S)
         self._client.put(CloseAsked())
         self._client.join(_LEAVE_S)
+        self._client.put(CloseAsked(at_once=True))
+        self._client.join(_LEAVE_S)
 
     def _start_root(self) -> None:
         listener = open_listener(self._allocation, self._job)

@@ -126,11 +126,8 @@ def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> Link |
     """
     known = known_addresses(allocation, job)
     turn = attempt % max(1, len(known))  # an agreed port may be in use by something else
-    link = _connect_tcp(known[turn:] + known[:turn])
-    if link is not None or (known and attempt < _FILE_FROM_ATTEMPT):
-        return link
-    written = read_address(run)
-    link = _connect_tcp(address for address in written if address not in known)
+    written = read_address(run) if not known or attempt >= _FILE_FROM_ATTEMPT else ()
+    link = _connect_tcp((*written, *known[turn:], *known[:turn]))
     if link is not None or not written or attempt < _FOLDER_FROM_ATTEMPT:
         return link
     return FolderLink(run, allocation.rank)  # the root is there, but TCP does not reach it

@@ -17,6 +17,7 @@ from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, Report
 from paceline.launch.rendezvous.root import Deadlines, Tick
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
+_GREETING_S = 5.0  # for the first answer on a connection: a stranger's port says nothing
 _REPEATS = 5  # in a heartbeat interval, of a report that the root has not answered
 
 
@@ -46,7 +47,13 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class CloseAsked:
-    """Event: this task does not wait for the end of the run."""
+    """Event: this task does not wait for the end of the run.
+
+    Attributes:
+        at_once: whether it does not even wait until the root knows how its rank ended.
+    """
+
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,7 @@ class MemberMachine:
     _heard_s: float = 0.0
     _heard_end: bool = False
     _stopped: bool = False
+    _closing: bool = False
     _end: JobEnd | None = None
     _interval_s: float = field(init=False, default=0.0)
     _timeout_s: float = field(init=False, default=0.0)
@@ -161,7 +169,9 @@ class MemberMachine:
                 self._ended, self._report_s = event.ended, now_s
                 self._heard_end = False
             case CloseAsked():
-                return self._leave(Leave())
+                self._closing = True
+                if event.at_once:
+                    return self._leave(Leave())
         return actions + self._conclude(now_s)
 
     def wakeup_s(self) -> float:
@@ -210,8 +220,9 @@ class MemberMachine:
 
     def _conclude(self, now_s: float) -> list[MemberAction]:
         """Return the steps that follow from state and time."""
-        done_well = self._ended is not None and not self._ended.code and self._heard_end
-        if self._end is not None or done_well:
+        need_not_wait = self._closing or (self._ended is not None and not self._ended.code)
+        told_all = self._heard_end if self._ended is not None else self._closing
+        if self._end is not None or (need_not_wait and told_all):
             return self._leave(Leave(self._end))
         actions: list[MemberAction] = []
         if now_s >= self._deadline_s():
@@ -258,7 +269,9 @@ class MemberMachine:
         return self._heard_s + self._timeout_s
 
     def _silent_link_s(self) -> float:
-        return max(self._heard_s, self._linked_s) + 1.5 * self._interval_s
+        if self._heard_s < self._linked_s:
+            return self._linked_s + min(_GREETING_S, 1.5 * self._interval_s)
+        return self._heard_s + 1.5 * self._interval_s
 
     def _silence(self) -> str:
         if not self.run:

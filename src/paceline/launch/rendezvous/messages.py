@@ -184,12 +184,9 @@ def parse_notice(line: bytes) -> Notice:
 
 
 def _exit(data: dict[str, Any]) -> RankExit:
-    code = data["code"]
-    if type(code) is not int:
-        raise ValueError(f"exit code {code!r}")
     return RankExit(
         rank=_count(data["rank"]),
-        code=code,
+        code=_code(data["code"]),
         signal=_text(data["signal"]),
         outcome=Outcome(data["outcome"]),
         at_s=_seconds(data["at_s"]),
@@ -211,7 +208,7 @@ def _end(data: dict[str, Any]) -> JobEnd:
         known = None if failure is None else Failure.from_json(failure)
     except ConfigError as problem:
         raise ValueError(str(problem)) from None
-    return JobEnd(exit_code=int(data["exit_code"]), signal=_text(data["signal"]), failure=known)
+    return JobEnd(exit_code=_code(data["exit_code"]), signal=_text(data["signal"]), failure=known)
 
 
 def _line(fields: dict[str, Any]) -> bytes:
@@ -242,6 +239,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _code(value: object) -> int:
+    if type(value) is not int or abs(value) > 1 << 16:
+        raise ValueError(f"{str(value)[:40]!r} is no exit code")
+    return value
+
+
 def _list(value: object) -> list[object]:
     if not isinstance(value, list):
         raise TypeError("not a list")
@@ -249,6 +252,6 @@ def _list(value: object) -> list[object]:
 
 
 def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= float(value) < 1e12:  # type: ignore[arg-type]  # a number
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
         raise ValueError(f"{str(value)[:40]!r} is no time")
-    return float(value)  # type: ignore[arg-type]  # a number
+    return float(value)

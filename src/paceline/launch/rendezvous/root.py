@@ -25,6 +25,7 @@ from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, Report
 from paceline.launch.rendezvous.shares import core_shares, name_ranks
 
 Peer = Hashable
+_TOO_LATE = "the run has begun without this task"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,18 +234,15 @@ class RootMachine:
             return f"this job has {self.world_size} ranks"
         task = self._tasks.get(report.rank)
         if task is None:
-            return "" if self.phase is JobPhase.GATHERING else self._too_late()
+            return _TOO_LATE if self.started else ""  # before the start it learns that all stop
         if task.report.task == report.task:
             return ""
-        if self.phase is not JobPhase.GATHERING:
-            return self._too_late()
+        if self.started:
+            return _TOO_LATE
         silent_s = now_s - task.heard_s
         if task.gone_s is None and silent_s <= 2 * self.deadlines.heartbeat_interval_s:
             return f"another task is rank {report.rank} already"
         return ""  # it restarted before the run did
-
-    def _too_late(self) -> str:
-        return "the run has begun without this task" if self.started else "the run is being stopped"
 
     def _on_disconnect(self, peer: Peer, now_s: float) -> list[RootAction]:
         rank = self._ranks.pop(peer, None)
