@@ -1,9 +1,11 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -19,24 +21,16 @@ using namespace nb::literals;
 namespace paceline {
 namespace {
 
+// A memoryview, in signatures.
+struct MemoryView : nb::object {
+  static constexpr auto Name = nb::detail::const_name("memoryview");
+};
+
 template <class T>
 using View = nb::ndarray<nb::numpy, const T, nb::ndim<1>>;
-using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-// An array in the mapped index; it keeps the reader alive.
 template <class T>
-auto array_of(std::span<const T> (PackIndex::*get)() const noexcept) {
-  return [get](nb::handle_t<PackReader> self) {
-    const auto array = (nb::cast<PackReader&>(self).index().*get)();
-    return View<T>(array.data(), {array.size()}, self);
-  };
-}
-
-View<std::uint32_t> shards(nb::handle_t<PackReader> self) {
-  const auto bytes = nb::cast<PackReader&>(self).index().section(Section::shards);
-  const auto* data = reinterpret_cast<const std::uint32_t*>(bytes.data());
-  return View<std::uint32_t>(data, {bytes.size() / sizeof *data}, self);
-}
+using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::int64_t> span_of(const Ids& array) { return {array.data(), array.size()}; }
 
@@ -46,22 +40,31 @@ void append(nb::list& list, PyObject* item) {
   list.append(nb::steal(item));
 }
 
-nb::object read_sample(const PackReader& reader, std::uint64_t sample) {
+nb::bytes read_sample(const PackReader& reader, std::uint64_t sample) {
   const std::size_t size = reader.checked_length(sample);
   PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
   if (result == nullptr) throw nb::python_error();
-  const nb::object owner = nb::steal(result);
-  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // nobody sees it yet
+  const nb::bytes owner = nb::steal<nb::bytes>(result);
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
   const auto id = static_cast<std::int64_t>(sample);
   const std::int64_t offsets[] = {0, static_cast<std::int64_t>(size)};
   nb::gil_scoped_release released;
-  reader.read_batch({&id, 1}, offsets, target);
+  reader.read_batch({&id, 1}, offsets, {target, size});
   return owner;
 }
 
-nb::object own(std::unique_ptr<std::int64_t[]> data, std::size_t size) {
-  nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(data.release(), {size}, owner));
+// Of n + 1 offsets. Not a vector: zeroing what plan_batch fills costs as much as filling it.
+struct OwnOffsets {
+  explicit OwnOffsets(std::size_t count) : size(count + 1), data(new std::int64_t[size]) {}
+  std::span<std::int64_t> span() const { return {data.get(), size}; }
+  std::size_t size;
+  std::unique_ptr<std::int64_t[]> data;
+};
+
+Array<std::int64_t> array_of_offsets(OwnOffsets offsets) {
+  nb::capsule owner(offsets.data.get(),
+                    [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
+  return {offsets.data.release(), {offsets.size}, owner};
 }
 
 struct Lease {  // of a recycled buffer; the array that shows it gives it back
@@ -72,31 +75,32 @@ struct Lease {  // of a recycled buffer; the array that shows it gives it back
   std::span<std::byte> buffer;
 };
 
-nb::tuple read_batch(const PackReader& reader, const Ids& array) {
+nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::int64_t>> read_batch(const PackReader& reader,
+                                                                          const Ids& array) {
   const auto ids = span_of(array);
-  std::unique_ptr<std::int64_t[]> offsets(new std::int64_t[ids.size() + 1]);
+  OwnOffsets offsets(ids.size());
   std::unique_ptr<Lease> lease;
   std::size_t size = 0;
   {
     nb::gil_scoped_release released;
-    size = reader.plan_batch(ids, offsets.get());
+    size = reader.plan_batch(ids, offsets.span());
     lease = std::make_unique<Lease>(size);
-    reader.read_batch(ids, offsets.get(), lease->buffer.data());
+    reader.read_batch(ids, offsets.span(), lease->buffer);
   }
   auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
   nb::capsule owner(lease.get(), [](void* p) noexcept { delete static_cast<Lease*>(p); });
   static_cast<void>(lease.release());
-  nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> buffer(data, {size}, owner);
-  return nb::make_tuple(buffer, own(std::move(offsets), ids.size() + 1));
+  const Array<std::uint8_t> buffer(data, {size}, owner);
+  return nb::make_tuple(buffer, array_of_offsets(std::move(offsets)));
 }
 
-nb::object read_batch_into(const PackReader& reader, const Ids& array, nb::handle out) {
+Array<std::int64_t> read_batch_into(const PackReader& reader, const Ids& array, nb::handle out) {
   const Bytes target(out, PyBUF_WRITABLE);
   const auto ids = span_of(array);
-  std::unique_ptr<std::int64_t[]> offsets(new std::int64_t[ids.size() + 1]);
+  OwnOffsets offsets(ids.size());
   {
     nb::gil_scoped_release released;
-    const std::size_t size = reader.plan_batch(ids, offsets.get());
+    const std::size_t size = reader.plan_batch(ids, offsets.span());
     const auto room = static_cast<std::size_t>(target.view.len);
     if (size > room) {
       throw std::length_error("the buffer has " + std::to_string(room) + " bytes, the samples " +
@@ -104,12 +108,12 @@ nb::object read_batch_into(const PackReader& reader, const Ids& array, nb::handl
     }
     const std::span<std::byte> buffer(static_cast<std::byte*>(target.view.buf), size);
     if (size > 0) populate_for_writing(buffer);
-    reader.read_batch(ids, offsets.get(), buffer.data());
+    reader.read_batch(ids, offsets.span(), buffer);
   }
-  return own(std::move(offsets), ids.size() + 1);
+  return array_of_offsets(std::move(offsets));
 }
 
-nb::list views(nb::handle_t<PackReader> self, const Ids& array) {
+nb::typed<nb::list, MemoryView> views(nb::handle_t<PackReader> self, const Ids& array) {
   const auto& reader = nb::cast<PackReader&>(self);
   const auto ids = span_of(array);
   std::vector<std::optional<std::span<const std::byte>>> found;
@@ -119,9 +123,9 @@ nb::list views(nb::handle_t<PackReader> self, const Ids& array) {
   }
   nb::list result;
   for (std::size_t i = 0; i < found.size(); ++i) {
-    if (!found[i]) {  // encoded, or in several pieces
-      const auto whole = read_sample(reader, static_cast<std::uint64_t>(ids[i]));
-      append(result, PyMemoryView_FromObject(whole.ptr()));
+    if (!found[i]) {  // encoded, or in several extents
+      const auto body = read_sample(reader, static_cast<std::uint64_t>(ids[i]));
+      append(result, PyMemoryView_FromObject(body.ptr()));
       continue;
     }
     const auto* const data = reinterpret_cast<const std::uint8_t*>(found[i]->data());
@@ -131,43 +135,54 @@ nb::list views(nb::handle_t<PackReader> self, const Ids& array) {
   return result;
 }
 
-nb::list verify(const PackReader& reader, std::uint64_t first, std::uint64_t end) {
+// Sample, shard, name ("" if unknown) and what is wrong.
+using BadSampleFields = nb::typed<nb::tuple, int, int, nb::bytes, nb::str>;
+
+nb::typed<nb::list, BadSampleFields> verify(const PackReader& reader, std::uint64_t first,
+                                            std::uint64_t end) {
   std::vector<BadSample> bad;
   {
     nb::gil_scoped_release released;
     bad = reader.verify(first, end);
   }
   nb::list result;
-  for (const auto& one : bad) result.append(nb::make_tuple(one.sample, one.why));
+  for (const auto& sample : bad) {
+    result.append(nb::make_tuple(sample.sample, sample.shard, to_bytes(sample.name), sample.why));
+  }
   return result;
 }
 
-nb::list extents(const PackReader& reader, std::uint64_t sample) {
+// Shard, offset, stored length, length, checksum and codec.
+using ExtentFields = nb::typed<nb::tuple, int, int, int, int, int, int>;
+
+nb::typed<nb::list, ExtentFields> extents(const PackReader& reader, std::uint64_t sample) {
   const auto [first, end] = reader.index().extents(sample);
   nb::list result;
   for (std::uint64_t i = first; i < end; ++i) {
-    const Extent one = reader.index().extent(i);
-    result.append(nb::make_tuple(one.shard, one.offset, one.stored_length, one.length,
-                                 one.checksum, static_cast<int>(one.codec)));
+    const Extent extent = reader.index().extent(i);
+    result.append(nb::make_tuple(extent.shard, extent.offset, extent.stored_length, extent.length,
+                                 extent.checksum, static_cast<int>(extent.codec)));
   }
   return result;
 }
 
-// The `length` bytes that a frame stands for, or None: for who mends packs, piece by piece.
-nb::object decompressed(nb::handle data, std::size_t length) {
-  if (length > max_encoded_length) return nb::none();
+// The `length` bytes that a frame stands for, or None: for repairing packs, extent by extent.
+std::optional<nb::bytes> decompressed(nb::handle data, std::size_t length) {
+  if (length > max_encoded_length) return std::nullopt;
   const Bytes source(data);
   PyObject* const result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
   if (result == nullptr) throw nb::python_error();
-  const nb::object owner = nb::steal(result);
+  const nb::bytes owner = nb::steal<nb::bytes>(result);
   const auto* frame = static_cast<const std::byte*>(source.view.buf);
-  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // nobody sees it yet
-  bool whole = false;
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
+  bool is_complete = false;
   {
     nb::gil_scoped_release released;
-    whole = zstd_decompress({frame, static_cast<std::size_t>(source.view.len)}, {target, length});
+    is_complete =
+        zstd_decompress({frame, static_cast<std::size_t>(source.view.len)}, {target, length});
   }
-  return whole ? owner : nb::none();
+  if (!is_complete) return std::nullopt;
+  return owner;
 }
 
 PyObject* text(std::string_view name) {
@@ -221,7 +236,7 @@ class EntryMaker {
 
 // What lies in a folder, first its folders and then its samples, as they sort; -1 is the pack
 // itself. Costs what is in it, whatever lies deeper.
-nb::list entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
+nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
   const PackIndex& index = reader.index();
   const bool root = folder < 0;
   const auto at = static_cast<std::uint64_t>(folder);
@@ -266,10 +281,34 @@ void open(PackReader* self, const nb::bytes& folder, const std::string& policy, 
   new (self) PackReader(path, options);
 }
 
+// Given by paceline.native when it is imported: makes one of our errors of what a PackError says.
+PyObject* pack_error_maker = nullptr;
+
 }  // namespace
+
+void raise_pack_error(const PackError& error) noexcept {
+  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version"};
+  try {
+    const nb::object problem = nb::borrow(pack_error_maker)(
+        "kind"_a = kinds[static_cast<int>(error.kind)], "file"_a = to_bytes(error.file),
+        "why"_a = error.what(), "error"_a = error.error, "direct"_a = error.direct,
+        "sample"_a = error.sample, "shard"_a = error.shard, "name"_a = to_bytes(error.name),
+        "version"_a = error.version);
+    PyErr_SetObject(problem.type().ptr(), problem.ptr());
+  } catch (nb::python_error& failed) {
+    failed.restore();
+  } catch (const std::exception& failed) {
+    PyErr_SetString(PyExc_RuntimeError, failed.what());
+  }
+}
 
 void bind_pack_reader(nb::module_& module) {
   module.attr("PACK_FORMAT_VERSION") = pack_format_version;
+  // Kept as long as the process lives: see raise_pack_error.
+  module.def("set_pack_error_maker", [](const nb::callable& make) {
+    Py_XDECREF(pack_error_maker);
+    pack_error_maker = nb::object(make).release().ptr();
+  }, "make"_a);
   module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
@@ -287,19 +326,14 @@ void bind_pack_reader(nb::module_& module) {
                      const auto head = self.index().head();
                      return nb::bytes(head.data(), head.size());
                    })
-      .def_prop_ro("extent_lengths", array_of(&PackIndex::lengths))
-      .def_prop_ro("first_extents", array_of(&PackIndex::first_extents))
-      .def_prop_ro("extent_shards", &shards)
-      .def_prop_ro("labels", array_of(&PackIndex::labels))
-      .def_prop_ro("modes", array_of(&PackIndex::modes))
-      .def_prop_ro("mtimes", array_of(&PackIndex::mtimes))
-      .def_prop_ro("shard_lengths", array_of(&PackIndex::shard_lengths))
       .def(
           "section",
-          [](const PackReader& self, std::uint32_t id) {
+          [](nb::handle_t<PackReader> self, std::uint32_t id) {
+            const auto& reader = nb::cast<PackReader&>(self);
             if (id > last_section) throw std::out_of_range("no such section");
-            const auto content = self.index().section(static_cast<Section>(id));
-            return nb::bytes(content.data(), content.size());
+            const auto content = reader.index().section(static_cast<Section>(id));
+            const auto* data = reinterpret_cast<const std::uint8_t*>(content.data());
+            return View<std::uint8_t>(data, {content.size()}, self);
           },
           "number"_a)
       .def(
@@ -338,7 +372,8 @@ void bind_pack_reader(nb::module_& module) {
           "prefetch",
           [](const PackReader& self, const Ids& ids) { self.prefetch(span_of(ids)); }, "ids"_a)
       .def("verify", &verify, "first"_a, "end"_a)
-      .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>());
+      .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>())
+      .def("evict_index", &PackReader::evict_index, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace paceline

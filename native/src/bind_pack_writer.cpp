@@ -1,10 +1,12 @@
 // What packing calls from Python; see pack_writer.hpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "bindings.hpp"
 #include "paceline/crc32c.hpp"
@@ -32,13 +34,22 @@ NameList names(const Offsets& offsets, const Column<std::uint8_t>& blob) {
 }
 
 template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> array(std::vector<T>&& values) {
+using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <class T>
+Array<T> array(std::vector<T>&& values) {
   auto* kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* one) noexcept { delete static_cast<std::vector<T>*>(one); });
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
   return {kept->data(), {kept->size()}, owner};
 }
 
-nb::tuple listed(int descriptor, const nb::bytes& prefix, bool follow) {
+// Names, their offsets, modes, sizes, mtimes, devices, inodes, errnos and whether each is a link.
+using FolderFields =
+    nb::typed<nb::tuple, nb::bytes, Array<std::uint64_t>, Array<std::uint32_t>,
+              Array<std::uint64_t>, Array<std::int64_t>, Array<std::uint64_t>,
+              Array<std::uint64_t>, Array<std::int32_t>, Array<std::uint8_t>>;
+
+FolderFields listed(int descriptor, const nb::bytes& prefix, bool follow) {
   std::vector<paceline::FolderEntry> entries;
   {
     nb::gil_scoped_release released;
@@ -70,7 +81,11 @@ nb::tuple listed(int descriptor, const nb::bytes& prefix, bool follow) {
                         array(std::move(inodes)), array(std::move(errors)), array(std::move(links)));
 }
 
-nb::tuple read(int descriptor, const Offsets& offsets, const Column<std::uint8_t>& blob,
+// Sample, outcome, errno and the size found.
+using ProblemFields = nb::typed<nb::tuple, int, nb::str, int, int>;
+using ReadFields = nb::typed<nb::tuple, Array<std::uint32_t>, std::optional<ProblemFields>>;
+
+ReadFields read(int descriptor, const Offsets& offsets, const Column<std::uint8_t>& blob,
                      const Column<std::uint64_t>& lengths, const Column<std::int64_t>& mtimes,
                      const Column<std::uint64_t>& positions, const Buffer& target, bool follow,
                      int threads) {
@@ -85,8 +100,8 @@ nb::tuple read(int descriptor, const Offsets& offsets, const Column<std::uint8_t
   nb::object problem = nb::none();
   for (std::size_t k = 0; k < states.size(); ++k) {
     const auto& state = states[k];
-    if (state.outcome != paceline::ReadOutcome::whole) {
-      constexpr const char* outcomes[] = {"whole",   "unreadable", "gone",
+    if (state.outcome != paceline::ReadOutcome::complete) {
+      constexpr const char* outcomes[] = {"complete", "unreadable", "gone",
                                           "no_file", "resized",    "touched"};
       problem = nb::make_tuple(k, outcomes[static_cast<int>(state.outcome)], state.error, state.size);
       break;
@@ -97,7 +112,7 @@ nb::tuple read(int descriptor, const Offsets& offsets, const Column<std::uint8_t
 }
 
 // Copies samples to their places in a batch, zeroes what lies between, and returns checksums.
-nb::object gather(const nb::list& bodies, const Column<std::uint64_t>& positions,
+Array<std::uint32_t> gather(const nb::list& bodies, const Column<std::uint64_t>& positions,
                   const Buffer& target) {
   const std::size_t count = nb::len(bodies);
   if (positions.size() != count) throw nb::value_error("one position a sample");
@@ -114,10 +129,14 @@ nb::object gather(const nb::list& bodies, const Column<std::uint64_t>& positions
     std::memset(target.data() + begin + length, 0, end - begin - length);
     checksums[k] = paceline::crc32c(target.data() + begin, length);
   }
-  return nb::cast(array(std::move(checksums)));
+  return array(std::move(checksums));
 }
 
-nb::tuple encoded(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
+// Bytes, positions, lengths and codecs.
+using EncodedFields = nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::uint64_t>,
+                                Array<std::uint64_t>, Array<std::uint8_t>>;
+
+EncodedFields encoded(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
                  const Column<std::uint64_t>& lengths, int level, double keep_ratio, int threads) {
   paceline::Encoded result;
   {
@@ -128,23 +147,23 @@ nb::tuple encoded(const Column<std::uint8_t>& source, const Column<std::uint64_t
   }
   auto* kept = new std::vector<std::byte>(std::move(result.bytes));
   const nb::capsule owner(kept,
-                          [](void* one) noexcept { delete static_cast<std::vector<std::byte>*>(one); });
-  const nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> stored(
+                          [](void* p) noexcept { delete static_cast<std::vector<std::byte>*>(p); });
+  const Array<std::uint8_t> stored(
       reinterpret_cast<std::uint8_t*>(kept->data()), {kept->size()}, owner);
   return nb::make_tuple(stored, array(std::move(result.positions)), array(std::move(result.lengths)),
                         array(std::move(result.codecs)));
 }
 
-nb::object order(const Offsets& offsets, const Column<std::uint8_t>& blob) {
+Array<std::uint64_t> order(const Offsets& offsets, const Column<std::uint8_t>& blob) {
   std::vector<std::uint64_t> order;
   {
     nb::gil_scoped_release released;
     order = paceline::sorted_order(names(offsets, blob));
   }
-  return nb::cast(array(std::move(order)));
+  return array(std::move(order));
 }
 
-nb::object name_hashes(const Offsets& offsets, const Column<std::uint8_t>& blob) {
+Array<std::uint64_t> name_hashes(const Offsets& offsets, const Column<std::uint8_t>& blob) {
   const NameList list = names(offsets, blob);
   if (!list.valid()) throw nb::value_error("names do not lie within their blob");
   std::vector<std::uint64_t> hashes(list.size());
@@ -152,25 +171,30 @@ nb::object name_hashes(const Offsets& offsets, const Column<std::uint8_t>& blob)
     nb::gil_scoped_release released;
     for (std::size_t k = 0; k < hashes.size(); ++k) hashes[k] = paceline::name_hash(list[k]);
   }
-  return nb::cast(array(std::move(hashes)));
+  return array(std::move(hashes));
 }
 
-nb::object bounds(const Offsets& offsets, const Column<std::uint8_t>& blob,
+Array<std::uint64_t> bounds(const Offsets& offsets, const Column<std::uint8_t>& blob,
                         const Offsets& wanted_offsets, const Column<std::uint8_t>& wanted_blob) {
   std::vector<std::uint64_t> found;
   {
     nb::gil_scoped_release released;
     found = paceline::lower_bounds(names(offsets, blob), names(wanted_offsets, wanted_blob));
   }
-  return nb::cast(array(std::move(found)));
+  return array(std::move(found));
 }
+
+using NameLists = nb::typed<nb::list, nb::typed<nb::tuple, Offsets, Column<std::uint8_t>>>;
+// The list of each name, the lengths of the names, the names, whether the last one came before.
+using MergedFields =
+    nb::typed<nb::tuple, Array<std::uint32_t>, Array<std::uint64_t>, nb::bytes, bool>;
 
 // Holds the arrays whose memory it reads.
 struct Merger {
-  explicit Merger(const nb::list& lists) {
+  explicit Merger(const NameLists& lists) {
     std::vector<NameList> views;
-    for (const nb::handle one : lists) {
-      const auto pair = nb::cast<nb::tuple>(one);
+    for (const nb::handle list : lists) {
+      const auto pair = nb::cast<nb::tuple>(list);
       offsets.push_back(nb::cast<Offsets>(pair[0]));
       blobs.push_back(nb::cast<Column<std::uint8_t>>(pair[1]));
       views.push_back(names(offsets.back(), blobs.back()));
@@ -179,7 +203,7 @@ struct Merger {
     merger = std::make_unique<NameMerger>(std::move(views));
   }
 
-  nb::tuple next(std::size_t count) {
+  MergedFields next(std::size_t count) {
     NameMerger::Piece piece;
     {
       nb::gil_scoped_release released;
@@ -217,7 +241,7 @@ void bind_pack_writer(nb::module_& module) {
   module.def("lower_bounds", &bounds, "offsets"_a, "names"_a, "wanted_offsets"_a,
              "wanted_names"_a);
   nb::class_<Merger>(module, "NameMerger")
-      .def(nb::init<const nb::list&>(), "lists"_a)
+      .def(nb::init<const NameLists&>(), "lists"_a)
       .def("next", &Merger::next, "count"_a);
   module.def("start_writeback", &paceline::start_writeback, "descriptor"_a, "offset"_a, "length"_a,
              nb::call_guard<nb::gil_scoped_release>());

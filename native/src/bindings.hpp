@@ -22,6 +22,11 @@ inline nanobind::bytes to_bytes(std::string_view text) {
   return nanobind::bytes(text.data(), text.size());
 }
 
+struct PackError;
+
+// Sets Python's error to what paceline.native makes of `error`.
+void raise_pack_error(const PackError& error) noexcept;
+
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
 

@@ -8,7 +8,7 @@
 #include <new>
 #include <vector>
 
-#include "paceline/residency.hpp"
+#include "paceline/page_cache.hpp"
 
 namespace paceline {
 namespace {

@@ -45,9 +45,10 @@ bool lies_below(std::string_view name, std::string_view folder) {
 
 }  // namespace
 
-void fail_io(const std::string& path, int error) {
+void fail_io(const std::string& path, int error, bool direct) {
   PackError problem(PackError::Kind::io, path, std::strerror(error));
   problem.error = error;
+  problem.direct = direct;
   throw problem;
 }
 
@@ -166,7 +167,7 @@ void PackIndex::read_header() {
 void PackIndex::read_sections() {
   const auto bytes = file_.bytes();
   const std::size_t room = (bytes.size() - sizeof header_) / sizeof(SectionEntry);
-  if (header_.section_count > room) fail_corrupt(path(), "the section table is cut off");
+  if (header_.section_count > room) fail_corrupt(path(), "the section table is truncated");
   const auto table = bytes.subspan(sizeof header_, header_.section_count * sizeof(SectionEntry));
   const std::uint32_t found = crc32c(table.data(), table.size());
   if (found != header_.table_checksum) {

@@ -19,17 +19,17 @@
 namespace paceline {
 namespace {
 
-constexpr std::size_t piece_bytes = 64 * 1024;   // copied, then checked while still in the cache
+constexpr std::size_t block_bytes = 64 * 1024;   // copied, then checked while still in the cache
 // What a thread takes of a batch at a time: small enough that all end together, large enough that
 // asking for faults (two system calls) costs a few percent.
-constexpr std::size_t min_part_bytes = 128 * 1024;
-constexpr std::size_t max_part_bytes = 1024 * 1024;
-constexpr std::size_t parts_per_thread = 8;
-constexpr std::size_t part_pieces = 512;
+constexpr std::size_t min_slice_bytes = 128 * 1024;
+constexpr std::size_t max_slice_bytes = 1024 * 1024;
+constexpr std::size_t slices_per_thread = 8;
+constexpr std::size_t max_slice_extents = 512;
 constexpr std::size_t shared_bytes = 2 * 1024 * 1024;  // below it, waking threads costs more
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
 constexpr std::uint64_t check_interval_ns = 20'000'000;
-constexpr int wary_batches = 64;
+constexpr int revalidated_batches = 64;
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
@@ -45,7 +45,7 @@ std::uint64_t coarse_ns() noexcept {
 std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source) {
   std::uint32_t crc = 0;
   for (std::size_t done = 0; done < source.size();) {
-    const std::size_t size = std::min(piece_bytes, source.size() - done);
+    const std::size_t size = std::min(block_bytes, source.size() - done);
     std::memcpy(target + done, source.data() + done, size);
     crc = crc32c(target + done, size, crc);
     done += size;
@@ -82,10 +82,10 @@ struct Scratch {  // aligned memory of a thread, for reads past the page cache
 // What went wrong first, in the order of the batch, whichever thread met it.
 class PackReader::Failure {
  public:
-  void note(const Piece& piece) noexcept {
+  void note(const ExtentRead& read) noexcept {
     const std::lock_guard lock(mutex_);
-    if (problem_ && piece.target >= target_) return;
-    target_ = piece.target;
+    if (problem_ && read.target >= target_) return;
+    target_ = read.target;
     problem_ = std::current_exception();
   }
   void rethrow() const {
@@ -138,7 +138,7 @@ void PackReader::open_shards(const std::string& folder) {
     // Samples are read in random order: what lies beside them is read for nothing. What is wanted
     // is requested as a whole.
     madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_RANDOM);
-    shards_.push_back(std::make_unique<Shard>(std::move(mapping)));
+    shards_.push_back(std::make_unique<Shard>(std::move(mapping), options_.residency));
   }
 }
 
@@ -155,14 +155,15 @@ std::size_t PackReader::checked_length(std::uint64_t sample) const {
     const Extent extent = index_.extent(i);
     length += extent.length;  // of each at most a file's, so this cannot overflow before it is seen
     if (extent.codec != Codec::none || length > index_.shard_bytes()) {
-      fail_corrupt(index_.path(), "sample " + std::to_string(sample) + " has impossible pieces");
+      fail_corrupt(index_.path(), "sample " + std::to_string(sample) + " has impossible extents");
     }
   }
   return length;
 }
 
 std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
-                                   std::int64_t* offsets) const {
+                                   std::span<std::int64_t> offsets) const {
+  if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
   std::int64_t total = 0;
   offsets[0] = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -175,13 +176,13 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
   return static_cast<std::size_t>(total);
 }
 
-void PackReader::add_pieces(std::vector<Piece>& pieces, std::uint64_t sample,
+void PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
                             std::byte* target) const {
   const auto [first, end] = index_.extents(sample);
   for (std::uint64_t i = first; i < end; ++i) {
     const Extent extent = index_.extent(i);
     if (extent.shard >= shards_.size()) fail_corrupt(index_.path(), "opened without its shards");
-    pieces.push_back({sample, extent, shards_[extent.shard].get(), stored(extent), target,
+    reads.push_back({sample, extent, shards_[extent.shard].get(), stored(extent), target,
                       /*resident=*/false, /*trusted=*/false});
     if (target != nullptr) target += extent.length;
   }
@@ -200,206 +201,211 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
     fail_corrupt(shard.mapping.path(), "its length changed while it was open");
   }
   shard.state = state;  // rewritten, perhaps repaired: everything is verified again
-  shard.residency.distrust_all();
+  shard.residency->invalidate_all();
 }
 
-void PackReader::look_up(std::vector<Piece>& pieces) const {
-  const bool wary = wary_.load(std::memory_order_relaxed) > 0;
-  if (wary) wary_.fetch_sub(1, std::memory_order_relaxed);
+void PackReader::look_up(std::vector<ExtentRead>& reads) const {
+  const bool revalidate = revalidate_.load(std::memory_order_relaxed) > 0;
+  if (revalidate) revalidate_.fetch_sub(1, std::memory_order_relaxed);
   const std::uint64_t now_ns = coarse_ns();
-  for (Piece& piece : pieces) {
-    check_shard(*piece.shard, now_ns);
-    const Residency& known = piece.shard->residency;
-    piece.resident = known.seen(piece.stored) && (!wary || known.present(piece.stored));
-    piece.trusted = piece.resident && options_.verify == Verify::first &&
-                    piece.extent.codec == Codec::none && known.trusted(piece.stored);
+  for (ExtentRead& read : reads) {
+    check_shard(*read.shard, now_ns);
+    const Residency& known = *read.shard->residency;
+    read.resident = known.resident(read.stored, revalidate);
+    read.trusted = read.resident && options_.verify == Verify::first &&
+                    read.extent.codec == Codec::none && known.trusted(read.stored);
   }
 }
 
-void PackReader::request(std::vector<Piece>& pieces) const {
-  const auto is_resident = [](const Piece& one) { return one.resident; };
-  if (std::all_of(pieces.begin(), pieces.end(), is_resident)) return;
-  const auto lies_before = [](const Piece& left, const Piece& right) {
+void PackReader::request(std::vector<ExtentRead>& reads) const {
+  const auto is_resident = [](const ExtentRead& one) { return one.resident; };
+  if (std::all_of(reads.begin(), reads.end(), is_resident)) return;
+  const auto lies_before = [](const ExtentRead& left, const ExtentRead& right) {
     if (left.resident != right.resident) return left.resident;
     return !left.resident && left.stored.data() < right.stored.data();
   };
-  std::stable_sort(pieces.begin(), pieces.end(), lies_before);
-  auto piece = std::find_if_not(pieces.begin(), pieces.end(), is_resident);
-  while (piece != pieces.end()) {
-    const std::byte* const begin = piece->stored.data();
-    const std::byte* end = begin + piece->stored.size();
-    const Shard* const shard = piece->shard;
-    for (++piece; piece != pieces.end() && piece->shard == shard &&
-                  piece->stored.data() <= end + gap_bytes;
-         ++piece) {
-      end = std::max(end, piece->stored.data() + piece->stored.size());
+  std::stable_sort(reads.begin(), reads.end(), lies_before);
+  auto read = std::find_if_not(reads.begin(), reads.end(), is_resident);
+  while (read != reads.end()) {
+    const std::byte* const begin = read->stored.data();
+    const std::byte* end = begin + read->stored.size();
+    const Shard* const shard = read->shard;
+    for (++read; read != reads.end() && read->shard == shard &&
+                  read->stored.data() <= end + gap_bytes;
+         ++read) {
+      end = std::max(end, read->stored.data() + read->stored.size());
     }
     read_ahead({begin, end});
   }
 }
 
-void PackReader::load(Piece& piece) const {
-  if (piece.resident) return;
-  piece.shard->residency.expect_faults(piece.stored);
-  if (!populate(piece.stored)) fail_unreadable(piece);
+void PackReader::load(ExtentRead& read) const {
+  if (read.resident) return;
+  read.shard->residency->expect_faults(read.stored);
+  if (!populate(read.stored)) fail_unreadable(read);
 }
 
-void PackReader::decode(Piece& piece) const {
-  const std::span<std::byte> target(piece.target, piece.extent.length);
+void PackReader::decode(ExtentRead& read) const {
+  const std::span<std::byte> target(read.target, read.extent.length);
   std::string why;
-  if (!zstd_decompress(piece.stored, target, &why)) fail_sample(piece, "zstd: " + why);
+  if (!zstd_decompress(read.stored, target, &why)) fail_sample(read, "zstd: " + why);
   const std::uint32_t found = crc32c(target.data(), target.size());
-  if (found != piece.extent.checksum) fail_sample(piece, found);
+  if (found != read.extent.checksum) fail_sample(read, found);
 }
 
-void PackReader::copy(Piece& piece) const {
-  if (options_.direct) return read_direct(piece);
-  load(piece);
-  if (piece.extent.codec != Codec::none) {
-    decode(piece);
-  } else if (piece.trusted || options_.verify == Verify::never) {
-    std::memcpy(piece.target, piece.stored.data(), piece.stored.size());
+void PackReader::copy(ExtentRead& read) const {
+  if (options_.direct) return read_direct(read);
+  load(read);
+  if (read.extent.codec != Codec::none) {
+    decode(read);
+  } else if (read.trusted || options_.verify == Verify::never) {
+    std::memcpy(read.target, read.stored.data(), read.stored.size());
   } else {
-    const std::uint32_t found = copy_checked(piece.target, piece.stored);
-    if (found != piece.extent.checksum) fail_sample(piece, found);
-    piece.shard->residency.trust(piece.stored);
+    const std::uint32_t found = copy_checked(read.target, read.stored);
+    if (found != read.extent.checksum) fail_sample(read, found);
+    read.shard->residency->trust(read.stored);
   }
-  if (!piece.resident) piece.shard->residency.note_seen(piece.stored);
+  if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
 
-void PackReader::read_direct(Piece& piece) const {
+void PackReader::read_direct(ExtentRead& read) const {
   thread_local Scratch scratch;
-  int descriptor = piece.shard->direct.load(std::memory_order_acquire);
+  int descriptor = read.shard->direct.load(std::memory_order_acquire);
   if (descriptor < 0) {
-    const std::string& path = piece.shard->mapping.path();
+    const std::string& path = read.shard->mapping.path();
     descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (descriptor < 0) fail_io(path, errno);
+    if (descriptor < 0) fail_io(path, errno, /*direct=*/true);
     int none = -1;
-    if (!piece.shard->direct.compare_exchange_strong(none, descriptor)) {
+    if (!read.shard->direct.compare_exchange_strong(none, descriptor)) {
       close(descriptor);
       descriptor = none;
     }
   }
-  const std::uint64_t begin = piece.extent.offset & ~(direct_alignment - 1);
-  const std::uint64_t end = piece.extent.offset + piece.extent.stored_length;
+  const std::uint64_t begin = read.extent.offset & ~(direct_alignment - 1);
+  const std::uint64_t end = read.extent.offset + read.extent.stored_length;
   const std::size_t size = (end - begin + direct_alignment - 1) & ~(direct_alignment - 1);
   std::byte* const memory = scratch.get(std::max(size, direct_alignment));
   for (std::size_t done = 0; begin + done < end;) {
     const ssize_t count = pread(descriptor, memory + done, size - done,
                                 static_cast<off_t>(begin + done));
     if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) fail_unreadable(piece);
+    if (count <= 0) fail_unreadable(read);
     done += static_cast<std::size_t>(count);
   }
-  piece.stored = {memory + (piece.extent.offset - begin), piece.extent.stored_length};
-  if (piece.extent.codec != Codec::none) return decode(piece);
-  const std::uint32_t found = copy_checked(piece.target, piece.stored);
-  if (options_.verify != Verify::never && found != piece.extent.checksum) fail_sample(piece, found);
+  read.stored = {memory + (read.extent.offset - begin), read.extent.stored_length};
+  if (read.extent.codec != Codec::none) return decode(read);
+  const std::uint32_t found = copy_checked(read.target, read.stored);
+  if (options_.verify != Verify::never && found != read.extent.checksum) fail_sample(read, found);
 }
 
-void PackReader::copy_part(std::span<Piece> part, Failure& failure) const {
-  const std::int64_t faults = thread_faults();
-  for (Piece& piece : part) {
+void PackReader::copy_slice(std::span<ExtentRead> slice, Failure& failure) const {
+  const FaultWatch faults;
+  for (ExtentRead& read : slice) {
     // While this one is copied, the beginning of the next comes from memory.
-    const Piece* const next = &piece == &part.back() ? nullptr : &piece + 1;
+    const ExtentRead* const next = &read == &slice.back() ? nullptr : &read + 1;
     for (std::size_t at = 0; next != nullptr && at < prefetched_bytes; at += cache_line) {
       __builtin_prefetch(next->stored.data() + at);
     }
     try {
-      copy(piece);
+      copy(read);
     } catch (...) {
-      failure.note(piece);
+      failure.note(read);
     }
   }
-  if (!part.front().resident || (faults >= 0 && faults == thread_faults())) return;
-  // Some page was not where it was thought to be: nothing of this part is believed unseen.
-  wary_.store(wary_batches, std::memory_order_relaxed);
-  for (Piece& piece : part) piece.shard->residency.distrust_around(piece.stored);
-  for (Piece& piece : part) {
-    if (!piece.trusted) continue;
-    const std::uint32_t found = crc32c(piece.target, piece.extent.length);
+  if (!slice.front().resident || !faults.struck()) return;
+  // Some page was no longer resident: nothing of this slice goes out unverified.
+  revalidate_.store(revalidated_batches, std::memory_order_relaxed);
+  for (ExtentRead& read : slice) read.shard->residency->invalidate_around(read.stored);
+  for (ExtentRead& read : slice) {
+    if (!read.trusted) continue;
+    const std::uint32_t found = crc32c(read.target, read.extent.length);
     try {
-      if (found != piece.extent.checksum) fail_sample(piece, found);
-      piece.shard->residency.trust(piece.stored);
+      if (found != read.extent.checksum) fail_sample(read, found);
+      read.shard->residency->trust(read.stored);
     } catch (...) {
-      failure.note(piece);
+      failure.note(read);
     }
   }
 }
 
-void PackReader::read_batch(std::span<const std::int64_t> ids, const std::int64_t* offsets,
-                            std::byte* target) const {
-  std::vector<Piece> pieces;
-  pieces.reserve(ids.size());
+void PackReader::read_batch(std::span<const std::int64_t> ids,
+                            std::span<const std::int64_t> offsets,
+                            std::span<std::byte> target) const {
+  if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
+  if (offsets.back() < 0 || static_cast<std::size_t>(offsets.back()) > target.size()) {
+    throw std::length_error("the buffer is smaller than the samples");
+  }
+  std::vector<ExtentRead> reads;
+  reads.reserve(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    add_pieces(pieces, static_cast<std::uint64_t>(ids[i]), target + offsets[i]);
+    add_extents(reads, static_cast<std::uint64_t>(ids[i]), target.data() + offsets[i]);
   }
   if (!options_.direct) {
-    look_up(pieces);
-    request(pieces);
+    look_up(reads);
+    request(reads);
   }
-  const auto total = static_cast<std::size_t>(offsets[ids.size()]);
-  const std::size_t part_bytes = std::clamp(total / (pool_.threads() * parts_per_thread),
-                                            min_part_bytes, max_part_bytes);
-  // Parts of one kind: a fault among resident pieces means something, among others it does not.
-  std::vector<std::span<Piece>> parts;
-  for (std::size_t first = 0; first < pieces.size();) {
+  const auto total = static_cast<std::size_t>(offsets.back());
+  const std::size_t slice_bytes = std::clamp(total / (pool_.threads() * slices_per_thread),
+                                            min_slice_bytes, max_slice_bytes);
+  // Parts of one kind: a fault among resident reads means something, among others it does not.
+  std::vector<std::span<ExtentRead>> slices;
+  for (std::size_t first = 0; first < reads.size();) {
     std::size_t end = first;
-    for (std::size_t bytes = 0; end < pieces.size() && bytes < part_bytes &&
-                                end - first < part_pieces &&
-                                pieces[end].resident == pieces[first].resident;
+    for (std::size_t bytes = 0; end < reads.size() && bytes < slice_bytes &&
+                                end - first < max_slice_extents &&
+                                reads[end].resident == reads[first].resident;
          ++end) {
-      bytes += pieces[end].extent.length;
+      bytes += reads[end].extent.length;
     }
-    parts.emplace_back(&pieces[first], end - first);
+    slices.emplace_back(&reads[first], end - first);
     first = end;
   }
   Failure failure;
-  const auto work = [&](std::size_t part) { copy_part(parts[part], failure); };
+  const auto work = [&](std::size_t slice) { copy_slice(slices[slice], failure); };
   if (options_.direct || total >= shared_bytes) {
-    pool_.run(parts.size(), work);
+    pool_.run(slices.size(), work);
   } else {
-    for (std::size_t part = 0; part < parts.size(); ++part) work(part);
+    for (std::size_t slice = 0; slice < slices.size(); ++slice) work(slice);
   }
   failure.rethrow();
 }
 
-void PackReader::check_in_place(Piece& piece) const {
-  load(piece);
-  const std::uint32_t found = crc32c(piece.stored.data(), piece.stored.size());
-  if (found != piece.extent.checksum) fail_sample(piece, found);
-  piece.shard->residency.trust(piece.stored);
-  if (!piece.resident) piece.shard->residency.note_seen(piece.stored);
+void PackReader::check_in_place(ExtentRead& read) const {
+  load(read);
+  const std::uint32_t found = crc32c(read.stored.data(), read.stored.size());
+  if (found != read.extent.checksum) fail_sample(read, found);
+  read.shard->residency->trust(read.stored);
+  if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
 
 std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
     std::span<const std::int64_t> ids) const {
   std::vector<std::optional<std::span<const std::byte>>> found(ids.size());
-  std::vector<Piece> pieces;
-  pieces.reserve(ids.size());
+  std::vector<ExtentRead> reads;
+  reads.reserve(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] < 0) throw std::out_of_range("no such sample");
-    const std::size_t before = pieces.size();
-    add_pieces(pieces, static_cast<std::uint64_t>(ids[i]), nullptr);
-    if (pieces.size() == before) {
+    const std::size_t before = reads.size();
+    add_extents(reads, static_cast<std::uint64_t>(ids[i]), nullptr);
+    if (reads.size() == before) {
       found[i].emplace();
-    } else if (pieces.size() == before + 1 && pieces[before].extent.codec == Codec::none) {
-      found[i] = pieces[before].stored;
+    } else if (reads.size() == before + 1 && reads[before].extent.codec == Codec::none) {
+      found[i] = reads[before].stored;
     } else {
-      pieces.erase(pieces.begin() + static_cast<std::ptrdiff_t>(before), pieces.end());
+      reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(before), reads.end());
     }
   }
-  look_up(pieces);
-  request(pieces);
-  const std::int64_t faults = thread_faults();
-  auto piece = pieces.begin();
-  for (; piece != pieces.end() && piece->resident; ++piece) {
-    if (piece->trusted || options_.verify == Verify::never) touch(piece->stored);
+  look_up(reads);
+  request(reads);
+  const FaultWatch faults;
+  auto read = reads.begin();
+  for (; read != reads.end() && read->resident; ++read) {
+    if (read->trusted || options_.verify == Verify::never) touch(read->stored);
   }
-  const bool faulted = faults < 0 || faults != thread_faults();
-  if (faulted) wary_.store(wary_batches, std::memory_order_relaxed);
-  for (Piece& one : pieces) {
-    if (faulted && one.resident) one.shard->residency.distrust_around(one.stored);
+  const bool faulted = faults.struck();
+  if (faulted) revalidate_.store(revalidated_batches, std::memory_order_relaxed);
+  for (ExtentRead& one : reads) {
+    if (faulted && one.resident) one.shard->residency->invalidate_around(one.stored);
     if (options_.verify == Verify::never) {
       load(one);
     } else if (faulted || !one.trusted) {
@@ -413,14 +419,14 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
   if (options_.direct) return;
   pool_.post([this, wanted = std::vector<std::int64_t>(ids.begin(), ids.end())] {
     try {
-      std::vector<Piece> pieces;
-      pieces.reserve(wanted.size());
+      std::vector<ExtentRead> reads;
+      reads.reserve(wanted.size());
       for (const std::int64_t id : wanted) {
-        if (id >= 0) add_pieces(pieces, static_cast<std::uint64_t>(id), nullptr);
+        if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
       }
-      look_up(pieces);
-      request(pieces);
-    } catch (const std::exception&) {  // who reads it will be told
+      look_up(reads);
+      request(reads);
+    } catch (const std::exception&) {  // a hint: whoever reads the sample gets the error
     }
   });
 }
@@ -431,22 +437,22 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
   for (std::uint64_t sample = first; sample < std::min(end, index_.sample_count()); ++sample) {
     try {
       static_cast<void>(index_.name(sample));
-      std::vector<Piece> pieces;
-      add_pieces(pieces, sample, nullptr);
-      request(pieces);
-      for (Piece& piece : pieces) {
-        check_shard(*piece.shard, coarse_ns());
-        if (piece.extent.codec == Codec::none) {
-          check_in_place(piece);
+      std::vector<ExtentRead> reads;
+      add_extents(reads, sample, nullptr);
+      request(reads);
+      for (ExtentRead& read : reads) {
+        check_shard(*read.shard, coarse_ns());
+        if (read.extent.codec == Codec::none) {
+          check_in_place(read);
           continue;
         }
-        load(piece);
-        decoded.resize(piece.extent.length);
-        piece.target = decoded.data();
-        decode(piece);
+        load(read);
+        decoded.resize(read.extent.length);
+        read.target = decoded.data();
+        decode(read);
       }
     } catch (const PackError& problem) {
-      bad.push_back({sample, problem.what()});
+      bad.push_back({sample, first_shard(sample), name_or_nothing(sample), problem.what()});
     }
   }
   return bad;
@@ -461,29 +467,45 @@ void PackReader::evict() const {
       posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED);
       close(descriptor);
     }
-    shard->residency.forget();
+    shard->residency->invalidate_all();
   }
 }
 
-void PackReader::fail_unreadable(const Piece& piece) const {
-  fail_sample(piece, "its bytes cannot be read: the file was cut off, or the device failed");
+void PackReader::evict_index() const {
+  const auto bytes = index_.bytes();
+  madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_DONTNEED);
 }
 
-void PackReader::fail_sample(const Piece& piece, std::uint32_t found) const {
-  PackError problem(PackError::Kind::sample, piece.shard->mapping.path(),
-                    checksum_mismatch(piece.extent.checksum, found));
-  problem.sample = piece.sample;
-  problem.shard = piece.extent.shard;
-  problem.expected = piece.extent.checksum;
-  problem.found = found;
+void PackReader::fail_unreadable(const ExtentRead& read) const {
+  fail_sample(read, "its bytes cannot be read: the file was truncated, or the device failed");
+}
+
+void PackReader::fail_sample(const ExtentRead& read, std::uint32_t found) const {
+  fail_sample(read, checksum_mismatch(read.extent.checksum, found));
+}
+
+void PackReader::fail_sample(const ExtentRead& read, const std::string& why) const {
+  PackError problem(PackError::Kind::sample, read.shard->mapping.path(), why);
+  problem.sample = read.sample;
+  problem.shard = read.extent.shard;
+  problem.name = name_or_nothing(read.sample);
   throw problem;
 }
 
-void PackReader::fail_sample(const Piece& piece, const std::string& why) const {
-  PackError problem(PackError::Kind::sample, piece.shard->mapping.path(), why);
-  problem.sample = piece.sample;
-  problem.shard = piece.extent.shard;
-  throw problem;
+std::string PackReader::name_or_nothing(std::uint64_t sample) const {
+  try {
+    return std::string(index_.name(sample));
+  } catch (const PackError&) {
+    return {};
+  }
+}
+
+std::uint32_t PackReader::first_shard(std::uint64_t sample) const {
+  try {
+    return index_.extent(index_.extents(sample).first).shard;
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
 }  // namespace paceline

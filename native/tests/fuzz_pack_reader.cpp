@@ -206,10 +206,10 @@ void read_samples(const PackReader& pack) {
   for (std::int64_t id = 0; id <= count; ++id) {  // one too many as well
     ids.push_back(id);
     attempt([&] {
-      const std::size_t size = pack.plan_batch({&id, 1}, offsets.data());
+      const std::size_t size = pack.plan_batch({&id, 1}, offsets);
       if (size > max_sample_bytes) return;
       buffer.resize(size);
-      pack.read_batch({&id, 1}, offsets.data(), reinterpret_cast<std::byte*>(buffer.data()));
+      pack.read_batch({&id, 1}, offsets, std::as_writable_bytes(std::span(buffer)));
     });
     attempt([&] {
       for (const auto& view : pack.views({&id, 1})) {
@@ -220,10 +220,10 @@ void read_samples(const PackReader& pack) {
   ids.pop_back();
   attempt([&] {
     offsets.resize(ids.size() + 1);
-    const std::size_t size = pack.plan_batch(ids, offsets.data());
+    const std::size_t size = pack.plan_batch(ids, offsets);
     if (size > max_sample_bytes) return;
     buffer.resize(size);
-    pack.read_batch(ids, offsets.data(), reinterpret_cast<std::byte*>(buffer.data()));
+    pack.read_batch(ids, offsets, std::as_writable_bytes(std::span(buffer)));
   });
 }
 

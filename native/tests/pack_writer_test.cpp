@@ -64,7 +64,7 @@ void test_folders() {
   std::vector<std::byte> target(10368, std::byte{7});
   const auto states =
       read_files(descriptor, names.list(), lengths, mtimes, positions, target, false, 4);
-  CHECK(states[0].outcome == ReadOutcome::whole);
+  CHECK(states[0].outcome == ReadOutcome::complete);
   CHECK(states[0].checksum == crc32c("12345", 5));
   CHECK(std::memcmp(target.data(), "12345\0\0\0", 8) == 0);
   CHECK(states[1].outcome == ReadOutcome::touched);

@@ -1,30 +1,42 @@
 """The single door to the compiled module: everything else imports from here.
 
-There is no fallback in Python: an installation without the compiled module is broken, and saying
-so at once is kinder than being a hundred times slower.
+What crosses the boundary gets its names and types here: tuples become named tuples, and an error of
+the core becomes one of ours (`_pack_error`), once, for all callers. The signatures of the module
+itself are `_native.pyi`, which ``scripts/stub`` writes.
+
+There is no fallback in Python: an installation without the compiled module is broken, and it is
+better to say so at once than to be a hundred times slower.
 """
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from paceline.core.errors import CorruptPack, PacelineError, StorageError, UsageError
 
 try:
     from paceline import _native
 except ImportError as problem:  # pragma: no cover - needs a broken installation
     raise ImportError(
         f"Paceline's compiled module cannot be loaded ({problem}). "
-        "Install the package again with a C++20 compiler at hand: pip install ."
+        "Install the package again with a C++20 compiler on the path: pip install ."
     ) from problem
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
-NameMerger = _native.NameMerger
-PackError = _native.PackError
-PackReader = _native.PackReader
 Recorder = _native.Recorder
 crc32c = _native.crc32c
-encode = _native.encode
 gather = _native.gather
-list_folder = _native.list_folder
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 name_hashes = _native.name_hashes
-read_files = _native.read_files
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
 zstd_available = _native.zstd_available
@@ -33,10 +45,18 @@ zstd_decompress = _native.zstd_decompress
 
 __all__ = [
     "PACK_FORMAT_VERSION",
+    "BadSample",
+    "EncodedSamples",
+    "Extent",
+    "FileProblem",
+    "FilesRead",
+    "FolderListing",
+    "MergedNames",
     "NameMerger",
-    "PackError",
+    "PackEntry",
     "PackReader",
     "Recorder",
+    "corrupt_sample",
     "crc32c",
     "encode",
     "gather",
@@ -51,3 +71,261 @@ __all__ = [
     "zstd_compress",
     "zstd_decompress",
 ]
+
+
+# Reading packs (pack_reader.hpp)
+
+
+class Extent(NamedTuple):
+    """A contiguous stored part of one sample; lengths and offset in bytes.
+
+    The checksum is the CRC-32C of the decoded bytes; codec 0 is none, 1 is zstd.
+    """
+
+    shard: int
+    offset: int
+    stored_length: int
+    length: int
+    checksum: int
+    codec: int
+
+
+class PackEntry(NamedTuple):
+    """What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
+
+    name: str
+    is_folder: bool
+    number: int  # of the sample, or of the folder
+    size: int  # bytes
+    mode: int  # st_mode of the file that was packed
+    mtime_ns: int  # when that was last written, since 1970
+
+
+class BadSample(NamedTuple):
+    """A sample that does not match its checksum, the shard in which it begins, and why."""
+
+    sample: int
+    shard: int
+    name: bytes  # empty if the index is damaged there
+    why: str
+
+
+class PackReader(_native.PackReader):
+    """A pack of which the index is mapped and, unless `index_only`, the shards as well.
+
+    Whatever it does may raise CorruptPack, StorageError and, for a pack of a newer format,
+    UsageError. An index that is out of range is an IndexError.
+    """
+
+    def entries(self, folder: int) -> list[PackEntry]:  # type: ignore[override]  # of one kind
+        """Return what lies in a folder; -1 is the pack itself."""
+        return super().entries(folder, PackEntry)  # type: ignore[return-value]  # of that kind
+
+    def extents(self, sample: int) -> list[Extent]:  # type: ignore[override]  # named
+        """Return where the bytes of a sample lie, in order."""
+        return [Extent(*fields) for fields in super().extents(sample)]
+
+    def verify(self, first: int, end: int) -> list[BadSample]:  # type: ignore[override]  # named
+        """Read samples `first` to `end` - 1 and return the damaged ones."""
+        return [BadSample(*fields) for fields in super().verify(first, end)]
+
+
+def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
+    """Return the error for a damaged sample.
+
+    Args:
+        path: of its shard.
+        bad: what is known of it.
+    """
+    name = os.fsdecode(bad.name) or "?"
+    return CorruptPack(
+        f"sample {bad.sample} {name!a} is damaged",
+        where=path,
+        why=bad.why,
+        fix=_repair_fix(path),
+    )
+
+
+class _PackProblem(NamedTuple):
+    """What a PackError of the core says."""
+
+    kind: Literal["io", "corrupt", "sample", "version"]
+    file: bytes
+    why: str
+    error: int  # errno of `io`
+    direct: bool  # of `io`: it was opened past the page cache
+    sample: int  # of `sample`, as are shard and name
+    shard: int
+    name: bytes
+    version: int  # of `version`: what a reader needs; 0 = an unknown section
+
+
+def _pack_error(**fields: Any) -> PacelineError:
+    """Return our error for a PackError of the core; the core raises what this returns."""
+    problem = _PackProblem(**fields)
+    where = os.fsdecode(problem.file)
+    if problem.kind == "sample":
+        bad = BadSample(problem.sample, problem.shard, problem.name, problem.why)
+        return corrupt_sample(where, bad)
+    if problem.kind == "version":
+        needed = f"format version {problem.version}" if problem.version else "a newer format"
+        return UsageError(
+            f"the pack needs a Paceline that reads {needed}",
+            where=where,
+            why=f"{problem.why}; this Paceline reads up to version {PACK_FORMAT_VERSION}",
+            fix="Use a newer Paceline",
+        )
+    if problem.kind == "io" and problem.error != errno.ENOENT:
+        no_direct = problem.direct and problem.error == errno.EINVAL
+        return StorageError(
+            "cannot open the pack",
+            where=where,
+            why="its file system has no O_DIRECT" if no_direct else problem.why,
+            fix="Open it without `direct`" if no_direct else "Check that you may read it",
+        )
+    return CorruptPack(
+        "a file of the pack is missing" if problem.kind == "io" else "the pack is damaged",
+        where=where,
+        why=problem.why,
+        fix=_repair_fix(where),
+    )
+
+
+def _repair_fix(file: str) -> str:
+    pack = os.path.dirname(file)  # noqa: PTH120  # a string in, a string out
+    return f"Repair it: paceline store repair {pack} --source FOLDER, or --replica COPY"
+
+
+_native.set_pack_error_maker(_pack_error)
+
+
+# Packing (pack_writer.hpp). Names come as two arrays: where each begins (one offset more than
+# names), and the bytes of all.
+
+
+class FolderListing(NamedTuple):
+    """The entries of one folder, sorted, in columns."""
+
+    names: bytes  # each behind the prefix; folders end in a slash
+    offsets: NDArray[np.uint64]  # of names
+    modes: NDArray[np.uint32]
+    sizes: NDArray[np.uint64]
+    mtimes_ns: NDArray[np.int64]
+    devices: NDArray[np.uint64]
+    inodes: NDArray[np.uint64]
+    errors: NDArray[np.int32]  # errno of each, or 0
+    links: NDArray[np.uint8]  # whether it is a symbolic link
+
+
+class FileProblem(NamedTuple):
+    """The first file of a batch that could not be read as it was listed."""
+
+    number: int  # of the file in the batch
+    outcome: Literal["unreadable", "gone", "no_file", "resized", "touched"]
+    error: int  # errno of `unreadable`
+    size: int  # of `resized`: the size found
+
+
+class FilesRead(NamedTuple):
+    """The checksums of files that were read, up to the first problem."""
+
+    checksums: NDArray[np.uint32]
+    problem: FileProblem | None
+
+
+class EncodedSamples(NamedTuple):
+    """Samples as they are stored; those that zstd does not shrink enough stay as they were."""
+
+    data: NDArray[np.uint8]  # aligned as the samples were
+    positions: NDArray[np.uint64]  # in `data`
+    lengths: NDArray[np.uint64]
+    codecs: NDArray[np.uint8]
+
+
+class MergedNames(NamedTuple):
+    """The next names of a merge; none at its end."""
+
+    lists: NDArray[np.uint32]  # the list that each is from
+    lengths: NDArray[np.uint64]
+    names: bytes  # end to end
+    ends_in_duplicate: bool  # the last name came before: merging ends here
+
+
+class NameMerger:
+    """Merges lists of names, each sorted, into one ascending sequence.
+
+    Args:
+        lists: offsets and bytes of each; they must stay as they are.
+    """
+
+    def __init__(self, lists: Sequence[tuple[NDArray[np.uint64], NDArray[np.uint8]]]) -> None:
+        self._merger = _native.NameMerger(list(lists))
+
+    def next(self, count: int) -> MergedNames:
+        """Return at most `count` names."""
+        return MergedNames(*self._merger.next(count))
+
+
+def list_folder(descriptor: int, prefix: bytes, *, follow: bool) -> FolderListing:
+    """Return the entries of an open folder.
+
+    Args:
+        descriptor: of the folder.
+        prefix: to put before each name.
+        follow: say what symbolic links lead to.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return FolderListing(*_native.list_folder(descriptor, prefix, follow))
+
+
+def read_files(
+    descriptor: int,
+    names: tuple[NDArray[np.uint64], NDArray[np.uint8]],
+    lengths: NDArray[np.uint64],
+    mtimes_ns: NDArray[np.int64],
+    positions: NDArray[np.uint64],
+    target: NDArray[np.uint8],
+    *,
+    follow: bool,
+    threads: int,
+) -> FilesRead:
+    """Read files below an open folder to their places in `target`; zero what lies between.
+
+    Args:
+        descriptor: of the folder.
+        names: offsets and bytes of their relative paths.
+        lengths: that each must have.
+        mtimes_ns: when each must have been last written.
+        positions: of each in `target`, ascending.
+        target: takes them all.
+        follow: read what symbolic links lead to.
+        threads: that share the work.
+    """
+    checksums, problem = _native.read_files(
+        descriptor, *names, lengths, mtimes_ns, positions, target, follow, threads
+    )
+    return FilesRead(checksums, FileProblem(*problem) if problem else None)  # type: ignore[arg-type]  # C++ has these outcomes
+
+
+def encode(
+    source: NDArray[np.uint8],
+    positions: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    *,
+    level: int,
+    keep_ratio: float,
+    threads: int,
+) -> EncodedSamples:
+    """Encode samples with zstd.
+
+    Args:
+        source: holds them all.
+        positions: of each in `source`.
+        lengths: of each.
+        level: of zstd.
+        keep_ratio: a sample stays as it is if its frame is larger than this part of it.
+        threads: that share the work.
+    """
+    return EncodedSamples(*_native.encode(source, positions, lengths, level, keep_ratio, threads))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.native import zstd_available
 from paceline.store import PackOptions, append_pack, open_pack, pack_archives, pack_samples
-from paceline.store import indexing as indexing_module
-from paceline.store import name_table as table_module
-from paceline.store import spool as spool_module
+from paceline.store.write import index as indexing_module
+from paceline.store.write import name_table as table_module
+from paceline.store.write import sorted_runs as spool_module
 
 _spec = importlib.util.spec_from_file_location(
     "pack_parser", Path(__file__).with_name("pack_parser.py")
@@ -85,7 +85,7 @@ def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut)
         classes = sorted({name.split(b"/")[0] for name, _ in first if b"/" in name})
         assert parsed.classes == classes
         if second and first:
-            from paceline.store.sources import SampleSource
+            from paceline.store.write.sources import SampleSource
 
             append_pack(SampleSource(second), path, options=options)
             parsed = check(path, dict(samples))

@@ -546,7 +546,9 @@ def test_a_process_that_hangs_or_dies_is_told(path):
 
 
 def test_too_little_shared_memory_is_said_before_the_start(path, monkeypatch):
-    monkeypatch.setattr("paceline.store.loader._SHARED_MEMORY", "/proc")  # which has no room at all
+    monkeypatch.setattr(
+        "paceline.store.feed.loader._SHARED_MEMORY", "/proc"
+    )  # which has no room at all
     with (
         Loader(path, 10, options=options(worker_kind="process", workers=1)) as loader,
         pytest.raises(StorageError, match=r"too little shared memory.*worker_kind"),

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.core.errors import StorageError
 from paceline.store import PackOptions, open_pack, pack_archives, pack_folder
-from paceline.store import packer as packer_module
-from paceline.store import scan as scan_module
+from paceline.store.write import folder as scan_module
+from paceline.store.write import pipeline as packer_module
 
 OPTIONS = PackOptions(shard_bytes=4096)
 
@@ -170,7 +170,7 @@ def test_an_interrupt_while_it_is_passed_over_keeps_what_was_packed(source, tmp_
 
 
 def test_archives_resume_when_they_are_the_same(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.store.sources.BATCH_SAMPLES", 1)
+    monkeypatch.setattr("paceline.store.write.sources.BATCH_SAMPLES", 1)
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as file:
         file.add(source, "root")

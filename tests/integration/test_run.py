@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
         ((), {"PACELINE_RUN__RNAKS": "2"}, "'ranks'"),
         ((), {"PACELINE_RUN__RANKS": "two"}, "PACELINE_RUN__RANKS"),
         (("--machine", "none.json"), {}, "none.json"),
-        (("--estimate", "none.json"), {}, "none.json"),
+        (("--plan", "none.json"), {}, "none.json"),
     ],
 )
 def test_misuse_is_told_before_anything_is_written(tmp_path, hello, arguments, environ, said):

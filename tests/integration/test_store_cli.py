@@ -219,7 +219,7 @@ def test_archives_codec_parity_append_and_resume(folder):
         assert done.returncode == 2
         assert f"--append and {other[0]}" in json.loads(done.stdout)["error"]["what"]
     script = (
-        "import os; from paceline.store import packing\n"
+        "import os; from paceline.store.write import pack as packing\n"
         "packing.build_index = lambda *a: os._exit(9)\n"
         "packing.pack_folder('source', 'killed')"
     )

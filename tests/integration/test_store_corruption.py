@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.native import crc32c
 from paceline.store import PackOptions, open_pack, pack_folder
-from paceline.store.layout import resealed, sections
+from paceline.store.format.header import parse_sections, resealed
 
 BODIES = {
     "a/empty": b"",
@@ -205,11 +205,11 @@ def test_folders_that_do_not_nest_cannot_make_a_walk_endless(tmp_path):
         (tmp_path / "source" / f"c{k:02d}" / "g").mkdir(parents=True)
     pack_folder(tmp_path / "source", tmp_path / "pack")
     content = bytearray((tmp_path / "pack" / "index.pace").read_bytes())
-    begin, length = sections(bytes(content))[20]
-    ends = list(struct.unpack_from(f"<{length // 8}Q", content, begin))
+    place = parse_sections(content)[20]
+    ends = list(struct.unpack_from(f"<{place.length // 8}Q", content, place.offset))
     assert ends[:4] == [2, 2, 4, 4]
     ends[1::2] = [len(ends)] * 40
-    struct.pack_into(f"<{len(ends)}Q", content, begin, *ends)
+    struct.pack_into(f"<{len(ends)}Q", content, place.offset, *ends)
     (tmp_path / "pack" / "index.pace").write_bytes(resealed(bytes(content)))
     with open_pack(tmp_path / "pack") as pack:
         with pytest.raises(CorruptPack, match="within each other"):

@@ -11,8 +11,8 @@ import pytest
 
 from paceline.core.errors import CorruptPack, DestinationExists, NotFound, StorageError
 from paceline.store import open_pack, pack_folder
-from paceline.store.extract import extract
-from paceline.store.layout import resealed, sections
+from paceline.store.format.header import parse_sections, resealed
+from paceline.store.read.extract import extract
 
 ODD = "cat/é\n\\\udcff.txt"
 
@@ -87,9 +87,9 @@ def rename_in_index(path, old, new):
     index = path / "index.pace"
     content = bytearray(index.read_bytes())
     for number in (9, 11):
-        begin, length = sections(content)[number]
-        section = bytes(content[begin : begin + length])
-        content[begin : begin + length] = section.replace(old, new)
+        place = parse_sections(content)[number]
+        section = bytes(content[place.offset : place.end])
+        content[place.offset : place.end] = section.replace(old, new)
     index.write_bytes(resealed(content))
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
 from paceline.store import PackOptions, append_pack, open_pack, pack_folder
-from paceline.store import scan as scan_module
+from paceline.store.write import folder as scan_module
 from paceline.studies.faults import Faults
 
 pytestmark = pytest.mark.campaign("faults")

@@ -214,5 +214,5 @@ def test_an_unknown_policy_is_refused(path):
 
 
 def test_fewer_than_one_thread_is_refused(path):
-    with pytest.raises(UsageError, match="0 threads"):
+    with pytest.raises(UsageError, match="at least 1, got 0"):
         open_pack(path, threads=0)

@@ -15,9 +15,9 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.store import PackOptions, open_pack, pack_folder
-from paceline.store.damage import verify_files
-from paceline.store.layout import read_layout
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
+from paceline.store.format.index import IndexFile
 
 
 def make(folder, options):
@@ -42,10 +42,10 @@ def rich(tmp_path):
     """A pack with all that the format has: chunks, zstd and parity."""
     options = PackOptions(shard_bytes=12_000, codec="zstd", parity_group=3)
     folder = make(tmp_path, options)
-    layout = read_layout(folder / "pack")
-    assert len(layout.first_extents)
-    assert set(layout.codecs.tolist()) == {0, 1}
-    assert len(layout.parity_lengths) >= 3
+    index = IndexFile.open(folder / "pack")
+    assert len(index.first_extents)
+    assert set(index.codecs.tolist()) == {0, 1}
+    assert len(index.parity_lengths) >= 3
     return folder
 
 
@@ -72,9 +72,9 @@ def is_as_before(folder):
 
 def damage_everything(folder):
     first, second, third, fourth, *_ = shards(folder)
-    layout = read_layout(folder / "copy")
-    extent = int(next(layout.extents_by_shard())[-1])
-    flip(first, int(layout.offsets[extent]))
+    index = IndexFile.open(folder / "copy")
+    extent = int(next(index.extents_by_shard())[-1])
+    flip(first, int(index.offsets[extent]))
     flip(first, 1)  # of the header
     os.truncate(second, second.stat().st_size // 2)
     third.unlink()
@@ -82,7 +82,7 @@ def damage_everything(folder):
         file.write(b"more")
     for name in ("shard-00077.pace", "shard-00000.pace.partial", "index.pace.partial"):
         (folder / "pack" / name).write_bytes(b"left by somebody who was killed")
-    return open_pack(folder / "copy").names[layout.sample_of(extent)]
+    return open_pack(folder / "copy").names[index.sample_of(extent)]
 
 
 @pytest.mark.parametrize("origin", ["source", "replica"])
@@ -127,8 +127,8 @@ def test_a_shard_of_which_nothing_is_left_stays_missing(made):
 
 
 def test_two_copies_that_are_damaged_in_different_places_mend_each_other(made):
-    layout = read_layout(made / "pack")
-    flip(shards(made)[0], int(layout.offsets[1]))
+    index = IndexFile.open(made / "pack")
+    flip(shards(made)[0], int(index.offsets[1]))
     flip(made / "copy" / "shard-00001.pace", 64)
     whole = {path.name: path.read_bytes() for path in (made / "copy").iterdir()}
     assert repair_pack(made / "pack", replica=made / "copy").ok
@@ -188,11 +188,11 @@ def test_a_pack_that_somebody_writes_to_is_left_alone(made):
 
 
 def test_an_open_pack_reads_what_was_mended(made):
-    layout = read_layout(made / "pack")
-    last = len(layout.offsets) - 1
+    index = IndexFile.open(made / "pack")
+    last = len(index.offsets) - 1
     with open_pack(made / "pack") as pack:
         body = pack.read(last)
-        flip(made / "pack" / f"shard-{layout.shards[last]:05d}.pace", int(layout.offsets[last]))
+        flip(made / "pack" / f"shard-{index.shards[last]:05d}.pace", int(index.offsets[last]))
         pack.evict()
         with pytest.raises(CorruptPack):
             pack.read(last)
@@ -292,9 +292,9 @@ def test_the_verb_mends_and_reports(made):
 
 
 def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
-    layout = read_layout(made / "pack")
-    extents = next(layout.extents_by_shard())
-    gap = int(layout.offsets[extents[0]]) + int(layout.stored_lengths[extents[0]])
+    index = IndexFile.open(made / "pack")
+    extents = next(index.extents_by_shard())
+    gap = int(index.offsets[extents[0]]) + int(index.stored_lengths[extents[0]])
     assert gap % 64
     flip(shards(made)[0], gap)
     with open_pack(made / "pack") as pack:
@@ -309,14 +309,14 @@ def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
 
 @pytest.mark.parametrize("origin", ["source", "replica", None])
 def test_chunks_and_encoded_samples_are_mended(rich, origin):
-    layout = read_layout(rich / "pack")
+    index = IndexFile.open(rich / "pack")
     places = {"source": rich / "source", "replica": rich / "copy"}
     given = {origin: places[origin]} if origin else {}
-    encoded = layout.codecs.tolist().index(1)
-    last = len(layout.offsets) - 1
+    encoded = index.codecs.tolist().index(1)
+    last = len(index.offsets) - 1
     for extent in (encoded, last):
-        flip(rich / "pack" / f"shard-{layout.shards[extent]:05d}.pace", int(layout.offsets[extent]))
-    missing = next(k for k in range(3, 6) if k not in layout.shards[[encoded, last]])
+        flip(rich / "pack" / f"shard-{index.shards[extent]:05d}.pace", int(index.offsets[extent]))
+    missing = next(k for k in range(3, 6) if k not in index.shards[[encoded, last]])
     (rich / "pack" / f"shard-{missing:05d}.pace").unlink()
     report = repair_pack(rich / "pack", **given)
     assert report.ok, report.lost
@@ -342,11 +342,11 @@ def test_of_two_lost_shards_of_a_group_one_must_come_from_elsewhere(rich):
 
 
 def test_different_places_of_one_group_mend_each_other(rich):
-    layout = read_layout(rich / "pack")
-    firsts = list(layout.extents_by_shard())
+    index = IndexFile.open(rich / "pack")
+    firsts = list(index.extents_by_shard())
     first, second = int(firsts[0][0]), int(firsts[1][-1])
-    flip(shards(rich)[0], int(layout.offsets[first]))
-    flip(shards(rich)[1], int(layout.offsets[second]) + int(layout.stored_lengths[second]) - 1)
+    flip(shards(rich)[0], int(index.offsets[first]))
+    flip(shards(rich)[1], int(index.offsets[second]) + int(index.stored_lengths[second]) - 1)
     assert repair_pack(rich / "pack").ok
     assert is_as_before(rich)
 
@@ -379,8 +379,8 @@ def test_parity_files_are_made_anew(rich, how):
 
 
 def test_a_damaged_shard_and_its_damaged_parity(rich):
-    layout = read_layout(rich / "pack")
-    flip(shards(rich)[0], int(layout.offsets[next(layout.extents_by_shard())[0]]))
+    index = IndexFile.open(rich / "pack")
+    flip(shards(rich)[0], int(index.offsets[next(index.extents_by_shard())[0]]))
     (rich / "pack" / "parity-00000.pace").unlink()
     report = repair_pack(rich / "pack")
     assert sorted(one.file for one in report.lost) == ["parity-00000.pace", "shard-00000.pace"]
@@ -392,10 +392,10 @@ def test_a_damaged_shard_and_its_damaged_parity(rich):
 def test_a_pack_of_version_1_is_mended(root, tmp_path):
     for name in ("pack", "copy"):
         shutil.copytree(root / "tests" / "golden" / "pack-v1", tmp_path / name)
-    layout = read_layout(tmp_path / "pack")
-    extent = int(layout.lengths.argmax())
-    flip(tmp_path / "pack" / f"shard-{layout.shards[extent]:05d}.pace", int(layout.offsets[extent]))
-    (tmp_path / "pack" / f"shard-{1 - min(layout.shards[extent], 1):05d}.pace").unlink()
+    index = IndexFile.open(tmp_path / "pack")
+    extent = int(index.lengths.argmax())
+    flip(tmp_path / "pack" / f"shard-{index.shards[extent]:05d}.pace", int(index.offsets[extent]))
+    (tmp_path / "pack" / f"shard-{1 - min(index.shards[extent], 1):05d}.pace").unlink()
     assert verify_files(tmp_path / "pack") == (0, [])
     assert repair_pack(tmp_path / "pack", replica=tmp_path / "copy").ok
     assert is_as_before(tmp_path)

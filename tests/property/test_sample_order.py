@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.store.order import SampleOrder
-from paceline.store.sampler import RankBatches
+from paceline.store.feed.order import SampleOrder
+from paceline.store.feed.sampler import RankBatches
 
 WORLDS = (1, 2, 3, 4, 8)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import DeadlineExceeded, UsageError
-from paceline.store.workers import Bounds, OrderedThreads
+from paceline.store.feed.workers import Bounds, OrderedThreads
 
 DEADLINE_S = 60
 
@@ -194,7 +194,7 @@ def test_results_are_let_go_once_they_are_delivered():
 def test_a_program_that_ends_early_does_not_hang():
     program = """
 import threading
-from paceline.store.workers import Bounds, OrderedThreads
+from paceline.store.feed.workers import Bounds, OrderedThreads
 class Piece: size_bytes = 1
 def tasks():
     while True: yield Piece()

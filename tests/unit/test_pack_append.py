@@ -9,8 +9,8 @@ import pytest
 
 from paceline.core.errors import CorruptPack, NotFound, UsageError
 from paceline.store import PackOptions, append_pack, open_pack, pack_folder
-from paceline.store.damage import verify_files
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pack-v1"
 

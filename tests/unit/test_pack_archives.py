@@ -6,8 +6,9 @@ import tarfile
 import pytest
 
 from paceline.core.errors import NotFound, StorageError, UsageError
-from paceline.store import PackOptions, archives, open_pack, pack_archives, pack_paths, plan_pack
-from paceline.store import packer as packer_module
+from paceline.store import PackOptions, open_pack, pack_archives, pack_paths, plan_pack
+from paceline.store.write import archives
+from paceline.store.write import pipeline as packer_module
 
 
 def write_tar(path, members, **kwargs):

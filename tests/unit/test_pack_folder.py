@@ -21,9 +21,9 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.store import Pack, PackOptions, open_pack, pack_folder, plan_pack
-from paceline.store import packer as packer_module
-from paceline.store import scan as scan_module
-from paceline.store import writing as writing_module
+from paceline.store.write import folder as scan_module
+from paceline.store.write import pipeline as packer_module
+from paceline.store.write import shards as writing_module
 
 
 @pytest.fixture

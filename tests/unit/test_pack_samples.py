@@ -8,14 +8,14 @@ import pytest
 from paceline.core.errors import ConfigError, Missing, UsageError
 from paceline.native import zstd_available
 from paceline.store import PackOptions, open_pack, pack_samples
-from paceline.store import indexing as indexing_module
-from paceline.store import name_table as table_module
-from paceline.store import options as options_module
-from paceline.store import packer as packer_module
-from paceline.store import spool as spool_module
-from paceline.store.options import shard_limits
-from paceline.store.sources import SampleSource, Totals
-from paceline.store.writing import ShardLimits
+from paceline.store.write import index as indexing_module
+from paceline.store.write import name_table as table_module
+from paceline.store.write import options as options_module
+from paceline.store.write import pipeline as packer_module
+from paceline.store.write import sorted_runs as spool_module
+from paceline.store.write.options import shard_limits
+from paceline.store.write.shards import ShardLimits
+from paceline.store.write.sources import SampleSource, Totals
 
 
 def content(path):

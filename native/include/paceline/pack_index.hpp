@@ -1,5 +1,5 @@
 // The index of a pack: one mapped file of flat arrays, and what they say about each sample.
-// The layout: docs/reference/pack-format.md. Nothing in the file is believed before it is checked:
+// The layout: docs/reference/pack-format.md. Everything in the file is checked before it is used:
 // whatever the bytes are, the outcome is an answer that lies within the files or a PackError.
 #pragma once
 
@@ -82,15 +82,15 @@ struct PackError : std::runtime_error {
 
   Kind kind;
   std::string file;
-  int error = 0;             // errno of Kind::io
-  std::uint64_t sample = 0;  // of Kind::sample, with what follows
+  int error = 0;              // errno of Kind::io
+  bool direct = false;        // of Kind::io: it was opened past the page cache
+  std::uint64_t sample = 0;   // of Kind::sample, with shard and name
   std::uint32_t shard = 0;
-  std::uint32_t expected = 0;
-  std::uint32_t found = 0;
+  std::string name;           // "" if the index is damaged there
   std::uint32_t version = 0;  // of Kind::version: what a reader needs; 0 = an unknown section
 };
 
-[[noreturn]] void fail_io(const std::string& path, int error);
+[[noreturn]] void fail_io(const std::string& path, int error, bool direct = false);
 [[noreturn]] void fail_corrupt(const std::string& path, const std::string& why);
 [[noreturn]] void fail_version(const std::string& path, std::uint32_t version,
                                const std::string& why);
@@ -153,6 +153,7 @@ class PackIndex {
   std::uint32_t shard_count() const noexcept { return header_.shard_count; }
   // Header and section table: their checksums cover the whole content.
   std::span<const std::byte> head() const noexcept;
+  std::span<const std::byte> bytes() const noexcept { return file_.bytes(); }
 
   // Views into the mapping: valid as long as this object.
   std::span<const std::uint64_t> lengths() const noexcept { return lengths_; }  // of extents

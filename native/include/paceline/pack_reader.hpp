@@ -2,8 +2,8 @@
 //
 // A batch goes through three steps. What is not in memory is requested first, all of it, in the
 // order in which it lies on storage; then what is in memory is copied, while storage works; then
-// the rest, as it arrives. Nothing that is handed out by copy is believed: the copy itself is
-// checked, unless its pages are known to hold what this process checked before (residency.hpp).
+// the rest, as it arrives. The copy itself is checked, unless its pages are known to hold what this
+// process checked before (residency.hpp).
 #pragma once
 
 #include <atomic>
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "paceline/pack_index.hpp"
+#include "paceline/page_cache.hpp"
 #include "paceline/residency.hpp"
 #include "paceline/worker_pool.hpp"
 
@@ -33,6 +34,8 @@ static_assert(sizeof(ShardHeader) == 64);
 
 struct BadSample {
   std::uint64_t sample;
+  std::uint32_t shard;  // in which it begins
+  std::string name;     // "" if the index is damaged there
   std::string why;
 };
 
@@ -41,8 +44,9 @@ enum class Verify : std::uint8_t { first, always, never };
 struct ReadOptions {
   Verify verify = Verify::first;
   unsigned threads = 1;     // that share a large batch, the caller included
-  bool index_only = false;  // open no shard: for who mends them
+  bool index_only = false;  // open no shard, as repairing them needs it
   bool direct = false;      // past the page cache (O_DIRECT), for data that is larger than memory
+  ResidencyMaker residency = &trust_page_table;
 };
 
 // Thread-safe, and safe to use in a forked child.
@@ -59,12 +63,14 @@ class PackReader {
 
   // Length of a sample, known to be in its shards. Throws PackError, std::out_of_range.
   std::size_t checked_length(std::uint64_t sample) const;
-  // Fills offsets[ids + 1], the places of these samples in one buffer; returns the buffer's size.
-  std::size_t plan_batch(std::span<const std::int64_t> ids, std::int64_t* offsets) const;
-  // Throws the PackError of the first sample of the batch that has one.
-  void read_batch(std::span<const std::int64_t> ids, const std::int64_t* offsets,
-                  std::byte* target) const;
-  // The samples where they lie, verified; nothing for one that does not lie in one piece as it is.
+  // Fills `offsets`, one longer than `ids`, with the places of these samples in one buffer; returns
+  // the size of that buffer.
+  std::size_t plan_batch(std::span<const std::int64_t> ids, std::span<std::int64_t> offsets) const;
+  // Reads samples to the places that plan_batch found in `target`. Throws the PackError of the first
+  // sample of the batch that has one.
+  void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
+                  std::span<std::byte> target) const;
+  // The samples where they lie, verified; nothing for one that is encoded or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
       std::span<const std::int64_t> ids) const;
@@ -72,28 +78,32 @@ class PackReader {
   void prefetch(std::span<const std::int64_t> ids) const;
   // Verifies samples [first, end) in place and returns the bad ones.
   std::vector<BadSample> verify(std::uint64_t first, std::uint64_t end) const;
-  // Lets go of all pages, and of what is known about them.
+  // Lets go of all pages of the shards, and of what is known about them.
   void evict() const;
+  // Lets go of the pages of the index.
+  void evict_index() const;
 
  private:
   struct Shard {
-    explicit Shard(Mapping file)
-        : mapping(std::move(file)), residency(mapping.bytes()), state(mapping.state()) {}
+    Shard(Mapping file, ResidencyMaker make_residency)
+        : mapping(std::move(file)),
+          residency(make_residency(mapping.bytes())),
+          state(mapping.state()) {}
     Mapping mapping;
-    Residency residency;
+    std::unique_ptr<Residency> residency;
     std::mutex mutex;
     FileState state;                           // of the file, when it was last looked at
     std::atomic<std::uint64_t> checked_ns{0};  // when that was
     std::atomic<int> direct{-1};               // its descriptor past the page cache
   };
 
-  struct Piece {  // one extent on its way into a buffer
+  struct ExtentRead {  // an extent on its way into a buffer
     std::uint64_t sample;
     Extent extent;
     Shard* shard;
     std::span<const std::byte> stored;
-    std::byte* target;
-    bool resident;  // as far as is known
+    std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
+    bool resident;      // as far as is known
     bool trusted;
   };
 
@@ -101,25 +111,27 @@ class PackReader {
 
   void open_shards(const std::string& folder);
   std::span<const std::byte> stored(const Extent& extent) const;
-  void add_pieces(std::vector<Piece>& pieces, std::uint64_t sample, std::byte* target) const;
+  void add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample, std::byte* target) const;
   void check_shard(Shard& shard, std::uint64_t now_ns) const;
-  void look_up(std::vector<Piece>& pieces) const;
-  void request(std::vector<Piece>& pieces) const;
-  void load(Piece& piece) const;
-  void copy(Piece& piece) const;
-  void decode(Piece& piece) const;
-  void read_direct(Piece& piece) const;
-  void copy_part(std::span<Piece> part, Failure& failure) const;
-  void check_in_place(Piece& piece) const;
-  [[noreturn]] void fail_unreadable(const Piece& piece) const;
-  [[noreturn]] void fail_sample(const Piece& piece, std::uint32_t found) const;
-  [[noreturn]] void fail_sample(const Piece& piece, const std::string& why) const;
+  void look_up(std::vector<ExtentRead>& reads) const;
+  void request(std::vector<ExtentRead>& reads) const;
+  void load(ExtentRead& read) const;
+  void copy(ExtentRead& read) const;
+  void decode(ExtentRead& read) const;
+  void read_direct(ExtentRead& read) const;
+  void copy_slice(std::span<ExtentRead> slice, Failure& failure) const;
+  void check_in_place(ExtentRead& read) const;
+  [[noreturn]] void fail_unreadable(const ExtentRead& read) const;
+  [[noreturn]] void fail_sample(const ExtentRead& read, std::uint32_t found) const;
+  [[noreturn]] void fail_sample(const ExtentRead& read, const std::string& why) const;
+  std::string name_or_nothing(std::uint64_t sample) const;
+  std::uint32_t first_shard(std::uint64_t sample) const;
 
   PackIndex index_;
   ReadOptions options_;
   std::vector<std::unique_ptr<Shard>> shards_;
   mutable WorkerPool pool_;
-  mutable std::atomic<int> wary_{0};  // batches in which to ask whether pages are still there
+  mutable std::atomic<int> revalidate_{0};  // batches in which to ask the kernel about each page
 };
 
 }  // namespace paceline

@@ -42,10 +42,10 @@ struct FolderEntry {
 std::vector<FolderEntry> list_folder(int descriptor, bool follow);
 
 // What became of a file that was to be read.
-enum class ReadOutcome : std::uint8_t { whole, unreadable, gone, no_file, resized, touched };
+enum class ReadOutcome : std::uint8_t { complete, unreadable, gone, no_file, resized, touched };
 
 struct FileRead {
-  ReadOutcome outcome = ReadOutcome::whole;
+  ReadOutcome outcome = ReadOutcome::complete;
   int error = 0;           // errno of `unreadable`
   std::uint64_t size = 0;  // of `resized`: the size found
   std::uint32_t checksum = 0;
@@ -53,7 +53,7 @@ struct FileRead {
 
 // Reads the files `names` below the folder `descriptor`: file k, which must have lengths[k] bytes and
 // have been last written at mtimes_ns[k], goes to target[positions[k]...]; what lies between the
-// files is zeroed. Returns one state a file; the caller looks for those that are not whole.
+// files is zeroed. Returns one state a file; the caller looks for those that are not complete.
 std::vector<FileRead> read_files(int descriptor, const NameList& names,
                                   std::span<const std::uint64_t> lengths,
                                   std::span<const std::int64_t> mtimes_ns,

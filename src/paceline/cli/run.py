@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 @click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
 @click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
 @click.option(
-    "--estimate", type=click.Path(path_type=Path), help="Compare with what plan --out wrote."
+    "--plan",
+    "plan_path",
+    type=click.Path(path_type=Path),
+    help="Follow the plan that paceline plan --out wrote, and compare with its estimate.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
@@ -36,7 +39,7 @@ def run(
     record: bool | None,
     bind: bool | None,
     machine: Path | None,
-    estimate: Path | None,
+    plan_path: Path | None,
     as_json: bool,
     dry_run: bool,
     script: Path,
@@ -53,28 +56,31 @@ def run(
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
-    from paceline.core.files import read_text
+    from paceline.core.plan_file import load_plan_file
     from paceline.launch.failures import first_traceback
     from paceline.launch.options import RunConfig
     from paceline.launch.run import claim_folder, execute, prepare, trace_warnings
-    from paceline.perf import Estimate
     from paceline.probe.machine_file import known_machine
+    from paceline.report.fit import machine_difference
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
-    job = prepare(script, args, resolve(RunConfig, flags=flags), out, clock)
+    resolved = resolve(RunConfig, flags=flags)
+    plan = load_plan_file(plan_path) if plan_path is not None else None
+    job = prepare(script, args, resolved, out, clock, plan=plan)
     _warn(job.warnings)
     described = known_machine(machine)
-    predicted = None
-    if estimate is not None:
-        predicted = Estimate.from_text(read_text(estimate), where=str(estimate))
+    if plan is not None and plan.estimate is not None:
+        difference = machine_difference(plan.estimate, described.digest(), described.name)
+        if difference:
+            _warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
-            result = execute(job, machine=described, estimate=predicted, clock=clock)
+            result = execute(job, machine=described, clock=clock)
     except PacelineError as error:
         if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
             click.echo(text, err=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.store import Pack
-    from paceline.store.describe import FolderStat, PackStat, SampleStat
+    from paceline.store.read.describe import FolderStat, PackStat, SampleStat
 
 _JSON_HELP = "Print one JSON object on stdout."
 
@@ -32,7 +32,7 @@ def stat(path: str, name: str | None, as_json: bool) -> None:
 
     Reads only the index.
     """
-    from paceline.store.describe import FolderStat, describe_name, describe_pack
+    from paceline.store.read.describe import FolderStat, describe_name, describe_pack
 
     if name is None:
         whole = describe_pack(path)
@@ -118,7 +118,7 @@ def extract(
     """
     from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
-    from paceline.store.extract import extract as extract_samples
+    from paceline.store.read.extract import extract as extract_samples
 
     with open_pack(path) as pack:
         summary = extract_samples(
@@ -145,7 +145,7 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
     """
     from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
-    from paceline.store.damage import verify_files
+    from paceline.store.care.damage import verify_files
 
     with open_pack(path) as pack:
         damaged = []
@@ -191,7 +191,7 @@ def repair(
     exit code is 4.
     """
     from paceline.core.errors import CorruptPack
-    from paceline.store.repair import repair_pack
+    from paceline.store.care.repair import repair_pack
 
     report = repair_pack(
         path,

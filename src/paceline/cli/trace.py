@@ -60,10 +60,11 @@ def stats(run: Path, as_json: bool) -> None:
 
     from paceline.report.terminal import render_stats
     from paceline.runs.folder import RunFolder
+    from paceline.trace.analysis import analyse
     from paceline.trace.merge import load_run
     from paceline.trace.stats import summarize_trace
 
-    found = summarize_trace(load_run(RunFolder.open(run).path))
+    found = summarize_trace(analyse(load_run(RunFolder.open(run).path)))
     if as_json:
         click.echo(json.dumps({"kind": "trace", **found.to_json()}))
         return

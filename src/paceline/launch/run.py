@@ -35,6 +35,7 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.core.files import commit_text
+from paceline.core.plan_file import PlanFile
 from paceline.core.processes import (
     StopRequested,
     become_reaper,
@@ -46,29 +47,28 @@ from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.exits import Outcome, RankExit, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.options import RunConfig
+from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.rendezvous.addresses import FOLDER
 from paceline.launch.rendezvous.job import TaskRendezvous
 from paceline.launch.rendezvous.messages import JobEnd
 from paceline.launch.task import run_task
-from paceline.runs.folder import CONFIG_VERSION
+from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.runs.versions import versions
-from paceline.trace.arrivals import encounters
-from paceline.trace.blame import blame, lateness_s
-from paceline.trace.files import Status, read_status, trace_name
-from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, phases, step_time_s
+from paceline.trace.analysis import Analysis, analyse
+from paceline.trace.files import read_status, trace_name
+from paceline.trace.merge import load_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
-    from paceline.perf import Estimate
+    from paceline.trace.header import Status
 
 # What rank 0 writes before all have arrived: in a folder with only these, a run is about to start.
 _WRITTEN_AT_START = frozenset(
-    ("config.json", "versions.json", "machine.json", "estimate.json", "trace", FOLDER)
+    ("config.json", "versions.json", "machine.json", PLAN_NAME, "trace", FOLDER)
 )
 
 
@@ -86,6 +86,7 @@ class Job:
     resolved: Resolved[RunConfig]
     allocation: Allocation | None
     warnings: tuple[str, ...]
+    plan: PlanFile | None = None
     chosen_name: bool = False
 
     @property
@@ -95,7 +96,13 @@ class Job:
 
 
 def prepare(
-    script: Path, args: Sequence[str], resolved: Resolved[RunConfig], run: Path | None, clock: Clock
+    script: Path,
+    args: Sequence[str],
+    resolved: Resolved[RunConfig],
+    run: Path | None,
+    clock: Clock,
+    *,
+    plan: PlanFile | None = None,
 ) -> Job:
     """Check a run before anything is written or started.
 
@@ -105,11 +112,12 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: for the name of that folder.
+        plan: to follow: ranks, threads and bucket sizes.
 
     Raises:
         NotFound: there is no such script.
         DestinationExists: the folder is there and not empty.
-        UsageError: the allocation has another world size.
+        UsageError: the allocation has another world size, or something contradicts the plan.
         Missing: torch is not installed.
     """
     if not script.is_file():
@@ -122,6 +130,13 @@ def prepare(
     if allocation is not None:
         check_world(allocation, config.ranks)
     ranks = allocation.world_size if allocation else config.ranks or 1
+    warnings = _warnings(ranks, allocation)
+    if plan is not None:
+        check_plan(plan.plan, resolved, allocation, environment())
+        if allocation is not None:
+            check_world(allocation, plan.plan.mesh.world_size)
+        ranks = plan.plan.mesh.world_size
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
     chosen_name = run is None and allocation is None
     if run is None:
         run = _default_run(script, allocation, clock)
@@ -133,7 +148,8 @@ def prepare(
         ranks=ranks,
         resolved=resolved,
         allocation=allocation,
-        warnings=_warnings(ranks, allocation),
+        warnings=warnings,
+        plan=plan,
         chosen_name=chosen_name,
     )
 
@@ -203,7 +219,6 @@ def execute(
     job: Job,
     *,
     machine: Machine,
-    estimate: Estimate | None = None,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None = None,
 ) -> RunResult:
@@ -212,7 +227,6 @@ def execute(
     Args:
         job: from `claim_folder`.
         machine: to keep with the run, as far as it is known.
-        estimate: a prediction to keep with the run, so that its report can compare.
         clock: for waits.
         on_status: called about four times a second with the ranks' live status.
 
@@ -226,7 +240,7 @@ def execute(
         StorageError: the folder cannot be written.
     """
     if job.rank == 0:
-        _write_start(job, machine, estimate)
+        _write_start(job, machine)
     with contextlib.ExitStack() as stack:
         rendezvous = stack.enter_context(_rendezvous(job, clock)) if job.allocation else None
         exits = _run_ranks(job, rendezvous, clock, on_status)
@@ -290,17 +304,14 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
             ranks=(),
             failure=failure,
         )
-    met = encounters(trace)
-    parts = phases(trace, met)
-    steps = min((one.steps for one in parts), default=0)
-    late = blame(trace, parts, late_s=lateness_s(trace, steps, met))
+    analysis = analyse(trace)
     return RunResult(
         exit_code=exit_code,
         world_size=ranks,
-        step_time_s=step_time_s(parts),
-        loop_wall_s=max(one.loop_wall_s for one in parts),
-        ranks=_rank_results(trace, parts),
-        straggler=late[0] if late else None,
+        step_time_s=analysis.step_time_s,
+        loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
+        ranks=_rank_results(analysis),
+        straggler=analysis.stragglers[0] if analysis.stragglers else None,
         failure=failure,
     )
 
@@ -321,20 +332,20 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _rank_results(trace: Trace, parts: tuple[RankPhases, ...]) -> tuple[RankResult, ...]:
+def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
     return tuple(
         RankResult(
-            rank=one.rank,
-            steps=one.steps,
-            loop_wall_s=one.loop_wall_s,
+            rank=phases.rank,
+            steps=phases.steps,
+            loop_wall_s=phases.loop_wall_s,
             peak_memory_bytes=rank.status.peak_memory_bytes,
             phases=tuple(
                 PhaseTime(name=name, measured_s=seconds)
-                for name, seconds in one.breakdown().items()
+                for name, seconds in phases.breakdown().items()
             ),
             dropped_count=rank.status.dropped_count,
         )
-        for rank, one in zip(trace.ranks, parts, strict=True)
+        for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )
 
 
@@ -374,13 +385,15 @@ def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
 
 def _threads(job: Job) -> int | None:
     """Return the compute threads of each rank; None where torch or the allocation chooses them."""
+    if job.plan is not None:
+        return job.plan.plan.threads
     environ = environment()
     if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
         return None
     return share(allowed_cores(), 0, job.ranks, environ).threads
 
 
-def _write_start(job: Job, machine: Machine, estimate: Estimate | None) -> None:
+def _write_start(job: Job, machine: Machine) -> None:
     config = {
         "version": CONFIG_VERSION,
         "values": job.resolved.to_json(),
@@ -392,8 +405,8 @@ def _write_start(job: Job, machine: Machine, estimate: Estimate | None) -> None:
     commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(job.run / "machine.json", machine.to_text())
-    if estimate is not None:
-        commit_text(job.run / "estimate.json", estimate.to_text())
+    if job.plan is not None:
+        commit_text(job.run / PLAN_NAME, job.plan.to_text())
 
 
 def _start(
@@ -413,6 +426,7 @@ def _start(
         cores,
         "--record",
         record,
+        *_plan_options(job.plan),
         "--",  # or argparse would take the first one of the script's for its own
         str(job.script),
         *job.args,
@@ -423,6 +437,14 @@ def _start(
         exits: tuple[RankExit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
     return run_task(job.allocation, command, rendezvous, clock, bind=job.resolved.config.bind)
+
+
+def _plan_options(plan: PlanFile | None) -> list[str]:
+    """Return what a rank's worker takes from the plan."""
+    if plan is None:
+        return []
+    buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
+    return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
 
 
 def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -> RunResult:

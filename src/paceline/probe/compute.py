@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.machine import Overhead, Point, Quantity, Rate
+from paceline.core.machine import FrameworkOverhead, Overhead, Point, Quantity, Rate
 from paceline.probe.kernels import (
     Kernel,
     operations_of,
@@ -285,14 +285,31 @@ def measure_memory(effort: Effort) -> MemoryRates:
 
 
 def overhead_records(costs: Costs, threads: int, processes: int) -> list[Overhead]:
-    """Return `costs` as records."""
+    """Return the operators' overheads among `costs` as records."""
     return [
         Overhead(
-            operator=operator,  # type: ignore[arg-type]  # classes of the kernels, and step
+            operator=operator,  # type: ignore[arg-type]  # classes of the kernels
             phase=phase,  # type: ignore[arg-type]
             threads=threads,
             processes=processes,
             seconds=Quantity(value=seconds, source="probe"),
         )
         for (operator, phase), seconds in costs.items()
+        if operator != "step"
+    ]
+
+
+def framework_records(costs: Costs, threads: int, processes: int) -> list[FrameworkOverhead]:
+    """Return what torch adds to a phase, among `costs`, as records."""
+    return [
+        FrameworkOverhead(
+            framework="torch",
+            what="phase",
+            phase=phase,  # type: ignore[arg-type]
+            threads=threads,
+            processes=processes,
+            seconds=Quantity(value=seconds, source="probe"),
+        )
+        for (operator, phase), seconds in costs.items()
+        if operator == "step"
     ]

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from paceline.core.affinity import allowed_cores, share
 from paceline.core.clock import SystemClock
 from paceline.core.errors import Missing, NotFound, PacelineError
-from paceline.core.machine import Device, Link, Machine, Overhead, Quantity
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    Device,
+    FrameworkOverhead,
+    Link,
+    Machine,
+    Quantity,
+)
 from paceline.core.processes import ended_on_signal
 from paceline.core.worker_process import WorkerCall, call_all
 from paceline.probe import node
@@ -72,7 +80,8 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     return Machine(
         name=platform.node() or "this node",
         devices=(_device(cores, workers),),
-        links=(*links, *_collectives(workers[1:])),
+        links=links,
+        collectives=_collectives(workers[1:]),
         tiers=tiers,
         missing=tuple(missing),
     )
@@ -152,6 +161,7 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
     alone, shared = memory.get(1), memory.get(PAIR)
     cache = node.cache_bytes()
     overheads = [overhead for measured in compute for overhead in measured.overheads]
+    frameworks = [overhead for measured in compute for overhead in measured.framework_overheads]
     return Device(
         name=node.cpu_name(),
         kind="cpu",
@@ -162,55 +172,78 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
         bandwidth_shared_bytes_per_s=_probed(shared.bandwidth_bytes_per_s) if shared else None,
         first_touch_bytes_per_s=_probed(alone.first_touch_bytes_per_s) if alone else None,
         rates=tuple(rate for measured in compute for rate in measured.rates),
-        overheads=(*overheads, *_ddp(workers[1:])),
+        overheads=tuple(overheads),
+        framework_overheads=(*frameworks, *_ddp(workers[1:])),
     )
 
 
-def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[Overhead, ...]:
-    costs = [worker.communication.ddp for worker in pair if worker.communication]
-    if not costs:
-        return ()
-    seconds: dict[Phase, float] = {
-        "forward": sum(cost.forward_s for cost in costs) / len(costs),
-        "backward": sum(cost.backward_s for cost in costs) / len(costs),
-    }
-    return tuple(
-        Overhead(
-            operator="ddp",
-            phase=phase,
-            threads=pair[0].compute[0].threads,
-            processes=PAIR,
-            seconds=_probed(phase_s),
-        )
-        for phase, phase_s in seconds.items()
-    )
-
-
-def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[Link, ...]:
+def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[FrameworkOverhead, ...]:
+    """Return what DistributedDataParallel adds on each of two ranks, the mean of both."""
     communications = [worker.communication for worker in pair if worker.communication]
     if not communications:
         return ()
-    measured = communications[0].collectives
     costs = [communication.ddp for communication in communications]
-    bandwidth = sum(cost.bandwidth_bytes_per_s for cost in costs) / len(costs)
-    buffers_s = sum(cost.buffers_s for cost in costs) / len(costs)
-    figures = [
-        ("gloo", operation, line.latency_s, line.bandwidth_bytes_per_s)
-        for operation, line in measured.items()
-    ]
-    # Buffers go in one broadcast per dtype: floats, and the counters of batches.
-    figures += [
-        ("ddp", "all_reduce", measured["all_reduce"].latency_s, bandwidth),
-        ("ddp", "broadcast", buffers_s / 2, measured["broadcast"].bandwidth_bytes_per_s),
-    ]
+    threads = pair[0].compute[0].threads
+    bandwidth = _mean([cost.bandwidth_bytes_per_s for cost in costs])
+    bare_bandwidth = communications[0].collectives["all_reduce"].bandwidth_bytes_per_s
+    wrapper_s: dict[Phase, float] = {
+        "forward": _mean([cost.forward_s for cost in costs]),
+        "backward": _mean([cost.backward_s for cost in costs]),
+    }
+    return (
+        *(
+            FrameworkOverhead(
+                framework="ddp",
+                what="wrapper",
+                phase=phase,
+                threads=threads,
+                processes=PAIR,
+                seconds=_probed(seconds),
+            )
+            for phase, seconds in wrapper_s.items()
+        ),
+        FrameworkOverhead(
+            framework="ddp",
+            what="reduction",
+            phase="backward",
+            threads=threads,
+            processes=PAIR,
+            seconds_per_byte=_probed(max(0.0, 1 / bandwidth - 1 / bare_bandwidth)),
+        ),
+        # Buffers go in one broadcast per dtype: floats, and the counters of batches.
+        FrameworkOverhead(
+            framework="ddp",
+            what="buffer_broadcast",
+            phase="forward",
+            threads=threads,
+            processes=PAIR,
+            seconds=_probed(_mean([cost.buffers_s for cost in costs]) / 2),
+        ),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[CollectiveCost, ...]:
+    if not pair or pair[0].communication is None:
+        return ()
     return tuple(
-        Link(
-            level=level,
-            operation=operation,  # type: ignore[arg-type]  # names of the two collectives above
-            latency_s=_probed(latency_s),
-            bandwidth_bytes_per_s=_probed(bandwidth_bytes_per_s),
+        CollectiveCost(
+            backend="gloo",
+            operation=operation,
+            ranks=PAIR,
+            level="loopback",
+            points=(
+                CollectivePoint(bytes=0.0, seconds=_probed(line.latency_s)),
+                CollectivePoint(
+                    bytes=float(1 << 24),
+                    seconds=_probed(line.latency_s + (1 << 24) / line.bandwidth_bytes_per_s),
+                ),
+            ),
         )
-        for level, operation, latency_s, bandwidth_bytes_per_s in figures
+        for operation, line in pair[0].communication.collectives.items()
     )
 
 
@@ -230,9 +263,15 @@ def summary(machine: Machine) -> list[str]:
             f"{device.bandwidth_shared_bytes_per_s.value / 1e9:.1f} GB/s each of two"
         )
     lines += [
-        f"{link.level} {link.operation}: {link.latency_s.value * 1e6:.1f} us, "
+        f"{link.level}: {link.latency_s.value * 1e6:.1f} us, "
         f"{link.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s"
         for link in machine.links
+    ]
+    lines += [
+        f"{cost.backend} {cost.operation} between {cost.ranks} ranks: "
+        f"{cost.points[0].seconds.value * 1e6:.1f} us, "
+        f"{cost.points[-1].bytes / cost.points[-1].seconds.value / 1e9:.2f} GB/s"
+        for cost in machine.collectives
     ]
     lines += [
         f"{tier.name} ({tier.kind}): {tier.bandwidth_bytes_per_s.value / 1e9:.2f} GB/s, "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.machine import Overhead, Rate
-from paceline.core.record import Record
+from paceline.core.machine import FrameworkOverhead, Overhead, Rate
+from paceline.core.worker_process import WorkerMessage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureRequest(Record):
+class MeasureRequest(WorkerMessage):
     """What one of `ranks` processes that measure at the same time is to do.
 
     Attributes:
@@ -36,7 +36,7 @@ class MeasureRequest(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRates(Record):
+class MemoryRates(WorkerMessage):
     """Bytes per second out of cache, and of memory that is touched for the first time."""
 
     bandwidth_bytes_per_s: float
@@ -44,18 +44,19 @@ class MemoryRates(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeMeasurement(Record):
+class ComputeMeasurement(WorkerMessage):
     """Rates and overheads with `threads` threads in each of `processes` processes."""
 
     threads: int
     processes: int
     rates: tuple[Rate, ...]
     overheads: tuple[Overhead, ...]
+    framework_overheads: tuple[FrameworkOverhead, ...]
     memory: MemoryRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatencyBandwidth(Record):
+class LatencyBandwidth(WorkerMessage):
     """The line ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
 
     latency_s: float
@@ -63,7 +64,7 @@ class LatencyBandwidth(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DdpCost(Record):
+class DdpCost(WorkerMessage):
     """What DistributedDataParallel adds to a step.
 
     Attributes:
@@ -80,7 +81,7 @@ class DdpCost(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicationMeasurement(Record):
+class CommunicationMeasurement(WorkerMessage):
     """Collectives of two ranks over gloo, by operation, and DDP on top of them."""
 
     collectives: dict[str, LatencyBandwidth]
@@ -88,7 +89,7 @@ class CommunicationMeasurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerMeasurement(Record):
+class WorkerMeasurement(WorkerMessage):
     """What one process measured; `communication` is None for a process alone."""
 
     torch: str
@@ -97,12 +98,12 @@ class WorkerMeasurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchRequest(Record):
+class TorchRequest(WorkerMessage):
     """Asks which torch is installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchFacts(Record):
+class TorchFacts(WorkerMessage):
     """The torch that imports here.
 
     Attributes:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from paceline.core.worker_process import serve
 from paceline.probe.compute import (
     Effort,
+    framework_records,
     measure_memory,
     measure_optimizer,
     measure_overheads,
@@ -54,6 +55,7 @@ def _measure_compute(
         processes=request.ranks,
         rates=tuple(rates),
         overheads=tuple(overhead_records(costs, threads, request.ranks)),
+        framework_overheads=tuple(framework_records(costs, threads, request.ranks)),
         memory=measure_memory(effort),
     )
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.core.errors import ConfigError, CorruptData, NotFound, UsageError
+from paceline.core.errors import ConfigError, CorruptData, NewerFormat, NotFound
+from paceline.core.estimate import Estimate
 from paceline.core.files import read_text
+from paceline.core.plan_file import PlanFile
 from paceline.core.record import Record
 from paceline.runs.result import RunResult
 
@@ -21,6 +23,8 @@ R = TypeVar("R", bound=Record)
 
 CONFIG_VERSION = 2  # of config.json; 1 named a setting's provenance "origin"
 VERSIONS_VERSION = 1  # of versions.json
+PLAN_NAME = "plan.json"
+_ESTIMATE_NAME = "estimate.json"  # which an earlier Paceline kept in place of the plan
 
 
 class RunFolder:
@@ -66,7 +70,7 @@ class RunFolder:
 
         Raises:
             CorruptData: it does not hold such a record; nobody writes these files by hand.
-            UsageError: a newer Paceline wrote it.
+            NewerFormat: a newer Paceline wrote it; the error names that Paceline if the run does.
         """
         path = self.file(name)
         if not path.exists():
@@ -77,6 +81,25 @@ class RunFolder:
         except ConfigError as problem:
             why = f"{problem.what}: {problem.why}" if problem.why else problem.what
             raise _unreadable(problem.where, why) from problem
+
+    def read_plan(self) -> PlanFile | None:
+        """Return what the run was planned to be; None without a plan. Errors as `read_record`.
+
+        A folder of an earlier Paceline holds the Estimate alone, as ``estimate.json``.
+        """
+        plan = self.read_record(PlanFile, PLAN_NAME)
+        if plan is not None:
+            return plan
+        estimate = self.read_record(Estimate, _ESTIMATE_NAME)
+        return PlanFile(plan=estimate.plan, estimate=estimate) if estimate else None
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in file `name` as it was written; empty without the file.
+
+        Raises:
+            CorruptData: it is not JSON.
+        """
+        return _read_object(self.file(name))
 
     def read_config(self) -> dict[str, Any]:
         """Return ``config.json``: ``values`` (each with its provenance), ``script``, ``args``, ...
@@ -103,7 +126,7 @@ class RunFolder:
             return
         writer = _read_object(self.file("versions.json")).get("paceline")
         needed = f"Use Paceline {writer} or newer" if writer else "Use a newer Paceline"
-        raise UsageError(
+        raise NewerFormat(
             "a newer Paceline wrote this run",
             where=str(self.file(name)),
             why=f"the file has format version {version}, this Paceline reads up to {known}",

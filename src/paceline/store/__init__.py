@@ -7,19 +7,19 @@ only when they are asked for.
 
 from typing import Any
 
-from paceline.store.appending import append_pack
-from paceline.store.loader_options import LoaderOptions
-from paceline.store.options import PackOptions, PackProgress, PackSummary
-from paceline.store.order import SampleOrder
-from paceline.store.packing import (
+from paceline.store.feed.options import LoaderOptions
+from paceline.store.feed.order import SampleOrder
+from paceline.store.feed.sampler import PackSampler
+from paceline.store.read.pack import Pack, open_pack
+from paceline.store.write.append import append_pack
+from paceline.store.write.options import PackOptions, PackProgress, PackSummary
+from paceline.store.write.pack import (
     pack_archives,
     pack_folder,
     pack_paths,
     pack_samples,
     plan_pack,
 )
-from paceline.store.reader import Pack, open_pack
-from paceline.store.sampler import PackSampler
 
 __all__ = [
     "Loader",
@@ -43,7 +43,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Loader", "PackDataset"):
-        from paceline.store import loader
+        from paceline.store.feed import loader
 
         return getattr(loader, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.config import Resolved
+from paceline.core.affinity import allowed_cores, share
+from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.clock import Clock
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
-    from paceline.perf import Estimate
+    from paceline.core.plan_file import PlanFile
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
-    from paceline.trace.files import Status
+    from paceline.trace.header import Status
 
 RANKS = 2
 EPOCHS = 30
@@ -188,12 +190,14 @@ def run_demo(
     machine = measure(folder=FOLDER, quick=True)
     commit_text(machine_path, machine.to_text())
     on_stage(Stage(name="measure", lines=tuple(summary(machine)[:1])))
-    estimate_path = FOLDER / "estimate.json"
-    estimate = predict(f"{SCRIPT}:training_step", ranks=RANKS, machine_path=machine_path)
-    commit_text(estimate_path, estimate.to_text())
-    on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
+    threads = share(allowed_cores(), 0, RANKS, environment()).threads
+    target = f"{SCRIPT}:training_step"
+    plan = predict(target, ranks=RANKS, threads=threads, machine_path=machine_path)
+    commit_text(FOLDER / "plan.json", plan.to_text())
+    assert plan.estimate is not None
+    on_stage(Stage(name="predict", lines=(_predict_line(plan.estimate),)))
     run = FOLDER / "run"
-    trained = _train(run, injection, seed, machine, estimate, clock, on_status)
+    trained = _train(run, injection, seed, machine, plan, clock, on_status)
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
@@ -218,7 +222,7 @@ def _train(
     injection: Injection | None,
     seed: int,
     machine: Machine,
-    estimate: Estimate,
+    plan: PlanFile,
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
@@ -232,11 +236,11 @@ def _train(
     config = RunConfig(ranks=RANKS)
     names = [field.name for field in dataclasses.fields(config)]
     provenance = {**dict.fromkeys(names, "default"), "ranks": "demo"}
-    job = prepare(SCRIPT, args, Resolved(config=config, provenance=provenance), run, clock)
+    resolved = Resolved(config=config, provenance=provenance)
+    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
     execute(
         claim_folder(job),
         machine=machine,
-        estimate=estimate,
         clock=clock,
         on_status=on_status,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.plan import Mesh, Plan
-from paceline.perf import Estimate, estimate
+from paceline.core.plan_file import PlanFile
+from paceline.perf import estimate
 from paceline.probe.machine_file import load_machine
 from paceline.training.capture_process import capture_file
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 def predict(
     target: str, *, ranks: int, threads: int | None = None, machine_path: Path | None = None
-) -> Estimate:
-    """Return the estimate of a model on one node.
+) -> PlanFile:
+    """Return the plan of a model on one node, with its estimate and the model's Workload.
 
     Args:
         target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
@@ -33,4 +34,4 @@ def predict(
     workload = capture_file(target)
     cores = machine.devices[0].cores if machine.devices else 1
     plan = Plan(mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks))
-    return estimate(machine, workload, plan)
+    return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)

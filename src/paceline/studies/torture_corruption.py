@@ -23,9 +23,10 @@ import numpy as np
 
 from paceline.core.errors import CorruptData, PacelineError, StorageError
 from paceline.store import open_pack
-from paceline.store.damage import verify_files
-from paceline.store.layout import read_layout, sections
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
+from paceline.store.format.header import head_bytes, parse_sections
+from paceline.store.format.index import IndexFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,7 +60,11 @@ class Victim:
         self.path = path
         self.source = source
         self.files = {one.name: one.read_bytes() for one in sorted(path.iterdir())}
-        self.layout = read_layout(path)
+        # Mapped from a copy: the campaign damages the index itself, too.
+        copy = path.with_name(path.name + "-index")
+        copy.mkdir(exist_ok=True)
+        (copy / _INDEX).write_bytes(self.files[_INDEX])
+        self.index = IndexFile.open(copy)
         with open_pack(path) as pack:
             self.bodies = [pack.read(k) for k in range(len(pack))]
             self.names = list(pack.names)
@@ -83,16 +88,16 @@ class Victim:
         after = np.frombuffer(content, np.uint8)
         common = min(len(before), len(after))
         changed = np.flatnonzero(before[:common] != after[:common])
-        layout = self.layout
+        index = self.index
         shard = int(name[6:-5])
         samples = set()
-        for extent in np.flatnonzero(layout.shards == shard).tolist():
-            begin = int(layout.offsets[extent])
-            end = begin + int(layout.stored_lengths[extent])
+        for extent in np.flatnonzero(index.shards == shard).tolist():
+            begin = int(index.offsets[extent])
+            end = begin + int(index.stored_lengths[extent])
             first = int(np.searchsorted(changed, begin))
             is_changed = first < len(changed) and int(changed[first]) < end
             if end > begin and (is_changed or end > common):
-                samples.add(layout.sample_of(extent))
+                samples.add(index.sample_of(extent))
         return samples
 
     def refuses_to_open(self, name: str, content: bytes) -> bool:
@@ -104,8 +109,8 @@ class Victim:
             return True
         if name != _INDEX:
             return content[:64] != before[:64]
-        ranges = [(0, 64 + 32 * len(sections(before)))]
-        ranges += [(begin, begin + length) for begin, length in sections(before).values()]
+        ranges = [(0, head_bytes(before))]
+        ranges += [(place.offset, place.end) for place in parse_sections(before).values()]
         return any(content[begin:end] != before[begin:end] for begin, end in ranges)
 
 
@@ -222,7 +227,7 @@ def _look(
 
 def _files_wrong(victim: Victim, name: str, content: bytes) -> str:
     """Compare the whole files with their digests: exactly the one that was changed must differ."""
-    if name == _INDEX or not victim.layout.shard_digests:
+    if name == _INDEX or not victim.index.shard_digests:
         return ""
     _, found = verify_files(victim.path)
     named = [Path(problem.where).name for problem in found]
@@ -247,7 +252,7 @@ def _read_all(
                 return "", f"sample {k} was refused: {problem}"
             if got != body:
                 return "", f"sample {k} came back wrong, by {read.__name__}"
-            if k in harmed and not victim.layout.codecs[_first_extent(victim, k)]:
+            if k in harmed and not victim.index.codecs[_first_extent(victim, k)]:
                 return "", f"sample {k} was changed, and came back as before"
     if shard_gone is None:
         bad = {int(problem.what.split()[1]) for problem in pack.verify()}
@@ -257,12 +262,12 @@ def _read_all(
 
 
 def _first_extent(victim: Victim, sample: int) -> int:
-    first = victim.layout.first_extents
+    first = victim.index.first_extents
     return int(first[sample]) if len(first) else sample
 
 
 def _is_encoded(victim: Victim, sample: int) -> bool:
-    return bool(victim.layout.codecs[_first_extent(victim, sample)])
+    return bool(victim.index.codecs[_first_extent(victim, sample)])
 
 
 def _read_one(pack: Pack, sample: int) -> bytes:
@@ -280,7 +285,7 @@ def _read_in_batch(pack: Pack, sample: int) -> bytes:
 
 def _repair(victim: Victim) -> str:
     """Mend the damage, from parity where there is some, and compare every byte."""
-    source = None if victim.layout.parity_group else victim.source
+    source = None if victim.index.parity_group else victim.source
     report = repair_pack(victim.path, source=source)
     if not report.ok:
         return f"not mended: {report.lost[0].what}"

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.clock import SystemClock
 from paceline.core.errors import CorruptPack, PacelineError
 from paceline.store import append_pack, open_pack, pack_folder
-from paceline.store.damage import verify_files
-from paceline.store.repair import repair_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
 from paceline.studies.faults import Faults, fail_with
 from paceline.studies.torture_parts import Tally, TortureOptions, make_source, pack_options
 

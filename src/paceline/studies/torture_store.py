@@ -28,8 +28,8 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.core.record import Record
 from paceline.store import open_pack, pack_folder
-from paceline.store.extract import extract
-from paceline.store.layout import resealed, sections
+from paceline.store.format.header import parse_sections, resealed
+from paceline.store.read.extract import extract
 from paceline.studies.torture_interruptions import run_faults, run_kills
 from paceline.studies.torture_parts import (
     Campaign,
@@ -202,9 +202,9 @@ def _extract_hostile(place: Path, hostile: bytes, kind: str) -> str:
     index = deep / "pack" / "index.pace"
     content = index.read_bytes()
     for number in (9, 11):
-        begin, length = sections(content)[number]
-        part = content[begin : begin + length].replace(plain, hostile)
-        content = content[:begin] + part + content[begin + length :]
+        section = parse_sections(content)[number]
+        names = content[section.offset : section.end].replace(plain, hostile)
+        content = content[: section.offset] + names + content[section.end :]
     index.write_bytes(resealed(content))
     before = sorted(place.rglob("*"))
     try:

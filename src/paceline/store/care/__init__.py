@@ -1,0 +1,1 @@
+"""Looks after packs: finds damage, and repairs it from what is redundant."""

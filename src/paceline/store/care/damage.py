@@ -1,0 +1,256 @@
+"""Finds what is wrong with the files of a pack, byte by byte, without opening it for reading.
+
+A reader refuses a pack of which a shard is missing or cut off; whoever mends it has to look at
+such files all the same. Here a shard is read as a file: against its digest, which covers every
+byte, and where that differs, extent by extent.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from paceline.core.errors import CorruptPack, Missing
+from paceline.native import crc32c, zstd_available, zstd_decompress
+from paceline.store.format.index import IndexFile
+from paceline.store.format.layout import (
+    HEADER_BYTES,
+    FileMagic,
+    is_file_header,
+    parity_name,
+    shard_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+_BLOCK_BYTES = 4 << 20
+
+
+class OpenFile:
+    """A file of a pack, read by position; it may be missing, short or fail to be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = -1
+        self.length: int | None = None  # None: there is no file that can be opened
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.length = os.fstat(self.descriptor).st_size
+        except OSError as problem:
+            if problem.errno not in (errno.ENOENT, errno.EIO, errno.ELOOP):
+                raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def read(self, offset: int, length: int) -> bytes | None:
+        """Return exactly these bytes; None when they are not there or cannot be read."""
+        if self.descriptor < 0:
+            return None
+        pieces = []
+        try:
+            while length > 0:
+                piece = os.pread(self.descriptor, length, offset)
+                if not piece:
+                    return None
+                pieces.append(piece)
+                offset += len(piece)
+                length -= len(piece)
+        except OSError as problem:
+            if problem.errno != errno.EIO:
+                raise
+            return None
+        return b"".join(pieces)
+
+    def digest(self) -> bytes | None:
+        """Return the SHA-256 of the whole file; None when it cannot be read."""
+        total = hashlib.sha256()
+        for block in self.blocks(0, self.length or 0):
+            if block is None:
+                return None
+            total.update(block)
+        return total.digest()
+
+    def blocks(self, offset: int, length: int) -> Iterator[bytes | None]:
+        """Yield these bytes in pieces; None ends it where they cannot be read."""
+        end = offset + length
+        while offset < end:
+            block = self.read(offset, min(_BLOCK_BYTES, end - offset))
+            yield block
+            if block is None:
+                return
+            offset += len(block)
+
+
+@dataclass(slots=True)
+class ShardState:
+    """What is wrong with a shard; nothing, when `whole`."""
+
+    shard: int
+    found_length: int | None
+    expected_length: int
+    bad_header: bool = False
+    bad_extents: list[int] = field(default_factory=list)
+    bad_gaps: list[tuple[int, int]] = field(default_factory=list)  # begin and length
+    bad_digest: bool = False  # although every sample fits
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (
+            self.wrong_length
+            or self.bad_header
+            or self.bad_extents
+            or self.bad_gaps
+            or self.bad_digest
+        )
+
+    @property
+    def wrong_length(self) -> bool:
+        """Whether the file must be made anew rather than mended in place."""
+        return self.found_length != self.expected_length
+
+    def why(self) -> str:
+        """Say it in words."""
+        if self.found_length is None:
+            return "the file is missing or cannot be opened"
+        if self.wrong_length:
+            return f"{self.expected_length} bytes expected, {self.found_length} found"
+        if self.bad_header:
+            return "its header is damaged"
+        if self.bad_extents:
+            return f"{len(self.bad_extents)} stored pieces do not match their checksums"
+        return "its bytes beside the samples do not match the digest"
+
+
+def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
+    """Return whether `stored` are the bytes that belong at `extent`, by length and checksum."""
+    if len(stored) != int(index.stored_lengths[extent]):
+        return False
+    body: bytes | None = stored
+    if index.codecs[extent]:
+        body = decoded(stored, int(index.lengths[extent]))
+    return body is not None and crc32c(body) == int(index.checksums[extent])
+
+
+def decoded(stored: bytes, length: int) -> bytes | None:
+    """Return the `length` bytes that a zstd frame stands for; None when it is none of these.
+
+    Raises:
+        Missing: the system has no libzstd.
+    """
+    if not zstd_available():
+        raise Missing(
+            "the pack holds compressed samples, and zstd is not here",
+            where="libzstd.so.1",
+            fix="Install it: apt-get install libzstd1, or dnf install libzstd",
+        )
+    return zstd_decompress(stored, length)
+
+
+def examine_shard(
+    path: Path, index: IndexFile, shard: int, extents: NDArray[np.int64]
+) -> ShardState:
+    """Return what is wrong with a shard; reads all of it, twice where it is damaged.
+
+    Args:
+        path: the pack.
+        index: of the pack.
+        shard: its number.
+        extents: of this shard, as they lie in it.
+    """
+    expected = int(index.shard_lengths[shard])
+    with OpenFile(path / shard_name(shard)) as file:
+        state = ShardState(shard=shard, found_length=file.length, expected_length=expected)
+        digest = index.shard_digests[shard] if index.shard_digests else None
+        if not state.wrong_length and digest is not None and file.digest() == digest:
+            return state
+        head = file.read(0, HEADER_BYTES)
+        state.bad_header = head is None or not is_file_header(head, FileMagic.SHARD, shard)
+        end = HEADER_BYTES
+        for extent in extents.tolist():
+            begin = int(index.offsets[extent])
+            _examine_gap(file, state, end, begin)
+            end = max(end, begin + int(index.stored_lengths[extent]))
+            if not _extent_fits(file, index, extent):
+                state.bad_extents.append(extent)
+        _examine_gap(file, state, end, expected)
+    state.bad_digest = digest is not None and state.whole
+    return state
+
+
+def verify_files(
+    path: str | os.PathLike[str], on_progress: Callable[[int, int], None] | None = None
+) -> tuple[int, list[CorruptPack]]:
+    """Compare each shard and parity file with its digest.
+
+    Args:
+        path: the pack.
+        on_progress: is given the files compared so far and their total.
+
+    Returns:
+        How many files there are to compare (none in a pack of version 1), and an error for each
+        that differs.
+
+    Cost: reads every file whole.
+    """
+    path = Path(path)
+    index = IndexFile.open(path)
+    files = [(shard_name(k), one) for k, one in enumerate(index.shard_digests)]
+    files += [(parity_name(k), one) for k, one in enumerate(index.parity_digests)]
+    damaged = []
+    for k, (name, expected) in enumerate(files):
+        with OpenFile(path / name) as file:
+            found = file.digest() if file.length is not None else None
+        if found != expected:
+            shown = "nothing that can be read" if found is None else f"{found.hex()[:16]}..."
+            damaged.append(
+                CorruptPack(
+                    f"{name} is damaged",
+                    where=str(path / name),
+                    why=f"digest {expected.hex()[:16]}... expected, {shown} found",
+                    fix=f"Mend it: paceline store repair {path} --source FOLDER, or --replica COPY",
+                )
+            )
+        if on_progress is not None:
+            on_progress(k + 1, len(files))
+    return len(files), damaged
+
+
+def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
+    begin, length = int(index.offsets[extent]), int(index.stored_lengths[extent])
+    if index.codecs[extent]:
+        stored = file.read(begin, length)
+        return stored is not None and fits(index, extent, stored)
+    checksum = 0
+    for block in file.blocks(begin, length):
+        if block is None:
+            return False
+        checksum = crc32c(block, checksum)
+    return checksum == int(index.checksums[extent])
+
+
+def _examine_gap(file: OpenFile, state: ShardState, begin: int, end: int) -> None:
+    """Note what lies between two samples and is not zero, where nothing but zeros belongs."""
+    if begin < end:
+        gap = file.read(begin, end - begin)
+        if gap is None or gap.strip(b"\0"):
+            state.bad_gaps.append((begin, end - begin))

@@ -1,0 +1,1 @@
+"""Feeds training from a pack: sample order, share of a rank, batches made ahead of the loop."""

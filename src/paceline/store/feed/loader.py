@@ -1,0 +1,436 @@
+"""Feeds PyTorch from a pack. With batches.py and dataset.py, all of the store that imports torch.
+
+`Loader` is the whole way at once: the sample order (order.py), this rank's share of it
+(sampler.py), reading in batches without the GIL, and workers that decode and collate ahead of the
+loop (workers.py). Its place is (epoch, position), where position counts the samples that all ranks
+have been *delivered*; that is its state. `PackDataset` is for those who keep torch's own
+`DataLoader`, with `PackSampler` or any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.utils.data
+
+from paceline.core.errors import (
+    DeadlineExceeded,
+    PacelineError,
+    ScriptFailed,
+    StorageError,
+    UsageError,
+)
+from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
+from paceline.store.feed.dataset import PackDataset
+from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
+from paceline.store.feed.order import SampleOrder
+from paceline.store.feed.sampler import RankBatches, load_state, place_in_job, save_state
+from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
+from paceline.store.feed.workers import Bounds, OrderedThreads
+from paceline.store.read.pack import Pack, open_pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_WORKERS = 16
+_SHARED_MEMORY = "/dev/shm"
+
+
+class Loader:
+    """Batches of a pack for this rank, as ``(samples, labels)``, epoch after epoch.
+
+    ::
+
+        loader = Loader("train.pack", 256, transform=augment, options=LoaderOptions(seed=7))
+        for epoch in range(loader.epoch, 90):
+            for images, labels in loader:
+                ...
+
+    A loader has a place, (`epoch`, `position`), which moves when a batch is delivered. Iterating
+    goes on from there to the end of the epoch; then the place is the next epoch's beginning. So
+    a loop that was left early goes on where it was, as does one that loaded the state of another
+    run, on any number of ranks.
+
+    `samples` is what `collate` makes of the transformed samples; without decode, transform and
+    collate it is a `RawSamples`: views of one buffer. Labels are an int64 tensor, -1 = no class.
+
+    Args:
+        pack: an open pack, or the path of one.
+        global_batch_size: samples of a step over all ranks, a multiple of the world size: what
+            stays when the number of ranks changes.
+        transform: is given a sample's bytes as a memoryview, or the decoded image. On threads it
+            must be thread-safe; for processes it must be picklable where they are not forked.
+        collate: is given the list of transformed samples; by default torch's `default_collate`.
+        rank: by default this process's (torch.distributed, then the environment's RANK).
+        world_size: likewise.
+        options: everything else.
+
+    Attributes:
+        stats: what was delivered so far (`LoaderStats`).
+
+    Raises:
+        UsageError: the ranks cannot share the batch; or as `open_pack`.
+        Missing: ``decode="image"`` without Pillow.
+    """
+
+    def __init__(
+        self,
+        pack: Pack | str | os.PathLike[str],
+        global_batch_size: int,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        options: LoaderOptions | None = None,
+    ) -> None:
+        self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
+        self.options = options or LoaderOptions()
+        self.stats = LoaderStats()
+        self.position = 0
+        self.order = SampleOrder(
+            sample_count=len(self.pack),
+            seed=self.options.seed,
+            shuffle=self.options.shuffle,
+            block_samples=self.options.block_samples,
+            window_blocks=self.options.window_blocks,
+        )
+        rank, world_size = place_in_job(rank, world_size)
+        self.batches = RankBatches(
+            sample_count=len(self.pack),
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            last=self.options.last,
+        )
+        self.maker = BatchMaker(
+            self.pack,
+            self.options,
+            transform,
+            collate,
+            # A DataLoader pins what its processes send, by a thread of its own.
+            pin=self.options.worker_kind == "thread" and _pins(self.options),
+        )
+        self._lengths = self.pack.lengths  # made anew at each use where samples are chunked
+        self._running: weakref.ref[LoaderIterator] | None = None
+        self._processes: Any = None  # a DataLoader, kept with its workers from epoch to epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch is of, from 0."""
+        return self.order.epoch
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch."""
+        return self.batches.count()
+
+    def __iter__(self) -> LoaderIterator:
+        self._halt()
+        running = LoaderIterator(self)
+        self._running = weakref.ref(running)
+        return running
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set_epoch(self, epoch: int, position: int | None = None) -> None:
+        """Go to an epoch: its beginning, or `position`; in this epoch, stay where the loader is."""
+        if position is None:
+            position = self.position if epoch == self.epoch else 0
+        if not 0 <= position <= len(self.pack) or epoch < 0:
+            raise UsageError(
+                f"there is no position {position} of epoch {epoch}",
+                fix=f"Give an epoch from 0 and a position from 0 to {len(self.pack)}",
+            )
+        if (epoch, position) != (self.epoch, self.position):
+            self._halt()
+            self._move(epoch, position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as plain data: batches that were made but not delivered do not count."""
+        return save_state(self.order, self.pack, self.position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state` was taken, on this or another number of ranks.
+
+        Raises:
+            UsageError: it is the state of another pack or order.
+        """
+        order, position = load_state(state, self.order, self.pack)
+        self._halt()
+        self._move(order.epoch, position)
+
+    def close(self) -> None:
+        """End the workers. Iterating again starts new ones."""
+        self._halt(join_s=self.options.timeout_s)
+        workers = getattr(self._processes, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()  # noqa: SLF001  # else they end when nothing refers to them
+        self._processes = None
+
+    def tasks(self) -> Iterator[BatchTask]:
+        """Return what is to be made from here to the epoch's end."""
+        planned = plan_tasks(self.order, self.batches, self.position, self._lengths)
+        return fetch_ahead(planned, self.pack, self.options)
+
+    def _move(self, epoch: int, position: int) -> None:
+        if 0 < position >= len(self.pack):
+            epoch, position = epoch + 1, 0
+        self.order = dataclasses.replace(self.order, epoch=epoch)
+        self.position = position
+
+    def _halt(self, join_s: float = 0.0) -> None:
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close(join_s)
+        self._running = None
+
+    def start_threads(self) -> OrderedThreads[BatchTask, Batch]:
+        """Return threads that make the rest of the epoch, each with one of torch's own threads."""
+        options, count = self.options, _worker_count(self.options)
+        torch_threads, prepared = torch.get_num_threads(), threading.Semaphore(0)
+
+        def prepare() -> None:
+            torch.get_num_threads()  # the first call in a thread overwrites what was set before
+            torch.set_num_threads(1)
+            prepared.release()
+
+        threads = OrderedThreads(
+            self.tasks(),
+            self.maker.make,
+            threads=count,
+            bounds=Bounds(
+                ahead=options.batches_ahead,
+                bytes_ahead=options.bytes_ahead,
+                timeout_s=options.timeout_s,
+            ),
+            name="paceline-loader",
+            describe=self.maker.describe,
+            prepare=prepare,
+        )
+        for _ in range(count):
+            prepared.acquire(timeout=options.timeout_s)
+        # It counts for the thread that calls it, and for threads not yet begun: give these back.
+        torch.set_num_threads(torch_threads)
+        return threads
+
+    def start_processes(self) -> Iterator[Batch | Exception]:
+        """Return what torch's DataLoader has its worker processes make of the epoch's rest."""
+        if self._processes is None:
+            options, workers = self.options, _worker_count(self.options)
+            share = self.batches.global_batch_size / self.batches.world_size
+            batch_bytes = share * float(self._lengths.mean()) if len(self.pack) else 0.0
+            ahead = min(options.batches_ahead, options.bytes_ahead / max(1.0, batch_bytes))
+            _check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
+            self._processes = torch.utils.data.DataLoader(
+                self.maker,
+                batch_size=None,
+                sampler=_TaskSource(weakref.ref(self)),
+                collate_fn=_unchanged,
+                num_workers=workers,
+                prefetch_factor=max(1, int(ahead / workers)),
+                timeout=options.timeout_s,
+                multiprocessing_context=options.start_method,
+                persistent_workers=True,
+                pin_memory=_pins(options),
+            )
+        batches: Iterator[Batch | Exception] = iter(self._processes)
+        return batches
+
+    def delivered(self, made: Batch, waited_s: float) -> None:
+        """Move on by a batch that the loop is given, and count it."""
+        self.position = self.batches.after(self.position)
+        stats = self.stats
+        stats.batches += 1
+        stats.samples += made.sample_count
+        stats.bytes += made.stored_bytes
+        stats.waited_s += waited_s
+        stats.skipped += len(made.skipped)
+        stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
+
+    def next_batch(self) -> str:
+        """Return what to call the next batch in an error."""
+        planned = self.batches.positions(self.position)
+        if not planned:
+            return "the end of the epoch"
+        number = int(self.order.samples(planned[0][:1])[0])
+        return f"the batch that begins with sample {number} {self.pack.names[number]!a}"
+
+    def ended(self) -> None:
+        """Move on to the next epoch."""
+        self._running = None
+        self._move(self.epoch + 1, 0)
+
+
+class LoaderIterator:
+    """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
+
+    Attributes:
+        delivered_bytes: of the last batch, as stored. The recorder of a run asks for it.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._ended = self._closed = False
+        self._threads: OrderedThreads[BatchTask, Batch] | None = None
+        self._processes: Any = None
+        self.delivered_bytes = 0
+        if loader.options.worker_kind == "thread":
+            self._threads = loader.start_threads()
+            weakref.finalize(self, self._threads.close)
+        else:
+            self._processes = loader.start_processes()
+
+    @property
+    def skipped_count(self) -> int:
+        """Damaged samples that the loader has left out so far, for the recorder as well."""
+        return self._loader.stats.skipped
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        if self._closed:
+            raise UsageError(
+                "this pass over the loader is over",
+                where=str(self._loader.pack.path),
+                why="the loader was moved or closed since it began, or a batch was an error",
+                fix="Iterate over the loader anew",
+            )
+        begin_s = time.perf_counter()
+        self.delivered_bytes = 0
+        if self._ended:
+            raise StopIteration
+        try:
+            made = self._next()
+        except StopIteration:
+            self._ended = True
+            self._loader.ended()
+            raise
+        self._loader.delivered(made, time.perf_counter() - begin_s)
+        self.delivered_bytes = made.stored_bytes
+        return made.content
+
+    def close(self, join_s: float = 0.0) -> None:
+        """Stop working ahead."""
+        self._closed = True
+        if self._threads is not None:
+            self._threads.close(join_s)
+
+    def _next(self) -> Batch:
+        if self._threads is not None:
+            try:
+                return self._threads.next()
+            except (StopIteration, DeadlineExceeded):
+                raise
+            except Exception:
+                self.close()
+                raise
+        try:
+            made: Batch | Exception = next(self._processes)
+        except RuntimeError as error:  # torch has no classes for these
+            raise self._lost(error) from error
+        if isinstance(made, Exception):
+            self._loader.close()
+            raise made
+        return made
+
+    def _lost(self, error: RuntimeError) -> PacelineError:
+        loader = self._loader
+        where, worker = f"{loader.pack.path}: {loader.next_batch()}", _awaited(self._processes)
+        loader.close()  # the next pass starts new workers
+        if "timed out" in str(error):
+            return DeadlineExceeded(
+                f"{worker} did not deliver within {loader.options.timeout_s:g} s",
+                where=where,
+                why=str(error),
+                fix="Look at the transform and the storage, or raise timeout_s",
+            )
+        return ScriptFailed(
+            f"{worker} was waited for when a process of the loader ended",
+            where=where,
+            why=str(error),
+            fix="Look at what the transform printed, and for want of memory",
+        )
+
+
+class _TaskSource:
+    """The rest of a loader's epoch as a `sampler`; does not keep the loader alive."""
+
+    def __init__(self, loader: weakref.ref[Loader]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[BatchTask]:
+        loader = self._loader()
+        assert loader is not None  # who iterates holds it
+        return loader.tasks()
+
+    def __len__(self) -> int:
+        loader = self._loader()
+        return 0 if loader is None else loader.batches.count(loader.position)
+
+
+def _awaited(batches: Any) -> str:
+    """Name the process that a DataLoader's iterator waits for: only its private state tells."""
+    try:
+        worker = batches._task_info[batches._rcvd_idx][0]  # noqa: SLF001
+        return f"worker process {worker} (pid {batches._workers[worker].pid})"  # noqa: SLF001
+    except (AttributeError, LookupError):  # another torch
+        return "a worker process"
+
+
+def _worker_count(options: LoaderOptions) -> int:
+    """Return how many workers there are: within the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    if options.workers is None:
+        computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
+        return max(1, min(_MAX_WORKERS, cores - computing))
+    if options.workers > cores and options.worker_kind == "thread":  # torch warns of processes
+        _log.warning("%d loader workers share %d cores", options.workers, cores)
+    return options.workers
+
+
+def _check_shared_memory(needed_bytes: int) -> None:
+    """Refuse to start where batches as they are stored would not fit: later it is a SIGBUS.
+
+    Batches reach this process through files in /dev/shm. What a transform makes of them may well be
+    larger, which nobody knows yet.
+    """
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return  # then torch says what it does without
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            "there is too little shared memory for the batches of worker processes",
+            where=_SHARED_MEMORY,
+            why=f"{free_bytes / 1e6:,.0f} MB are free, and they take {needed_bytes / 1e6:,.0f} MB",
+            fix='Use worker_kind="thread", fewer batches_ahead, or a larger /dev/shm (--shm-size)',
+        )
+
+
+def _pins(options: LoaderOptions) -> bool:
+    if options.pin_memory and not torch.cuda.is_available():
+        raise UsageError(
+            "pin_memory is asked for without a GPU", fix="Leave pin_memory out: None decides"
+        )
+    return torch.cuda.is_available() if options.pin_memory is None else options.pin_memory
+
+
+def _unchanged(made: Any) -> Any:
+    return made

@@ -1,0 +1,94 @@
+"""What a loader can be told, and what it counts; without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from paceline.core.errors import UsageError
+from paceline.store.feed.order import Shuffle
+from paceline.store.feed.sampler import LastBatch
+
+NAMES_KEPT = 1000  # of skipped samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """What a loader does, beyond which pack and how large a batch.
+
+    Attributes:
+        seed: of the order; all ranks and restarts give the same.
+        shuffle: ``global``, ``block`` or ``none`` (`SampleOrder`).
+        block_samples: B of ``block``.
+        window_blocks: W of ``block``.
+        last: ``pad``, ``drop`` or ``join`` (`RankBatches`).
+        decode: ``image`` turns each sample into a uint8 tensor of shape (3, height, width), by
+            Pillow, before `transform` sees it; None leaves the bytes.
+        on_corrupt: ``raise``, or ``skip``: leave damaged samples out of their batches and count
+            them. The batch is then smaller, and everything else stays as it is: batch counts,
+            positions and other ranks. A rank's part of a batch that is damaged as a whole is an
+            error even so.
+        numbers: deliver (samples, labels, sample numbers) rather than (samples, labels).
+        workers: threads or processes; None: the cores that this process may use less torch's own
+            threads (less one, where a GPU computes), at least 1.
+        worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
+        start_method: of processes: ``fork``, ``forkserver``, ``spawn``; None is torch's choice.
+        batches_ahead: made before they are asked for, at most. Storage is told of four times as
+            many, to read them meanwhile.
+        bytes_ahead: likewise, in bytes, of both; for processes by the mean size of a stored sample.
+        pin_memory: deliver page-locked tensors; None: if there is a GPU.
+        timeout_s: how long to wait for a worker before it is an error.
+
+    Raises:
+        UsageError: a value is none of these.
+    """
+
+    # changes results
+    seed: int = 0
+    shuffle: Shuffle = "global"
+    block_samples: int = 64
+    window_blocks: int = 64
+    last: LastBatch = "pad"
+    decode: Literal["image"] | None = None
+    on_corrupt: Literal["raise", "skip"] = "raise"
+    numbers: bool = False
+    # changes speed
+    workers: int | None = None
+    worker_kind: Literal["thread", "process"] = "thread"
+    start_method: str | None = None
+    batches_ahead: int = 4
+    bytes_ahead: int = 256 << 20
+    pin_memory: bool | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "shuffle": get_args(Shuffle),
+            "last": get_args(LastBatch),
+            "decode": ("image", None),
+            "on_corrupt": ("raise", "skip"),
+            "worker_kind": ("thread", "process"),
+            "start_method": (None, "fork", "forkserver", "spawn"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}",
+                    fix=f"Choose from {', '.join(map(str, allowed))}",
+                )
+        for name in ("batches_ahead", "bytes_ahead", "timeout_s", "workers"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} is {value}", fix=f"Give more than 0 for {name}")
+
+
+@dataclass(slots=True)
+class LoaderStats:
+    """What a loader has delivered on this rank since it was made."""
+
+    batches: int = 0
+    samples: int = 0
+    bytes: int = 0  # as stored in the pack, before decoding
+    waited_s: float = 0.0  # that the loop spent in the loader
+    skipped: int = 0  # damaged samples left out (on_corrupt="skip")
+    skipped_names: list[str] = field(default_factory=list)  # the first 1,000

@@ -1,0 +1,299 @@
+"""Which samples a rank takes at each step, and where a run stands in its epoch.
+
+A global batch is the next `global_batch_size` positions of the epoch (order.py), and rank r of W
+takes the r-th W-th of it. So the batches of all ranks, side by side, are the same whatever W is;
+and "where are we" is one integer, the samples that all ranks have consumed::
+
+    epoch      |---- batch ----|---- batch ----|---- batch ----| ...
+    W = 2      | rank 0| rank 1| rank 0| rank 1|
+    W = 4                                      | 0 | 1 | 2 | 3 |     after a restart
+
+Nothing here needs torch: a batch sampler is any iterable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from paceline.core.config import environment
+from paceline.core.errors import UsageError
+from paceline.store.feed.order import SampleOrder
+from paceline.store.read.pack import Pack, open_pack
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+LastBatch = Literal["pad", "drop", "join"]
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBatches:
+    """One rank's share of every global batch of an epoch.
+
+    Attributes:
+        sample_count: of the pack.
+        global_batch_size: samples of a step over all ranks; a multiple of `world_size`.
+        rank: from 0.
+        world_size: ranks that share each batch.
+        last: what becomes of the epoch's last global batch if it is not full. ``pad``: filled up
+            from the epoch's start, so that some samples come twice. ``drop``: left out. ``join``:
+            shared as evenly as it goes, so that ranks' last batches differ by one sample, and some
+            ranks have none when there are fewer samples than ranks: for
+            ``torch.distributed.algorithms.Join``. Under ``pad`` and ``drop`` all ranks have equally
+            many batches of equal size.
+
+    Raises:
+        UsageError: the batch cannot be shared, or a number is out of range.
+    """
+
+    sample_count: int
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    last: LastBatch = "pad"
+
+    def __post_init__(self) -> None:
+        if self.last not in get_args(LastBatch):
+            raise UsageError(
+                f"no policy for the last batch is called {self.last!r}",
+                fix=f"Choose from {', '.join(get_args(LastBatch))}",
+            )
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"there is no rank {self.rank} of {self.world_size}",
+                fix="Give a rank from 0 to world_size - 1",
+            )
+        if self.global_batch_size < 1 or self.global_batch_size % self.world_size:
+            raise UsageError(
+                f"{self.world_size} ranks cannot share a batch of {self.global_batch_size}",
+                why="each rank takes an equal part of every global batch",
+                fix=f"Make global_batch_size a multiple of {self.world_size}",
+            )
+
+    def count(self, position: int = 0) -> int:
+        """Return how many batches this rank has from `position` to the end of the epoch."""
+        full, rest = divmod(self.sample_count - position, self.global_batch_size)
+        has_last = {"pad": rest > 0, "drop": False, "join": rest > self.rank}
+        return full + has_last[self.last]
+
+    def positions(self, position: int, batches: int = 1) -> list[NDArray[np.int64]]:
+        """Return this rank's positions in each of the next `batches` global batches.
+
+        Args:
+            position: where the first of them begins.
+            batches: at most; fewer come where the epoch ends.
+        """
+        batches = min(batches, self.count(position))
+        whole = min(batches, (self.sample_count - position) // self.global_batch_size)
+        mine = self.global_batch_size // self.world_size
+        begin = position + self.rank * mine
+        starts = begin + self.global_batch_size * np.arange(whole, dtype=np.int64)
+        shares = list(starts[:, None] + np.arange(mine, dtype=np.int64))
+        if batches > whole:
+            at = position + whole * self.global_batch_size
+            shares.append(self._last_share(at))
+        return shares
+
+    def after(self, position: int, batches: int = 1) -> int:
+        """Return the position that follows `batches` global batches: the end, if no batch does."""
+        end = position + batches * self.global_batch_size
+        rest = self.sample_count - end
+        is_last = rest <= 0 or (self.last == "drop" and rest < self.global_batch_size)
+        return self.sample_count if is_last else end
+
+    def _last_share(self, begin: int) -> NDArray[np.int64]:
+        rest = self.sample_count - begin
+        if self.last == "join":
+            # The first ranks have one more, so that rank 0, which saves, has a part of each batch.
+            each, more = divmod(rest, self.world_size)
+            first = begin + self.rank * each + min(self.rank, more)
+            return np.arange(first, first + each + (self.rank < more), dtype=np.int64)
+        mine = self.global_batch_size // self.world_size
+        places = np.arange(mine, dtype=np.int64) + begin + self.rank * mine
+        return places % self.sample_count
+
+
+class PackSampler:
+    """Batches of sample numbers for this rank: the ``batch_sampler`` of torch's `DataLoader`.
+
+    ::
+
+        order = SampleOrder(sample_count=len(pack), seed=7)
+        sampler = PackSampler(pack, global_batch_size=256, order=order)
+        loader = DataLoader(PackDataset(pack), batch_sampler=sampler, num_workers=2)
+
+    Each pass is one epoch; a pass that was taken to its end moves on to the next epoch. The state
+    says how far batches were *asked for*, which is ahead of what a DataLoader with workers has
+    delivered; give `state_dict` the number of batches that your loop has seen. (torchdata's
+    StatefulDataLoader keeps the right one by itself.)
+
+    Args:
+        pack: an open pack, or the path of one.
+        global_batch_size: samples of a step over all ranks.
+        order: shuffle and seed; its `sample_count` must be the pack's. By default a global shuffle
+            of seed 0.
+        rank: by default this process's (torch.distributed, then the environment's RANK).
+        world_size: likewise.
+        last: what becomes of the last batch (`RankBatches`).
+    """
+
+    def __init__(
+        self,
+        pack: Pack | str | os.PathLike[str],
+        global_batch_size: int,
+        *,
+        order: SampleOrder | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        last: LastBatch = "pad",
+    ) -> None:
+        self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
+        self.order = order_of(self.pack, order)
+        rank, world_size = place_in_job(rank, world_size)
+        self.batches = RankBatches(
+            sample_count=len(self.pack),
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            last=last,
+        )
+        self._start = 0
+        self._asked = 0  # batches, since the last pass began at `_start`
+        # Where the last pass began; stays when it ends, for a DataLoader has then delivered less.
+        self._pass = (self.order, self._start)
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch."""
+        return self.batches.count()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._asked = 0
+        order, start = self.order, self._start
+        self._pass = (order, start)
+        for number in range(self.batches.count(start)):
+            begin = self.batches.after(start, number)
+            (positions,) = self.batches.positions(begin)
+            samples = order.samples(positions).tolist()
+            self._asked = number + 1
+            yield samples
+        self._go_to(order.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless this is it."""
+        self._go_to(epoch)
+        self._pass = (self.order, self._start)
+
+    def _go_to(self, epoch: int) -> None:
+        if epoch != self.order.epoch:
+            self.order = dataclasses.replace(self.order, epoch=epoch)
+            self._start = self._asked = 0
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where the pass stands.
+
+        Args:
+            batches: that were delivered of the last pass, from where it began; by default those
+                that were asked for.
+        """
+        if batches is None:
+            order, start, batches = self.order, self._start, self._asked
+        else:
+            order, start = self._pass
+        return save_state(order, self.pack, self.batches.after(start, batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where `state` was taken, on any number of ranks.
+
+        Raises:
+            UsageError: it is the state of another pack or order.
+        """
+        self.order, self._start = load_state(state, self.order, self.pack)
+        self._asked = 0
+        self._pass = (self.order, self._start)
+
+
+def place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: as given, or torch.distributed's, or the environment's."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if rank is not None or world_size is not None:
+        raise UsageError("of rank and world_size only one was given", fix="Give both, or neither")
+    distributed = sys.modules.get("torch.distributed")  # never loads torch by itself
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    environ = environment()
+    return int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+
+
+def order_of(pack: Pack, order: SampleOrder | None) -> SampleOrder:
+    """Return `order`, checked against the pack, or the order that a pack has by default."""
+    if order is None:
+        return SampleOrder(sample_count=len(pack))
+    if order.sample_count != len(pack):
+        raise UsageError(
+            f"the order is of {order.sample_count} samples, and the pack has {len(pack)}",
+            where=str(pack.path),
+            fix="Make it with sample_count=len(pack)",
+        )
+    return order
+
+
+def save_state(order: SampleOrder, pack: Pack, position: int) -> dict[str, Any]:
+    """Return a position in an epoch, with what it is a position in, as plain data."""
+    if 0 < position >= order.sample_count:
+        order, position = dataclasses.replace(order, epoch=order.epoch + 1), 0
+    return {
+        "version": STATE_VERSION,
+        "pack": pack.identity,
+        **dataclasses.asdict(order),
+        "position": position,
+    }
+
+
+def load_state(state: Mapping[str, Any], order: SampleOrder, pack: Pack) -> tuple[SampleOrder, int]:
+    """Return the order of the state's epoch, and the position in it.
+
+    Raises:
+        UsageError: the state is not of this pack and order, or is none.
+    """
+    where = str(pack.path)
+    if state.get("version") != STATE_VERSION:
+        raise UsageError(
+            "this is no state of a loader that can be read here",
+            where=where,
+            why=f"it has version {state.get('version')!r}, and this Paceline reads {STATE_VERSION}",
+            fix="Give what state_dict() returned, or use the Paceline that saved it",
+        )
+    here = save_state(order, pack, 0)
+    checked = [name for name in here if name not in ("version", "epoch", "position")]
+    if order.shuffle != "block":
+        checked = [name for name in checked if name not in ("block_samples", "window_blocks")]
+    for name in checked:
+        if state.get(name) != here[name]:
+            other = {"pack": "of another pack", "sample_count": "of another pack"}
+            raise UsageError(
+                f"the state is {other.get(name, 'of another order')}",
+                where=where,
+                why=f"its {name} is {state.get(name)!r}, and here it is {here[name]!r}",
+                fix=f"Load it with the {name} that it was saved with, or begin the epoch anew",
+            )
+    epoch: Any = state.get("epoch")
+    position: Any = state.get("position")
+    integers = isinstance(epoch, int) and isinstance(position, int)
+    if not integers or epoch < 0 or not 0 <= position <= order.sample_count:
+        raise UsageError(
+            f"position {state.get('position')!r} of epoch {epoch!r} is in no epoch",
+            where=where,
+            fix="Give what state_dict() returned",
+        )
+    return dataclasses.replace(order, epoch=epoch), position

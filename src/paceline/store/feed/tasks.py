@@ -1,0 +1,72 @@
+"""What a loader's workers are to make next, and what storage should fetch for it meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.store.feed.options import LoaderOptions
+    from paceline.store.feed.order import SampleOrder
+    from paceline.store.feed.sampler import RankBatches
+    from paceline.store.read.pack import Pack
+
+_FETCHED_PER_MADE = 4  # batches that storage is told of, for each that workers may make ahead
+_AT_ONCE = 8192  # positions whose samples are computed by one call: one a batch would cost more
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTask:
+    """A batch to make: its sample numbers, and their bytes in the pack."""
+
+    numbers: NDArray[np.int64]
+    size_bytes: int
+
+
+def plan_tasks(
+    order: SampleOrder, batches: RankBatches, position: int, lengths: NDArray[np.uint64]
+) -> Iterator[BatchTask]:
+    """Yield a rank's batches from a position to the epoch's end.
+
+    Args:
+        order: of the epoch.
+        batches: this rank's share.
+        position: where the first global batch begins.
+        lengths: bytes of each sample of the pack.
+    """
+    share = max(1, batches.global_batch_size // batches.world_size)
+    while planned := batches.positions(position, max(1, _AT_ONCE // share)):
+        numbers = order.samples(np.concatenate(planned))
+        sizes = lengths[numbers]
+        begin = 0
+        for one in planned:
+            part = slice(begin, begin + len(one))
+            yield BatchTask(numbers[part], int(sizes[part].sum()))
+            begin += len(one)
+        position = batches.after(position, len(planned))
+
+
+def fetch_ahead(
+    tasks: Iterator[BatchTask], pack: Pack, options: LoaderOptions
+) -> Iterator[BatchTask]:
+    """Yield `tasks`, each after storage was told of those behind it.
+
+    A disk wants to know more of what comes than is good to make ahead: batches that are made and
+    not yet used push each other out of the processor's caches.
+    """
+    most = _FETCHED_PER_MADE * options.batches_ahead
+    ahead, ahead_bytes = deque[BatchTask](), 0
+    for task in tasks:
+        pack.prefetch(task.numbers)
+        ahead.append(task)
+        ahead_bytes += task.size_bytes
+        while ahead and (len(ahead) > most or ahead_bytes > options.bytes_ahead):
+            ahead_bytes -= ahead[0].size_bytes
+            yield ahead.popleft()
+    yield from ahead

@@ -1,0 +1,1 @@
+"""How a pack lies on disk: constants, names of files, headers and sections."""

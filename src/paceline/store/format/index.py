@@ -1,0 +1,283 @@
+"""The index of a pack, as arrays: what all Python code reads of it goes through `IndexFile`.
+
+`native/src/pack_index.cpp` maps the file, checks it and parses it; here its sections get their
+types. The arrays are views of the mapping: nothing is copied, and what nobody touches is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.errors import CorruptPack, NotFound
+from paceline.native import PackReader
+from paceline.store.format.layout import DIGEST_BYTES, INDEX_NAME, PARTIAL_SUFFIX, Section
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+_IDENTITY_DIGITS = 32
+
+
+class IndexFile:
+    """The checked index of a pack; columns have an entry a sample or an entry an extent.
+
+    Args:
+        reader: has mapped the index.
+    """
+
+    def __init__(self, reader: PackReader) -> None:
+        self._reader = reader
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> IndexFile:
+        """Map the index of the pack at `path`; its shards need not be there.
+
+        Raises:
+            NotFound: there is no pack.
+            CorruptPack: the index is damaged, or the pack is unfinished.
+            UsageError: a newer Paceline wrote it.
+            StorageError: it cannot be read.
+        """
+        refuse_no_pack(Path(path))
+        return cls(PackReader(os.fsencode(path), index_only=True))
+
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return self._reader.version
+
+    @cached_property
+    def identity(self) -> str:
+        """Stands for the whole content: 32 hexadecimal digits, the same for every copy."""
+        return hashlib.sha256(self._reader.head).hexdigest()[:_IDENTITY_DIGITS]
+
+    # Columns of samples
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples there are."""
+        return self._reader.sample_count
+
+    @cached_property
+    def name_offsets(self) -> NDArray[np.uint64]:
+        """Where each name begins in `name_bytes`, and the end of the last, shape (n + 1,)."""
+        return self._column(Section.NAME_OFFSETS, "<u8")
+
+    @cached_property
+    def name_bytes(self) -> NDArray[np.uint8]:
+        """The names of samples, end to end."""
+        return self._column(Section.NAMES, "u1")
+
+    @cached_property
+    def labels(self) -> NDArray[np.int32]:
+        """The class of each sample; -1 = none."""
+        return self._column(Section.LABELS, "<i4")
+
+    @cached_property
+    def modes(self) -> NDArray[np.uint32]:
+        """``st_mode`` of each sample's file."""
+        return self._column(Section.MODES, "<u4")
+
+    @cached_property
+    def mtimes_ns(self) -> NDArray[np.int64]:
+        """When each sample's file was last written, since 1970."""
+        return self._column(Section.MTIMES, "<i8")
+
+    @cached_property
+    def first_extents(self) -> NDArray[np.uint64]:
+        """The first extent of each sample, and the end; empty when sample k is extent k."""
+        return self._column(Section.FIRST_EXTENTS, "<u8")
+
+    @property
+    def sample_lengths(self) -> NDArray[np.uint64]:
+        """Bytes of each sample; a view where every sample is one extent."""
+        if not len(self.first_extents):
+            return self.lengths
+        ends = np.zeros(len(self.lengths) + 1, np.uint64)
+        np.cumsum(self.lengths, out=ends[1:])
+        return np.diff(ends[self.first_extents])
+
+    @property
+    def sample_shards(self) -> NDArray[np.uint32]:
+        """The shard in which each sample begins."""
+        if not len(self.first_extents):
+            return self.shards
+        last = max(len(self.shards) - 1, 0)
+        return self.shards[np.minimum(self.first_extents[:-1], last)]
+
+    # Columns of extents
+
+    @cached_property
+    def offsets(self) -> NDArray[np.uint64]:
+        """Where each extent begins in its shard."""
+        return self._column(Section.OFFSETS, "<u8")
+
+    @cached_property
+    def lengths(self) -> NDArray[np.uint64]:
+        """Decoded bytes of each extent."""
+        return self._column(Section.LENGTHS, "<u8")
+
+    @cached_property
+    def stored_lengths(self) -> NDArray[np.uint64]:
+        """Bytes of each extent as they are stored."""
+        return self._column(Section.STORED_LENGTHS, "<u8") if self._is_encoded else self.lengths
+
+    @cached_property
+    def shards(self) -> NDArray[np.uint32]:
+        """The shard of each extent."""
+        return self._column(Section.SHARDS, "<u4")
+
+    @cached_property
+    def checksums(self) -> NDArray[np.uint32]:
+        """CRC-32C of the decoded bytes of each extent."""
+        return self._column(Section.CHECKSUMS, "<u4")
+
+    @cached_property
+    def codecs(self) -> NDArray[np.uint8]:
+        """How each extent is encoded: 0 not at all, 1 with zstd."""
+        if self._is_encoded:
+            return self._column(Section.CODECS, "u1")
+        return np.broadcast_to(np.uint8(0), len(self.lengths))
+
+    # Folders, classes, files
+
+    @property
+    def folder_count(self) -> int:
+        """How many folders there are."""
+        return self._reader.folder_count
+
+    @property
+    def class_count(self) -> int:
+        """How many classes there are."""
+        return self._reader.class_count
+
+    @property
+    def folder_names(self) -> list[bytes]:
+        """The relative paths of all folders, in the order of the file."""
+        return self._strings(Section.FOLDER_OFFSETS, Section.FOLDERS)
+
+    @property
+    def class_names(self) -> list[bytes]:
+        """The names of the classes, in the order of their labels."""
+        return self._strings(Section.CLASS_OFFSETS, Section.CLASSES)
+
+    @cached_property
+    def shard_lengths(self) -> NDArray[np.uint64]:
+        """Bytes of each shard file."""
+        return self._column(Section.SHARD_LENGTHS, "<u8")
+
+    @cached_property
+    def shard_digests(self) -> list[bytes]:
+        """SHA-256 of each shard file; none in version 1."""
+        return self._digests(Section.SHARD_DIGESTS)
+
+    @cached_property
+    def parity_group(self) -> int:
+        """How many shards one parity file covers; 0 = there is no parity."""
+        parity = self._column(Section.PARITY, "<u8")
+        return int(parity[0]) if len(parity) > 1 else 0
+
+    @cached_property
+    def parity_lengths(self) -> NDArray[np.uint64]:
+        """Bytes of each parity file."""
+        return self._column(Section.PARITY, "<u8")[1:]
+
+    @cached_property
+    def parity_digests(self) -> list[bytes]:
+        """SHA-256 of each parity file."""
+        return self._digests(Section.PARITY_DIGESTS)
+
+    # What follows from these
+
+    def name(self, sample: int) -> bytes:
+        """Return a sample's name."""
+        return self._reader.name(sample)
+
+    def sample_of(self, extent: int) -> int:
+        """Return the sample that an extent belongs to."""
+        if not len(self.first_extents):
+            return extent
+        return int(np.searchsorted(self.first_extents, extent, side="right")) - 1
+
+    def position_in_sample(self, extent: int) -> int:
+        """Return how many bytes of its sample lie before an extent."""
+        if not len(self.first_extents):
+            return 0
+        first = int(self.first_extents[self.sample_of(extent)])
+        return int(self.lengths[first:extent].sum())
+
+    def extents_by_shard(self) -> Iterator[NDArray[np.int64]]:
+        """Yield for each shard its extents in the order in which they lie, without empty ones."""
+        order = np.lexsort((self.offsets, self.shards))
+        order = order[self.stored_lengths[order] > 0]
+        ends = np.searchsorted(self.shards[order], np.arange(len(self.shard_lengths)), side="right")
+        first = 0
+        for end in ends:
+            yield order[first:end]
+            first = int(end)
+
+    def parity_group_of(self, shard: int) -> range:
+        """Return the shards that share a parity file with `shard`."""
+        size = self.parity_group
+        first = shard // size * size
+        return range(first, min(first + size, len(self.shard_lengths)))
+
+    def evict(self) -> None:
+        """Let go of the pages that were read so far."""
+        self._reader.evict_index()
+
+    @property
+    def _is_encoded(self) -> bool:
+        return len(self._reader.section(Section.CODECS)) > 0
+
+    def _column(self, section: Section, dtype: str) -> NDArray[Any]:
+        data = self._reader.section(section)
+        return data[: len(data) - len(data) % np.dtype(dtype).itemsize].view(dtype)
+
+    def _strings(self, offsets: Section, characters: Section) -> list[bytes]:
+        bounds = self._column(offsets, "<u8").tolist()
+        data = self._reader.section(characters).tobytes()
+        return [data[begin:end] for begin, end in pairwise(bounds)]
+
+    def _digests(self, section: Section) -> list[bytes]:
+        data = self._reader.section(section).tobytes()
+        return [data[k : k + DIGEST_BYTES] for k in range(0, len(data), DIGEST_BYTES)]
+
+
+def refuse_no_pack(path: Path) -> None:
+    """Say what is at `path` instead of a pack.
+
+    Raises:
+        NotFound: nothing, or a folder without an index.
+        CorruptPack: an unfinished pack.
+    """
+    if path.resolve().name.endswith(PARTIAL_SUFFIX):
+        raise CorruptPack(
+            "the pack is unfinished",
+            where=str(path),
+            why="packing was killed, or is still running",
+            fix="Run paceline pack again: it resumes or replaces what is there",
+        )
+    try:
+        (path / INDEX_NAME).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:
+        return  # opening it says what is wrong
+    else:
+        return
+    why = "the folder has no index.pace" if path.is_dir() else ""
+    fix = "Make one: paceline pack SRC DST"
+    if path.with_name(path.name + PARTIAL_SUFFIX).is_dir() and not path.exists():
+        why = f"{path.name}{PARTIAL_SUFFIX} beside it is an unfinished pack"
+        fix = "Run paceline pack again: it resumes or replaces the unfinished one"
+    raise NotFound("no pack here", where=str(path), why=why, fix=fix)

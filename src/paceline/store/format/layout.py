@@ -1,0 +1,138 @@
+"""How a pack lies on disk: names of files, headers, sections.
+
+::
+
+    PACK/
+    +-- index.pace         header | section table | sections: flat arrays, one entry a sample
+    +-- shard-00000.pace   header | sample | padding to 64 | sample | ...
+    +-- shard-00001.pace   ...
+    +-- parity-00000.pace  header | exclusive or of a group of shards (if asked for)
+
+docs/reference/pack-format.md has every byte. Flat arrays, because a reader maps them as they lie:
+the page cache is the memory that all processes of a node share, and opening costs no parsing.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.native import PACK_FORMAT_VERSION, crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+FORMAT_VERSION = PACK_FORMAT_VERSION
+ALIGNMENT = 64
+HEADER_BYTES = 64  # of an index, a shard, a parity file
+DIGEST_BYTES = 32
+INDEX_NAME = "index.pace"
+PARTIAL_SUFFIX = ".partial"
+NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
+# What packing, appending and repair write before it counts: all that they may remove.
+UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
+
+_FILE_HEADER = struct.Struct("<8sII44x")
+
+
+class Section(IntEnum):
+    """What each section holds; the numbers stand in the file."""
+
+    OFFSETS = 1
+    LENGTHS = 2
+    SHARDS = 3
+    CHECKSUMS = 4
+    LABELS = 5
+    MODES = 6
+    MTIMES = 7
+    NAME_OFFSETS = 8
+    NAMES = 9
+    FOLDER_OFFSETS = 10
+    FOLDERS = 11
+    CLASS_OFFSETS = 12
+    CLASSES = 13
+    SHARD_LENGTHS = 14
+    STORED_LENGTHS = 15
+    CODECS = 16
+    FIRST_EXTENTS = 17
+    NAME_TABLE = 18
+    FOLDER_SAMPLES = 19
+    FOLDER_ENDS = 20
+    SHARD_DIGESTS = 21
+    PARITY = 22
+    PARITY_DIGESTS = 23
+
+
+# A reader that does not know these sections can still read every sample.
+OPTIONAL = frozenset(
+    {
+        Section.NAME_TABLE,
+        Section.FOLDER_SAMPLES,
+        Section.FOLDER_ENDS,
+        Section.SHARD_DIGESTS,
+        Section.PARITY,
+        Section.PARITY_DIGESTS,
+    }
+)
+
+
+def shard_name(shard: int) -> str:
+    """Return the file name of a shard.
+
+    >>> shard_name(7)
+    'shard-00007.pace'
+    """
+    return f"shard-{shard:05d}.pace"
+
+
+def parity_name(group: int) -> str:
+    """Return the file name of a group's parity.
+
+    >>> parity_name(7)
+    'parity-00007.pace'
+    """
+    return f"parity-{group:05d}.pace"
+
+
+class FileMagic(bytes, Enum):
+    """How the files beside the index begin."""
+
+    SHARD = b"PACESHRD"
+    PARITY = b"PACEPRTY"
+
+
+def file_header(magic: FileMagic, number: int, version: int = FORMAT_VERSION) -> bytes:
+    """Return the first 64 bytes of the shard or parity file of that number."""
+    head = _FILE_HEADER.pack(magic.value, version, number)
+    return head + struct.pack("<I", crc32c(head))
+
+
+def is_file_header(head: bytes, magic: FileMagic, number: int) -> bool:
+    """Return whether `head` is the header of that file, in any version."""
+    if len(head) != HEADER_BYTES or struct.unpack("<I", head[60:])[0] != crc32c(head[:60]):
+        return False
+    found, _, found_number = _FILE_HEADER.unpack(head[:60])
+    return bool(found == magic.value and found_number == number)
+
+
+def padding(length: int) -> int:
+    """Return how many bytes bring `length` to the next multiple of 64.
+
+    >>> padding(1), padding(64), padding(0)
+    (63, 0, 0)
+    """
+    return -length % ALIGNMENT
+
+
+def joined(strings: Iterable[bytes]) -> tuple[NDArray[np.uint64], bytes]:
+    """Return the offsets (one more than strings) and the concatenation that store `strings`."""
+    strings = tuple(strings)
+    offsets = np.zeros(len(strings) + 1, np.uint64)
+    np.cumsum([len(string) for string in strings], out=offsets[1:], dtype=np.uint64)
+    return offsets, b"".join(strings)

@@ -1,0 +1,1 @@
+"""Reads packs: opens them, says what is in them, extracts samples as files."""

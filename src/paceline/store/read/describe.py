@@ -1,0 +1,177 @@
+"""Says what is in a pack, and where a sample of it lies: for `paceline store stat`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import NotFound
+from paceline.core.record import Record
+from paceline.store.format.index import IndexFile
+from paceline.store.format.layout import INDEX_NAME, shard_name
+from paceline.store.read.pack import open_pack
+
+if TYPE_CHECKING:
+    from paceline.store.read.pack import Pack
+
+_CODECS = ("none", "zstd")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackStat(Record):
+    """What is in a pack; bytes stored are those of the samples, without padding and index."""
+
+    path: str
+    format_version: int
+    identity: str
+    sample_count: int
+    folder_count: int
+    class_count: int
+    sample_bytes: int
+    stored_bytes: int
+    ratio: float
+    chunked_count: int
+    codecs: dict[str, int]
+    shard_count: int
+    shard_bytes: int
+    index_bytes: int
+    parity_group: int
+    parity_count: int
+    parity_bytes: int
+    has_shard_digests: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtentStat(Record):
+    """A stored piece of a sample; the checksum is the CRC-32C of the decoded bytes."""
+
+    shard: str
+    offset: int
+    stored_bytes: int
+    bytes: int
+    codec: str
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleStat(Record):
+    """Where a sample lies, and what its file was."""
+
+    path: str
+    name: str
+    sample: int
+    bytes: int
+    label: int
+    class_name: str
+    mode: int
+    mtime_ns: int
+    extents: tuple[ExtentStat, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderStat(Record):
+    """What lies below a folder of a pack, at any depth."""
+
+    path: str
+    name: str
+    sample_count: int
+    folder_count: int
+    sample_bytes: int
+
+
+def describe_pack(path: str | os.PathLike[str]) -> PackStat:
+    """Return what is in the pack at `path`; only its index is read.
+
+    Raises:
+        PacelineError: what `open_pack` raises for an index.
+    """
+    index = IndexFile.open(path)
+    sample_bytes = int(index.lengths.sum())
+    stored_bytes = int(index.stored_lengths.sum())
+    counts = np.bincount(index.codecs, minlength=len(_CODECS))
+    chunked = np.diff(index.first_extents) > 1 if len(index.first_extents) else ()
+    return PackStat(
+        path=str(path),
+        format_version=index.version,
+        identity=index.identity,
+        sample_count=index.sample_count,
+        folder_count=index.folder_count,
+        class_count=index.class_count,
+        sample_bytes=sample_bytes,
+        stored_bytes=stored_bytes,
+        ratio=sample_bytes / stored_bytes if stored_bytes else 1.0,
+        chunked_count=int(np.count_nonzero(chunked)),
+        codecs={_codec_name(k): int(count) for k, count in enumerate(counts) if count},
+        shard_count=len(index.shard_lengths),
+        shard_bytes=int(index.shard_lengths.sum()),
+        index_bytes=(Path(path) / INDEX_NAME).stat().st_size,
+        parity_group=index.parity_group,
+        parity_count=len(index.parity_lengths),
+        parity_bytes=int(index.parity_lengths.sum()),
+        has_shard_digests=bool(index.shard_digests),
+    )
+
+
+def describe_name(path: str | os.PathLike[str], name: str | bytes) -> SampleStat | FolderStat:
+    """Return where the sample `name` lies, or what lies below the folder of that name.
+
+    Raises:
+        NotFound: the pack has neither.
+    """
+    with open_pack(path, index_only=True) as pack:
+        try:
+            sample = pack.find(name)
+        except NotFound:
+            return _describe_folder(pack, path, name)
+        label = int(pack.labels[sample])
+        return SampleStat(
+            path=str(path),
+            name=os.fsdecode(name),
+            sample=sample,
+            bytes=int(pack.lengths[sample]),
+            label=label,
+            class_name=pack.class_names[label] if label >= 0 else "",
+            mode=int(pack.modes[sample]),
+            mtime_ns=int(pack.mtimes_ns[sample]),
+            extents=tuple(
+                ExtentStat(
+                    shard=shard_name(one.shard),
+                    offset=one.offset,
+                    stored_bytes=one.stored_length,
+                    bytes=one.length,
+                    codec=_codec_name(one.codec),
+                    checksum=f"0x{one.checksum:08x}",
+                )
+                for one in pack.extents(sample)
+            ),
+        )
+
+
+def _describe_folder(pack: Pack, path: str | os.PathLike[str], name: str | bytes) -> FolderStat:
+    samples = folders = size = 0
+    try:
+        for _, entries in pack.walk(name):
+            samples += sum(not entry.is_folder for entry in entries)
+            folders += sum(entry.is_folder for entry in entries)
+            size += sum(entry.size for entry in entries)
+    except NotFound:
+        raise NotFound(
+            f"no sample or folder named {os.fsdecode(name)!a}",
+            where=str(path),
+            fix=f"List the names: paceline store ls {path} --recursive",
+        ) from None
+    return FolderStat(
+        path=str(path),
+        name=os.fsdecode(name).strip("/"),
+        sample_count=samples,
+        folder_count=folders,
+        sample_bytes=size,
+    )
+
+
+def _codec_name(codec: int) -> str:
+    return _CODECS[codec] if codec < len(_CODECS) else f"codec {codec}"

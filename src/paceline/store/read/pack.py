@@ -1,0 +1,388 @@
+"""Reads packs: by index, by name, in batches; the work is in C++ with the GIL released.
+
+What is returned was verified: its checksum over the very bytes handed out, or (policy `first`) an
+earlier check of pages that never left this process's memory since. A `Pack` may be used from many
+threads, survives fork (its mappings are read-only and shared) and pickles as its path: the process
+that unpickles it maps the files anew when it first needs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from paceline.core.errors import NotFound, PacelineError, UsageError
+from paceline.native import Extent, PackEntry, PackReader, corrupt_sample
+from paceline.store.format.index import IndexFile, refuse_no_pack
+from paceline.store.format.layout import shard_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from paceline.core.errors import CorruptPack
+
+_VERIFY_SAMPLES = 256  # a call: short enough that Ctrl-C and progress come through
+_MAX_THREADS = 8  # a few fill the memory bus; more only take cores from training
+_DIRECT_THREADS = 8  # reads past the page cache are one a thread: a disk wants several
+_POLICIES = ("first", "always", "never")
+
+
+class Pack:
+    """A data set that `open_pack` opened. Samples are numbered from 0 in the order of names."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: dict[str, Any], identity: str | None = None
+    ) -> None:
+        self.path = Path(os.path.abspath(path))  # noqa: PTH100  # keeps links as the user wrote them
+        self._options = options
+        self._identity = identity
+        self._reader: PackReader | None = None
+        self._index: IndexFile | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[Pack], tuple[str, dict[str, Any], str]]:
+        return (Pack, (str(self.path), self._options, self.identity))
+
+    def __repr__(self) -> str:
+        return f"Pack({str(self.path)!r})"
+
+    def __len__(self) -> int:
+        return self._open().sample_count
+
+    @property
+    def identity(self) -> str:
+        """Stands for the whole content: 32 hexadecimal digits, the same for every copy."""
+        self._open()
+        assert self._identity is not None
+        return self._identity
+
+    @property
+    def index(self) -> IndexFile:
+        """The index of the pack, section by section."""
+        self._open()
+        assert self._index is not None
+        return self._index
+
+    @property
+    def lengths(self) -> NDArray[np.uint64]:
+        """Bytes of each sample, shape (n,); mostly a view of the mapped index, as `labels` is."""
+        return self.index.sample_lengths
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """Each sample's position in `class_names`; -1 = it lies in no class."""
+        return self.index.labels
+
+    @property
+    def shards(self) -> NDArray[np.uint32]:
+        """The shard in which each sample begins, shape (n,)."""
+        return self.index.sample_shards
+
+    @property
+    def modes(self) -> NDArray[np.uint32]:
+        """``st_mode`` of each sample's file."""
+        return self.index.modes
+
+    @property
+    def mtimes_ns(self) -> NDArray[np.int64]:
+        """When each sample's file was last written, in nanoseconds since 1970."""
+        return self.index.mtimes_ns
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards there are."""
+        return self._open().shard_count
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Relative paths of the samples, decoded one by one as `os.fsdecode` does."""
+        reader = self._open()
+        return _Strings(reader.sample_count, reader.name)
+
+    @property
+    def folder_names(self) -> Sequence[str]:
+        """Relative paths of the folders, also of those without samples, depth first."""
+        reader = self._open()
+        return _Strings(reader.folder_count, reader.folder)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the top-level folders."""
+        reader = self._open()
+        return tuple(_Strings(reader.class_count, reader.class_name))
+
+    def find(self, name: str | bytes) -> int:
+        """Return the index of the sample whose relative path is `name`.
+
+        Raises:
+            NotFound: there is none.
+        """
+        sample = self._open().find(os.fsencode(name))
+        if sample < 0:
+            raise NotFound(
+                f"no sample named {os.fsdecode(name)!a}",
+                where=str(self.path),
+                fix="List the names: paceline store ls",
+            )
+        return sample
+
+    def read(self, sample: int) -> bytes:
+        """Return the verified bytes of a sample.
+
+        Raises:
+            CorruptPack: they do not match their checksum.
+            IndexError: there is no such sample.
+        """
+        reader = self._open()
+        self._check_range(sample, sample, reader)
+        return reader.read(sample)
+
+    def read_batch(
+        self, samples: ArrayLike, out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return several samples in one buffer, and where each begins.
+
+        Args:
+            samples: indices, shape (n,), in any order and with repetitions.
+            out: takes the bytes; large enough, writable and contiguous. None: a buffer that
+                serves again for later batches once nothing refers to it any more.
+
+        Returns:
+            The buffer, and offsets of shape (n + 1,): sample k is ``buffer[offsets[k]:offsets[k +
+            1]]``. Both belong to the caller.
+
+        Raises:
+            CorruptPack: a sample does not match its checksum; `out` then holds nothing of use.
+            IndexError: there is no such sample.
+            UsageError: `out` is too small.
+        """
+        reader = self._open()
+        ids = self._ids(samples, reader)
+        if out is None:
+            return reader.read_batch(ids)
+        try:
+            offsets = reader.read_batch_into(ids, out)
+        except PacelineError:
+            raise
+        except (ValueError, BufferError) as problem:  # too small; not writable, not contiguous
+            raise UsageError(
+                "the buffer cannot take the samples",
+                where=str(self.path),
+                why=str(problem),
+                fix="Give a writable, contiguous uint8 array that is large enough, or none",
+            ) from None
+        return out[: offsets[-1]], offsets
+
+    def view(self, sample: int) -> memoryview:
+        """Return a sample where it lies, without a copy; as `views`."""
+        return self.views([sample])[0]
+
+    def views(self, samples: ArrayLike) -> list[memoryview]:
+        """Return several samples where they lie in the page cache, read-only, without a copy.
+
+        They are verified when they are handed out. What storage returns later, for pages that
+        were dropped meanwhile, is not; nor, by policy `first`, are later copies of pages that came
+        back because a view was touched. Where that matters, copy (`read_batch`) and keep no views.
+        An encoded or chunked sample is copied here as well.
+
+        Raises:
+            CorruptPack: a sample does not match its checksum.
+            IndexError: there is no such sample.
+        """
+        reader = self._open()
+        ids = self._ids(samples, reader)
+        return reader.views(ids)
+
+    def prefetch(self, samples: ArrayLike) -> None:
+        """Start to read from storage what is not in memory of these samples; returns at once."""
+        reader = self._open()
+        reader.prefetch(self._ids(samples, reader))
+
+    def extents(self, sample: int) -> list[Extent]:
+        """Return where the bytes of a sample lie, in order."""
+        reader = self._open()
+        self._check_range(sample, sample, reader)
+        return reader.extents(sample)
+
+    def scandir(self, folder: str | bytes = "") -> list[PackEntry]:
+        """Return what lies in a folder of the pack: its folders, then its samples, each sorted.
+
+        Costs its entries, however much lies deeper.
+
+        Raises:
+            NotFound: there is no such folder.
+        """
+        reader = self._open()
+        path = os.fsencode(folder).strip(b"/")
+        number = reader.find_folder(path) if path else -1
+        if path and number < 0:
+            raise NotFound(
+                f"no folder named {os.fsdecode(path)!a}",
+                where=str(self.path),
+                fix="List the folders: paceline store ls",
+            )
+        return self._open().entries(number)
+
+    def walk(self, top: str | bytes = "") -> Iterator[tuple[str, list[PackEntry]]]:
+        """Yield each folder from `top` on, depth first: its path and its entries."""
+        stack = [(os.fsdecode(top).strip("/"), self.scandir(top))]
+        while stack:
+            path, entries = stack.pop()
+            yield path, entries
+            below = list(itertools.takewhile(lambda entry: entry.is_folder, entries))
+            stack += [
+                (f"{path}/{entry.name}" if path else entry.name, self._open().entries(entry.number))
+                for entry in reversed(below)
+            ]
+
+    def evict(self) -> None:
+        """Drop the pack's pages from this process and, where no other uses them, from memory."""
+        self._open().evict()
+
+    def verify(
+        self, on_progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[CorruptPack]:
+        """Read every sample and yield an error for each that is damaged.
+
+        Args:
+            on_progress: is given the samples read so far and their total.
+        """
+        reader = self._open()
+        total = reader.sample_count
+        for first in range(0, total, _VERIFY_SAMPLES):
+            end = min(first + _VERIFY_SAMPLES, total)
+            for bad in reader.verify(first, end):
+                yield corrupt_sample(str(self.path / shard_name(bad.shard)), bad)
+            if on_progress is not None:
+                on_progress(end, total)
+
+    def close(self) -> None:
+        """Let go of the files. Reads that other threads have under way still finish."""
+        self._closed = True
+        self._reader = self._index = None
+
+    def _open(self) -> PackReader:
+        reader = self._reader
+        if reader is not None:
+            return reader
+        if self._closed:
+            raise UsageError(
+                "the pack is closed", where=str(self.path), fix="Open it again: open_pack"
+            )
+        refuse_no_pack(self.path)
+        reader = PackReader(os.fsencode(self.path), **self._options)
+        index = IndexFile(reader)
+        if self._identity not in (None, index.identity):
+            raise UsageError(
+                "the pack is not the one that was opened before",
+                where=str(self.path),
+                why="another pack has taken its place",
+                fix="Open it again",
+            )
+        self._identity = index.identity
+        self._index = index
+        self._reader = reader  # last: another thread that sees it finds the index as well
+        return reader
+
+    def _ids(self, samples: ArrayLike, reader: PackReader) -> NDArray[np.int64]:
+        ids = np.asarray(samples)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise UsageError(
+                "samples are named by a list of integers",
+                where=str(self.path),
+                why=f"got an array of shape {ids.shape} and type {ids.dtype}",
+                fix="Give a list or a flat array of integers",
+            )
+        if ids.size:
+            self._check_range(int(ids.min()), int(ids.max()), reader)
+        return np.ascontiguousarray(ids, np.int64)
+
+    def _check_range(self, low: int, high: int, reader: PackReader) -> None:
+        if low < 0 or high >= reader.sample_count:
+            wrong = low if low < 0 else high
+            raise IndexError(
+                f"no sample {wrong}: {self.path} has samples 0 to {reader.sample_count - 1}"
+            )
+
+
+class _Strings(Sequence[str]):
+    """Names that stay in the mapped index until they are asked for."""
+
+    def __init__(self, count: int, get: Callable[[int], bytes]) -> None:
+        self._count = count
+        self._get = get
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices: they would decode everything
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        return os.fsdecode(self._get(index % self._count))
+
+
+def open_pack(
+    path: str | os.PathLike[str],
+    *,
+    verify: str = "first",
+    threads: int | None = None,
+    direct: bool = False,
+    index_only: bool = False,
+) -> Pack:
+    """Open the pack at `path`, checking its index and the length of every shard.
+
+    Args:
+        path: the pack's folder.
+        verify: `first` checks the checksum of what may have come from storage and skips it for
+            pages that this process has checked and that have been in its memory ever since;
+            `always` checks every read, `never` none.
+        threads: that share the work of a large batch; by default the cores that this process may
+            use, at most 8.
+        direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
+        index_only: open no shard: names, lengths and places can be read, samples cannot.
+
+    Raises:
+        NotFound: there is no pack there.
+        CorruptPack: the index is damaged, or a shard is missing or truncated; or it is unfinished.
+        UsageError: a newer Paceline wrote it, there is no such policy, or `threads` is below 1.
+        StorageError: a file cannot be opened.
+    """
+    if verify not in _POLICIES:
+        raise UsageError(
+            f"no policy for checksums is called {verify!a}",
+            where="verify",
+            fix="Use one of " + ", ".join(_POLICIES),
+        )
+    if threads is not None and threads < 1:
+        raise UsageError(
+            f"threads must be at least 1, got {threads}",
+            where="threads",
+            fix="Leave threads out for one a core, at most 8",
+        )
+    if threads is None:
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        if direct:
+            threads = _DIRECT_THREADS
+    options = {"verify": verify, "threads": threads, "direct": direct, "index_only": index_only}
+    pack = Pack(path, options)
+    pack._open()  # noqa: SLF001  # opening lazily is for unpickling alone
+    return pack

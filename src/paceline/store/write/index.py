@@ -1,0 +1,338 @@
+"""Builds the index of a pack from runs of samples: one merge, in which every column streams.
+
+The runs (`sorted_runs.py`) are sorted by name each; merged, they give the order of the samples. A
+piece of the order is taken from the runs, column by column, and appended to its section, so memory
+is bounded by a piece, the folders, and the table of shards.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.native import NameMerger, lower_bounds, name_hashes
+from paceline.store.format.header import IndexCounts
+from paceline.store.format.layout import DIGEST_BYTES, Section, joined
+from paceline.store.write.name_table import TAIL_SLOTS, NameTable, home_count
+from paceline.store.write.sections import IndexWriter
+from paceline.store.write.sorted_runs import EXTENT_TYPES, SAMPLE_TYPES, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from paceline.store.write.partial import PackFile
+    from paceline.store.write.sorted_runs import Run
+
+PIECE_SAMPLES = 1 << 17
+
+_SAMPLE_SECTIONS = {"labels": Section.LABELS, "modes": Section.MODES, "mtimes_ns": Section.MTIMES}
+_EXTENT_SECTIONS = {
+    "offsets": Section.OFFSETS,
+    "lengths": Section.LENGTHS,
+    "shards": Section.SHARDS,
+    "checksums": Section.CHECKSUMS,
+    "stored_lengths": Section.STORED_LENGTHS,
+    "codecs": Section.CODECS,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What an index holds beside the columns of its samples.
+
+    Attributes:
+        folders: in any order.
+        classes: in the order of labels.
+        shard_lengths: bytes of each shard file.
+        shard_digests: SHA-256 of each.
+        parity_group: shards in a group; 0 = no parity.
+        parity_lengths: bytes of each parity file.
+        parity_digests: SHA-256 of each.
+    """
+
+    folders: Sequence[bytes]
+    classes: Sequence[bytes]
+    shard_lengths: Sequence[int]
+    shard_digests: Sequence[bytes]
+    parity_group: int = 0
+    parity_lengths: Sequence[int] = ()
+    parity_digests: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How large an index gets, as far as its samples decide."""
+
+    sample_count: int
+    extent_count: int
+    name_bytes: int
+    is_encoded: bool
+    is_chunked: bool
+
+
+def section_lengths(shape: Shape, content: Content) -> dict[Section, int]:
+    """Return the bytes of each section, in the order in which they lie in the file."""
+    samples, extents = shape.sample_count, shape.extent_count
+    folder_bytes = sum(len(one) for one in content.folders)
+    lengths = {
+        Section.OFFSETS: 8 * extents,
+        Section.LENGTHS: 8 * extents,
+        Section.SHARDS: 4 * extents,
+        Section.CHECKSUMS: 4 * extents,
+        Section.LABELS: 4 * samples,
+        Section.MODES: 4 * samples,
+        Section.MTIMES: 8 * samples,
+        Section.NAME_OFFSETS: 8 * (samples + 1),
+        Section.NAMES: shape.name_bytes,
+        Section.FOLDER_OFFSETS: 8 * (len(content.folders) + 1),
+        Section.FOLDERS: folder_bytes,
+        Section.CLASS_OFFSETS: 8 * (len(content.classes) + 1),
+        Section.CLASSES: sum(len(one) for one in content.classes),
+        Section.SHARD_LENGTHS: 8 * len(content.shard_lengths),
+    }
+    if shape.is_encoded:
+        lengths[Section.STORED_LENGTHS] = 8 * extents
+        lengths[Section.CODECS] = extents
+    if shape.is_chunked:
+        lengths[Section.FIRST_EXTENTS] = 8 * (samples + 1)
+    lengths[Section.FOLDER_SAMPLES] = 16 * len(content.folders)
+    lengths[Section.FOLDER_ENDS] = 8 * len(content.folders)
+    lengths[Section.SHARD_DIGESTS] = DIGEST_BYTES * len(content.shard_lengths)
+    if content.parity_group:
+        lengths[Section.PARITY] = 8 * (1 + len(content.parity_lengths))
+        lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(content.parity_lengths)
+    lengths[Section.NAME_TABLE] = 8 * (home_count(samples) + TAIL_SLOTS)
+    return lengths
+
+
+def shape_of(runs: Sequence[Run]) -> Shape:
+    """Return how large the merge of `runs` gets."""
+    samples = sum(len(run.samples) for run in runs)
+    extents = sum(len(run.extents) for run in runs)
+    return Shape(
+        sample_count=samples,
+        extent_count=extents,
+        name_bytes=sum(len(run.samples.names) for run in runs),
+        is_encoded=any(run.encoded_count for run in runs),
+        is_chunked=any(_is_chunked(run) for run in runs),
+    )
+
+
+def build_index(
+    runs: Sequence[Run],
+    content: Content,
+    file: PackFile,
+    create: Callable[[str], PackFile],
+) -> None:
+    """Write the index of the samples in `runs` to `file`.
+
+    Args:
+        runs: sorted by name each.
+        content: the rest.
+        file: new and empty; it is not closed.
+        create: makes files for what is larger than memory; the caller removes them.
+
+    Raises:
+        UsageError: two samples have one name, or a sample is named like a folder.
+    Cost: a merge of names; memory for `PIECE_SAMPLES` samples and `PART_SAMPLES` hashes.
+    """
+    shape = shape_of(runs)
+    lengths = section_lengths(shape, content)
+    index = IndexWriter(file.write_at, lengths)
+    table = NameTable(shape.sample_count, create)
+    _put_columns(runs, shape, index, table)
+    folders = sorted(content.folders, key=lambda folder: folder + b"/")
+    folder_offsets, folder_names = joined(folders)
+    class_offsets, class_names = joined(content.classes)
+    index.put(Section.FOLDER_OFFSETS, folder_offsets)
+    index.put(Section.FOLDERS, folder_names)
+    index.put(Section.CLASS_OFFSETS, class_offsets)
+    index.put(Section.CLASSES, class_names)
+    index.put(Section.SHARD_LENGTHS, np.array(content.shard_lengths, np.uint64))
+    index.put(Section.FOLDER_SAMPLES, _folder_samples(file, index, shape, folders))
+    index.put(Section.FOLDER_ENDS, folder_ends(folders))
+    index.put(Section.SHARD_DIGESTS, b"".join(content.shard_digests))
+    if content.parity_group:
+        parity = [content.parity_group, *content.parity_lengths]
+        index.put(Section.PARITY, np.array(parity, np.uint64))
+        index.put(Section.PARITY_DIGESTS, b"".join(content.parity_digests))
+    table.write(index)
+    index.finish(
+        IndexCounts(
+            samples=shape.sample_count,
+            folders=len(folders),
+            shards=len(content.shard_lengths),
+            classes=len(content.classes),
+        )
+    )
+
+
+def folder_ends(folders: Sequence[bytes]) -> NDArray[np.uint64]:
+    """Return, for folders in depth-first order, the folder that follows those below each.
+
+    >>> folder_ends([b"a", b"a/b", b"c"]).tolist()
+    [2, 2, 3]
+    """
+    ends = np.zeros(len(folders), np.uint64)
+    above: list[int] = []
+    for k, folder in enumerate(folders):
+        while above and not folder.startswith(folders[above[-1]] + b"/"):
+            ends[above.pop()] = k
+        above.append(k)
+    ends[above] = len(folders)
+    return ends
+
+
+def _put_columns(runs: Sequence[Run], shape: Shape, index: IndexWriter, table: NameTable) -> None:
+    merger = NameMerger([(run.samples.name_offsets, run.samples.names) for run in runs])
+    samples_done = [0] * len(runs)
+    extents_done = [0] * len(runs)
+    sample_count = extent_count = name_bytes = 0
+    index.put(Section.NAME_OFFSETS, np.zeros(1, np.uint64))
+    if shape.is_chunked:
+        index.put(Section.FIRST_EXTENTS, np.zeros(1, np.uint64))
+    while True:
+        merged = merger.next(PIECE_SAMPLES)
+        sources, lengths, names = merged.lists, merged.lengths, merged.names
+        if merged.ends_in_duplicate:
+            raise _duplicate(names[len(names) - int(lengths[-1]) :])
+        if not len(sources):
+            return
+        offsets = np.zeros(len(lengths) + 1, np.uint64)
+        np.cumsum(lengths, out=offsets[1:])
+        table.add(name_hashes(offsets, np.frombuffer(names, np.uint8)), sample_count)
+        index.put(Section.NAMES, names)
+        index.put(Section.NAME_OFFSETS, offsets[1:] + np.uint64(name_bytes))
+        name_bytes += len(names)
+        piece = _Piece(runs, sources, samples_done, extents_done)
+        for column, section in _SAMPLE_SECTIONS.items():
+            index.put(section, piece.sample_columns[column])
+        for column, section in _EXTENT_SECTIONS.items():
+            if shape.is_encoded or column not in ("stored_lengths", "codecs"):
+                index.put(section, piece.extent_columns[column])
+        if shape.is_chunked:
+            counts = piece.sample_columns["extent_counts"]
+            index.put(
+                Section.FIRST_EXTENTS, np.cumsum(counts, dtype=np.uint64) + np.uint64(extent_count)
+            )
+        sample_count += len(sources)
+        extent_count += len(piece.extent_columns["offsets"])
+        for run in runs:
+            run.release()
+
+
+class _Piece:
+    """The columns of the next samples of a merge, taken from the runs that they are in."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        sources: NDArray[np.uint32],
+        samples_done: list[int],
+        extents_done: list[int],
+    ) -> None:
+        order = np.argsort(sources, kind="stable")  # from order of runs to order of names
+        counts = np.bincount(sources, minlength=len(runs))
+        present = np.flatnonzero(counts).tolist()
+        taken = {}
+        for k in present:
+            taken[k] = slice(samples_done[k], samples_done[k] + int(counts[k]))
+            samples_done[k] = taken[k].stop
+        self.sample_columns: dict[str, NDArray[Any]] = {}
+        for name, dtype in SAMPLE_TYPES.items():
+            parts = [_column(runs[k], name)[taken[k]] for k in present]
+            if name == "labels":
+                parts = [_mapped(runs[k], part) for k, part in zip(present, parts, strict=True)]
+            column = np.empty(len(order), dtype)
+            together = np.concatenate(parts)
+            column[order] = together
+            self.sample_columns[name] = column
+            if name == "extent_counts":
+                self._place_extents(runs, present, taken, together, column, order, extents_done)
+
+    def _place_extents(
+        self,
+        runs: Sequence[Run],
+        present: list[int],
+        taken: dict[int, slice],
+        counts: NDArray[np.uint32],
+        counts_by_name: NDArray[np.uint32],
+        order: NDArray[Any],
+        extents_done: list[int],
+    ) -> None:
+        # `counts` is in order of runs, `counts_by_name` in order of names.
+        begins = np.cumsum(counts_by_name, dtype=np.int64) - counts_by_name
+        places = spread(begins[order], counts)
+        ranges = {}
+        for k in present:
+            total = int(runs[k].samples.extent_counts[taken[k]].sum())
+            ranges[k] = slice(extents_done[k], extents_done[k] + total)
+            extents_done[k] = ranges[k].stop
+        self.extent_columns: dict[str, NDArray[Any]] = {}
+        for name, dtype in EXTENT_TYPES.items():
+            column = np.empty(len(places), dtype)
+            column[places] = np.concatenate(
+                [getattr(runs[k].extents, name)[ranges[k]] for k in present]
+            )
+            self.extent_columns[name] = column
+
+
+def _column(run: Run, name: str) -> NDArray[Any]:
+    column: NDArray[Any] = getattr(run.samples, name)
+    return column
+
+
+def _mapped(run: Run, labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    return labels if run.label_map is None else run.label_map[labels]
+
+
+def _is_chunked(run: Run) -> bool:
+    return len(run.extents) != len(run.samples) or bool((run.samples.extent_counts != 1).any())
+
+
+def _folder_samples(
+    file: PackFile, index: IndexWriter, shape: Shape, folders: list[bytes]
+) -> NDArray[np.uint64]:
+    """Return first and end of the samples below each folder, from the names just written."""
+    if not folders or not shape.sample_count:
+        return np.zeros((len(folders), 2), np.uint64).reshape(-1)
+    size = os.fstat(file.descriptor).st_size
+    mapping = mmap.mmap(file.descriptor, size, prot=mmap.PROT_READ)
+    offsets = np.frombuffer(
+        mapping, np.uint64, shape.sample_count + 1, index.offset(Section.NAME_OFFSETS)
+    )
+    names = np.frombuffer(mapping, np.uint8, shape.name_bytes, index.offset(Section.NAMES))
+
+    def bounds(ending: bytes) -> NDArray[np.uint64]:
+        wanted_offsets, wanted = joined(folder + ending for folder in folders)
+        return lower_bounds(offsets, names, wanted_offsets, np.frombuffer(wanted, np.uint8))
+
+    for k, sample in enumerate(bounds(b"").tolist()):
+        if sample < shape.sample_count:
+            begin, end = int(offsets[sample]), int(offsets[sample + 1])
+            if names[begin:end].tobytes() == folders[k]:
+                raise UsageError(
+                    "a sample is named like a folder",
+                    where=repr(folders[k])[1:],
+                    why="another sample lies below that name",
+                    fix="Rename one of the two",
+                )
+    both = np.stack([bounds(b"/"), bounds(b"0")], axis=1)  # "0" is what follows "/"
+    return np.ascontiguousarray(both).reshape(-1)
+
+
+def _duplicate(name: bytes) -> UsageError:
+    return UsageError(
+        "two samples have one name",
+        where=repr(name)[1:],
+        why="a sample of a pack is found by its name",
+        fix="Rename one of the two",
+    )

@@ -1,0 +1,136 @@
+"""What can be chosen about packing, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from paceline.core.config import Configuration
+from paceline.core.errors import ConfigError, Missing
+from paceline.core.record import Record
+from paceline.native import zstd_available
+from paceline.store.format.layout import ALIGNMENT
+from paceline.store.write.shards import ShardLimits
+
+if TYPE_CHECKING:
+    from paceline.store.write.sources import Source
+
+DEFAULT_SHARD_BYTES = 256 << 20
+MAX_SHARD_BYTES = 16 << 30
+_SHARDS = 256  # about so many at most, unless the size is given
+_GROWTH_SHARDS = 64
+_CODECS = ("none", "zstd", "auto")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackOptions(Configuration):
+    """How to pack.
+
+    Changes the pack's files:
+        shard_bytes: a shard is closed before it would grow beyond this; a sample that is larger is
+            stored in chunks. 0 = 256 MiB, or what keeps a large pack at about 256 shards.
+        codec: `zstd` stores a sample encoded if that is smaller at all, `auto` if it saves at least
+            a tenth, `none` never. Samples over 64 MiB are stored as they are.
+        codec_level: of zstd, 1 to 19: the higher, the smaller and slower.
+        parity_group: a parity file for so many shards: one lost shard of a group can be made again
+            from the others. 0 = none.
+    Changes which samples there are:
+        follow_symlinks: pack what symbolic links lead to, instead of refusing them.
+    Changes speed:
+        restart: throw away what a killed packing left, instead of going on from it.
+    """
+
+    section: ClassVar[str] = "pack"
+    shard_bytes: int = 0
+    codec: str = "none"
+    codec_level: int = 3
+    parity_group: int = 0
+    follow_symlinks: bool = False
+    restart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shard_bytes != 0 and self.shard_bytes < 2 * ALIGNMENT:
+            raise ConfigError(
+                f"a shard of {self.shard_bytes} bytes holds no sample",
+                where="shard_bytes",
+                fix=f"Use at least {2 * ALIGNMENT}; hundreds of MiB serve best",
+            )
+        if self.codec not in _CODECS:
+            raise ConfigError(
+                f"no codec is called {self.codec!a}",
+                where="codec",
+                fix="Use one of " + ", ".join(_CODECS),
+            )
+        if not 1 <= self.codec_level <= 19:
+            raise ConfigError(
+                f"zstd has no level {self.codec_level}", where="codec_level", fix="Use 1 to 19"
+            )
+        if self.parity_group < 0 or self.parity_group == 1:
+            raise ConfigError(
+                f"a parity file for {self.parity_group} shards",
+                where="parity_group",
+                why="of one shard it would be a copy",
+                fix="Use 2 or more, or 0 for none; 8 costs an eighth of the space",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSummary(Record):
+    """What was packed, or would be; `elapsed_s` is 0 for a dry run.
+
+    `reused_sample_count` were packed by a run before that was killed. `opens_before` and
+    `opens_after` are the files that an epoch opens.
+    """
+
+    source: str
+    destination: str
+    sample_count: int
+    folder_count: int
+    class_count: int
+    shard_count: int
+    sample_bytes: int
+    stored_bytes: int
+    pack_bytes: int
+    opens_before: int
+    opens_after: int
+    reused_sample_count: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackProgress:
+    """How far packing has come; a total of 0 is unknown."""
+
+    sample_count: int
+    sample_total: int
+    byte_count: int
+    byte_total: int
+    reused_byte_count: int = 0
+
+
+def shard_limits(source: Source, options: PackOptions) -> ShardLimits:
+    """Return how large the shards of a pack of `source` get."""
+    if options.shard_bytes:
+        return ShardLimits(shard_bytes=options.shard_bytes)
+    totals = source.totals()
+    if not totals.is_exact:
+        return ShardLimits(
+            shard_bytes=DEFAULT_SHARD_BYTES,
+            growth_shards=_GROWTH_SHARDS,
+            max_bytes=MAX_SHARD_BYTES,
+        )
+    wanted = DEFAULT_SHARD_BYTES
+    total = totals.byte_count + totals.sample_count * ALIGNMENT // 2
+    while wanted * _SHARDS < total and wanted < MAX_SHARD_BYTES:
+        wanted *= 2
+    return ShardLimits(shard_bytes=wanted)
+
+
+def check_codec(options: PackOptions) -> None:
+    """Refuse a codec that this machine lacks."""
+    if options.codec != "none" and not zstd_available():
+        raise Missing(
+            "zstd is not on this machine",
+            where="libzstd.so.1",
+            fix="Install your distribution's libzstd (libzstd1), or pack with --codec none",
+        )
