@@ -43,7 +43,7 @@ def train(run, plan, machine, epochs):
 
     clock = SystemClock()
     args = ["--result", f"{run}.json", "--epochs", str(epochs)]
-    resolved = resolve(RunConfig, "run", environ={})
+    resolved = resolve(RunConfig, environ={})
     with contextlib.redirect_stdout(sys.stderr):
         execute(
             prepare(SCRIPT, args, resolved, run, clock, plan=plan), machine=machine, clock=clock

@@ -16,6 +16,7 @@ from pathlib import Path
 import paceline
 from paceline.core.machine import Quantity
 from paceline.core.record import Record
+from paceline.core.worker_process import WorkerMessage
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
 # Fields whose values are checked: what the type alone would give is refused.
@@ -57,6 +58,8 @@ def record_classes() -> list[type[Record]]:
             child
             for child in children
             if child.__module__.startswith("paceline.")
+            and dataclasses.is_dataclass(child)
+            and not issubclass(child, WorkerMessage)  # never stored
             and getattr(importlib.import_module(child.__module__), child.__name__, None) is child
         ]
     return sorted(set(found), key=lambda cls: (cls.__name__, cls.__module__))

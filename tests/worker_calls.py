@@ -9,12 +9,11 @@ import threading
 from dataclasses import dataclass
 
 from paceline.core import errors
-from paceline.core.record import Record
-from paceline.core.worker_process import serve
+from paceline.core.worker_process import WorkerMessage, serve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request(Record):
+class Request(WorkerMessage):
     """What to do, and with what."""
 
     act: str
@@ -23,7 +22,7 @@ class Request(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply(Record):
+class Reply(WorkerMessage):
     """What came of it."""
 
     text: str = ""

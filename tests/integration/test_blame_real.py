@@ -3,7 +3,7 @@
 import pytest
 from launching import SCRIPTS, last_json, paceline
 
-from paceline.runs.result import load_result
+from paceline.runs.folder import RunFolder
 
 FIRST, LAST, STEPS = 40, 100, 140
 WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)
@@ -13,7 +13,7 @@ def run(folder, *arguments):
     script = (SCRIPTS / "slowed.py", "--steps", STEPS, "--first", FIRST, "--last", LAST)
     done = paceline(folder, "run", "-n", 2, "--out", "RUN", *script, *arguments)
     assert done.code == 0, done.err
-    return done, load_result(folder / "RUN")
+    return done, RunFolder(folder / "RUN").read_result()
 
 
 @pytest.mark.parametrize(

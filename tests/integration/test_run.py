@@ -11,7 +11,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.runs.result import load_result
+from paceline.runs.folder import RunFolder
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
@@ -59,11 +59,11 @@ def test_the_result_is_as_designed(digits):
         assert rank["peak_memory_bytes"] > 100 << 20
         assert rank["dropped_count"] == 0
         assert [phase["name"] for phase in rank["phases"]] == list(PHASES)
-    assert load_result(digits.folder / "RUN").ranks[1].steps == 115
+    assert RunFolder(digits.folder / "RUN").read_result().ranks[1].steps == 115
 
 
 def test_phases_explain_the_loop(digits):
-    for rank in load_result(digits.folder / "RUN").ranks:
+    for rank in RunFolder(digits.folder / "RUN").read_result().ranks:
         explained = sum(one.measured_s for one in rank.phases if one.name != "other")
         assert explained >= 0.97 * rank.loop_wall_s
         assert sum(one.measured_s for one in rank.phases) == pytest.approx(rank.loop_wall_s)
@@ -116,7 +116,7 @@ def hello(tmp_path):
     return path
 
 
-def test_each_value_is_written_with_its_origin(tmp_path, hello):
+def test_each_value_is_written_with_its_provenance(tmp_path, hello):
     (tmp_path / "paceline.toml").write_text("[run]\nranks = 7\nbind = false\n")
     environ = {"PACELINE_RUN__RANKS": "2"}
     one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
@@ -128,12 +128,12 @@ def test_each_value_is_written_with_its_origin(tmp_path, hello):
     )
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "RUN" / "config.json").read_text())
-    assert config["version"] == 1
-    assert config["values"] == {
-        "ranks": {"value": 2, "origin": "environment"},
-        "record": {"value": False, "origin": "flag"},
-        "bind": {"value": False, "origin": "file"},
-    }
+    assert config["version"] == 2
+    values = config["values"]
+    assert values["ranks"] == {"value": 2, "provenance": "environment"}
+    assert values["record"] == {"value": False, "provenance": "flag"}
+    assert values["bind"] == {"value": False, "provenance": "file"}
+    assert values["heartbeat_timeout_s"] == {"value": 60.0, "provenance": "default"}
     assert config["script"] == str(hello)
     assert config["args"] == ["--", "--out", "of the script"]
     assert config["world_size"] == 2
@@ -185,11 +185,11 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        (("-n", "0"), {}, "0 ranks"),
+        (("-n", "0"), {}, "got 0"),
         (("-n", "x"), {}, "not a valid integer"),
         (("--rank", "2"), {}, "'--ranks'"),
         (("tests",), {}, "no such script"),
-        ((".",), {}, "a folder is no script"),
+        ((".",), {}, "SCRIPT is a directory"),
         ((), {"PACELINE_RUN_RANKS": "2"}, "'PACELINE_RUN__RANKS'"),
         ((), {"PACELINE_RUN__RNAKS": "2"}, "'ranks'"),
         ((), {"PACELINE_RUN__RANKS": "two"}, "PACELINE_RUN__RANKS"),
@@ -268,7 +268,7 @@ def test_a_killed_rank_is_named_with_signal_step_and_phase(killed):
     assert killed.code == 5, killed.err
     assert "error: rank 1 was killed by SIGKILL\n  where: step 17, in backward\n" in killed.err
     assert "Traceback" not in killed.err  # of rank 0, which only lost its peer
-    result = load_result(killed.folder / "RUN")
+    result = RunFolder(killed.folder / "RUN").read_result()
     assert result.exit_code == 5
     assert result.failure.rank == 1
     assert (result.failure.signal, result.failure.step) == ("SIGKILL", 17)
@@ -321,7 +321,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
     assert "paceline report RUN" in running.err
     running.assert_nothing_left()
     assert all(one.status.step >= 5 for one in load_run(tmp_path / "RUN").ranks)
-    result = load_result(tmp_path / "RUN")
+    result = RunFolder(tmp_path / "RUN").read_result()
     assert result.exit_code == 130
     assert result.failure is None
     assert all(one.steps >= 1 for one in result.ranks)
@@ -343,7 +343,7 @@ def test_workers_that_are_spawned_find_the_scripts_classes(tmp_path):
     done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, "--workers", 1, "--context", "spawn")
     assert done.code == 0, done.err
     assert last_json(done.out) == {"backend": "gloo", "main": "__main__"}
-    assert load_result(tmp_path / "RUN").ranks[0].steps == 20
+    assert RunFolder(tmp_path / "RUN").read_result().ranks[0].steps == 20
     done.assert_nothing_left()
 
 
@@ -352,7 +352,7 @@ def test_under_mpirun_each_task_is_a_rank(tmp_path):
     done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, prefix=mpirun)
     assert done.code == 0, done.err
     assert last_json(done.out)["backend"] == "gloo"
-    result = load_result(tmp_path / "RUN")
+    result = RunFolder(tmp_path / "RUN").read_result()
     assert result.world_size == 2
     assert [(one.rank, one.steps) for one in result.ranks] == [(0, 20), (1, 20)]
     done.assert_nothing_left()
@@ -376,5 +376,8 @@ def test_under_mpirun_a_rank_that_raises_ends_the_run(tmp_path):
     )
     assert done.code == 1
     assert "ValueError: the loss is not finite" in done.err
-    assert load_result(tmp_path / "RUN").failure.error == "ValueError('the loss is not finite')"
+    assert (
+        RunFolder(tmp_path / "RUN").read_result().failure.error
+        == "ValueError('the loss is not finite')"
+    )
     done.assert_nothing_left()

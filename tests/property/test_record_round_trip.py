@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record, nearest
-from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.runs.folder import RunFolder
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.trace.blame import Straggler
 
 
@@ -199,8 +200,9 @@ def test_a_result_that_cannot_be_understood_is_corrupt(tmp_path):
     from paceline.core.errors import CorruptData, NotFound
 
     with pytest.raises(NotFound):
-        load_result(tmp_path)
+        RunFolder.open(tmp_path / "none")
+    assert RunFolder(tmp_path).read_result() is None
     (tmp_path / "result.json").write_text('{"version": 1, "exit_code": "none"}')
     with pytest.raises(CorruptData, match="exit_code") as caught:
-        load_result(tmp_path)
+        RunFolder(tmp_path).read_result()
     assert caught.value.exit_code == 4

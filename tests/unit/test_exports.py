@@ -14,6 +14,7 @@ EXPORTS = {
     "cli": [],
     "core": [],
     "launch": [],
+    "launch.rendezvous": [],
     "perf": ["estimate"],
     "probe": [],
     "report": [],

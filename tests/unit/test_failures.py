@@ -6,7 +6,8 @@ import pytest
 from traces import Event, write_run
 
 from paceline.core.errors import Interrupted, RankLost, ScriptFailed
-from paceline.core.processes import Exit
+from paceline.core.processes import StopRequested
+from paceline.launch.exits import RankExit, exit_of, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.native import Recorder
 from paceline.runs.result import Failure
@@ -27,7 +28,7 @@ def report(run, rank, at_ns, error, phase=""):
 def test_the_first_to_raise_failed_first(tmp_path):
     report(tmp_path, 0, 200, LOST)
     report(tmp_path, 1, 100, RAISED, "backward")
-    exits = (Exit(rank=0, code=1), Exit(rank=1, code=1))
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=1))
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, error=RAISED, phase="backward")
     assert exit_code(exits, failure) == 1
@@ -40,7 +41,7 @@ def test_the_first_to_raise_failed_first(tmp_path):
 
 def test_a_killed_rank_comes_before_those_that_lost_it(tmp_path):
     report(tmp_path, 0, 100, LOST)
-    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-9, signal="SIGKILL"))
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=-9, signal="SIGKILL"))
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGKILL")
     assert exit_code(exits, failure) == 5
@@ -52,7 +53,7 @@ def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
     for _ in range(17):
         recorder.end_step()
     recorder.begin(int(Kind.BACKWARD))
-    exits = (Exit(rank=1, code=-11, signal="SIGSEGV"),)
+    exits = (RankExit(rank=1, code=-11, signal="SIGSEGV"),)
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGSEGV", step=17, phase="backward")
     with pytest.raises(RankLost, match="rank 1 was killed by SIGSEGV") as caught:
@@ -66,25 +67,25 @@ def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
 
 def test_a_rank_that_the_agent_stopped_is_no_culprit(tmp_path):
     report(tmp_path, 0, 100, RAISED)
-    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-15, signal="SIGTERM"))
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=-15, signal="SIGTERM"))
     assert first_failure(tmp_path, exits) == Failure(rank=0, error=RAISED)
 
 
 def test_a_rank_that_did_not_listen_to_the_agent_is_no_culprit(tmp_path):
     report(tmp_path, 1, 100, RAISED)
-    exits = (Exit(rank=1, code=1), Exit(rank=0, code=-9, signal="SIGKILL"))
+    exits = (RankExit(rank=1, code=1), RankExit(rank=0, code=-9, signal="SIGKILL"))
     assert first_failure(tmp_path, exits) == Failure(rank=1, error=RAISED)
 
 
 def test_a_rank_that_crashed_is_the_culprit_whatever_others_say_of_it(tmp_path):
     report(tmp_path, 0, 100, "TimeoutError('where is rank 1?')")
-    exits = (Exit(rank=0, code=1), Exit(rank=1, code=-11, signal="SIGSEGV"))
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=-11, signal="SIGSEGV"))
     assert first_failure(tmp_path, exits) == Failure(rank=1, signal="SIGSEGV")
 
 
 def test_a_rank_that_left_without_a_word_failed_before_those_that_lost_it(tmp_path):
     report(tmp_path, 0, 100, LOST)
-    exits = (Exit(rank=0, code=1), Exit(rank=1, code=7))
+    exits = (RankExit(rank=0, code=1), RankExit(rank=1, code=7))
     assert first_failure(tmp_path, exits) == Failure(rank=1, error="exit code 7")
 
 
@@ -92,25 +93,25 @@ def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
     """The agent ends ranks only after another failed, but all that failed lost this one."""
     report(tmp_path, 0, 100, LOST)
     exits = (
-        Exit(rank=0, code=1),
-        Exit(rank=1, code=-15, signal="SIGTERM"),
-        Exit(rank=2, code=-15, signal="SIGTERM"),
+        RankExit(rank=0, code=1),
+        RankExit(rank=1, code=-15, signal="SIGTERM"),
+        RankExit(rank=2, code=-15, signal="SIGTERM"),
     )
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGTERM")
     with pytest.raises(RankLost, match="SIGTERM") as caught:
         raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
-    assert "a signal ended it" in caught.value.why
+    assert "another process sent the signal" in caught.value.why
 
 
 def test_a_rank_that_raised_and_crashed_on_its_way_out_raised(tmp_path):
     report(tmp_path, 1, 100, RAISED)
-    exits = (Exit(rank=1, code=-6, signal="SIGABRT"),)
+    exits = (RankExit(rank=1, code=-6, signal="SIGABRT"),)
     assert first_failure(tmp_path, exits) == Failure(rank=1, error=RAISED)
 
 
 def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
-    exits = (Exit(rank=1, code=7),)
+    exits = (RankExit(rank=1, code=7),)
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, error="exit code 7")
     assert exit_code(exits, failure) == 1
@@ -123,7 +124,7 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
 def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):
     report(tmp_path, 1, 100, RAISED)
     (tmp_path / "trace" / "rank-00000.failure").write_text('{"rank": 0, "at_ns"')
-    assert first_failure(tmp_path, (Exit(rank=0, code=1),)).rank == 1
+    assert first_failure(tmp_path, (RankExit(rank=0, code=1),)).rank == 1
     assert first_traceback(tmp_path)
 
 
@@ -135,8 +136,29 @@ def test_all_well(tmp_path):
 
 def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
     report(tmp_path, 0, 100, LOST)
-    exits = (Exit(rank=-1, code=130, signal="SIGINT"),)
+    exits = (interrupted_exit(None, StopRequested("SIGINT"), 0.0),)
     failure = first_failure(tmp_path, exits)
     assert exit_code(exits, failure) == 130
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
         raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (9, "SIGKILL"),
+        (33, "signal 33"),
+        (34, "signal 34 (SIGRTMIN)"),
+        (40, "signal 40 (SIGRTMIN+6)"),
+        (64, "signal 64 (SIGRTMIN+30)"),
+    ],
+)
+def test_a_rank_killed_by_any_signal_has_a_result(tmp_path, number, name):
+    """Real-time signals have no name in Python: the launcher ended with ValueError (B5)."""
+    exits = (exit_of(1, -number),)
+    failure = first_failure(tmp_path, exits)
+    assert (failure.rank, failure.signal) == (1, name)
+    assert exit_code(exits, failure) == 5
+    with pytest.raises(RankLost) as caught:
+        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+    assert caught.value.what == f"rank 1 was killed by {name}"

@@ -9,7 +9,8 @@ from records import GOLDEN, golden_name, record_classes
 
 from paceline.core.errors import ConfigError, NewerFormat
 from paceline.core.record import Record
-from paceline.runs.result import RunResult, load_result
+from paceline.runs.folder import RunFolder
+from paceline.runs.result import RunResult
 
 CLASSES = record_classes()
 BY_NAME = {golden_name(cls, 0).rpartition("-v")[0]: cls for cls in CLASSES}
@@ -93,9 +94,10 @@ def test_a_run_of_a_newer_paceline_says_which_one_wrote_it(tmp_path):
     newer = {"version": RunResult.version + 1, "kind": "run"}
     (tmp_path / "result.json").write_text(json.dumps(newer))
     (tmp_path / "versions.json").write_text(json.dumps({"version": 1, "paceline": "7.2.0"}))
-    with pytest.raises(NewerFormat, match="RunResult has format version") as caught:
-        load_result(tmp_path)
+    with pytest.raises(NewerFormat, match="a newer Paceline wrote this run") as caught:
+        RunFolder(tmp_path).read_result()
     assert "7.2.0" in caught.value.fix
+    assert f"format version {RunResult.version + 1}" in caught.value.why
 
 
 def _leaves(data, place=""):

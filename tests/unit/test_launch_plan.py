@@ -28,7 +28,7 @@ def ready(tmp_path, monkeypatch):
     script.write_text("")
 
     def prepared(plan, **flags):
-        resolved = resolve(RunConfig, "run", flags=flags)
+        resolved = resolve(RunConfig, flags=flags)
         return prepare(script, [], resolved, None, ManualClock(), plan=PlanFile(plan=plan))
 
     return prepared

@@ -16,7 +16,8 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import run as run_module
-from paceline.launch.run import RunConfig, prepare, summarize
+from paceline.launch.options import RunConfig
+from paceline.launch.run import claim_folder, prepare, refuse_taken, summarize
 from paceline.probe.machine_file import known_machine
 from paceline.runs.versions import versions
 
@@ -35,7 +36,7 @@ def script(tmp_path, monkeypatch):
 
 
 def ready(script, run=None, **flags):
-    return prepare(script, [], resolve(RunConfig, "run", flags=flags), run, ManualClock())
+    return prepare(script, [], resolve(RunConfig, flags=flags), run, ManualClock())
 
 
 def test_a_job_is_ready(script, tmp_path):
@@ -52,12 +53,75 @@ def test_a_folder_is_chosen_that_is_free(script, tmp_path):
     assert first.name.startswith("train-2023")
     first.mkdir(parents=True)
     assert ready(script).run.name == first.name + "-2"
+    assert claim_folder(ready(script)).run.name == first.name + "-2"
+
+
+def test_two_runs_of_one_second_get_folders_of_their_own(script):
+    """The name has the second in it, and was checked before the folder was made (B7)."""
+    jobs = [ready(script) for _ in range(3)]
+    assert len({job.run for job in jobs}) == 1
+    runs = [claim_folder(job).run for job in jobs]
+    assert [run.name.removeprefix(jobs[0].run.name) for run in runs] == ["", "-2", "-3"]
+    assert all((run / "trace").is_dir() for run in runs)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_of_two_runs_only_one_gets_a_folder_that_the_user_named(script, tmp_path, exists):
+    if exists:
+        (tmp_path / "RUN").mkdir()
+    first, second = ready(script, tmp_path / "RUN"), ready(script, tmp_path / "RUN")
+    assert claim_folder(first).run == tmp_path / "RUN"
+    with pytest.raises(DestinationExists, match="not empty"):
+        claim_folder(second)
+
+
+def test_a_folder_that_rank_0_has_just_made_is_free_for_the_others(tmp_path):
+    refuse_taken(tmp_path / "none", 1)
+    refuse_taken(tmp_path, 0)
+    for folder in ("trace", "rendezvous"):
+        (tmp_path / folder).mkdir()
+    for name in ("config.json", ".machine.json.7.partial", "rendezvous/root.json"):
+        (tmp_path / name).write_text("")
+    refuse_taken(tmp_path, 1)
+    with pytest.raises(DestinationExists):
+        refuse_taken(tmp_path, 0)
+
+
+@pytest.mark.parametrize("name", ["result.json", "mine.txt", "trace/rank-00000.trace"])
+def test_a_folder_of_an_earlier_run_is_refused_by_all(tmp_path, name):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / name).write_text("")
+    for rank in (0, 1):
+        with pytest.raises(DestinationExists):
+            refuse_taken(tmp_path, rank)
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DestinationExists):
+        refuse_taken(tmp_path / "file", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rendezvous_timeout_s": 0.0}, "rendezvous_timeout_s must be above 0"),
+        ({"stop_timeout_s": float("nan")}, "stop_timeout_s must be above 0"),
+        ({"heartbeat_interval_s": 40.0}, "at least twice heartbeat_interval_s"),
+        ({"heartbeat_timeout_s": 19.0}, "at least twice heartbeat_interval_s"),
+    ],
+)
+def test_deadlines_that_cannot_hold_are_refused(settings, words):
+    with pytest.raises(UsageError, match=words):
+        RunConfig(**settings)
+    longer = RunConfig(heartbeat_interval_s=30.0, heartbeat_timeout_s=600.0)
+    assert longer.deadlines.heartbeat_timeout_s == 600.0
 
 
 def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
     with pytest.raises(NotFound):
         ready(tmp_path / "none.py")
-    with pytest.raises(UsageError, match="0 ranks"):
+    with pytest.raises(UsageError, match="at least 1, got 0"):
         ready(script, ranks=0)
     with pytest.raises(DestinationExists):
         ready(script, script)  # a file

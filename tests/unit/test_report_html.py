@@ -144,7 +144,7 @@ def test_every_section_is_there_with_its_numbers(tmp_path):
     assert "Rank 1 arrives 18 ms late at every all-reduce between steps 40 and 80" in text
     assert "finished" in text
     assert "exit code 0" in text
-    for head in ("predicted", "measured", "ratio", "transfer", "modelled", "origin"):
+    for head in ("predicted", "measured", "ratio", "transfer", "modelled", "provenance"):
         assert head in found.texts
     assert found.tags.count("details") >= 4
     assert "prefers-color-scheme: dark" in page

@@ -26,10 +26,10 @@ def calibrate(run: Path, machine: Path | None, out: Path, as_json: bool) -> None
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.probe.machine_file import load_machine
-    from paceline.runs.result import run_folder
+    from paceline.runs.folder import RunFolder
     from paceline.studies.calibrate import calibrate_by_run
 
-    prior = load_machine(machine or run_folder(run) / "machine.json")
+    prior = load_machine(machine or RunFolder.open(run).file("machine.json"))
     prepare_file(out)
     better, calibration = calibrate_by_run(prior, run)
     commit_text(out, better.to_text())

@@ -105,7 +105,7 @@ def pack(
         "follow_symlinks": follow_symlinks,
         "restart": restart,
     }
-    options = resolve(PackOptions, "pack", flags=flags).config
+    options = resolve(PackOptions, flags=flags).config
     if append:
         _refuse_beside_append(dry_run=dry_run, parity=parity, restart=restart)
     if dry_run:

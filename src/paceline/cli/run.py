@@ -58,22 +58,24 @@ def run(
     from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.core.plan_file import load_plan_file
     from paceline.launch.failures import first_traceback
-    from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
+    from paceline.launch.options import RunConfig
+    from paceline.launch.run import claim_folder, execute, prepare, trace_warnings
     from paceline.probe.machine_file import known_machine
     from paceline.report.comparable import machine_difference
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
-    resolved = resolve(RunConfig, "run", flags=flags)
+    resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
     job = prepare(script, args, resolved, out, clock, plan=plan)
     _warn(job.warnings)
-    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:
         difference = machine_difference(plan.estimate, described.digest(), described.name)
         if difference:
             _warn([f"the report will not compare this run with its plan: {difference}"])
+    job = job if dry_run else claim_folder(job)
+    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
     if dry_run:
         return
     try:
@@ -85,14 +87,15 @@ def run(
         _warn(trace_warnings(job.run))
         raise
     _warn(trace_warnings(job.run))
+    if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
+        return
+    from paceline.report.words import summary_line
+
     if as_json:
         click.echo(result.to_text(), nl=False)
-    if job.allocation is None or job.allocation.rank == 0:  # the others know of their rank alone
-        from paceline.report.words import summary_line
-
-        click.echo(summary_line(result, job.run), err=True)
-        if job.resolved.config.record:
-            click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
+    click.echo(summary_line(result, job.run), err=True)
+    if job.resolved.config.record:
+        click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
 
 
 @contextlib.contextmanager

@@ -33,12 +33,12 @@ def export(run: Path, form: str, out: Path | None) -> None:
     """Write the events of all ranks of RUN, on one clock, to one file."""
     from paceline.core.errors import DestinationExists, NotFound
     from paceline.core.files import commit_chunks
-    from paceline.runs.result import run_folder
+    from paceline.runs.folder import RunFolder
     from paceline.trace.chrome import chrome_json
     from paceline.trace.merge import load_run
 
     assert form == "chrome"
-    run = run_folder(run)
+    run = RunFolder.open(run).path
     path = out or run / "trace.json"
     if out is not None and out.exists():
         raise DestinationExists("will not overwrite", where=str(out), fix="Name another file")
@@ -59,12 +59,12 @@ def stats(run: Path, as_json: bool) -> None:
     from rich.console import Console
 
     from paceline.report.terminal import render_stats
-    from paceline.runs.result import run_folder
+    from paceline.runs.folder import RunFolder
     from paceline.trace.analysis import analyse
     from paceline.trace.merge import load_run
     from paceline.trace.stats import summarize_trace
 
-    found = summarize_trace(analyse(load_run(run_folder(run))))
+    found = summarize_trace(analyse(load_run(RunFolder.open(run).path)))
     if as_json:
         click.echo(json.dumps({"kind": "trace", **found.to_json()}))
         return

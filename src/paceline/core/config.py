@@ -2,18 +2,30 @@
 
 A key ``ranks`` of section ``run`` is ``ranks`` under ``[run]`` in ``paceline.toml``,
 ``PACELINE_RUN__RANKS`` in the environment and ``--ranks`` on the command line; the later one wins.
-An unknown key is an error that names the nearest one. This is the only module that reads the
-environment, so everything that can change a run from outside is in this file.
+An unknown section or key is an error that names the nearest known one. This is the only module
+that reads the environment.
+
+A configuration declares its section itself, beside the code that it configures::
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class RunConfig(Configuration):
+        section: ClassVar[str] = "run"
+        ranks: int | None = None
+
+and is listed in pyproject.toml under the entry points ``paceline.configuration``, so that the
+sections of packages that are not imported are known, too. These are read only when a section other
+than the one in question is met.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import tomllib
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_text
@@ -22,30 +34,39 @@ from paceline.core.record import Record, convert, nearest
 if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
-R = TypeVar("R", bound=Record)
-
 PREFIX = "PACELINE_"
-SECTIONS = ("pack", "run")  # every verb that takes configuration; others are errors
+ENTRY_POINTS = "paceline.configuration"
 FILE_NAME = "paceline.toml"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved(typing.Generic[R]):
-    """A configuration with the origin (default, file, environment, flag) of each value."""
+class Configuration(Record):
+    """A record that is filled from file, environment and flags.
 
-    config: R
-    origin: dict[str, str]
+    Attributes:
+        section: its table in the file, and its name in the environment.
+    """
+
+    __slots__ = ()
+    section: ClassVar[str]
+
+
+C = TypeVar("C", bound=Configuration)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved(typing.Generic[C]):
+    """A configuration with the provenance (default, file, environment, flag) of each value."""
+
+    config: C
+    provenance: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return each value beside its origin, as ``config.json`` of a run holds them."""
+        """Return each value beside its provenance, as ``config.json`` of a run holds them."""
         values = self.config.to_json()
-        version = values.pop("version")
+        del values["version"]
         return {
-            "version": version,
-            "values": {
-                name: {"value": value, "origin": self.origin[name]}
-                for name, value in values.items()
-            },
+            name: {"value": value, "provenance": self.provenance[name]}
+            for name, value in values.items()
         }
 
 
@@ -62,18 +83,16 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def resolve(
-    cls: type[R],
-    section: str,
+    cls: type[C],
     *,
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
-) -> Resolved[R]:
+) -> Resolved[C]:
     """Return `cls` filled from default < file < environment < flag.
 
     Args:
-        cls: the configuration record.
-        section: its table in the file and its name in the environment.
+        cls: the configuration.
         flags: values given on the command line; None stands for "not given".
         environ: in place of the process's environment.
         file: TOML to read; by default ``paceline.toml`` in the working directory, if any.
@@ -81,16 +100,17 @@ def resolve(
     Raises:
         ConfigError: an unknown key or a value of the wrong type; it names the place.
     """
+    section = cls.section
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]  # records are dataclasses
+    names = [field.name for field in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
-    origin = dict.fromkeys(names, "default")
+    provenance = dict.fromkeys(names, "default")
 
     def put(name: str, value: Any, source: str, where: str) -> None:
         if name not in hints or name not in names:
             raise ConfigError(f"unknown key '{name}'", where=where, fix=nearest(name, names))
         values[name] = convert(value, hints[name], where)
-        origin[name] = source
+        provenance[name] = source
 
     for name, value in _file_values(section, file).items():
         put(name, value, "file", f"{file or FILE_NAME} [{section}]")
@@ -100,11 +120,11 @@ def resolve(
         if not key.startswith(PREFIX):
             continue
         if "__" not in key:
-            possible = [f"{prefix}{one.upper()}" for one in names]
+            possible = [f"{prefix}{name.upper()}" for name in names]
             raise ConfigError(
                 f"unknown variable '{key}'", where="environment", fix=nearest(key, possible)
             )
-        _check_section(key.removeprefix(PREFIX).partition("__")[0].lower(), key)
+        _check_section(key.removeprefix(PREFIX).partition("__")[0].lower(), section, key)
         if key.startswith(prefix):
             name = key.removeprefix(prefix).lower()
             hint = hints.get(name, str)
@@ -112,7 +132,7 @@ def resolve(
     for name, value in (flags or {}).items():
         if value is not None:
             put(name, list(value) if isinstance(value, tuple) else value, "flag", f"--{name}")
-    return Resolved(config=cls(**values), origin=origin)
+    return Resolved(config=cls(**values), provenance=provenance)
 
 
 def _file_values(section: str, file: Path | None) -> dict[str, Any]:
@@ -124,10 +144,10 @@ def _file_values(section: str, file: Path | None) -> dict[str, Any]:
         tables = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(
-            "not valid TOML", where=str(file), why=str(problem), fix="Mend that line"
+            "not valid TOML", where=str(file), why=str(problem), fix="Correct that line"
         ) from None
     for name in tables:
-        _check_section(name, str(file))
+        _check_section(name, section, str(file))
     table = tables.get(section, {})
     if not isinstance(table, dict):
         raise ConfigError(
@@ -136,9 +156,18 @@ def _file_values(section: str, file: Path | None) -> dict[str, Any]:
     return table
 
 
-def _check_section(name: str, where: str) -> None:
-    if name not in SECTIONS:
-        raise ConfigError(f"unknown section '{name}'", where=where, fix=nearest(name, SECTIONS))
+def known_sections() -> tuple[str, ...]:
+    """Return the sections of all installed configurations, without importing any."""
+    return tuple(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def _check_section(name: str, own: str, where: str) -> None:
+    if name == own:
+        return
+    known = known_sections()
+    if name not in known:
+        fix = nearest(name, {own, *known})
+        raise ConfigError(f"unknown section '{name}'", where=where, fix=fix)
 
 
 def _parse(text: str, hint: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Leaves nothing running: finds and ends whatever the ranks of a run started.
+"""Leaves nothing running: finds and ends all processes that the ranks of a run started.
 
 The launcher makes itself the reaper of its descendants, so that a loader worker whose rank was
-killed becomes its own child instead of init's, and can be ended with the run. The keepers of shared
-memory that torch and Python start beside it end last, and by themselves: they remove what the
-killed ones left.
+killed becomes its own child instead of init's, and can be ended with the run. The resource
+trackers that torch and Python start end last, and by themselves: they remove the shared memory
+that killed processes left.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import ctypes
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from paceline.core.errors import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,40 +26,15 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 2.0  # from a stop signal to SIGKILL; a rank blocked in a collective cannot answer
-_KEEPERS_S = 3.0  # torch's keeper of shared memory ends 2 s after the last process that uses it
+_TRACKERS_S = 3.0  # torch's resource tracker ends 2 s after the last process that uses it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exit:
-    """How a rank's process ended.
-
-    Attributes:
-        rank: the global rank; -1 when a signal stopped the launcher.
-        code: of the process.
-        signal: that killed it, or stopped the launcher; else empty.
-        fate: ``interrupted`` when a signal stopped its launcher, ``stopped`` when its launcher
-            ended it because another rank had failed, ``lost`` when nobody told how it ended.
-        at_s: seconds since 1970; 0 when not known.
-    """
-
-    rank: int
-    code: int
-    signal: str = ""
-    fate: str = ""
-    at_s: float = 0.0
-
-
-class Stopped(KeyboardInterrupt):  # not an error: somebody wants us to end
-    """A stop signal came."""
+class StopRequested(KeyboardInterrupt):  # not an error: a user or scheduler wants us to end
+    """A stop signal came; `signal` is its name."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
         self.signal = signal_name
-
-    def to_exit(self, at_s: float) -> Exit:
-        """Return it as the end of what was stopped."""
-        code = Interrupted.exit_code
-        return Exit(rank=-1, code=code, signal=self.signal, fate="interrupted", at_s=at_s)
 
 
 def signal_name(number: int) -> str:
@@ -98,22 +70,22 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
-    found: list[int] = []
+    below: list[int] = []
     frontier = [pid]
     while frontier:
         frontier = [child for parent in frontier for child in children.get(parent, [])]
-        found.extend(frontier)
-    return found
+        below.extend(frontier)
+    return below
 
 
 def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
     """Kill and reap every descendant of this process but those in `before` and their own."""
     spared = before.union(*(descendants(pid) for pid in before))
-    patience_s = clock.now_s() + _KEEPERS_S
+    patience_s = clock.now_s() + _TRACKERS_S
     never = threading.Event()
     while left := [pid for pid in descendants(os.getpid()) if pid not in spared]:
         for pid in left:
-            if clock.now_s() >= patience_s or not _keeps_shared_memory(pid):
+            if clock.now_s() >= patience_s or not _is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -123,8 +95,8 @@ def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
         clock.wait(never, 0.005)
 
 
-def _keeps_shared_memory(pid: int) -> bool:
-    """Whether a process waits for others to end, in order to remove what they shared."""
+def _is_resource_tracker(pid: int) -> bool:
+    """Whether a process waits for others to end, in order to remove their shared memory."""
     try:
         command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -134,7 +106,7 @@ def _keeps_shared_memory(pid: int) -> bool:
 
 @contextlib.contextmanager
 def ended_on_signal(clock: Clock) -> Iterator[None]:
-    """Within it, the first stop signal raises `Stopped`; after `GRACE_S` descendants are killed.
+    """Have the first stop signal raise `StopRequested`, and after `GRACE_S` kill descendants.
 
     The agent asks ranks to stop and waits half a minute for them; one that is blocked in a
     collective will not answer. Signals are seen through the wake-up descriptor, because the agent
@@ -146,13 +118,13 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    done = threading.Event()
-    stopped = threading.Event()
+    left = threading.Event()
+    stopping = threading.Event()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if not stopped.is_set():  # who asks twice gets the same: all that is left to do is short
-            stopped.set()
-            raise Stopped(signal.Signals(number).name)
+        if not stopping.is_set():  # a second signal changes nothing: what is left to do is short
+            stopping.set()
+            raise StopRequested(signal_name(number))
 
     handlers = {
         number: signal.signal(number, stop)
@@ -161,13 +133,13 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     }
 
     def watch() -> None:
-        while not done.is_set():
-            seen = os.read(reader, 1)
-            if not seen or seen[0] not in STOP_SIGNALS:
+        while not left.is_set():
+            number = os.read(reader, 1)
+            if not number or number[0] not in STOP_SIGNALS:
                 continue
-            if not clock.wait(done, GRACE_S):
+            if not clock.wait(left, GRACE_S):
                 for pid in descendants(os.getpid()):
-                    if not _keeps_shared_memory(pid):
+                    if not _is_resource_tracker(pid):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
             return
@@ -179,7 +151,7 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        done.set()
+        left.set()
         signal.set_wakeup_fd(before)
         os.close(writer)  # ends the watcher's read
         watcher.join()

@@ -57,6 +57,12 @@ _LOOK_S = 0.2
 _EXIT_GRACE_S = 2.0  # a worker that has answered may run its exit handlers
 
 
+class WorkerMessage(Record):
+    """A request or an answer that is never stored: both sides are the same Paceline."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCall(Generic[A]):
     """One request to a worker.

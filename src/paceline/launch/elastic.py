@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import uuid
 from typing import TYPE_CHECKING
 
@@ -11,15 +10,18 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from paceline.core.processes import Exit
+from paceline.core.processes import StopRequested, signal_name
+from paceline.launch.exits import exit_of, interrupted_exit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from paceline.launch.exits import RankExit
 
-def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ...]:
-    """Run `command` on `ranks` ranks until all end, or one fails and the others were stopped.
+
+def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[RankExit, ...]:
+    """Run `command` on `ranks` ranks until all end, or one fails and the others are stopped.
 
     Args:
         command: of each rank.
@@ -28,10 +30,10 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ..
 
     Returns:
         The exits of ranks that did not end well, in order of time; none when all did. A stop by
-        signal appears as rank -1 with that signal.
+        signal is an interruption of all ranks.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # the agent's own story of a failure; we tell it in our words
+    logging.disable(logging.ERROR)  # the agent's account of a failure: ours replaces it
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -50,15 +52,11 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[Exit, ..
     except ChildFailedError as failed:
         in_time = sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
         return tuple(
-            Exit(rank=rank, code=failure.exitcode, signal=_signal_of(failure.exitcode))
+            exit_of(rank, failure.exitcode, at_s=float(failure.timestamp))
             for rank, failure in in_time
         )
     except SignalException as stopped:
-        return (Exit(rank=-1, code=130, signal=signal.Signals(stopped.sigval).name),)
+        return (interrupted_exit(None, StopRequested(signal_name(stopped.sigval)), 0.0),)
     finally:
         logging.disable(before)
     return ()
-
-
-def _signal_of(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else ""

@@ -13,44 +13,53 @@ from paceline.core.errors import (
     RankLost,
     ScriptFailed,
 )
+from paceline.launch.exits import Outcome, interruption
 from paceline.runs.result import Failure
 from paceline.trace.files import read_status, trace_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.core.processes import Exit
+    from paceline.launch.exits import RankExit
 
 
-_LOST = "nobody told how it ended"
+_LOST = "its task stopped reporting"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # How the peers of a rank that is gone say so: gloo, NCCL and torch's own store.
 _LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
 
 
-def first_failure(run: Path, exits: tuple[Exit, ...]) -> Failure | None:
+def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     """Return the failure that came first: the others are its consequences.
 
-    A rank that is killed breaks its peers' connections, and they raise before anybody noticed the
-    kill; a rank that raises breaks them too, but wrote down when. Whoever is left then is ended by
-    the agent, which looks like a kill.
+    A rank that is killed breaks its peers' connections, and they raise before the kill is noticed;
+    a rank that raises breaks them, too, but its report has the time. The agent then ends the ranks
+    that are left, which looks like a kill.
     """
     reports = _failure_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
-    silent = [one for one in exits if one.rank >= 0 and one.rank not in raised]
+    silent = [
+        ended
+        for ended in exits
+        if ended.outcome is not Outcome.INTERRUPTED and ended.rank not in raised
+    ]
     if not all(_LOST_A_PEER.search(str(report["traceback"])) for report in reports):
-        silent = [one for one in silent if one.signal in _CRASHES or _killed_before(one, exits)]
+        silent = [
+            ended for ended in silent if ended.signal in _CRASHES or _killed_before(ended, exits)
+        ]
     if silent:
+        assert silent[0].rank is not None
         rank, signal_name = silent[0].rank, silent[0].signal
         error = "" if signal_name else f"exit code {silent[0].code}"
-        error = _LOST if silent[0].fate == "lost" else error
+        error = _LOST if silent[0].outcome is Outcome.LOST else error
     elif reports:
         rank, signal_name, error = int(reports[0]["rank"]), "", str(reports[0]["error"])
     else:
         return None
     step, phase = _place(run, rank)
     if not signal_name:  # an exception leaves its phase on its way out
-        phase = next((one["phase"] for one in reports if one["rank"] == rank), "") or phase
+        noted = [report["phase"] for report in reports if report["rank"] == rank]
+        phase = (noted or [""])[0] or phase
     return Failure(rank=rank, signal=signal_name, step=step, phase=phase, error=error)
 
 
@@ -63,9 +72,9 @@ def _place(run: Path, rank: int) -> tuple[int, str]:
     return status.step, "waiting" if status.phase_name == "wait" else status.phase_name
 
 
-def _killed_before(one: Exit, exits: tuple[Exit, ...]) -> bool:
+def _killed_before(ended: RankExit, exits: tuple[RankExit, ...]) -> bool:
     """Whether a signal ended a rank before the agent, which needs a reason, ended any."""
-    return bool(one.signal) and one is exits[0]
+    return bool(ended.signal) and ended is exits[0]
 
 
 def _failure_reports(run: Path) -> list[dict[str, Any]]:
@@ -79,9 +88,9 @@ def _failure_reports(run: Path) -> list[dict[str, Any]]:
     return sorted(reports, key=lambda report: int(report["at_ns"]))
 
 
-def exit_code(exits: tuple[Exit, ...], failure: Failure | None) -> int:
+def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
     """Return the run's exit code, as design.md lists them."""
-    if any(one.rank < 0 for one in exits):
+    if interruption(exits):
         return Interrupted.exit_code
     if failure is None:
         return 0
@@ -90,24 +99,23 @@ def exit_code(exits: tuple[Exit, ...], failure: Failure | None) -> int:
 
 
 def raise_failure(
-    run: Path, script: Path, exits: tuple[Exit, ...], failure: Failure | None
+    run: Path, script: Path, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
     """Raise what the exits amount to; nothing when all ranks ended well.
 
     Raises:
         Interrupted: a signal stopped the launcher.
         RankLost: a rank was killed.
-        DeadlineExceeded: a rank's task is gone.
+        DeadlineExceeded: a rank's task stopped reporting.
         ScriptFailed: a rank's script raised.
     """
-    for one in exits:
-        if one.rank < 0:
-            raise Interrupted(
-                f"the run was stopped by {one.signal}",
-                where=str(run),
-                why="all ranks were stopped; the traces are kept",
-                fix=f"See how far it came: paceline report {run}",
-            )
+    if interrupted := interruption(exits):
+        raise Interrupted(
+            f"the run was stopped by {interrupted.signal or 'a signal'}",
+            where=str(run),
+            why="all ranks were stopped; the traces are kept",
+            fix=f"See how far it came: paceline report {run}",
+        )
     if failure is None:
         return
     if failure.signal:
@@ -121,7 +129,7 @@ def raise_failure(
         raise DeadlineExceeded(
             f"rank {failure.rank} is lost",
             where=f"step {failure.step}, in {failure.phase}",
-            why="its task did not tell in time how it ended: it was killed, or its node is gone",
+            why="its task stopped reporting: it was killed, or its node failed",
             fix=f"See its output, and what led to it: paceline report {run}",
         )
     raise ScriptFailed(
@@ -136,10 +144,10 @@ def raise_failure(
 
 def _why_killed(signal_name: str) -> str:
     if signal_name == "SIGKILL":
-        return "somebody killed it, or the kernel did for want of memory (see dmesg)"
+        return "often by the kernel's OOM killer, which dmesg would show"
     if signal_name in _CRASHES:
         return "native code crashed"
-    return "a signal ended it"
+    return "another process sent the signal"
 
 
 def first_traceback(run: Path) -> str:

@@ -46,9 +46,10 @@ def check_plan(
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks != plan.mesh.world_size:
-        origin = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
-        said = origin.get(resolved.origin["ranks"], resolved.origin["ranks"])
-        raise _conflict(said, ranks, "mesh.data", plan.mesh.data)
+        places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
+        provenance = resolved.provenance["ranks"]
+        place = places.get(provenance, provenance)
+        raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)

@@ -1,16 +1,19 @@
 """Runs a script on its ranks and turns what they leave into a result.
 
 On one node the ranks are started by torch's elastic agent; inside a Slurm step or under mpirun
-each task is already a rank and only has to meet the others. Either way the ranks write traces, and
-when all have ended (well, by an exception, or killed) the traces become `result.json`.
+each task is already a rank and finds the others in a rendezvous. Either way the ranks write traces,
+and when all have ended (well, by an exception, or killed) the traces become `result.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -23,6 +26,7 @@ from paceline.core.affinity import allowed_cores, share
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
     DeadlineExceeded,
+    DestinationExists,
     Interrupted,
     Missing,
     NotFound,
@@ -33,21 +37,23 @@ from paceline.core.errors import (
 from paceline.core.files import commit_text
 from paceline.core.plan_file import PlanFile
 from paceline.core.processes import (
-    Exit,
-    Stopped,
+    StopRequested,
     become_reaper,
     descendants,
     end_descendants,
     ended_on_signal,
 )
-from paceline.core.record import Record
 from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.exits import Outcome, RankExit, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
-from paceline.launch.meeting import await_result, refuse_taken
+from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
-from paceline.launch.task import start_task
-from paceline.runs.planned import PLAN_NAME
-from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.launch.rendezvous.addresses import FOLDER
+from paceline.launch.rendezvous.job import TaskRendezvous
+from paceline.launch.rendezvous.messages import JobEnd
+from paceline.launch.task import run_task
+from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.runs.versions import versions
 from paceline.trace.analysis import Analysis, analyse
 from paceline.trace.files import read_status, trace_name
@@ -60,32 +66,18 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.trace.header import Status
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig(Record):
-    """How to run a script.
-
-    Changes results: `ranks`, since the script divides its data by them.
-    Changes speed: `record`, `bind`.
-
-    Attributes:
-        ranks: on this node; None is one, or what the allocation says.
-        record: whether to record traces.
-        bind: whether each rank gets cores of its own.
-    """
-
-    ranks: int | None = None
-    record: bool = True
-    bind: bool = True
-
-    def __post_init__(self) -> None:
-        if self.ranks is not None and self.ranks < 1:
-            raise UsageError(f"{self.ranks} ranks were asked for", fix="Give at least 1")
+# What rank 0 writes before all have arrived: in a folder with only these, a run is about to start.
+_WRITTEN_AT_START = frozenset(
+    ("config.json", "versions.json", "machine.json", PLAN_NAME, "trace", FOLDER)
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run that is ready to start: everything checked, nothing written yet."""
+    """A run that is ready to start: everything checked, nothing written yet.
+
+    `chosen_name` says that the folder's name was chosen here, so that another will do as well.
+    """
 
     script: Path
     args: tuple[str, ...]
@@ -95,6 +87,12 @@ class Job:
     allocation: Allocation | None
     warnings: tuple[str, ...]
     plan: PlanFile | None = None
+    chosen_name: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This task's rank; 0 for the launcher of all ranks of a node."""
+        return self.allocation.rank if self.allocation else 0
 
 
 def prepare(
@@ -111,7 +109,7 @@ def prepare(
     Args:
         script: the user's program.
         args: its arguments.
-        resolved: the configuration with origins.
+        resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: for the name of that folder.
         plan: to follow: ranks, threads and bucket sizes.
@@ -123,7 +121,7 @@ def prepare(
         Missing: torch is not installed.
     """
     if not script.is_file():
-        what = "a folder is no script" if script.is_dir() else "no such script"
+        what = "SCRIPT is a directory" if script.is_dir() else "no such script"
         raise NotFound(what, where=str(script), fix="Give the path of a Python file")
     if importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
@@ -139,6 +137,7 @@ def prepare(
             check_world(allocation, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
         warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
+    chosen_name = run is None and allocation is None
     if run is None:
         run = _default_run(script, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
@@ -151,6 +150,68 @@ def prepare(
         allocation=allocation,
         warnings=warnings,
         plan=plan,
+        chosen_name=chosen_name,
+    )
+
+
+def claim_folder(job: Job) -> Job:
+    """Make the run's folder, and return the job with it; of two runs only one can get a folder.
+
+    Where the folder's name was chosen here, the next free name is taken instead.
+
+    Raises:
+        DestinationExists: another run was faster.
+        StorageError: the folder cannot be made.
+    """
+    if job.rank != 0:  # rank 0 makes it for all
+        return job
+    run, count = job.run, 1
+    while True:
+        try:
+            run.mkdir(parents=True, exist_ok=not job.chosen_name)
+            (run / "trace").mkdir()  # this, and no check before it, decides who has the folder
+        except FileExistsError:
+            if not job.chosen_name:
+                raise _taken(run) from None
+            count += 1
+            run = job.run.with_name(f"{job.run.name}-{count}")
+        except OSError as problem:
+            raise StorageError(
+                "cannot make the run's folder",
+                where=str(run),
+                why=problem.strerror or "",
+                fix="Name another place: --out RUN",
+            ) from problem
+        else:
+            return dataclasses.replace(job, run=run)
+
+
+def refuse_taken(run: Path, rank: int) -> None:
+    """Refuse a folder that holds something already, on every task of a step.
+
+    A task other than rank 0 may find what rank 0 has just written for this run: that, and no more.
+
+    Raises:
+        DestinationExists: the folder is not for this run.
+    """
+    if not run.exists():
+        return
+    if not run.is_dir():
+        raise _taken(run)
+    names = {path.name for path in run.iterdir()}
+    if rank != 0:
+        names = {name for name in names if not name.endswith(".partial")} - _WRITTEN_AT_START
+        traces = run / "trace"
+        names |= {path.name for path in traces.iterdir()} if traces.is_dir() else set()
+    if names:
+        raise _taken(run)
+
+
+def _taken(run: Path) -> DestinationExists:
+    return DestinationExists(
+        "the run's folder exists and is not empty",
+        where=str(run),
+        fix="Choose another with --out, or remove it",
     )
 
 
@@ -164,10 +225,13 @@ def execute(
     """Run the job to its end, write the run's folder, and return its result.
 
     Args:
-        job: from `prepare`.
+        job: from `claim_folder`.
         machine: to keep with the run, as far as it is known.
         clock: for waits.
         on_status: called about four times a second with the ranks' live status.
+
+    Returns:
+        On a task other than rank 0 only that its rank ended well: rank 0 has the result.
 
     Raises:
         ScriptFailed: a rank raised; the message begins with its traceback.
@@ -175,9 +239,44 @@ def execute(
         Interrupted: a signal stopped the run; traces are kept.
         StorageError: the folder cannot be written.
     """
-    rank = job.allocation.rank if job.allocation else 0
-    if rank == 0:
+    if job.rank == 0:
         _write_start(job, machine)
+    with contextlib.ExitStack() as stack:
+        rendezvous = stack.enter_context(_rendezvous(job, clock)) if job.allocation else None
+        exits = _run_ranks(job, rendezvous, clock, on_status)
+        if rendezvous is not None and job.rank != 0:
+            return _follow(job, exits, rendezvous)
+        interrupted = interruption(exits)
+        failure = None if interrupted else first_failure(job.run, exits)
+        result = summarize(job.run, job.ranks, exit_code(exits, failure), failure)
+        commit_text(job.run / "result.json", result.to_text())
+        if rendezvous is not None:
+            signal_name = interrupted.signal if interrupted else ""
+            end = JobEnd(exit_code=result.exit_code, signal=signal_name, failure=failure)
+            rendezvous.announce(end)
+    raise_failure(job.run, job.script, exits, failure)
+    return result
+
+
+def _rendezvous(job: Job, clock: Clock) -> TaskRendezvous:
+    assert job.allocation is not None
+    return TaskRendezvous(
+        job.run,
+        job.allocation,
+        host=socket.gethostname(),
+        cores=allowed_cores(),
+        deadlines=job.resolved.config.deadlines,
+        clock=clock,
+    )
+
+
+def _run_ranks(
+    job: Job,
+    rendezvous: TaskRendezvous | None,
+    clock: Clock,
+    on_status: Callable[[list[Status]], None] | None,
+) -> tuple[RankExit, ...]:
+    """Run this launcher's ranks; return the exits of those that did not end well."""
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
@@ -185,19 +284,11 @@ def execute(
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
         try:
             with watch, ended_on_signal(clock):
-                exits = _start(job, Path(folder), clock)
-        except Stopped as stop:
-            exits = (stop.to_exit(clock.wall_s()),)
+                return _start(job, rendezvous, Path(folder), clock)
+        except StopRequested as stop:
+            return (interrupted_exit(None, stop, clock.wall_s()),)
         finally:
             end_descendants(clock, before)
-    if rank != 0:
-        return _follow(job, exits, clock)
-    interrupted = any(one.rank < 0 for one in exits)
-    failure = None if interrupted else first_failure(job.run, exits)
-    result = summarize(job.run, job.ranks, exit_code(exits, failure), failure)
-    commit_text(job.run / "result.json", result.to_text())
-    raise_failure(job.run, job.script, exits, failure)
-    return result
 
 
 def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
@@ -303,20 +394,14 @@ def _threads(job: Job) -> int | None:
 
 
 def _write_start(job: Job, machine: Machine) -> None:
-    try:
-        (job.run / "trace").mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise StorageError(
-            "cannot make the run's folder",
-            where=str(job.run),
-            why=problem.strerror or "",
-            fix="Name another place: --out RUN",
-        ) from problem
-    config = job.resolved.to_json()
-    config["script"] = str(job.script)
-    config["args"] = list(job.args)
-    config["world_size"] = job.ranks
-    config["threads"] = _threads(job)
+    config = {
+        "version": CONFIG_VERSION,
+        "values": job.resolved.to_json(),
+        "script": str(job.script),
+        "args": list(job.args),
+        "world_size": job.ranks,
+        "threads": _threads(job),
+    }
     commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(job.run / "machine.json", machine.to_text())
@@ -324,8 +409,10 @@ def _write_start(job: Job, machine: Machine) -> None:
         commit_text(job.run / PLAN_NAME, job.plan.to_text())
 
 
-def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
-    # Tasks of an allocation learn in their meeting which cores are whose.
+def _start(
+    job: Job, rendezvous: TaskRendezvous | None, temporary: Path, clock: Clock
+) -> tuple[RankExit, ...]:
+    # Tasks of an allocation learn in their rendezvous which cores are whose.
     bind = job.resolved.config.bind and job.allocation is None
     cores = ",".join(map(str, allowed_cores())) if bind else ""
     record = "on" if job.resolved.config.record else "off"
@@ -344,12 +431,12 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         str(job.script),
         *job.args,
     ]
-    if job.allocation is None:
+    if job.allocation is None or rendezvous is None:
         # By name: torch is loaded only now, after the first line is out.
         elastic = importlib.import_module("paceline.launch.elastic")
-        exits: tuple[Exit, ...] = elastic.start(command, job.ranks, temporary)
+        exits: tuple[RankExit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
-    return start_task(job.allocation, command, job.run, clock, bind=job.resolved.config.bind)
+    return run_task(job.allocation, command, rendezvous, clock, bind=job.resolved.config.bind)
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:
@@ -360,24 +447,29 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
     return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
 
 
-def _follow(job: Job, exits: tuple[Exit, ...], clock: Clock) -> RunResult:
-    """Return what a task other than rank 0 knows; rank 0 writes the result of all."""
-    if exits and await_result(job.run, clock):
-        told = load_result(job.run)
-        if told.exit_code == Interrupted.exit_code:
-            exits = (Exit(rank=-1, code=told.exit_code, signal=exits[0].signal or "a signal"),)
-        raise_failure(job.run, job.script, exits, told.failure)
-    elif exits:
-        rank_0_lost = exits[0].fate == "stopped"
+def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -> RunResult:
+    """Return, or raise, what a task other than rank 0 knows; rank 0 writes the result of all."""
+    end = rendezvous.await_end()
+    if not exits:
+        return RunResult(
+            exit_code=0, world_size=job.ranks, step_time_s=0.0, loop_wall_s=0.0, ranks=()
+        )
+    if end is not None:
+        if end.exit_code == Interrupted.exit_code:
+            name = end.signal or exits[0].signal
+            stop = StopRequested(name)
+            exits = (interrupted_exit(None, stop, exits[0].at_s),)
+        raise_failure(job.run, job.script, exits, end.failure)
+    else:
+        rank_0_lost = exits[0].outcome is Outcome.STOPPED
         failure = None if rank_0_lost else first_failure(job.run, exits)
         raise_failure(job.run, job.script, exits, failure)
-        raise DeadlineExceeded(
-            "rank 0 did not tell how the run ended",
-            where=str(job.run),
-            why="the run was stopped, and no result.json appeared",
-            fix="See rank 0's output",
-        )
-    return RunResult(exit_code=0, world_size=job.ranks, step_time_s=0.0, loop_wall_s=0.0, ranks=())
+    raise DeadlineExceeded(
+        "rank 0 did not report how the run ended",
+        where=str(job.run),
+        why="the run was stopped, and rank 0's task stopped answering",
+        fix="See rank 0's output",
+    )
 
 
 class _Watcher:

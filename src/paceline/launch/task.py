@@ -1,72 +1,80 @@
-"""A rank that Slurm or mpirun has started: it meets the others and runs its own worker.
+"""A rank that Slurm or mpirun has started: runs its worker between the job's start and end.
 
-Each task looks after its own rank alone. What it cannot see, how the others end, it learns in the
-meeting: when one fails the others stop, and rank 0 knows of all.
+Each task starts and ends its own rank alone. How the others end it learns from the rendezvous: when
+one fails the others stop, and rank 0 knows of all.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores, share
 from paceline.core.config import environment
-from paceline.core.errors import PacelineError, UsageError
-from paceline.core.processes import GRACE_S, Exit, Stopped
-from paceline.launch.meeting import Meeting
+from paceline.core.processes import GRACE_S, StopRequested
+from paceline.launch.exits import RankExit, exit_of, interrupted_exit
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paceline.core.clock import Clock
     from paceline.launch.allocation import Allocation
-    from paceline.launch.meeting import Start
+    from paceline.launch.rendezvous.job import TaskRendezvous
+    from paceline.launch.rendezvous.messages import StartInfo
 
-_LOOK_S = 0.25  # how often a task looks whether another rank has failed
+_LOOK_S = 0.25  # how often a task looks whether it is to stop
 _PATIENCE_S = 1.0  # a rank whose peer is gone mostly ends by itself, and says why
 _SETTLE_S = 0.3  # schedulers signal a task and its rank one after the other
 
 
-def start_task(
-    allocation: Allocation, command: list[str], run: Path, clock: Clock, *, bind: bool
-) -> tuple[Exit, ...]:
+def run_task(
+    allocation: Allocation,
+    command: list[str],
+    rendezvous: TaskRendezvous,
+    clock: Clock,
+    *,
+    bind: bool,
+) -> tuple[RankExit, ...]:
     """Run this task's rank to its end.
 
     Returns:
         The exits of ranks that did not end well: on rank 0 of all, elsewhere of this one.
 
     Raises:
-        DeadlineExceeded: a task did not come to the meeting.
+        DeadlineExceeded: a task did not arrive.
+        RankLost: a task failed before all had arrived.
     """
-    meeting = Meeting(run, allocation.rank, allocation.world_size, clock)
+    rank = allocation.rank
     try:
-        ended = _run_rank(allocation, command, meeting, bind=bind)
-        if ended.code and ended.fate != "interrupted":
-            clock.wait(threading.Event(), _SETTLE_S)  # we may be about to be stopped, too
-    except Stopped as stop:
-        ended = stop.to_exit(clock.wall_s())
-    except PacelineError:
-        if meeting.folder.is_dir():
-            meeting.fail()
-        raise
-    if meeting.folder.is_dir():  # else rank 0 has not come, and nobody listens
-        meeting.tell(ended)
-    if allocation.rank != 0 or not meeting.began():
+        rendezvous.start()
+        ended = _run_rank(allocation, command, rendezvous, clock, bind=bind)
+        if ended.code:
+            clock.wait(threading.Event(), _SETTLE_S)  # a stop signal may be about to come
+    except StopRequested as stop:
+        ended = interrupted_exit(rank, stop, clock.wall_s())
+    if not rendezvous.started:  # interrupted before any other task could know of this one
+        return (ended,)
+    rendezvous.report(ended)
+    if rank != 0:
         return (ended,) if ended.code else ()
     try:
-        return meeting.gather()
-    except Stopped as stop:  # this rank is done, others are not
-        meeting.tell(stop.to_exit(clock.wall_s()))
-        return meeting.gather()
+        return rendezvous.gather()
+    except StopRequested as stop:  # this rank has ended, others have not
+        rendezvous.interrupt(interrupted_exit(rank, stop, clock.wall_s()))
+        return rendezvous.gather()
 
 
-def _run_rank(allocation: Allocation, command: list[str], meeting: Meeting, *, bind: bool) -> Exit:
-    cores = allowed_cores()
-    start = meeting.start(socket.gethostname(), cores, lambda: _listen(allocation))
+def _run_rank(
+    allocation: Allocation,
+    command: list[str],
+    rendezvous: TaskRendezvous,
+    clock: Clock,
+    *,
+    bind: bool,
+) -> RankExit:
+    """Start the rank when all tasks have arrived, and return how it ended."""
+    start = rendezvous.await_start()
     environ = {
         **environment(),
         "RANK": str(allocation.rank),
@@ -76,7 +84,7 @@ def _run_rank(allocation: Allocation, command: list[str], meeting: Meeting, *, b
         "MASTER_ADDR": start.address,
         "MASTER_PORT": str(start.port),
     }
-    child = _spawn(command, environ, cores, start if bind else None)
+    child = _spawn(command, environ, start if bind else None)
     ended = threading.Event()
 
     def reap() -> None:
@@ -84,45 +92,45 @@ def _run_rank(allocation: Allocation, command: list[str], meeting: Meeting, *, b
         ended.set()
 
     threading.Thread(target=reap, name="paceline-rank", daemon=True).start()
-    fate = ""
     try:
-        fate = _await_end(child, ended, meeting)
-    except Stopped as stop:
-        interrupted = stop.to_exit(meeting.clock.wall_s())
-        _stop(child, ended, meeting.clock)
-        return interrupted
-    at_s = meeting.clock.wall_s()
-    code = child.returncode
-    name = signal.Signals(-code).name if code < 0 else ""
-    return Exit(rank=allocation.rank, code=code, signal=name, fate=fate if code else "", at_s=at_s)
+        stopped = _await_end(child, ended, rendezvous, clock)
+    except StopRequested:
+        _stop(child, ended, clock)
+        raise
+    return exit_of(allocation.rank, child.returncode, stopped=stopped, at_s=clock.wall_s())
 
 
 def _spawn(
-    command: list[str], environ: dict[str, str], cores: tuple[int, ...], start: Start | None
+    command: list[str], environ: dict[str, str], start: StartInfo | None
 ) -> subprocess.Popen[bytes]:
-    """Start the rank's worker on its part of the cores, which it takes over from this thread."""
+    """Start the rank's worker on its share of the cores, which it inherits from this thread."""
     if start is None:
         return subprocess.Popen(command, env=environ)
-    mine = share(cores, start.index, start.count, environ)
-    if mine.cores or "OMP_NUM_THREADS" not in environ:
-        environ = {**environ, "OMP_NUM_THREADS": str(mine.threads)}
-    os.sched_setaffinity(0, mine.cores or cores)
+    cores = allowed_cores()
+    binding = share(cores, start.share_index, start.share_count, environ)
+    if binding.cores or "OMP_NUM_THREADS" not in environ:
+        environ = {**environ, "OMP_NUM_THREADS": str(binding.threads)}
+    os.sched_setaffinity(0, binding.cores or cores)
     try:
         return subprocess.Popen(command, env=environ)
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def _await_end(child: subprocess.Popen[bytes], ended: threading.Event, meeting: Meeting) -> str:
-    """Wait for the rank; return ``stopped`` if it had to be stopped because another failed."""
-    clock = meeting.clock
+def _await_end(
+    child: subprocess.Popen[bytes],
+    ended: threading.Event,
+    rendezvous: TaskRendezvous,
+    clock: Clock,
+) -> bool:
+    """Wait for the rank; return whether it had to be stopped because another failed."""
     while not clock.wait(ended, _LOOK_S):
-        if meeting.failed():
+        if rendezvous.stop_reason():
             if clock.wait(ended, _PATIENCE_S):
-                return ""
+                return False
             _stop(child, ended, clock)
-            return "stopped"
-    return ""
+            return True
+    return False
 
 
 def _stop(child: subprocess.Popen[bytes], ended: threading.Event, clock: Clock) -> None:
@@ -131,30 +139,3 @@ def _stop(child: subprocess.Popen[bytes], ended: threading.Event, clock: Clock) 
     if not clock.wait(ended, GRACE_S):
         child.kill()
         ended.wait()
-
-
-def _listen(allocation: Allocation) -> tuple[str, int]:
-    """Return an address and a free port of this host for rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return _address(allocation), port
-
-
-def _address(allocation: Allocation) -> str:
-    """Return a name of this host under which the other ranks can reach it."""
-    if allocation.local_world_size == allocation.world_size:
-        return "127.0.0.1"
-    names = [allocation.first_host, socket.gethostname(), socket.getfqdn()]
-    for name in filter(None, names):
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError:  # a node's name in Slurm need not be a host's name
-            continue
-        return name
-    raise UsageError(
-        "this host has no name that resolves",
-        where=f"rank {allocation.rank}",
-        why=f"tried {', '.join(filter(None, names))}",
-        fix="Give the host a name in DNS or /etc/hosts",
-    )

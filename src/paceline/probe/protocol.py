@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.machine import CollectiveCost, FrameworkOverhead, Overhead, Quantity, Rate
-from paceline.core.record import Record
+from paceline.core.worker_process import WorkerMessage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureRequest(Record):
+class MeasureRequest(WorkerMessage):
     """What one of `ranks` processes that measure at the same time is to do.
 
     Attributes:
@@ -36,7 +36,7 @@ class MeasureRequest(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRates(Record):
+class MemoryRates(WorkerMessage):
     """Bytes per second out of cache, and of memory that is touched for the first time."""
 
     bandwidth_bytes_per_s: Quantity
@@ -44,7 +44,7 @@ class MemoryRates(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeMeasurement(Record):
+class ComputeMeasurement(WorkerMessage):
     """Rates and overheads with `threads` threads in each of `processes` processes."""
 
     threads: int
@@ -56,7 +56,7 @@ class ComputeMeasurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicationMeasurement(Record):
+class CommunicationMeasurement(WorkerMessage):
     """Collectives of two ranks over gloo, and what DDP adds on top of them."""
 
     collectives: tuple[CollectiveCost, ...]
@@ -64,7 +64,7 @@ class CommunicationMeasurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerMeasurement(Record):
+class WorkerMeasurement(WorkerMessage):
     """What one process measured; `communication` is None for a process alone."""
 
     torch: str
@@ -73,12 +73,12 @@ class WorkerMeasurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchRequest(Record):
+class TorchRequest(WorkerMessage):
     """Asks which torch is installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchFacts(Record):
+class TorchFacts(WorkerMessage):
     """The torch that imports here.
 
     Attributes:

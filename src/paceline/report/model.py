@@ -20,8 +20,8 @@ from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.words import failure_words, gap_words, sync_place, verdict
-from paceline.runs.planned import load_plan
-from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
+from paceline.runs.folder import RunFolder
+from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.blame import Straggler
 from paceline.trace.communication import Traffic
@@ -110,14 +110,15 @@ def gather(run: Path) -> Report:
         CorruptTrace: a trace is damaged; the rank is named.
         CorruptData: another of the run's files cannot be understood.
     """
-    run = run_folder(run)
-    result = load_result(run) if (run / "result.json").exists() else None
+    folder = RunFolder.open(run)
+    run = folder.path
+    result = folder.read_result()
     trace = _traces(run, result)
     analysis = analyse(trace)
     stragglers, traffic = analysis.stragglers, analysis.traffic
     steps, skew_s = analysis.steps, analysis.skew_s
-    config = load_object(run / "config.json")
-    planned = load_plan(run)
+    config = folder.read_config()
+    planned = folder.read_plan()
     estimate = planned.estimate if planned else None
     comparison = compare(
         analysis.phases,
@@ -130,7 +131,7 @@ def gather(run: Path) -> Report:
             traffic,
             steps=steps,
             config=config,
-            machine=load_object(run / "machine.json"),
+            machine=folder.read_object("machine.json"),
         )
         if estimate
         else "",
@@ -157,9 +158,9 @@ def gather(run: Path) -> Report:
         traffic=traffic,
         comparison=comparison,
         result=result,
-        machine=_known(Machine, run / "machine.json"),
+        machine=folder.read_record(Machine, "machine.json"),
         estimate=estimate,
-        versions=load_object(run / "versions.json"),
+        versions=folder.read_versions(),
         config=config,
     )
 
@@ -276,8 +277,3 @@ def _plain(record: Any) -> Any:
     data = record.to_json()
     del data["version"]
     return data
-
-
-def _known(cls: type[R], path: Path) -> R | None:
-    """Return the record that a run's file holds; None without the file."""
-    return load_record(cls, path) if path.exists() else None

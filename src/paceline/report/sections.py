@@ -328,13 +328,13 @@ def provenance(report: Report) -> str:
     ]
     values = config.get("values", {})
     settings = [
-        [name, json.dumps(setting.get("value")), setting.get("origin")]
+        [name, json.dumps(setting.get("value")), setting.get("provenance")]
         for name, setting in (values.items() if isinstance(values, dict) else ())
         if isinstance(setting, dict)
     ]
     known = [table(["what", "value"], rows, names=2)]
     if settings:
-        known.append(table(["setting", "value", "origin"], settings, names=3))
+        known.append(table(["setting", "value", "provenance"], settings, names=3))
     parts = [f'<div class="pairs">{"".join(known)}</div>', _machine(report)]
     parts.append(_clocks(report))
     return section("Provenance", "", *parts)

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Literal
 
-from paceline.core.errors import ConfigError, CorruptData, NewerFormat, NotFound
-from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.trace.blame import Straggler
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,68 +69,3 @@ class RunResult(Record):
     ranks: tuple[RankResult, ...]
     straggler: Straggler | None = None
     failure: Failure | None = None
-
-
-def run_folder(folder: Path) -> Path:
-    """Return the folder of the run that the user named; the demo's folder stands for its run.
-
-    Raises:
-        NotFound: there is no such folder.
-    """
-    if not folder.is_dir():
-        raise NotFound("no such run", where=str(folder), fix="Give the folder of a run")
-    inner = folder / "run"
-    if inner.is_dir() and not (folder / "trace").exists():
-        return inner if load_object(folder / "result.json").get("kind") == "demo" else folder
-    return folder
-
-
-def load_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a run; empty without the file.
-
-    Raises:
-        CorruptData: it is not JSON.
-    """
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(read_text(path))
-    except json.JSONDecodeError as problem:
-        raise _not_understood(str(path), f"not valid JSON: {problem}") from problem
-    return data if isinstance(data, dict) else {}
-
-
-def load_result(run: Path) -> RunResult:
-    """Return the result of the run in folder `run`; errors as in `load_record`."""
-    return load_record(RunResult, run / "result.json")
-
-
-def load_record(cls: type[R], path: Path) -> R:
-    """Return the record that a file of a run holds.
-
-    Raises:
-        NotFound: there is no such file.
-        NewerFormat: a newer Paceline wrote it; the error names that Paceline where the run does.
-        CorruptData: it cannot be understood; nobody writes these files by hand.
-    """
-    text = read_text(path)
-    try:
-        return cls.from_text(text, where=str(path))
-    except NewerFormat as problem:
-        writer = load_object(path.parent / "versions.json").get("paceline")
-        fix = f"Use Paceline {writer}, which wrote the run, or a newer one" if writer else ""
-        raise NewerFormat(
-            problem.what, where=problem.where, why=problem.why, fix=fix or problem.fix
-        ) from None
-    except ConfigError as problem:
-        why = f"{problem.what}: {problem.why}" if problem.why else problem.what
-        raise _not_understood(problem.where, why) from problem
-
-
-def _not_understood(where: str, why: str) -> CorruptData:
-    return CorruptData(
-        "a file of the run cannot be understood",
-        where=where,
-        why=why,
-        fix="Restore it, or move it away to do without it",
-    )

@@ -19,7 +19,7 @@ from paceline.perf.calibrate import (
 from paceline.report.comparable import difference
 from paceline.report.compare import padded, undisturbed_steps
 from paceline.report.model import gather
-from paceline.runs.planned import load_plan
+from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]
         CorruptTrace: a trace is damaged.
     """
     report = gather(run)
-    planned = load_plan(report.run)
+    planned = RunFolder(report.run).read_plan()
     if planned is None or planned.workload is None or planned.estimate is None:
         raise NotFound(
             "the run does not say what model it trained",

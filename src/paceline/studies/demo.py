@@ -7,6 +7,7 @@ beside measurement. Every figure is measured or computed in this very run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
-from paceline.launch.run import RunConfig, execute, prepare
+from paceline.launch.options import RunConfig
+from paceline.launch.run import claim_folder, execute, prepare
 from paceline.probe.doctor import diagnose
 from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
@@ -232,11 +234,12 @@ def _train(
         args += ["--slow-rank", str(injection.rank), "--slow-ms", str(injection.late_ms)]
         args += ["--slow-cause", injection.cause, "--slow-steps", str(first), str(last)]
     config = RunConfig(ranks=RANKS)
-    origin = {"ranks": "demo", "record": "default", "bind": "default"}
-    resolved = Resolved(config=config, origin=origin)
+    names = [field.name for field in dataclasses.fields(config)]
+    provenance = {**dict.fromkeys(names, "default"), "ranks": "demo"}
+    resolved = Resolved(config=config, provenance=provenance)
     job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
     execute(
-        job,
+        claim_folder(job),
         machine=machine,
         clock=clock,
         on_status=on_status,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError, WorkerFailed
-from paceline.core.record import Record
-from paceline.core.worker_process import WorkerCall, call
+from paceline.core.worker_process import WorkerCall, WorkerMessage, call
 from paceline.core.workload import Workload
 
 CAPTURE_DEADLINE_S = 300.0
@@ -15,7 +14,7 @@ _WORKER = "paceline.training.capture_worker"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureRequest(Record):
+class CaptureRequest(WorkerMessage):
     """Which function to call: it returns what a training step needs.
 
     Attributes:

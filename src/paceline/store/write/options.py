@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from paceline.core.config import Configuration
 from paceline.core.errors import ConfigError, Missing
 from paceline.core.record import Record
 from paceline.native import zstd_available
@@ -22,7 +23,7 @@ _CODECS = ("none", "zstd", "auto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackOptions(Record):
+class PackOptions(Configuration):
     """How to pack.
 
     Changes the pack's files:
@@ -39,6 +40,7 @@ class PackOptions(Record):
         restart: throw away what a killed packing left, instead of going on from it.
     """
 
+    section: ClassVar[str] = "pack"
     shard_bytes: int = 0
     codec: str = "none"
     codec_level: int = 3

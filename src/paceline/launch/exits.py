@@ -1,0 +1,93 @@
+"""How a rank's process ended, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import Interrupted, RankLost
+from paceline.core.processes import signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from paceline.core.processes import StopRequested
+
+
+class Outcome(StrEnum):
+    """Why a rank's process is no longer there."""
+
+    ENDED = "ended"  # by itself: code and signal say how
+    STOPPED = "stopped"  # by its launcher, because another rank had failed
+    INTERRUPTED = "interrupted"  # by its launcher, because that received a stop signal
+    LOST = "lost"  # its task stopped reporting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankExit:
+    """How a rank's process ended.
+
+    Attributes:
+        rank: the global rank; None for a launcher that has all ranks and was interrupted.
+        code: of the process.
+        signal: name of the signal that killed it, or interrupted its launcher; else empty.
+        outcome: why it ended.
+        at_s: seconds since 1970; 0 when not known.
+    """
+
+    rank: int | None
+    code: int
+    signal: str = ""
+    outcome: Outcome = Outcome.ENDED
+    at_s: float = 0.0
+
+
+def exit_of(rank: int, code: int, *, stopped: bool = False, at_s: float = 0.0) -> RankExit:
+    """Return the exit of a process whose return code is `code`, negative for a signal."""
+    return RankExit(
+        rank=rank,
+        code=code,
+        signal=signal_name(-code) if code < 0 else "",
+        outcome=Outcome.STOPPED if stopped and code else Outcome.ENDED,
+        at_s=at_s,
+    )
+
+
+def interrupted_exit(rank: int | None, stop: StopRequested, at_s: float) -> RankExit:
+    """Return the exit of a rank, or of all (None), whose launcher was asked to stop."""
+    return RankExit(
+        rank=rank,
+        code=Interrupted.exit_code,
+        signal=stop.signal,
+        outcome=Outcome.INTERRUPTED,
+        at_s=at_s,
+    )
+
+
+def lost_exit(rank: int) -> RankExit:
+    """Return the exit of a rank whose task stopped reporting."""
+    return RankExit(rank=rank, code=RankLost.exit_code, outcome=Outcome.LOST)
+
+
+def interruption(exits: Iterable[RankExit]) -> RankExit | None:
+    """Return the exit that says that the run was interrupted; None if it was not."""
+    return next((ended for ended in exits if ended.outcome is Outcome.INTERRUPTED), None)
+
+
+def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, ...]:
+    """Return the exits that explain how a run ended, the first in time first; none for a good run.
+
+    An interruption that came first explains all others. Else ranks that were stopped or interrupted
+    are consequences of one that failed, and are left out unless nothing else is known.
+
+    Args:
+        exits: of the ranks that reported.
+        lost: ranks that did not.
+    """
+    bad = sorted((ended for ended in exits if ended.code), key=lambda ended: ended.at_s)
+    if bad and bad[0].outcome is Outcome.INTERRUPTED:
+        return (bad[0],)
+    causes = [ended for ended in bad if ended.outcome is Outcome.ENDED]
+    causes += [lost_exit(rank) for rank in lost]
+    return tuple(causes or bad)

@@ -1,0 +1,65 @@
+"""How a script is run: the configuration of ``paceline run``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.config import Configuration
+from paceline.core.errors import UsageError
+from paceline.launch.rendezvous.root import Deadlines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(Configuration):
+    """How to run a script.
+
+    Changes results: `ranks`, since the script divides its data by them.
+    Changes speed: `record`, `bind`.
+    Changes how long tasks of an allocation wait for each other: the others, see `Deadlines`.
+
+    Attributes:
+        ranks: on this node; None is one, or what the allocation says.
+        record: whether to record traces.
+        bind: whether each rank gets cores of its own.
+        rendezvous_timeout_s: until all tasks have arrived.
+        heartbeat_interval_s: between two reports of a task to rank 0.
+        heartbeat_timeout_s: after which a silent task, or rank 0, is lost.
+        stop_timeout_s: for tasks to end their ranks when another rank has failed.
+    """
+
+    section: ClassVar[str] = "run"
+    ranks: int | None = None
+    record: bool = True
+    bind: bool = True
+    rendezvous_timeout_s: float = 120.0
+    heartbeat_interval_s: float = 10.0
+    heartbeat_timeout_s: float = 60.0
+    stop_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError(f"ranks must be at least 1, got {self.ranks}", fix="Give at least 1")
+        for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise UsageError(
+                    f"{name} must be above 0 and at most 1e6, got {getattr(self, name):g}",
+                    fix="Give seconds",
+                )
+        if not 2 * self.heartbeat_interval_s <= self.heartbeat_timeout_s <= 1e6:
+            raise UsageError(
+                f"heartbeat_timeout_s must be at least twice heartbeat_interval_s, got "
+                f"{self.heartbeat_timeout_s:g} and {self.heartbeat_interval_s:g}",
+                why="one late heartbeat would lose a rank",
+                fix="Raise the timeout or lower the interval",
+            )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """How long tasks wait for each other."""
+        return Deadlines(
+            rendezvous_timeout_s=self.rendezvous_timeout_s,
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            stop_timeout_s=self.stop_timeout_s,
+        )

@@ -1,0 +1,137 @@
+"""Where the root listens, and where members look for it.
+
+Where the launcher tells every task the first host and a name of the job, both sides compute the
+same ports from the name, and members connect without touching any file. Otherwise, and when these
+ports are taken, members read one small file in the run's folder::
+
+    RUN/rendezvous/root.json    {"version": 1, "run": ..., "hosts": [...], "port": ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import StorageError, UsageError
+from paceline.core.files import commit_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.launch.allocation import Allocation
+
+FOLDER = "rendezvous"
+_FIRST_PORT, _PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
+_CANDIDATES = 4
+
+
+def job_identity(allocation: Allocation, run: Path) -> str:
+    """Return what all tasks of a job know, and no other job has: its name, or the run's folder."""
+    return allocation.name or f"{allocation.source}:{run.resolve()}"
+
+
+def agreed_ports(job: str) -> tuple[int, ...]:
+    """Return the ports that the root tries to listen on, in this order."""
+    digest = hashlib.blake2b(job.encode(), digest_size=4 * _CANDIDATES).digest()
+    numbers = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
+    return tuple(dict.fromkeys(_FIRST_PORT + number % _PORTS for number in numbers))
+
+
+def is_one_node(allocation: Allocation) -> bool:
+    """Whether all tasks run on this node."""
+    return allocation.local_world_size == allocation.world_size
+
+
+def known_addresses(allocation: Allocation, job: str) -> tuple[tuple[str, int], ...]:
+    """Return where to look for the root without any file; empty when its host is not known."""
+    host = "127.0.0.1" if is_one_node(allocation) else allocation.first_host
+    return tuple((host, port) for port in agreed_ports(job)) if host else ()
+
+
+def open_listener(allocation: Allocation, job: str) -> socket.socket:
+    """Return the root's listening socket, on an agreed port if one is free.
+
+    Raises:
+        StorageError: no port can be opened.
+    """
+    host = "127.0.0.1" if is_one_node(allocation) else ""
+    problem: OSError | None = None
+    for port in (*agreed_ports(job), 0):
+        try:
+            return socket.create_server((host, port), backlog=4096)
+        except OSError as refused:
+            problem = refused
+    assert problem is not None
+    raise StorageError(
+        "rank 0 cannot listen for the other tasks",
+        where=host or "all addresses",
+        why=problem.strerror or str(problem),
+        fix="Check the limits on open files and the node's firewall",
+    ) from problem
+
+
+def listening_hosts(allocation: Allocation) -> tuple[str, ...]:
+    """Return the names of this host under which others may reach it, the best first."""
+    if is_one_node(allocation):
+        return ("127.0.0.1",)
+    names = (allocation.first_host, socket.gethostname(), socket.getfqdn())
+    return tuple(dict.fromkeys(name for name in names if name and resolves(name)))
+
+
+def resolves(name: str) -> bool:
+    """Whether a host name has an address; a node's name in Slurm need not."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def choose_address(allocation: Allocation) -> tuple[str, int]:
+    """Return an address and a free port of this host for rank 0's process group.
+
+    Raises:
+        UsageError: this host has no name that resolves.
+    """
+    hosts = listening_hosts(allocation)
+    if not hosts:
+        raise UsageError(
+            "this host has no name that resolves",
+            where=f"rank {allocation.rank}",
+            why=f"tried {allocation.first_host or '-'}, {socket.gethostname()}",
+            fix="Give the host a name in DNS or /etc/hosts",
+        )
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return hosts[0], probe.getsockname()[1]
+
+
+def write_address(run: Path, number: str, hosts: tuple[str, ...], port: int) -> None:
+    """Write where the root listens into the run's folder.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    folder = run / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as problem:
+        raise StorageError(
+            "cannot make the rendezvous folder",
+            where=str(folder),
+            why=problem.strerror or "",
+            fix="Choose a folder that you may write to",
+        ) from problem
+    text = json.dumps({"version": 1, "run": number, "hosts": hosts, "port": port})
+    commit_text(folder / "root.json", text)
+
+
+def read_address(run: Path) -> tuple[tuple[str, int], ...]:
+    """Return the addresses in the run's folder; empty while there are none that can be read."""
+    try:
+        data = json.loads((run / FOLDER / "root.json").read_text(encoding="utf-8"))
+        return tuple((str(host), int(data["port"])) for host in data["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()

@@ -1,0 +1,169 @@
+"""A member's shell: looks for the root, carries messages, and wakes the task that waits.
+
+One thread owns the machine and the link; the task's thread hands it events through `_inbox` and
+waits for its events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from paceline.launch.rendezvous.links import connect
+from paceline.launch.rendezvous.member import (
+    Connect,
+    Hangup,
+    Leave,
+    LinkDown,
+    LinkUp,
+    MemberMachine,
+    Noticed,
+    SendReport,
+    StartRank,
+    StopRank,
+)
+from paceline.launch.rendezvous.messages import BadMessage
+from paceline.launch.rendezvous.root import Tick
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.core.clock import Clock
+    from paceline.launch.allocation import Allocation
+    from paceline.launch.rendezvous.links import Link
+    from paceline.launch.rendezvous.member import MemberAction, MemberEvent
+    from paceline.launch.rendezvous.messages import StartInfo
+
+_LOOK_S = 0.25  # between two looks at a link that is a file
+
+
+class MemberClient:
+    """Runs a member in a thread of its own until its part is over.
+
+    Attributes:
+        changed: set whenever one of the following is.
+        start_info: how to start the rank.
+        stop_reason: why the rank is to end.
+        leave: what is known of the end when this member has left.
+    """
+
+    def __init__(
+        self, machine: MemberMachine, allocation: Allocation, run: Path, clock: Clock
+    ) -> None:
+        self.changed = threading.Event()
+        self.start_info: StartInfo | None = None
+        self.stop_reason: str = ""
+        self.leave: Leave | None = None
+        self._machine = machine
+        self._allocation = allocation
+        self._run_folder = run
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the root."""
+        self._thread.start()
+
+    def put(self, event: MemberEvent) -> None:
+        """Hand an event to the machine; any thread may."""
+        self._inbox.put(event)
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until this member has left."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self.leave is None:
+                self._wait()
+                self._receive()
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        self._handle(self._inbox.get_nowait())
+                self._handle(Tick())
+        finally:
+            if self.leave is None:
+                self.leave = Leave(problem="the rendezvous ended unexpectedly")
+            self.changed.set()
+            if self._link is not None:
+                self._link.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _wait(self) -> None:
+        timeout_s = max(0.0, min(self._machine.wakeup_s() - self._clock.now_s(), 60.0))
+        waiting = [self._wake_reader.fileno()]
+        if self._link is not None:
+            if self._link.fileno() >= 0:
+                waiting.append(self._link.fileno())
+            else:
+                timeout_s = min(timeout_s, _LOOK_S)
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
+        self._is_ready = self._link is not None and (
+            self._link.fileno() < 0 or self._link.fileno() in ready
+        )
+        with contextlib.suppress(BlockingIOError):
+            self._wake_reader.recv(4096)
+
+    _is_ready = False
+
+    def _receive(self) -> None:
+        if self._link is None or not self._is_ready:
+            return
+        try:
+            for notice in self._link.receive():
+                self._handle(Noticed(notice))
+        except (OSError, BadMessage):
+            self._break()
+
+    def _break(self) -> None:
+        self._hang_up()
+        self._handle(LinkDown())
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _handle(self, event: MemberEvent) -> None:
+        for action in self._machine.handle(event, self._clock.now_s()):
+            self._do(action)
+
+    def _do(self, action: MemberAction) -> None:
+        match action:
+            case Connect():
+                self._hang_up()
+                self._link = connect(
+                    self._allocation, self._machine.identity.job, self._run_folder, action.attempt
+                )
+                self._handle(LinkUp() if self._link is not None else LinkDown())
+            case SendReport():
+                if self._link is not None:
+                    try:
+                        self._link.send(action.report)
+                    except OSError:
+                        self._break()
+            case Hangup():
+                self._hang_up()
+            case StartRank():
+                self.start_info = action.start
+                self.changed.set()
+            case StopRank():
+                self.stop_reason = action.reason
+                self.changed.set()
+            case Leave():
+                self.leave = action
+                self.changed.set()

@@ -1,0 +1,221 @@
+"""One task's part in a job: its member, and on rank 0 also the root, from arrival to the end."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Self
+
+from paceline.core.errors import DeadlineExceeded, RankLost
+from paceline.launch.exits import Outcome, RankExit
+from paceline.launch.rendezvous.addresses import (
+    FOLDER,
+    job_identity,
+    listening_hosts,
+    open_listener,
+    write_address,
+)
+from paceline.launch.rendezvous.client import MemberClient
+from paceline.launch.rendezvous.member import CloseAsked, MemberMachine, RankEnded
+from paceline.launch.rendezvous.messages import JobEnd, Report
+from paceline.launch.rendezvous.root import ResultWritten, RootMachine, StopAsked
+from paceline.launch.rendezvous.server import RootServer
+from paceline.launch.rendezvous.shares import name_ranks
+
+if TYPE_CHECKING:
+    import threading
+    from pathlib import Path
+
+    from paceline.core.clock import Clock
+    from paceline.launch.allocation import Allocation
+    from paceline.launch.rendezvous.messages import StartInfo
+    from paceline.launch.rendezvous.root import AllEnded, Deadlines
+
+_LOOK_S = 0.25  # the longest that a wait goes on without looking for stop signals
+_LEAVE_S = 3.0  # for the last message
+
+
+class TaskRendezvous:
+    """This task among the tasks of its job: `start` arrives, leaving the context departs.
+
+    The methods belong to the task's main thread.
+
+    Attributes:
+        started: whether `start` has come to its end.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        allocation: Allocation,
+        *,
+        host: str,
+        cores: tuple[int, ...],
+        deadlines: Deadlines,
+        clock: Clock,
+    ) -> None:
+        self.rank = allocation.rank
+        self._run = run
+        self._allocation = allocation
+        self._deadlines = deadlines
+        self._clock = clock
+        self._server: RootServer | None = None
+        self._listens_at = ""
+        self._announced = self.started = False
+        identity = Report(
+            job=job_identity(allocation, run),
+            run="",
+            task=uuid.uuid4().hex,
+            rank=allocation.rank,
+            world_size=allocation.world_size,
+            host=host,
+            cores=cores,
+        )
+        machine = MemberMachine(identity=identity, deadlines=deadlines, begin_s=clock.now_s())
+        self._client = MemberClient(machine, allocation, run, clock)
+        self._job = identity.job
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self) -> None:
+        """Begin to listen, on rank 0, and to look for rank 0.
+
+        Raises:
+            StorageError: rank 0 cannot listen, or write where it does.
+        """
+        if self.rank == 0:
+            self._start_root()
+        self._client.start()
+        self.started = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.started:
+            return
+        if kind is not None and self._client.leave is None:
+            stopped = RankExit(rank=self.rank, code=1, outcome=Outcome.STOPPED)
+            self.report(stopped)
+        if self._server is not None:
+            if not self._announced:
+                self.announce(JobEnd(exit_code=1))
+            self._server.join(self._deadlines.stop_timeout_s + _LEAVE_S)
+        self._client.put(CloseAsked())
+        self._client.join(_LEAVE_S)
+        self._client.put(CloseAsked(at_once=True))
+        self._client.join(_LEAVE_S)
+
+    def _start_root(self) -> None:
+        listener = open_listener(self._allocation, self._job)
+        port = listener.getsockname()[1]
+        hosts = listening_hosts(self._allocation)
+        self._listens_at = f"port {port} of {' or '.join(hosts) or 'this host'}"
+        machine = RootMachine(
+            job=self._job,
+            run=uuid.uuid4().hex,
+            world_size=self._allocation.world_size,
+            deadlines=self._deadlines,
+            begin_s=self._clock.now_s(),
+        )
+        try:
+            write_address(self._run, machine.run, hosts, port)
+        except BaseException:
+            listener.close()
+            raise
+        self._server = RootServer(machine, listener, self._run, self._allocation, self._clock)
+        self._server.start()
+
+    def await_start(self) -> StartInfo:
+        """Return how to start the rank, when all tasks have arrived.
+
+        Raises:
+            DeadlineExceeded: a task, or rank 0, did not arrive in time.
+            RankLost: a task failed before all had arrived.
+        """
+        client = self._client
+        while client.start_info is None:
+            if client.leave is not None and client.leave.problem:
+                raise self._without_rank_0(client.leave.problem)
+            if client.stop_reason:
+                raise self._stopped_before_start()
+            self._wait(client.changed)
+        return client.start_info
+
+    def stop_reason(self) -> str:
+        """Return why this task's rank is to end; empty while it may go on."""
+        return self._client.stop_reason
+
+    def report(self, ended: RankExit) -> None:
+        """Tell the root how this task's rank ended."""
+        self._client.put(RankEnded(ended))
+
+    def interrupt(self, ended: RankExit) -> None:
+        """Have all ranks stop: rank 0's launcher got a stop signal after its own rank had ended."""
+        assert self._server is not None
+        self._server.put(StopAsked(ended))
+
+    def gather(self) -> tuple[RankExit, ...]:
+        """Return the exits that explain how the run ended, on rank 0; none for a good run.
+
+        There is no limit of time for ranks whose tasks report that they run.
+        """
+        return self._outcome().exits
+
+    def _outcome(self) -> AllEnded:
+        assert self._server is not None
+        while not self._server.ended.is_set():
+            self._wait(self._server.ended)
+        assert self._server.outcome is not None, "the root's thread failed"
+        return self._server.outcome
+
+    def announce(self, end: JobEnd) -> None:
+        """Tell all tasks how the run ended; rank 0's last word."""
+        self._announced = True
+        if self._server is not None:
+            self._server.put(ResultWritten(end))
+
+    def await_end(self) -> JobEnd | None:
+        """Return how the run ended, as rank 0 says; None if rank 0 is lost.
+
+        A task whose rank ended well only waits until rank 0 knows that, and gets None, too.
+        """
+        if not self.started:
+            return None
+        while self._client.leave is None:
+            self._wait(self._client.changed)
+        return self._client.leave.end
+
+    def _wait(self, event: threading.Event) -> None:
+        self._clock.wait(event, _LOOK_S)
+        if event is self._client.changed:
+            event.clear()
+
+    def _stopped_before_start(self) -> RankLost:
+        self.report(RankExit(rank=self.rank, code=RankLost.exit_code, outcome=Outcome.STOPPED))
+        if self._server is not None and (outcome := self._outcome()).missing:
+            return self._without_others(outcome)
+        return RankLost(
+            "another task failed before all had arrived",
+            where=f"rank {self.rank}",
+            why=self._client.stop_reason,
+            fix="See the output of the other tasks",
+        )
+
+    def _without_others(self, outcome: AllEnded) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{len(outcome.missing)} of {self._allocation.world_size} tasks did not arrive: "
+            f"{name_ranks(outcome.missing)}",
+            where=f"{self._listens_at}, written to {self._run / FOLDER}",
+            why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
+            f"{name_ranks(outcome.present) if outcome.present else 'no rank'} arrived",
+            fix="See the output of the missing tasks, and whether they reach that port or share "
+            "that folder; raise rendezvous_timeout_s if they only need longer",
+        )
+
+    def _without_rank_0(self, problem: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            problem,
+            where=f"rank {self.rank}, job {self._job}",
+            why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at its agreed ports "
+            f"and in {self._run / FOLDER}",
+            fix="See rank 0's output; a firewall must let the tasks connect, or the nodes share "
+            "the run's folder",
+        )

@@ -1,0 +1,140 @@
+"""How a member reaches the root: a TCP connection, or files in the run's folder where TCP fails."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.core.errors import StorageError
+from paceline.core.files import commit_bytes
+from paceline.launch.rendezvous.addresses import FOLDER, known_addresses, read_address
+from paceline.launch.rendezvous.messages import (
+    MAX_MESSAGE_BYTES,
+    BadMessage,
+    Notice,
+    Report,
+    parse_notice,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from paceline.launch.allocation import Allocation
+
+CONNECT_S = 3.0  # a firewall that drops packets would hold a connection attempt for minutes
+_FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only after so many attempts
+_FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
+
+
+class Link(Protocol):
+    """A connection of a member's; used by its thread alone."""
+
+    def fileno(self) -> int:
+        """Return what to select on; -1 for a link that must be polled."""
+
+    def send(self, report: Report) -> None:
+        """Send a report.
+
+        Raises:
+            OSError: the link is broken.
+        """
+
+    def receive(self) -> list[Notice]:
+        """Return the notices that have arrived.
+
+        Raises:
+            OSError: the link is broken.
+            BadMessage: what came is no notice.
+        """
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class TcpLink:
+    """A connection to the root; messages are lines."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = b""
+        connection.settimeout(CONNECT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
+
+    def send(self, report: Report) -> None:
+        """Send a report; the root reads at once, or is gone."""
+        self._socket.sendall(report.to_line())
+
+    def receive(self) -> list[Notice]:
+        """Return the notices that have arrived, after `fileno` became readable."""
+        chunk = self._socket.recv(MAX_MESSAGE_BYTES)
+        if not chunk:
+            raise ConnectionError("the root closed the connection")
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        if len(self._buffer) > MAX_MESSAGE_BYTES:
+            raise BadMessage("a line without an end")
+        return [parse_notice(line) for line in lines]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class FolderLink:
+    """Files in the run's folder: the newest report of this rank, and the newest notice for it."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self._report = run / FOLDER / f"rank-{rank:05d}.report"
+        self._notice = run / FOLDER / f"rank-{rank:05d}.notice"
+        self._seen = b""
+
+    def fileno(self) -> int:
+        """Return that there is nothing to select on."""
+        return -1
+
+    def send(self, report: Report) -> None:
+        """Write the report, which replaces the last one."""
+        try:
+            commit_bytes(self._report, report.to_line())
+        except StorageError as problem:
+            raise ConnectionError(str(problem)) from problem
+
+    def receive(self) -> list[Notice]:
+        """Return the notice if it is new."""
+        try:
+            line = self._notice.read_bytes()
+        except FileNotFoundError:
+            return []
+        if line == self._seen:
+            return []
+        self._seen = line
+        return [parse_notice(line)]
+
+    def close(self) -> None:
+        """Do nothing: the last report stays until the root, who removes the folder, has read it."""
+
+
+def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> Link | None:
+    """Return a link to the root; None if it is not found now.
+
+    Early attempts leave the run's folder alone where the address is known without it.
+    """
+    known = known_addresses(allocation, job)
+    turn = attempt % max(1, len(known))  # an agreed port may be in use by something else
+    written = read_address(run) if not known or attempt >= _FILE_FROM_ATTEMPT else ()
+    link = _connect_tcp((*written, *known[turn:], *known[:turn]))
+    if link is not None or not written or attempt < _FOLDER_FROM_ATTEMPT:
+        return link
+    return FolderLink(run, allocation.rank)  # the root is there, but TCP does not reach it
+
+
+def _connect_tcp(addresses: Iterable[tuple[str, int]]) -> TcpLink | None:
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            return TcpLink(socket.create_connection(address, timeout=CONNECT_S))
+    return None

@@ -1,0 +1,257 @@
+r"""The two messages of a rendezvous, as frozen dataclasses and as lines of JSON.
+
+A member sends `Report`\ s, the root answers with `Notice`\ s. Each carries the whole state of its
+sender, and state only ever advances: a message that is lost is made good by the next one, and one
+that is repeated or late changes nothing. So no message needs to be acknowledged or numbered, and
+every transport that delivers the latest one now and then will do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.launch.exits import Outcome, RankExit
+from paceline.runs.result import Failure
+
+MAX_MESSAGE_BYTES = 64 << 10  # a report names up to some thousand cores
+_MAX_TEXT = 4096
+
+
+class BadMessage(ValueError):
+    """A line that is no message; the connection that it came from is closed."""
+
+
+class JobPhase(IntEnum):
+    """How far the job is; it only advances."""
+
+    GATHERING = 0  # not all tasks have arrived
+    RUNNING = 1  # all have, and each runs its rank
+    STOPPING = 2  # a task failed: the others end their ranks
+    FINISHED = 3  # rank 0 has written the result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartInfo:
+    """What a task needs to start its rank.
+
+    Attributes:
+        address: where rank 0's process group listens.
+        port: of that address.
+        share_index: which share of the cores that several tasks have in common is this task's.
+        share_count: number of these shares; 1 for a task with cores of its own.
+    """
+
+    address: str
+    port: int
+    share_index: int
+    share_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobEnd:
+    """How the whole run ended, as rank 0 wrote it into result.json."""
+
+    exit_code: int
+    signal: str = ""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A member's state.
+
+    Attributes:
+        job: identity that all tasks of the job know beforehand.
+        run: number of the run that it has joined; empty before the root's first notice.
+        task: number that tells this process from an earlier one of the same rank.
+        rank: the global rank.
+        world_size: that it expects.
+        host: node name.
+        cores: that it may use.
+        ended: how its rank ended; None while it runs or waits.
+        leaving: whether this is its last report.
+    """
+
+    job: str
+    run: str
+    task: str
+    rank: int
+    world_size: int
+    host: str
+    cores: tuple[int, ...]
+    ended: RankExit | None = None
+    leaving: bool = False
+
+    def to_line(self) -> bytes:
+        """Return the message as one line of JSON."""
+        return _line({**asdict(self), "version": 1})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """The root's state, for one member.
+
+    Attributes:
+        run: number of this run.
+        phase: of the job.
+        heard_end: whether the root knows how the member's rank ended.
+        start: how to start the rank; None before all tasks have arrived.
+        end: how the run ended; None before.
+        refusal: why the root does not take this task; empty if it does.
+        reason: why the job stops, for messages.
+        heartbeat_interval_s: in which the member reports.
+        heartbeat_timeout_s: after which either side takes the other for lost.
+    """
+
+    run: str
+    phase: JobPhase
+    heard_end: bool = False
+    start: StartInfo | None = None
+    end: JobEnd | None = None
+    refusal: str = ""
+    reason: str = ""
+    heartbeat_interval_s: float = 10.0
+    heartbeat_timeout_s: float = 60.0
+
+    def to_line(self) -> bytes:
+        """Return the message as one line of JSON."""
+        fields = {name: getattr(self, name) for name in _NOTICE_PLAIN}
+        fields["start"] = asdict(self.start) if self.start else None
+        fields["end"] = self.end and {
+            "exit_code": self.end.exit_code,
+            "signal": self.end.signal,
+            "failure": self.end.failure and self.end.failure.to_json(),
+        }
+        return _line({**fields, "version": 1})
+
+
+_NOTICE_PLAIN = (
+    *("run", "phase", "heard_end", "refusal", "reason"),
+    *("heartbeat_interval_s", "heartbeat_timeout_s"),
+)
+
+
+def parse_report(line: bytes) -> Report:
+    """Return the report in a line from the network.
+
+    Raises:
+        BadMessage: it is none.
+    """
+    data = _object(line)
+    ended = data.get("ended")
+    try:
+        return Report(
+            job=_text(data["job"]),
+            run=_text(data["run"]),
+            task=_text(data["task"]),
+            rank=_count(data["rank"]),
+            world_size=_count(data["world_size"]),
+            host=_text(data["host"]),
+            cores=tuple(_count(core) for core in _list(data["cores"])),
+            ended=None if ended is None else _exit(ended),
+            leaving=bool(data["leaving"]),
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        raise BadMessage(f"no report: {type(problem).__name__}: {problem}") from None
+
+
+def parse_notice(line: bytes) -> Notice:
+    """Return the notice in a line from the root.
+
+    Raises:
+        BadMessage: it is none.
+    """
+    data = _object(line)
+    start, end = data.get("start"), data.get("end")
+    try:
+        return Notice(
+            run=_text(data["run"]),
+            phase=JobPhase(_count(data["phase"])),
+            heard_end=bool(data["heard_end"]),
+            start=None if start is None else _start(start),
+            end=None if end is None else _end(end),
+            refusal=_text(data["refusal"]),
+            reason=_text(data["reason"]),
+            heartbeat_interval_s=_seconds(data["heartbeat_interval_s"]),
+            heartbeat_timeout_s=_seconds(data["heartbeat_timeout_s"]),
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        raise BadMessage(f"no notice: {type(problem).__name__}: {problem}") from None
+
+
+def _exit(data: dict[str, Any]) -> RankExit:
+    return RankExit(
+        rank=_count(data["rank"]),
+        code=_code(data["code"]),
+        signal=_text(data["signal"]),
+        outcome=Outcome(data["outcome"]),
+        at_s=_seconds(data["at_s"]),
+    )
+
+
+def _start(data: dict[str, Any]) -> StartInfo:
+    return StartInfo(
+        address=_text(data["address"]),
+        port=_count(data["port"]),
+        share_index=_count(data["share_index"]),
+        share_count=_count(data["share_count"]),
+    )
+
+
+def _end(data: dict[str, Any]) -> JobEnd:
+    failure = data["failure"]
+    try:
+        known = None if failure is None else Failure.from_json(failure)
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from None
+    return JobEnd(exit_code=_code(data["exit_code"]), signal=_text(data["signal"]), failure=known)
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    if len(line) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message of {len(line)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise BadMessage(f"no JSON: {problem}") from None
+    if not isinstance(data, dict) or data.get("version") != 1:
+        raise BadMessage("no message of version 1")
+    return data
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"{str(value)[:40]!r} is no text of at most {_MAX_TEXT} characters")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _code(value: object) -> int:
+    if type(value) is not int or abs(value) > 1 << 16:
+        raise ValueError(f"{str(value)[:40]!r} is no exit code")
+    return value
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+        raise ValueError(f"{str(value)[:40]!r} is no time")
+    return float(value)

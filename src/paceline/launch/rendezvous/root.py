@@ -1,0 +1,364 @@
+"""The root of a rendezvous as a state machine without I/O: who is here, who ended, who is lost.
+
+::
+
+    GATHERING --all have reported--> RUNNING --a rank failed, or a task is lost--> STOPPING
+        |                               |                                             |
+        +--timeout, or a task failed----|---------------------------------------------+
+                                        +--all ended well--+--all ended or lost-------+
+                                                           v
+                                                  AllEnded, then rank 0 writes the result
+                                                           v
+                                                       FINISHED
+
+`handle(event, now_s)` returns actions; the shell carries them out and never decides. Lost, repeated
+and late reports are harmless because a report is a state, see `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from paceline.launch.exits import Outcome, RankExit, combine
+from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, Report, StartInfo
+from paceline.launch.rendezvous.shares import core_shares, name_ranks
+
+Peer = Hashable
+_TOO_LATE = "the run has begun without this task"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deadlines:
+    """How long the tasks of a job wait for each other.
+
+    Attributes:
+        rendezvous_timeout_s: until all tasks have arrived.
+        heartbeat_interval_s: between two reports of a task.
+        heartbeat_timeout_s: without a report, a task is lost; without an answer, rank 0 is.
+        stop_timeout_s: for tasks to end their ranks when another rank has failed.
+    """
+
+    rendezvous_timeout_s: float = 120.0
+    heartbeat_interval_s: float = 10.0
+    heartbeat_timeout_s: float = 60.0
+    stop_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Event: a report came over `peer`, a connection of the shell's."""
+
+    peer: Peer
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """Event: the connection is gone."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class AddressChosen:
+    """Event: the answer to `ChooseAddress`."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Event: rank 0's launcher got a stop signal after its own rank had ended."""
+
+    ended: RankExit
+
+
+@dataclass(frozen=True, slots=True)
+class ResultWritten:
+    """Event: rank 0 knows how the run ended."""
+
+    end: JobEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendNotice:
+    """Action: send to the peer."""
+
+    peer: Peer
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Action: close the peer's connection once what was sent before has left."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseAddress:
+    """Action: choose where rank 0's process group listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllEnded:
+    """Action: tell rank 0 how all ranks ended; see `exits.combine`.
+
+    Attributes:
+        exits: none for a good run.
+        missing: ranks that did not arrive in time; the run has not started.
+        present: ranks that did.
+    """
+
+    exits: tuple[RankExit, ...]
+    missing: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Action: all tasks know the end, or will not ask any more: close."""
+
+
+RootEvent = Received | Disconnected | AddressChosen | StopAsked | ResultWritten | Tick
+RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
+
+
+@dataclass(slots=True)
+class _Task:
+    """What the root knows of a task; `gone_s` is when its connection closed."""
+
+    report: Report
+    peer: Peer
+    heard_s: float
+    ended: RankExit | None = None
+    gone_s: float | None = None
+    lost: bool = False
+    left: bool = False
+
+
+@dataclass(slots=True)
+class RootMachine:
+    """The root's state; one thread calls `handle`.
+
+    A report costs the same however many tasks there are: `_running` and `_connected` hold the ranks
+    that are still waited for.
+    """
+
+    job: str
+    run: str
+    world_size: int
+    deadlines: Deadlines
+    begin_s: float
+    phase: JobPhase = JobPhase.GATHERING
+    started: bool = False
+    reason: str = ""
+    _tasks: dict[int, _Task] = field(default_factory=dict)
+    _ranks: dict[Peer, int] = field(default_factory=dict)
+    _running: set[int] = field(default_factory=set)  # present, neither ended nor lost
+    _connected: set[int] = field(default_factory=set)  # present, and will ask for the end
+    _lost: list[int] = field(default_factory=list)  # in order of time
+    _missing: tuple[int, ...] = ()
+    _starts: list[StartInfo] = field(default_factory=list)
+    _asked_address: bool = False
+    _stopped_s: float = 0.0
+    _told_end: bool = False
+    _end: JobEnd | None = None
+    _finished_s: float = 0.0
+    _finished: bool = False
+
+    def handle(self, event: RootEvent, now_s: float) -> list[RootAction]:
+        """Return what to do about `event`, which happened at `now_s` of a monotonic clock."""
+        match event:
+            case Received():
+                actions = self._on_report(event.peer, event.report, now_s)
+            case Disconnected():
+                actions = self._on_disconnect(event.peer, now_s)
+            case AddressChosen():
+                actions = self._begin(event)
+            case StopAsked():
+                actions = self._on_end(0, event.ended, now_s)
+            case ResultWritten():
+                self._end, self.phase, self._finished_s = event.end, JobPhase.FINISHED, now_s
+                actions = self._broadcast()
+            case Tick():
+                actions = self._on_tick(now_s)
+        return actions + self._conclude(now_s)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks whose tasks have arrived."""
+        return tuple(sorted(self._tasks))
+
+    def _on_report(self, peer: Peer, report: Report, now_s: float) -> list[RootAction]:
+        refusal = self._refusal(report, now_s)
+        if refusal:
+            notice = Notice(run=self.run, phase=self.phase, refusal=refusal)
+            return [SendNotice(peer, notice), Drop(peer)]
+        task = self._tasks.get(report.rank)
+        if task is None or task.report.task != report.task:
+            task = self._tasks[report.rank] = _Task(report=report, peer=peer, heard_s=now_s)
+            self._running.add(report.rank)
+        task.peer, task.heard_s, task.gone_s = peer, now_s, None
+        self._ranks[peer] = report.rank
+        task.left = task.left or report.leaving
+        if task.left:
+            self._connected.discard(report.rank)
+        else:
+            self._connected.add(report.rank)
+        actions = self._on_end(report.rank, report.ended, now_s)
+        actions.append(SendNotice(peer, self._notice(report.rank)))
+        return actions
+
+    def _on_end(self, rank: int, ended: RankExit | None, now_s: float) -> list[RootAction]:
+        task = self._tasks.get(rank)
+        if task is None or task.lost or ended is None or not _advances(task.ended, ended):
+            return []
+        task.ended = ended
+        self._running.discard(rank)
+        return self._stop(_stop_reason(ended), now_s) if ended.code else []
+
+    def _refusal(self, report: Report, now_s: float) -> str:
+        if report.job != self.job:
+            return "this is the root of another job"
+        if report.run and report.run != self.run:
+            return "this is the root of another run"
+        if report.world_size != self.world_size or report.rank >= self.world_size:
+            return f"this job has {self.world_size} ranks"
+        task = self._tasks.get(report.rank)
+        if task is None:
+            return _TOO_LATE if self.started else ""  # before the start it learns that all stop
+        if task.report.task == report.task:
+            return ""
+        if self.started:
+            return _TOO_LATE
+        silent_s = now_s - task.heard_s
+        if task.gone_s is None and silent_s <= 2 * self.deadlines.heartbeat_interval_s:
+            return f"another task is rank {report.rank} already"
+        return ""  # it restarted before the run did
+
+    def _on_disconnect(self, peer: Peer, now_s: float) -> list[RootAction]:
+        rank = self._ranks.pop(peer, None)
+        if rank is not None and self._tasks[rank].peer == peer:  # else it has connected again
+            self._tasks[rank].gone_s = now_s
+            self._connected.discard(rank)
+        return []
+
+    def _begin(self, chosen: AddressChosen) -> list[RootAction]:
+        if self.phase is not JobPhase.GATHERING:
+            return []
+        reports = [self._tasks[rank].report for rank in range(self.world_size)]
+        shares = core_shares([(report.host, report.cores) for report in reports])
+        self._starts = [
+            StartInfo(
+                address=chosen.address, port=chosen.port, share_index=index, share_count=count
+            )
+            for index, count in shares
+        ]
+        self.phase, self.started = JobPhase.RUNNING, True
+        return self._broadcast()
+
+    def _on_tick(self, now_s: float) -> list[RootAction]:
+        if self.phase is JobPhase.GATHERING:
+            if now_s - self.begin_s <= self.deadlines.rendezvous_timeout_s:
+                return []
+            self._missing = tuple(
+                rank for rank in range(self.world_size) if rank not in self._tasks
+            )
+            return self._stop(f"{name_ranks(self._missing)} did not arrive in time", now_s)
+        if not self.started or self.phase is JobPhase.FINISHED:
+            return []
+        lost = sorted(r for r in self._running if self._is_lost(self._tasks[r], now_s))
+        for rank in lost:
+            self._tasks[rank].lost = True
+            self._lost.append(rank)
+            self._running.discard(rank)
+            self._connected.discard(rank)
+        return self._stop(f"{name_ranks(lost)} stopped reporting", now_s) if lost else []
+
+    def _is_lost(self, task: _Task, now_s: float) -> bool:
+        if self.phase is JobPhase.STOPPING:
+            return now_s - self._stopped_s > self.deadlines.stop_timeout_s
+        silent = now_s - task.heard_s > self.deadlines.heartbeat_timeout_s
+        # Its task is dead, or the network failed for a moment and it connects again.
+        gone = task.gone_s is not None and now_s - task.gone_s > self._reconnect_s
+        return silent or gone
+
+    @property
+    def _reconnect_s(self) -> float:
+        return self.deadlines.heartbeat_timeout_s / 3
+
+    def _stop(self, reason: str, now_s: float) -> list[RootAction]:
+        if self.phase >= JobPhase.STOPPING:
+            return []
+        self.phase, self.reason, self._stopped_s = JobPhase.STOPPING, reason, now_s
+        return self._broadcast()
+
+    def _conclude(self, now_s: float) -> list[RootAction]:
+        """Return the steps that follow from the state, each once."""
+        if self.phase is JobPhase.GATHERING:
+            if len(self._tasks) < self.world_size or self._asked_address:
+                return []
+            self._asked_address = True
+            return [ChooseAddress()]
+        if self.phase is JobPhase.FINISHED:
+            return self._part(now_s)
+        if self._told_end or not self._is_over(now_s):
+            return []
+        self._told_end = True
+        exits = [task.ended for task in self._tasks.values() if task.ended]
+        return [AllEnded(combine(exits, self._lost), self._missing, self.present)]
+
+    def _is_over(self, now_s: float) -> bool:
+        if self.started:
+            return not self._running
+        late = now_s - self._stopped_s > self.deadlines.stop_timeout_s
+        return late or bool(self._missing) or not self._running
+
+    def _part(self, now_s: float) -> list[RootAction]:
+        if self._finished:
+            return []
+        late = now_s - self._finished_s > self.deadlines.stop_timeout_s
+        if self._connected and not late:
+            return []
+        self._finished = True
+        return [Finished()]
+
+    def _broadcast(self) -> list[RootAction]:
+        return [
+            SendNotice(task.peer, self._notice(rank))
+            for rank, task in self._tasks.items()
+            if not task.left
+        ]
+
+    def _notice(self, rank: int) -> Notice:
+        return Notice(
+            run=self.run,
+            phase=self.phase,
+            heard_end=self._tasks[rank].ended is not None,
+            start=self._starts[rank] if self.started else None,
+            end=self._end,
+            reason=self.reason,
+            heartbeat_interval_s=self.deadlines.heartbeat_interval_s,
+            heartbeat_timeout_s=self.deadlines.heartbeat_timeout_s,
+        )
+
+
+def _advances(known: RankExit | None, reported: RankExit) -> bool:
+    """Whether a report says more than is known: a launcher may be stopped after its rank's end."""
+    if known is None:
+        return True
+    return reported.outcome is Outcome.INTERRUPTED and not known.code
+
+
+def _stop_reason(ended: RankExit) -> str:
+    if ended.outcome is Outcome.INTERRUPTED:
+        return f"rank {ended.rank} was interrupted by {ended.signal}"
+    return f"rank {ended.rank} failed"

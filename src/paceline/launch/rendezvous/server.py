@@ -1,0 +1,293 @@
+"""The root's shell: carries the messages of TCP connections and of files to its machine and back.
+
+::
+
+    member --TCP, a line per message--> selector --+
+                                                   +--> RootMachine.handle --> notices, AllEnded
+    member --RUN/rendezvous/*.report--> listing ---+
+
+One thread owns the machine, all sockets and the folder; other threads talk to it through `_inbox`
+and wait for its events. Whoever sends what is no report loses that connection, nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import shutil
+import socket
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import PacelineError
+from paceline.core.files import commit_bytes
+from paceline.launch.rendezvous.addresses import FOLDER, choose_address
+from paceline.launch.rendezvous.messages import MAX_MESSAGE_BYTES, BadMessage, parse_report
+from paceline.launch.rendezvous.root import (
+    AddressChosen,
+    AllEnded,
+    ChooseAddress,
+    Disconnected,
+    Drop,
+    Finished,
+    Received,
+    RootMachine,
+    SendNotice,
+    Tick,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.core.clock import Clock
+    from paceline.launch.allocation import Allocation
+    from paceline.launch.rendezvous.messages import Notice
+    from paceline.launch.rendezvous.root import Peer, RootAction, RootEvent
+
+_TICK_S = 0.25
+_LOOK_S = 1.0  # between two looks for reports in the folder
+_GREETING_S = 20.0  # for a connection to send its first report
+_SPARE_CONNECTIONS = 64  # of strangers and reconnecting members, beside one per task
+_MAX_UNSENT_BYTES = 1 << 20
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One TCP connection; itself the machine's `Peer`."""
+
+    socket: socket.socket
+    accepted_s: float
+    received: bytes = b""
+    unsent: bytes = b""
+    greeted: bool = False
+    closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _FolderPeer:
+    """A member that reports through a file."""
+
+    rank: int
+
+
+class RootServer:
+    """Runs the root in a thread of its own until all tasks know the end.
+
+    Attributes:
+        ended: set when `outcome` is known.
+        outcome: how all ranks ended.
+    """
+
+    def __init__(
+        self,
+        machine: RootMachine,
+        listener: socket.socket,
+        run: Path,
+        allocation: Allocation,
+        clock: Clock,
+    ) -> None:
+        self.ended = threading.Event()
+        self.outcome: AllEnded | None = None
+        self._machine = machine
+        self._listener = listener
+        self._folder = run / FOLDER
+        self._allocation = allocation
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[RootEvent] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._seen_reports: dict[str, tuple[int, int]] = {}
+        self._finished = False
+        self._thread = threading.Thread(target=self._run, name="paceline-root", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        for waiting in (self._listener, self._wake_reader):
+            waiting.setblocking(False)
+            self._selector.register(waiting, selectors.EVENT_READ)
+        self._thread.start()
+
+    def put(self, event: RootEvent) -> None:
+        """Hand an event to the machine; any thread may."""
+        self._inbox.put(event)
+        with contextlib.suppress(OSError):  # full, which wakes it too, or over
+            self._wake_writer.send(b"\0")
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all tasks know the end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        look_s = 0.0
+        try:
+            while not self._finished:
+                self._serve(_TICK_S)
+                now_s = self._clock.now_s()
+                if now_s >= look_s:
+                    look_s = now_s + _LOOK_S
+                    self._read_folder()
+                    self._close_strangers(now_s)
+                self._handle(Tick())
+        finally:
+            self._close()
+
+    def _serve(self, timeout_s: float) -> None:
+        for key, mask in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_reader:
+                self._wake_reader.recv(4096)
+            else:
+                self._exchange(key.data, mask)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._handle(self._inbox.get_nowait())
+
+    def _handle(self, event: RootEvent) -> None:
+        for action in self._machine.handle(event, self._clock.now_s()):
+            self._do(action)
+
+    def _do(self, action: RootAction) -> None:
+        match action:
+            case SendNotice():
+                self._send(action.peer, action.notice)
+            case Drop():
+                if isinstance(action.peer, _Connection):
+                    action.peer.closing = True
+                    self._flush(action.peer)
+            case ChooseAddress():
+                self._choose_address()
+            case AllEnded():
+                self.outcome = action
+                self.ended.set()
+            case Finished():
+                self._finished = True
+
+    def _choose_address(self) -> None:
+        try:
+            address, port = choose_address(self._allocation)
+        except PacelineError as problem:  # torch says so again, with the address that it tried
+            _logger.warning("%s", problem)
+            address, port = socket.gethostname(), 0
+        self._handle(AddressChosen(address, port))
+
+    # --- TCP ------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        limit = self._machine.world_size + _SPARE_CONNECTIONS
+        for _ in range(limit):
+            try:
+                accepted, _address = self._listener.accept()
+            except OSError:  # none left, or no descriptor: the listener's queue keeps the others
+                return
+            if len(self._connections) >= limit:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(accepted, self._clock.now_s())
+            self._connections.add(connection)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _exchange(self, connection: _Connection, mask: int) -> None:
+        if connection not in self._connections:
+            return
+        if mask & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if not mask & selectors.EVENT_READ or connection not in self._connections:
+            return
+        try:
+            chunk = connection.socket.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._hang_up(connection)
+            return
+        *lines, connection.received = (connection.received + chunk).split(b"\n")
+        try:
+            if len(connection.received) > MAX_MESSAGE_BYTES:
+                raise BadMessage("a line without an end")
+            for line in lines:
+                report = parse_report(line)
+                connection.greeted = True
+                self._handle(Received(connection, report))
+        except BadMessage as problem:
+            _logger.info("closing a connection: %s", problem)
+            self._hang_up(connection)
+
+    def _send(self, peer: Peer, notice: Notice) -> None:
+        if isinstance(peer, _FolderPeer):
+            path = self._folder / f"rank-{peer.rank:05d}.notice"
+            with contextlib.suppress(PacelineError):  # full: the next one may find room
+                commit_bytes(path, notice.to_line())
+        elif isinstance(peer, _Connection) and peer in self._connections:
+            peer.unsent += notice.to_line()
+            self._flush(peer)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                count = connection.socket.send(connection.unsent)
+                connection.unsent = connection.unsent[count:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._hang_up(connection)
+            return
+        too_slow = len(connection.unsent) > _MAX_UNSENT_BYTES
+        if too_slow or (connection.closing and not connection.unsent):
+            self._hang_up(connection)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _hang_up(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._handle(Disconnected(connection))
+
+    def _close_strangers(self, now_s: float) -> None:
+        for connection in list(self._connections):
+            if not connection.greeted and now_s - connection.accepted_s > _GREETING_S:
+                self._hang_up(connection)
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def _read_folder(self) -> None:
+        """Read the reports that are new; one listing a second, by this task alone."""
+        try:
+            with os.scandir(self._folder) as entries:
+                reports = [entry for entry in entries if entry.name.endswith(".report")]
+        except OSError:
+            return
+        for entry in reports[: self._machine.world_size]:
+            with contextlib.suppress(OSError, BadMessage):
+                status = entry.stat()
+                stamp = (status.st_ino, status.st_mtime_ns)  # each report is a new file
+                if self._seen_reports.get(entry.name) == stamp:
+                    continue
+                if status.st_size <= MAX_MESSAGE_BYTES:
+                    report = parse_report((self._folder / entry.name).read_bytes())
+                    self._handle(Received(_FolderPeer(report.rank), report))
+                self._seen_reports[entry.name] = stamp
+
+    def _close(self) -> None:
+        for connection in self._connections:
+            connection.socket.close()
+        self._selector.close()
+        for opened in (self._listener, self._wake_reader, self._wake_writer):
+            opened.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.ended.set()
