@@ -44,11 +44,11 @@ def samples(count):
 
 def measure(count, folder):
     """Pack in this process; print what it took as JSON."""
-    from paceline.store import pack_samples
+    from paceline import store
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start_s = time.perf_counter()
-    summary = pack_samples(samples(count), Path(folder, "pack"))
+    summary = store.pack(store.Samples(samples(count)), Path(folder, "pack"))
     pack_s = time.perf_counter() - start_s
     start_s = time.perf_counter()
     for _ in samples(count):

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from paceline import store
 from paceline.core.errors import (
     CorruptPack,
     DeadlineExceeded,
@@ -27,15 +28,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.store import (
-    Loader,
-    LoaderOptions,
-    PackDataset,
-    PackSampler,
-    SampleOrder,
-    open_pack,
-    pack_folder,
-)
+from paceline.store import Loader, LoaderOptions, PackDataset, PackSampler, SampleOrder, open_pack
 
 COUNT = 100
 DEADLINE_S = 60
@@ -50,7 +43,7 @@ def path(tmp_path_factory):
         inside = folder / "source" / f"class{k % 3}"
         inside.mkdir(parents=True, exist_ok=True)
         (inside / f"{k:03d}").write_bytes(bytes([k]) * (k + 1))
-    pack_folder(folder / "source", folder / "pack")
+    store.pack(store.Folder(folder / "source"), folder / "pack")
     return folder / "pack"
 
 
@@ -160,7 +153,7 @@ def test_a_collate_of_ones_own_gets_the_list_of_samples(pack):
 
 def test_an_empty_pack_has_epochs_without_batches(tmp_path):
     (tmp_path / "source").mkdir()
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     for kind in KINDS:
         with Loader(tmp_path / "pack", 4, options=options(worker_kind=kind)) as loader:
             assert len(loader) == 0
@@ -217,7 +210,7 @@ def images(tmp_path_factory):
     for k, image in enumerate(pixels):
         Image.fromarray(image).save(folder / "source" / f"{k}.png")
     Image.fromarray(pixels[0, :, :, 0]).save(folder / "source" / "grey.png")
-    pack_folder(folder / "source", folder / "pack")
+    store.pack(store.Folder(folder / "source"), folder / "pack")
     return folder / "pack", pixels
 
 
@@ -379,7 +372,7 @@ def test_states_of_something_else_are_refused(path, pack, tmp_path):
     (tmp_path / "source").mkdir()
     for k in range(COUNT):
         (tmp_path / "source" / f"{k}").write_bytes(b"other")
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     refused = [
         (Loader(tmp_path / "pack", 8, options=options(seed=4)), state, "of another pack"),
         (Loader(pack, 8, options=options(seed=5)), state, "its seed is 4, and here it is 5"),
@@ -417,7 +410,7 @@ def damaged(tmp_path):
     for k in range(20):
         (tmp_path / "source").mkdir(exist_ok=True)
         (tmp_path / "source" / f"{k:02d}").write_bytes(b"sample %02d" % k + bytes(100))
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     shard = tmp_path / "pack" / "shard-00000.pace"
     content = bytearray(shard.read_bytes())
     for k in (5, 8, 9, 10, 11):

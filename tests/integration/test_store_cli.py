@@ -169,7 +169,7 @@ def test_damage_is_named_with_exit_code_4(folder):
         (("pack", "source", "source"), 2, b"the destination exists"),
         (("pack", "source", "source/pack"), 2, b"inside the source"),
         (("pack", "source", "pack", "--shard-size", "huge"), 2, b"not a size"),
-        (("pack", "source", "pack", "--shard-size", "1"), 2, b"holds no sample"),
+        (("pack", "source", "pack", "--shard-size", "1"), 2, b"cannot hold a sample"),
         (("store", "ls", "nowhere"), 2, b"no pack here"),
         (("store", "cat", "source", "x"), 2, b"no pack here"),
         (("store", "verify", "nowhere"), 2, b"no pack here"),
@@ -219,9 +219,10 @@ def test_archives_codec_parity_append_and_resume(folder):
         assert done.returncode == 2
         assert f"--append and {other[0]}" in json.loads(done.stdout)["error"]["what"]
     script = (
-        "import os; from paceline.store.write import pack as packing\n"
-        "packing.build_index = lambda *a: os._exit(9)\n"
-        "packing.pack_folder('source', 'killed')"
+        "import os; from paceline import store\n"
+        "from paceline.store.write import pack as packing\n"
+        "packing.write_index = lambda *a: os._exit(9)\n"
+        "store.pack(store.Folder('source'), 'killed')"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=folder).returncode == 9
     done = paceline(folder, "pack", "source", "killed")

@@ -13,8 +13,9 @@ import sys
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 from paceline.store.format.index import IndexFile
@@ -26,7 +27,7 @@ def make(folder, options):
         path = folder / "source" / f"class{k % 3}" / f"{k}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(generator.randbytes(k * 700) if k % 2 else b"compressible " * 50 * k)
-    pack_folder(folder / "source", folder / "pack", options=options)
+    store.pack(store.Folder(folder / "source"), folder / "pack", options=options)
     shutil.copytree(folder / "pack", folder / "copy")
     assert len(shards(folder)) >= 5
     return folder
@@ -156,7 +157,9 @@ def test_the_index_comes_from_a_copy_that_fits(made, how):
 
 def test_a_copy_of_another_pack_is_refused(made):
     (made / "source" / "new").write_bytes(b"new")
-    pack_folder(made / "source", made / "other", options=PackOptions(shard_bytes=30_000))
+    store.pack(
+        store.Folder(made / "source"), made / "other", options=PackOptions(shard_bytes=30_000)
+    )
     with pytest.raises(UsageError, match="of another pack"):
         repair_pack(made / "pack", replica=made / "other")
     (made / "pack" / "index.pace").unlink()

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import NotFound
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.studies import torture_corruption, torture_store
 from paceline.studies.faults import Faults
 from paceline.studies.torture_interruptions import compare, litter
@@ -38,7 +39,7 @@ def test_nothing_goes_unnoticed(tmp_path):
 @pytest.fixture
 def victim(tmp_path):
     make_source(tmp_path / "source", 1, "class")
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=pack_options())
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack", options=pack_options())
     return torture_corruption.Victim(tmp_path / "pack", tmp_path / "source")
 
 
@@ -56,7 +57,9 @@ def test_a_reader_that_names_the_wrong_sample_is_found_out(victim, monkeypatch):
 
 def test_a_repair_that_mends_nothing_is_found_out(victim, monkeypatch, tmp_path):
     (tmp_path / "empty").mkdir()
-    pack_folder(victim.source, tmp_path / "plain", options=PackOptions(shard_bytes=60_000))
+    store.pack(
+        store.Folder(victim.source), tmp_path / "plain", options=PackOptions(shard_bytes=60_000)
+    )
     plain = torture_corruption.Victim(tmp_path / "plain", tmp_path / "empty")
     monkeypatch.setattr(torture_corruption, "_REPAIR_EVERY", 1)
     problems = [torture_corruption.run_case(plain, 1, case).problem for case in range(40)]

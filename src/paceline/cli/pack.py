@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from paceline.core.errors import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,9 +96,9 @@ def pack(
     at any moment, this leaves nothing, a DST.partial that the next run goes on from, or the whole
     pack.
     """
+    from paceline import store
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.store import PackOptions, append_pack, pack_paths, plan_pack
 
     flags = {
         "shard_bytes": shard_size,
@@ -105,19 +108,37 @@ def pack(
         "follow_symlinks": follow_symlinks,
         "restart": restart,
     }
-    options = resolve(PackOptions, "pack", flags=flags).config
+    options = resolve(store.PackOptions, "pack", flags=flags).config
     if append:
         _refuse_beside_append(dry_run=dry_run, parity=parity, restart=restart)
+    source = store.find_source(sources)
     if dry_run:
-        summary = plan_pack(sources, destination, options=options)
+        summary = store.plan_pack(source, destination, options=options)
     else:
-        action = append_pack if append else pack_paths
-        with _progress(SystemClock()) as on_progress:
-            summary = action(sources, destination, options=options, on_progress=on_progress)
+        action = store.append if append else store.pack
+        with _interrupted(destination, append=append), _progress(SystemClock()) as on_progress:
+            summary = action(source, destination, options=options, on_progress=on_progress)
     if as_json:
         print(json.dumps({**summary.to_json(), "dry_run": dry_run}))
     else:
         _print_summary(summary, dry_run=dry_run, append=append)
+
+
+@contextlib.contextmanager
+def _interrupted(destination: str, *, append: bool) -> Iterator[None]:
+    """Say what Ctrl-C leaves behind, and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        partial = Path(destination + ".partial")
+        if append or not partial.is_dir():
+            raise
+        raise Interrupted(
+            "packing was interrupted",
+            where=str(partial),
+            why="what is packed so far is kept there",
+            fix="Run the same command again to resume (--restart to begin anew)",
+        ) from None
 
 
 def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | None) -> None:

@@ -16,9 +16,10 @@ import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
+from paceline import store
 from paceline.core.clock import SystemClock
 from paceline.core.errors import CorruptPack, PacelineError
-from paceline.store import append_pack, open_pack, pack_folder
+from paceline.store import open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 from paceline.studies.faults import Faults, fail_with
@@ -38,7 +39,7 @@ def run_kills(
 ) -> None:
     """Kill every other time a packing, every other time an appending, at a random moment."""
     more = source.with_name("more")
-    pack_folder(source, place / "base", options=pack_options())
+    store.pack(store.Folder(source), place / "base", options=pack_options())
     generator = random.Random(options.seed)
     usual_s = {kind: _usual_s(place, kind, source, more) for kind in ("pack", "append")}
     for k in range(options.kills):
@@ -69,8 +70,8 @@ def _usual_s(place: Path, kind: str, source: Path, more: Path) -> float:
 
 def _work(kind: str, source: Path, more: Path, target: Path) -> Callable[[], Any]:
     if kind == "append":
-        return lambda: append_pack(more, target, options=pack_options())
-    return lambda: pack_folder(source, target, options=pack_options())
+        return lambda: store.append(store.Folder(more), target, options=pack_options())
+    return lambda: store.pack(store.Folder(source), target, options=pack_options())
 
 
 def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> int:
@@ -109,7 +110,7 @@ def _after_pack(source: Path, target: Path) -> tuple[str, str]:
             problem = "an unfinished pack was opened"
     if result != "whole":
         try:
-            pack_folder(source, target, options=pack_options())
+            store.pack(store.Folder(source), target, options=pack_options())
         except PacelineError as error:
             return result, f"the next packing failed: {error}"
     elif partial.exists():
@@ -128,7 +129,7 @@ def _after_append(source: Path, target: Path) -> tuple[str, str]:
         problem = before or ("" if repaired.ok else f"not mended: {repaired.lost[0].what}")
         problem = problem or litter(target)
         if result == "old":
-            append_pack(more, target, options=pack_options())
+            store.append(store.Folder(more), target, options=pack_options())
     except PacelineError as error:
         return "unusable", str(error)
     return result, problem or compare(source, target, more) or litter(target)
@@ -216,7 +217,7 @@ class _PackFault:
 
     def do(self) -> None:
         """Pack."""
-        pack_folder(self.source, self.target, options=pack_options())
+        store.pack(store.Folder(self.source), self.target, options=pack_options())
 
     def run(self) -> str:
         """Do it; an error of ours is what must come, if any."""
@@ -243,11 +244,13 @@ class _AppendFault(_PackFault):
 
     def __init__(self, place: Path, source: Path) -> None:
         super().__init__(place, source)
-        pack_folder(source, self.target, options=pack_options())
+        store.pack(store.Folder(source), self.target, options=pack_options())
 
     def do(self) -> None:
         """Append."""
-        append_pack(self.source.with_name("more"), self.target, options=pack_options())
+        store.append(
+            store.Folder(self.source.with_name("more")), self.target, options=pack_options()
+        )
 
     def check(self) -> str:
         """Return what is wrong afterwards."""
@@ -262,7 +265,7 @@ class _RepairFault(_PackFault):
 
     def __init__(self, place: Path, source: Path) -> None:
         super().__init__(place, source)
-        pack_folder(source, self.target, options=pack_options())
+        store.pack(store.Folder(source), self.target, options=pack_options())
         shards = sorted(self.target.glob("shard-*.pace"))
         self.whole = {path.name: path.read_bytes() for path in self.target.iterdir()}
         shards[0].write_bytes(shards[0].read_bytes()[:64] + b"?" + shards[0].read_bytes()[65:])
@@ -288,5 +291,5 @@ def _pack_amid_signals(source: Path, target: Path) -> None:
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.siginterrupt(signal.SIGALRM, True)  # the function's own way
     signal.setitimer(signal.ITIMER_REAL, _SIGNAL_INTERVAL_S, _SIGNAL_INTERVAL_S)
-    pack_folder(source, target, options=pack_options())
+    store.pack(store.Folder(source), target, options=pack_options())
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline import store
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.core.record import Record
-from paceline.store import open_pack, pack_folder
+from paceline.store import open_pack
 from paceline.store.format.header import parse_sections, resealed
 from paceline.store.read.extract import extract
 from paceline.studies.torture_interruptions import run_faults, run_kills
@@ -133,7 +134,7 @@ def torture_store(
 def _corruptions(
     place: Path, source: Path, options: TortureOptions, tally: Tally, tell: Callable[[str], None]
 ) -> None:
-    pack_folder(source, place / "pack", options=pack_options())
+    store.pack(store.Folder(source), place / "pack", options=pack_options())
     whole = {path.name: path.read_bytes() for path in (place / "pack").iterdir()}
     case = 0
     while case < options.corruptions:
@@ -198,7 +199,7 @@ def _extract_hostile(place: Path, hostile: bytes, kind: str) -> str:
     (deep / "source" / "good").write_bytes(b"good")
     victim = deep / "source" / os.fsdecode(plain)
     victim.mkdir() if kind == "folder" else victim.write_bytes(b"hostile")
-    pack_folder(deep / "source", deep / "pack")
+    store.pack(store.Folder(deep / "source"), deep / "pack")
     index = deep / "pack" / "index.pace"
     content = index.read_bytes()
     for number in (9, 11):

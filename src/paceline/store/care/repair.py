@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError, UsageError
-from paceline.core.files import sync_folder, try_lock
+from paceline.core.files import LockOutcome, sync_folder, try_lock
 from paceline.core.record import Record
 from paceline.store.care.damage import OpenFile, ShardState, examine_shard, fits
 from paceline.store.care.repair_sources import Origins
@@ -418,7 +418,7 @@ def _locked(path: Path) -> Iterator[None]:
             "no pack here", where=str(path), why=problem.strerror or "", fix="Check the path"
         ) from None
     try:
-        if not try_lock(descriptor):
+        if try_lock(descriptor) is LockOutcome.HELD:
             raise UsageError(
                 "the pack is being appended to or repaired",
                 where=str(path),

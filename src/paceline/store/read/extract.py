@@ -29,7 +29,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.core.files import sync_folder, try_lock
+from paceline.core.files import LockOutcome, sync_folder, try_lock, write_all
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
@@ -253,9 +253,7 @@ class _Target:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(last, flags, 0o600, dir_fd=self._folder)
         try:
-            done = 0
-            while done < len(body):
-                done += os.write(descriptor, body[done:])
+            write_all(descriptor, body)
             os.fchmod(descriptor, mode & _PERMISSIONS)
             os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         finally:
@@ -278,7 +276,7 @@ class _Target:
         """Return a descriptor of the partial folder that only this run has."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.partial, flags)
-        if not try_lock(descriptor):
+        if try_lock(descriptor) is LockOutcome.HELD:
             os.close(descriptor)
             raise UsageError(
                 "another run is extracting to this destination",
