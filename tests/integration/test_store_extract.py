@@ -225,7 +225,7 @@ def test_the_verb(made):
         return subprocess.run(command, cwd=made, capture_output=True, timeout=120)
 
     done = paceline("extract", "pack", "out", "--dry-run")
-    assert done.stdout == b"would extract 4 samples, 264 bytes, in 5 folders\n"
+    assert done.stdout == b"would extract 4 samples, 264 B, in 5 folders\n"
     done = paceline("extract", "pack", "out", "cat", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sample_count"] == 3

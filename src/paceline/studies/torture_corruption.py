@@ -288,10 +288,10 @@ def _repair(victim: Victim) -> str:
     source = None if victim.index.parity_group else victim.source
     report = repair_pack(victim.path, source=source)
     if not report.ok:
-        return f"not mended: {report.lost[0].what}"
+        return f"not repaired: {report.lost[0].what}"
     for name, content in victim.files.items():
         if (victim.path / name).read_bytes() != content:
-            return f"{name} is not as before after mending"
+            return f"{name} is not as before after the repair"
     return ""
 
 

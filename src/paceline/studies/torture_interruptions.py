@@ -115,7 +115,7 @@ def _after_pack(source: Path, target: Path) -> tuple[str, str]:
             return result, f"the next packing failed: {error}"
     elif partial.exists():
         problem = "the pack is whole, but its partial folder is left"
-    return result, problem or compare(source, target) or litter(target)
+    return result, problem or compare(source, target) or stale_files(target)
 
 
 def _after_append(source: Path, target: Path) -> tuple[str, str]:
@@ -126,13 +126,13 @@ def _after_append(source: Path, target: Path) -> tuple[str, str]:
             result = "new" if len(pack) != _file_count(source) else "old"
         before = compare(source, target, *([more] if result == "new" else []), digests=False)
         repaired = repair_pack(target)  # from parity alone: all else must be whole
-        problem = before or ("" if repaired.ok else f"not mended: {repaired.lost[0].what}")
-        problem = problem or litter(target)
+        problem = before or ("" if repaired.ok else f"not repaired: {repaired.lost[0].what}")
+        problem = problem or stale_files(target)
         if result == "old":
             store.append(store.Folder(more), target, options=pack_options())
     except PacelineError as error:
         return "unusable", str(error)
-    return result, problem or compare(source, target, more) or litter(target)
+    return result, problem or compare(source, target, more) or stale_files(target)
 
 
 def _files(sources: tuple[Path, ...]) -> dict[str, bytes]:
@@ -164,12 +164,12 @@ def compare(source: Path, target: Path, *more: Path, digests: bool = True) -> st
     return f"silent damage: {wrong[0].what}" if wrong else ""
 
 
-def litter(target: Path) -> str:
+def stale_files(target: Path) -> str:
     """Return what lies about that belongs to no pack, "" if nothing does."""
     left = [path.name for path in target.parent.glob("*.partial")]
     planned = repair_pack(target, dry_run=True)
-    if left or planned.litter or planned.mended or planned.lost:
-        return f"left behind: {left + list(planned.litter)}"
+    if left or planned.stale_files or planned.repaired or planned.lost:
+        return f"left behind: {left + list(planned.stale_files)}"
     return ""
 
 
@@ -279,9 +279,9 @@ class _RepairFault(_PackFault):
     def check(self) -> str:
         """Return what is wrong after it was done again."""
         if not repair_pack(self.target, source=self.source).ok:
-            return "it could not be mended afterwards"
+            return "it could not be repaired afterwards"
         found = {path.name: path.read_bytes() for path in self.target.iterdir()}
-        return "" if found == self.whole else "files differ after mending"
+        return "" if found == self.whole else "files differ after the repair"
 
 
 _FAULTED = {"pack": _PackFault, "append": _AppendFault, "repair": _RepairFault}

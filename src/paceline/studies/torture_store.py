@@ -168,7 +168,7 @@ def _corrupt_in_child(path: Path, source: Path, seed: int, cases: range, tally: 
         tally.note(f"{fields['kind']}: {fields['result']}", problem)
         warm = fields["case"] % 2 == 1 and fields["file"] != "index.pace"
         tally.counts["after a good read and eviction"] += warm
-        tally.counts["mended again"] += fields["repaired"]
+        tally.counts["repaired again"] += fields["repaired"]
     if done.returncode == 0:
         return cases.stop
     where = cases.start if begun is None else begun
