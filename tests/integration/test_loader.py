@@ -279,7 +279,7 @@ def test_an_epoch_can_be_set_and_the_present_one_goes_on(pack):
     loader.set_epoch(0, 0)
     assert numbers_of(loader) == epochs[0]
     for wrong in ((-1,), (0, COUNT + 1), (0, -1)):
-        with pytest.raises(UsageError, match="there is no position"):
+        with pytest.raises(UsageError, match="is not in epoch"):
             loader.set_epoch(*wrong)
 
 
@@ -289,7 +289,7 @@ def test_a_pass_ends_when_the_loader_moves(pack, kind):
         batches = iter(loader)
         next(batches)
         loader.set_epoch(5)
-        with pytest.raises(UsageError, match="this pass over the loader is over"):
+        with pytest.raises(UsageError, match="this pass over the loader has ended"):
             next(batches)
         order = SampleOrder(sample_count=COUNT, epoch=5)
         assert next(iter(loader))[2].tolist() == order.samples(np.arange(10)).tolist()
@@ -377,8 +377,8 @@ def test_states_of_something_else_are_refused(path, pack, tmp_path):
         (Loader(tmp_path / "pack", 8, options=options(seed=4)), state, "of another pack"),
         (Loader(pack, 8, options=options(seed=5)), state, "its seed is 4, and here it is 5"),
         (Loader(pack, 8, options=options(seed=4, shuffle="block")), state, "shuffle"),
-        (loader, {**state, "version": 99}, "version 99"),
-        (loader, {}, "version None"),
+        (loader, {**state, "version": 99}, "version is 99"),
+        (loader, {}, "version is None"),
         (loader, {**state, "position": COUNT + 1}, "in no epoch"),
         (loader, {**state, "position": "7"}, "in no epoch"),
         (loader, {**state, "epoch": -1}, "in no epoch"),
@@ -540,7 +540,7 @@ def test_a_process_that_hangs_or_dies_is_told(path):
 
 def test_too_little_shared_memory_is_said_before_the_start(path, monkeypatch):
     monkeypatch.setattr(
-        "paceline.store.feed.loader._SHARED_MEMORY", "/proc"
+        "paceline.store.feed.capacity._SHARED_MEMORY", "/proc"
     )  # which has no room at all
     with (
         Loader(path, 10, options=options(worker_kind="process", workers=1)) as loader,
@@ -574,7 +574,7 @@ def test_options_that_cannot_be_are_refused(wrong, word):
 def test_ranks_that_cannot_share_the_batch_are_refused(path):
     with pytest.raises(UsageError, match="3 ranks cannot share a batch of 8"):
         Loader(path, 8, rank=0, world_size=3)
-    with pytest.raises(UsageError, match="only one was given"):
+    with pytest.raises(UsageError, match="must be given together"):
         Loader(path, 8, rank=0)
 
 

@@ -90,8 +90,8 @@ def test_a_buffer_of_a_batch_serves_again_only_when_nobody_has_it(path):
 @pytest.mark.parametrize(
     "out", [np.zeros(10, np.uint8), np.zeros(2_000_000, np.uint8)[::2], b"0" * 1_000_000]
 )
-def test_a_buffer_that_cannot_take_the_samples_is_refused(path, out):
-    with open_pack(path) as pack, pytest.raises(UsageError, match="buffer cannot take"):
+def test_a_buffer_that_cannot_hold_the_samples_is_refused(path, out):
+    with open_pack(path) as pack, pytest.raises(UsageError, match="buffer cannot hold"):
         pack.read_batch([0, 4], out)
 
 

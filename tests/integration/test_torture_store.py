@@ -129,7 +129,7 @@ def test_the_verb(tmp_path):
     options = {"capture_output": True, "timeout": 120, "check": False, "cwd": tmp_path}
     done = subprocess.run([*command, *small], **options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().count("all as due") == 4
+    assert done.stdout.decode().count("all as expected") == 4
     command += ["--dir", str(tmp_path)]
     done = subprocess.run([*command, *small, "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["ok"]

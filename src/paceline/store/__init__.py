@@ -1,6 +1,6 @@
 """The data path: a folder of small files becomes a pack, and a pack feeds training.
 
-Five houses, with arrows that go one way (an import contract holds them):
+Five sub-packages, with imports in one direction (an import contract checks it):
 
     write    feed    care     pack, append | order, batches, loader | damage, repair
        '------|-------'

@@ -198,7 +198,7 @@ class OpenArchives:
         yield from self._take_group(group)
 
     def _refuse_class(self, group: list[_ArchiveMember]) -> None:
-        """Refuse a class that comes when members of its group have gone by without one."""
+        """Refuse a class that comes after members of its group were passed on without it."""
         for member in group:
             if member.name.endswith(b".cls"):
                 raise UsageError(
@@ -278,7 +278,7 @@ class _LargeMember:
 
 
 def _group_key(name: bytes) -> bytes:
-    """Return the name up to the first dot of its last part; empty when there is none."""
+    """Return the name up to the first dot of its last component; empty when there is none."""
     begin = name.rfind(b"/") + 1
     dot = name.find(b".", begin + 1)
     return name[:dot] if dot >= 0 else b""
@@ -289,8 +289,8 @@ def _normalised(name: bytes) -> bytes:
     if name.startswith(b"/"):
         return name  # refused later, not made relative
     if b"//" in name or b"./" in name or name.endswith((b"/", b"/.")) or name == b".":
-        parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-        return b"/".join(parts)
+        components = [part for part in name.split(b"/") if part not in (b"", b".")]
+        return b"/".join(components)
     return name
 
 

@@ -256,5 +256,5 @@ class _FolderFiles:
             "a source file changed while it was packed",
             where=os.fsdecode(path),
             why=why,
-            fix="Pack again when nobody writes to the source",
+            fix="Pack again when no other program writes to the source",
         )

@@ -1,8 +1,8 @@
 """The hash table of names, built in order of hash so that it streams, whatever its size.
 
 A sample is placed at its home (the top bits of the hash) or right behind the one before it. Taken
-in order of hash this is one pass; to have that order, samples are first dealt to files by the top
-bits of their hash, and each file is sorted in memory.
+in order of hash this is one pass; to have that order, samples are first distributed to files by the
+top bits of their hash, and each file is sorted in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pack in the making: a folder beside the destination that becomes it by one rename.
+"""An unfinished pack: a folder beside the destination that becomes it by one rename.
 
 ::
 

@@ -88,7 +88,7 @@ class ShardPlacement:
         return int(over[0]) if len(over) else len(lengths)
 
     def plan(self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64]) -> int:
-        """Place samples that nobody writes; return how many extents they take."""
+        """Place samples without writing them; return how many extents they take."""
         if len(lengths) == 1 and self.is_chunked(int(lengths[0])):
             return self._plan_chunks(int(lengths[0]))
         first = 0

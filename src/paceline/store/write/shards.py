@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.store.write.journal import Checkpoint, Journal
     from paceline.store.write.place import PlacedBytes
 
-_PENDING = 8  # pieces of work that wait for the writing and syncing threads
+_PENDING = 8  # calls that wait for the writing and syncing threads
 _WRITEBACK_BYTES = 32 << 20
 
 

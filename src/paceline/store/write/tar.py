@@ -1,4 +1,4 @@
-"""Reads tar archives from front to back, compressed or not, believing nothing that they say.
+"""Reads tar archives from front to back, compressed or not, and checks all that they say.
 
 Checksums of headers are compared, numbers are bounded, and an archive that ends too early is an
 error. GNU and pax names, sizes and times are understood.
@@ -127,7 +127,7 @@ def _number(field: bytes, path: str) -> int:
     try:
         return int(text, 8) if text else 0
     except ValueError:
-        raise damaged_archive(path, "a header holds no number where one should be") from None
+        raise damaged_archive(path, "a header does not hold a number where it must") from None
 
 
 def _length(length: int, path: str) -> int:
