@@ -379,9 +379,9 @@ def test_states_of_something_else_are_refused(path, pack, tmp_path):
         (Loader(pack, 8, options=options(seed=4, shuffle="block")), state, "shuffle"),
         (loader, {**state, "version": 99}, "version is 99"),
         (loader, {}, "version is None"),
-        (loader, {**state, "position": COUNT + 1}, "in no epoch"),
-        (loader, {**state, "position": "7"}, "in no epoch"),
-        (loader, {**state, "epoch": -1}, "in no epoch"),
+        (loader, {**state, "position": COUNT + 1}, "is not in an epoch"),
+        (loader, {**state, "position": "7"}, "is not in an epoch"),
+        (loader, {**state, "epoch": -1}, "is not in an epoch"),
     ]
     for one, wrong, why in refused:
         with pytest.raises(UsageError, match=why) as caught:

@@ -46,7 +46,7 @@ def check_shared_memory(needed_bytes: int) -> None:
         raise StorageError(
             "there is too little shared memory for the batches of worker processes",
             where=_SHARED_MEMORY,
-            why=f"{free_bytes / _MIB:,.1f} MiB are free, and they take {needed_bytes / _MIB:,.1f} MiB",
+            why=f"{free_bytes / _MIB:,.1f} MiB are free, {needed_bytes / _MIB:,.1f} MiB are needed",
             fix='Use worker_kind="thread", fewer batches_ahead, or a larger /dev/shm (--shm-size)',
         )
 

@@ -217,7 +217,7 @@ class Loader:
         )
         for _ in range(count):
             prepared.acquire(timeout=options.timeout_s)
-        # It holds for the thread that calls it, and for threads not yet started: restore it for these.
+        # It holds for the thread that calls it and for threads not yet started: restore it there.
         torch.set_num_threads(torch_threads)
         return threads
 
@@ -378,7 +378,7 @@ class _TaskSource:
 
 
 def _awaited(batches: Any) -> str:
-    """Name the process that a DataLoader's iterator waits for: only its private state says which."""
+    """Name the process that a DataLoader's iterator waits for, from its private state."""
     try:
         worker = batches._task_info[batches._rcvd_idx][0]  # noqa: SLF001
         return f"worker process {worker} (pid {batches._workers[worker].pid})"  # noqa: SLF001

@@ -1,7 +1,8 @@
-"""Threads that work ahead of a consumer: results come in the order of the tasks, whichever thread is faster.
+"""Threads that work ahead of a consumer: results come in the order of the tasks.
 
-What is ahead is bounded in number and in bytes, so that a slow consumer holds the workers back. A
-thread that fails hands its error over in place of the result: what came before is still delivered.
+What is made ahead is bounded in number and in bytes, so that a slow consumer holds the workers
+back. A thread that fails hands its error over in place of the result: earlier results are still
+delivered.
 
 ::
 
