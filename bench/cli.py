@@ -102,7 +102,7 @@ class Memory:
         return self.peak_bytes
 
     def _sample(self):
-        from paceline.launch.processes import descendants
+        from paceline.core.processes import descendants
 
         while not self.done.wait(0.2):
             pids = [self.pid, *descendants(self.pid)]

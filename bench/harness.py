@@ -85,7 +85,8 @@ class Report:
 
     def print(self):
         """Print the outcome; return the exit code: 1 when a bar is not met."""
-        from paceline.launch.provenance import known_machine, versions
+        from paceline.probe.machine_file import known_machine
+        from paceline.runs.versions import versions
 
         self.load.append(os.getloadavg()[0])
         for one in self.bars:

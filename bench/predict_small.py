@@ -269,7 +269,7 @@ def main():
         name, rank, ranks, threads, meeting, seconds = flags.train
         train(name, int(rank), int(ranks), int(threads), meeting, float(seconds))
         return 0
-    from paceline.launch.probe import measure
+    from paceline.probe.measure import measure
 
     report = Report("predict_small", flags.json)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,30 @@ ALLOWED_SKIPS = (
     "no GPU here",
 )
 
+# What runs behind `make test`, each part by itself: scripts/campaign. CONTRIBUTING.md has the list.
+CAMPAIGNS = ("e2e", "faults", "mpi", "slurm")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--campaign", choices=(*CAMPAIGNS, "all"), help="run this part's tests, and no others"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of the campaign that was asked for; without one, those of no campaign."""
+    wanted = config.getoption("--campaign")
+    kept, left_out = [], []
+    for item in items:
+        parts = {part for mark in item.iter_markers("campaign") for part in mark.args}
+        unknown = parts - {*CAMPAIGNS}
+        if unknown:
+            raise pytest.UsageError(f"{item.nodeid}: no campaign is called {unknown}")
+        chosen = bool(parts) if wanted == "all" else wanted in parts if wanted else not parts
+        (kept if chosen else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
 
 def pytest_terminal_summary(terminalreporter):
     unexpected = _unexpected_skips(terminalreporter)

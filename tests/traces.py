@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from typing import TYPE_CHECKING
 
-from paceline.native import Recorder
-from paceline.trace.events import NOT_RUNNING, Kind, Lane
+import numpy as np
+
+from paceline.native import Recorder, crc32c
+from paceline.trace.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
 from paceline.trace.files import trace_name
+from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, HEADER_BYTES, LIVE_END
+from paceline.trace.version1 import EVENT_DTYPE_V1
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +35,10 @@ class Event:
     group: str = ""
     sequence: int = 0
     peer: int = -1
-    lane: Lane = Lane.MAIN
+    tag: int = 0
+    location: int = MAIN
+    members: tuple[int, ...] = ()  # of the group
+    flags: int = 0
 
 
 def write_trace(
@@ -43,15 +51,17 @@ def write_trace(
     for event in events:
         recorder.record(
             int(event.kind),
-            int(event.lane),
+            event.location,
             recorder.intern(event.name),
             event.begin_ns,
             event.end_ns,
             event.amount,
-            recorder.intern(event.group),
+            recorder.define_group(event.group, event.members),
             event.sequence,
             event.peer,
+            event.tag,
             event.step,
+            event.flags,
         )
     recorder.flush()
     if not close:
@@ -61,6 +71,28 @@ def write_trace(
         return path
     recorder.close()
     assert recorder.dropped_count == 0
+    return path
+
+
+def write_trace_v1(path: Path, rank: int, world_size: int, events: list[Event]) -> Path:
+    """Write `events` as version 1 did: messages are collectives, groups are names."""
+    names = ["", *sorted({event.name for event in events} | {event.group for event in events})]
+    names = list(dict.fromkeys(names))
+    rows = np.zeros(len(events), EVENT_DTYPE_V1)
+    for row, event in zip(rows, events, strict=True):
+        kind = {Kind.STEP: 0, Kind.SEND: 6, Kind.RECV: 6}.get(event.kind, int(event.kind))
+        row["kind"], row["lane"] = kind, int(event.location != MAIN)
+        for field in ("begin_ns", "end_ns", "amount", "step", "sequence", "peer"):
+            row[field] = getattr(event, field)
+        row["name"], row["group"] = names.index(event.name), names.index(event.group)
+    texts = b"".join(struct.pack("<I", len(name)) + name.encode() for name in names)
+    blocks = b""
+    for kind, count, payload in ((2, len(names), texts), (1, len(rows), rows.tobytes())):
+        head = struct.pack("<III", kind, count, len(payload))
+        blocks += head + struct.pack("<I", crc32c(payload, crc32c(head))) + payload
+    written = HEADER_BYTES + len(blocks)
+    numbers = (1, rank, world_size, 0, 1, 1, b"node", 0, 0, 1, 0, len(rows), 0, 1, written, 0)
+    path.write_bytes(HEADER.pack(b"PACETRCE", *numbers).ljust(HEADER_BYTES, b"\0") + blocks)
     return path
 
 
@@ -76,14 +108,23 @@ def set_boot_id(path: Path, boot_id: str) -> None:
     """Make the trace look as if it came from another node."""
     data = bytearray(path.read_bytes())
     data[BOOT_ID_AT : BOOT_ID_AT + 40] = boot_id.encode().ljust(40, b"\0")
-    path.write_bytes(bytes(data))
+    path.write_bytes(with_checksums(data))
 
 
 def set_dropped_count(path: Path, count: int) -> None:
     """Make the trace say that `count` events were dropped."""
     data = bytearray(path.read_bytes())
     data[DROPPED_AT : DROPPED_AT + 8] = count.to_bytes(8, "little")
-    path.write_bytes(bytes(data))
+    path.write_bytes(with_checksums(data))
+
+
+def with_checksums(data: bytearray) -> bytes:
+    """Return a trace's bytes with the checksums that its header should have."""
+    at = FIXED_CHECKSUM_AT
+    fixed = crc32c(data[at + 4 : FIXED_END], crc32c(data[:at]))
+    data[at : at + 4] = fixed.to_bytes(4, "little")
+    data[LIVE_END : LIVE_END + 4] = crc32c(data[FIXED_END:LIVE_END]).to_bytes(4, "little")
+    return bytes(data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +175,7 @@ def data_parallel(
         issues = []
         for rank in range(world_size):
             extra = {
-                cause: sum(one.extra_ns(rank, step, cause) for one in late)
+                cause: sum(delay.extra_ns(rank, step, cause) for delay in late)
                 for cause in ("data", "compute", "not_running")
             }
             begin = at[rank]
@@ -168,7 +209,7 @@ def data_parallel(
                     amount,
                     group,
                     step + 1,
-                    lane=Lane.COMMUNICATION,
+                    location=COMMUNICATION,
                 ),
                 Event(Kind.WAIT, issues[rank], done, "all_reduce", step, 0, group, step + 1),
                 Event(Kind.BACKWARD, at[rank], done, "backward", step),

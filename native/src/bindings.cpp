@@ -1,6 +1,7 @@
 // The compiled module. Files named bind_* and this one know Python; the rest is plain C++.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
 #include "paceline/crc32c.hpp"
@@ -9,9 +10,10 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using paceline::Event;
 using paceline::Kind;
+using paceline::LocationType;
 using paceline::PackError;
+using paceline::Phase;
 using paceline::Bytes;
 using paceline::to_bytes;
 using paceline::Recorder;
@@ -38,28 +40,47 @@ void bind_recorder(nb::module_& module) {
           "path"_a, "rank"_a, "world_size"_a, "buffer_events"_a = 1U << 16,
           "flush_interval_s"_a = 0.2)
       .def("intern", &Recorder::intern, "name"_a)
+      .def("define_group", &Recorder::define_group, "name"_a, "members"_a)
       .def(
-          "begin", [](Recorder& self, int kind) { return self.begin(static_cast<Kind>(kind)); },
-          "kind"_a)
+          "define_location",
+          [](Recorder& self, int type, const std::string& name, std::uint32_t process,
+             std::uint32_t number) {
+            return self.define_location(static_cast<LocationType>(type), name, process, number);
+          },
+          "location_type"_a, "name"_a, "process"_a, "number"_a = 0)
+      .def(
+          "begin", [](Recorder& self, int phase) { return self.begin(static_cast<Phase>(phase)); },
+          "phase"_a)
       .def(
           "end",
-          [](Recorder& self, int kind, std::uint32_t name, std::uint64_t begin_ns,
+          [](Recorder& self, int kind, std::uint16_t name, std::uint64_t begin_ns,
              std::uint64_t amount, int outer) {
             return self.end(static_cast<Kind>(kind), name, begin_ns, amount,
-                            static_cast<Kind>(outer));
+                            static_cast<Phase>(outer));
           },
           "kind"_a, "name"_a, "begin_ns"_a, "amount"_a = 0, "outer"_a = 0)
       .def(
           "record",
-          [](Recorder& self, int kind, int lane, std::uint32_t name, std::uint64_t begin_ns,
-             std::uint64_t end_ns, std::uint64_t amount, std::uint32_t group,
-             std::uint32_t sequence, std::int32_t peer, std::int64_t step) {
-            const auto of_step = step < 0 ? self.step() : static_cast<std::uint32_t>(step);
-            self.record(Event{begin_ns, end_ns, amount, of_step, name, group, sequence, peer,
-                              static_cast<Kind>(kind), static_cast<std::uint8_t>(lane), 0});
+          [](Recorder& self, int kind, std::uint16_t location, std::uint16_t name,
+             std::uint64_t begin_ns, std::uint64_t end_ns, std::uint64_t amount,
+             std::uint16_t group, std::uint32_t sequence, std::int32_t peer, std::int32_t tag,
+             std::int64_t step, std::uint8_t flags) {
+            self.record({.begin_ns = begin_ns,
+                         .end_ns = end_ns,
+                         .amount = amount,
+                         .step = step < 0 ? self.step() : static_cast<std::uint32_t>(step),
+                         .sequence = sequence,
+                         .peer = peer,
+                         .tag = tag,
+                         .name = name,
+                         .group = group,
+                         .location = location,
+                         .kind = static_cast<Kind>(kind),
+                         .flags = flags});
           },
-          "kind"_a, "lane"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0, "group"_a = 0,
-          "sequence"_a = 0, "peer"_a = -1, "step"_a = -1)
+          "kind"_a, "location"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0,
+          "group"_a = 0, "sequence"_a = 0, "peer"_a = -1, "tag"_a = 0, "step"_a = -1,
+          "flags"_a = 0)
       .def("end_step", &Recorder::end_step)
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())

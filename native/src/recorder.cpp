@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +22,7 @@ namespace paceline {
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
+constexpr std::size_t table_limit = 65'536;  // an event refers to a table's entry by 16 bits
 
 std::uint64_t clock_ns(clockid_t clock) noexcept {
   timespec now{};
@@ -50,6 +52,24 @@ void read_boot_id(char (&boot_id)[40]) {
   if (file == nullptr) return;
   if (std::fgets(boot_id, sizeof boot_id, file) != nullptr) boot_id[std::strcspn(boot_id, "\n")] = 0;
   std::fclose(file);
+}
+
+template <class T>
+void put(std::string& payload, T value) {
+  payload.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+std::uint32_t fixed_checksum(const TraceHeader& header) {
+  const auto* bytes = reinterpret_cast<const char*>(&header);
+  constexpr std::size_t own = offsetof(TraceHeader, fixed_checksum);
+  constexpr std::size_t after = own + sizeof header.fixed_checksum;
+  return crc32c(bytes + after, offsetof(TraceHeader, step) - after, crc32c(bytes, own));
+}
+
+std::uint32_t live_checksum(const TraceHeader& header) {
+  constexpr std::size_t begin = offsetof(TraceHeader, step);
+  return crc32c(reinterpret_cast<const char*>(&header) + begin,
+                offsetof(TraceHeader, live_checksum) - begin);
 }
 
 }  // namespace
@@ -82,7 +102,8 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   header_->opened_realtime_ns = clock_ns(CLOCK_REALTIME);
   read_boot_id(header_->boot_id);
   header_->written_bytes = file_bytes_ = page_bytes;
-  std::memcpy(header_->magic, "PACETRCE", sizeof header_->magic);  // last: now it is a trace
+  std::memcpy(header_->magic, "PACETRCE", sizeof header_->magic);
+  header_->fixed_checksum = fixed_checksum(*header_);  // last: now it is a trace
 
   shared_->active.reserve(options.buffer_events);
   shared_->spare.reserve(options.buffer_events);
@@ -90,6 +111,10 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   step_name_ = intern("step");
   running_name_ = intern("running_ns");
   not_running_name_ = intern("not_running_ns");
+  define_group("", {});  // group 0 means "none"
+  const auto process = static_cast<std::uint32_t>(getpid());
+  define_location(LocationType::thread, "main", process, static_cast<std::uint32_t>(gettid()));
+  define_location(LocationType::communication, "communication", process, 0);
   // The writer must not take the script's signals.
   sigset_t all;
   sigset_t before;
@@ -113,13 +138,63 @@ Recorder::~Recorder() {
 // alone.
 bool Recorder::owned() const noexcept { return generation_ == fork_generation(); }
 
-std::uint32_t Recorder::intern(const std::string& name) {
+bool Recorder::recording() const noexcept {
+  return owned() && !closed_.load(std::memory_order_relaxed);
+}
+
+std::uint16_t Recorder::intern(const std::string& name) {
   if (!owned()) return 0;
   const std::lock_guard lock(shared_->mutex);
+  return intern_locked(name);
+}
+
+std::uint16_t Recorder::intern_locked(const std::string& name) {
   auto& names = shared_->names;
-  const auto [entry, added] = names.emplace(name, static_cast<std::uint32_t>(names.size()));
-  if (added) shared_->new_names.push_back(name);
-  return entry->second;
+  const auto known = names.find(name);
+  if (known != names.end()) return known->second;
+  if (names.size() >= table_limit) return 0;
+  const auto number = static_cast<std::uint16_t>(names.size());
+  names.emplace(name, number);
+  put(shared_->new_names.payload, static_cast<std::uint32_t>(name.size()));
+  shared_->new_names.payload.append(name);
+  ++shared_->new_names.count;
+  return number;
+}
+
+std::uint16_t Recorder::define_group(const std::string& name,
+                                     const std::vector<std::uint32_t>& members) {
+  if (!owned()) return 0;
+  const std::lock_guard lock(shared_->mutex);
+  std::string entry;
+  put(entry, static_cast<std::uint32_t>(intern_locked(name)));
+  put(entry, static_cast<std::uint32_t>(members.size()));
+  for (const std::uint32_t member : members) put(entry, member);
+  return define(shared_->groups, shared_->new_groups, entry);
+}
+
+std::uint16_t Recorder::define_location(LocationType type, const std::string& name,
+                                        std::uint32_t process, std::uint32_t number) {
+  if (!owned()) return main_location;
+  const std::lock_guard lock(shared_->mutex);
+  std::string entry;
+  put(entry, static_cast<std::uint32_t>(type));
+  put(entry, static_cast<std::uint32_t>(intern_locked(name)));
+  put(entry, process);
+  put(entry, number);
+  return define(shared_->locations, shared_->new_locations, entry);
+}
+
+// The number of an entry of a table, which is added if it is new and there is room for it.
+std::uint16_t Recorder::define(std::unordered_map<std::string, std::uint16_t>& table,
+                               Definitions& fresh, const std::string& entry) {
+  const auto known = table.find(entry);
+  if (known != table.end()) return known->second;
+  if (table.size() >= table_limit) return 0;
+  const auto number = static_cast<std::uint16_t>(table.size());
+  table.emplace(entry, number);
+  fresh.payload.append(entry);
+  ++fresh.count;
+  return number;
 }
 
 void Recorder::append(const Event& event) {
@@ -133,11 +208,14 @@ void Recorder::append(const Event& event) {
   if (shared_->active.size() == shared_->active.capacity() / 2) shared_->wake.notify_one();
 }
 
-std::uint64_t Recorder::begin(Kind kind) {
+std::uint64_t Recorder::begin(Phase phase) {
   const std::uint64_t now = monotonic_ns();
-  if (!owned()) return now;
-  header_->phase.store(static_cast<std::uint32_t>(kind), std::memory_order_relaxed);
-  if (kind >= Kind::input && kind <= Kind::optimizer && kind != Kind::copy) start_steps(now);
+  if (!recording()) return now;
+  header_->phase.store(static_cast<std::uint32_t>(phase), std::memory_order_relaxed);
+  if (phase >= phase_of(Kind::input) && phase <= phase_of(Kind::optimizer) &&
+      phase != phase_of(Kind::copy)) {
+    start_steps(now);
+  }
   return now;
 }
 
@@ -146,12 +224,17 @@ void Recorder::start_steps(std::uint64_t now_ns) {
   if (unset == 0) step_begin_ns_.compare_exchange_strong(unset, now_ns, std::memory_order_relaxed);
 }
 
-std::uint64_t Recorder::end(Kind kind, std::uint32_t name, std::uint64_t begin_ns,
-                            std::uint64_t amount, Kind outer) {
+std::uint64_t Recorder::end(Kind kind, std::uint16_t name, std::uint64_t begin_ns,
+                            std::uint64_t amount, Phase outer) {
   const std::uint64_t now = monotonic_ns();
-  if (!owned()) return now;
+  if (!recording()) return now;
   header_->phase.store(static_cast<std::uint32_t>(outer), std::memory_order_relaxed);
-  record(Event{begin_ns, now, amount, step(), name, 0, 0, -1, kind, 0, 0});
+  record({.begin_ns = begin_ns,
+          .end_ns = now,
+          .amount = amount,
+          .step = step(),
+          .name = name,
+          .kind = kind});
   return now;
 }
 
@@ -163,21 +246,27 @@ void Recorder::record(const Event& event) {
 
 std::uint64_t Recorder::end_step() {
   const std::uint64_t now = monotonic_ns();
-  if (!owned()) return now;
+  if (!recording()) return now;
   start_steps(now);
   const ThreadTimes times = usage_.sample(now);
   const std::lock_guard lock(shared_->mutex);
-  const std::uint64_t begin_ns = step_begin_ns_.load(std::memory_order_relaxed);
-  const std::uint32_t step = step_.load(std::memory_order_relaxed);
-  append(Event{begin_ns, now, 0, step, step_name_, 0, 0, -1, Kind::step, 0, 0});
-  append(Event{begin_ns, now, times.running_ns - before_.running_ns, step, running_name_, 0, 0, -1,
-               Kind::counter, 0, 0});
-  append(Event{begin_ns, now, times.runnable_ns - before_.runnable_ns, step, not_running_name_, 0,
-               0, -1, Kind::counter, 0, 0});
+  Event event{.begin_ns = step_begin_ns_.load(std::memory_order_relaxed),
+              .end_ns = now,
+              .step = step_.load(std::memory_order_relaxed),
+              .name = step_name_,
+              .kind = Kind::step};
+  append(event);
+  event.kind = Kind::counter;
+  event.name = running_name_;
+  event.amount = times.running_ns - before_.running_ns;
+  append(event);
+  event.name = not_running_name_;
+  event.amount = times.runnable_ns - before_.runnable_ns;
+  append(event);
   before_ = times;
   step_begin_ns_.store(now, std::memory_order_relaxed);
-  step_.store(step + 1, std::memory_order_relaxed);
-  header_->step.store(step + 1, std::memory_order_relaxed);
+  step_.store(event.step + 1, std::memory_order_relaxed);
+  header_->step.store(event.step + 1, std::memory_order_relaxed);
   return now;
 }
 
@@ -201,7 +290,13 @@ void Recorder::close() {
   shared_->wake.notify_one();
   if (writer_started_) pthread_join(writer_, nullptr);
   flush();
-  header_->phase.store(static_cast<std::uint32_t>(Kind::step));
+  closed_.store(true, std::memory_order_relaxed);
+  header_->phase.store(static_cast<std::uint32_t>(Phase::idle));
+  // A reader that finds the file closed checks the live part: its checksum must be there first.
+  TraceHeader final{};
+  std::memcpy(static_cast<void*>(&final), header_, sizeof final);
+  final.closed.store(1);
+  header_->live_checksum.store(live_checksum(final));
   header_->closed.store(1);
 }
 
@@ -222,29 +317,31 @@ void Recorder::write_loop() {
 }
 
 void Recorder::write_pending() {
-  std::vector<std::string> names;
+  Definitions names;
+  Definitions groups;
+  Definitions locations;
   std::vector<Event>& spare = shared_->spare;  // nobody else's while we hold writer_mutex_
   {
     const std::lock_guard lock(shared_->mutex);
     std::swap(shared_->active, spare);
-    names.swap(shared_->new_names);
+    std::swap(shared_->new_names, names);
+    std::swap(shared_->new_groups, groups);
+    std::swap(shared_->new_locations, locations);
   }
-  if (!names.empty()) {  // before the events that use them
-    std::string payload;
-    for (const std::string& name : names) {
-      const auto length = static_cast<std::uint32_t>(name.size());
-      payload.append(reinterpret_cast<const char*>(&length), sizeof length);
-      payload.append(name);
-    }
-    write_block(Block::names, static_cast<std::uint32_t>(names.size()), payload.data(),
-                payload.size());
-  }
+  write_definitions(Block::names, names);  // before the groups, locations and events that use them
+  write_definitions(Block::groups, groups);
+  write_definitions(Block::locations, locations);
   if (!spare.empty()) {
     write_block(Block::events, static_cast<std::uint32_t>(spare.size()), spare.data(),
                 spare.size() * sizeof(Event));
   }
   spare.clear();
   header_->peak_memory_bytes.store(peak_memory_bytes(), std::memory_order_relaxed);
+}
+
+void Recorder::write_definitions(Block type, const Definitions& definitions) {
+  if (definitions.count == 0) return;
+  write_block(type, definitions.count, definitions.payload.data(), definitions.payload.size());
 }
 
 void Recorder::write_block(Block type, std::uint32_t count, const void* payload,
@@ -256,9 +353,8 @@ void Recorder::write_block(Block type, std::uint32_t count, const void* payload,
   std::uint32_t head[4] = {static_cast<std::uint32_t>(type), count,
                            static_cast<std::uint32_t>(size), 0};
   head[3] = crc32c(payload, size, crc32c(head, 12));
-  std::vector<char> block(sizeof head + size);
-  std::memcpy(block.data(), head, sizeof head);
-  std::memcpy(block.data() + sizeof head, payload, size);
+  std::string block(reinterpret_cast<const char*>(head), sizeof head);
+  block.append(static_cast<const char*>(payload), size);
   std::size_t done = 0;
   while (done < block.size()) {
     const ssize_t written = pwrite(descriptor_, block.data() + done, block.size() - done,

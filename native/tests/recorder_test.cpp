@@ -17,14 +17,31 @@
 
 using paceline::Event;
 using paceline::Kind;
+using paceline::LocationType;
+using paceline::Phase;
+using paceline::phase_of;
 using paceline::Recorder;
 using paceline::RecorderOptions;
 using paceline::TraceHeader;
 
 namespace {
 
+struct Group {
+  std::string name;
+  std::vector<std::uint32_t> members;
+};
+
+struct Location {
+  LocationType type;
+  std::string name;
+  std::uint32_t process;
+  std::uint32_t number;
+};
+
 struct Parsed {
   std::vector<std::string> names;
+  std::vector<Group> groups;
+  std::vector<Location> locations;
   std::vector<Event> events;
   std::size_t bytes = 0;
 };
@@ -60,12 +77,29 @@ Parsed parse(const std::string& path) {
     if (type == 1) {
       CHECK(size == count * sizeof(Event));
       for (; at < end; at += sizeof(Event)) parsed.events.push_back(load<Event>(bytes, at));
-    } else {
-      CHECK(type == 2);
+    } else if (type == 2) {
       while (at < end) {
         const auto length = load<std::uint32_t>(bytes, at);
         parsed.names.push_back(bytes.substr(at + 4, length));
         at += 4 + length;
+      }
+    } else if (type == 3) {
+      while (at < end) {
+        Group group{parsed.names.at(load<std::uint32_t>(bytes, at)), {}};
+        const auto members = load<std::uint32_t>(bytes, at + 4);
+        at += 8;
+        for (std::uint32_t i = 0; i < members; ++i, at += 4) {
+          group.members.push_back(load<std::uint32_t>(bytes, at));
+        }
+        parsed.groups.push_back(group);
+      }
+    } else {
+      CHECK(type == 4 && size == count * 16);
+      for (; at < end; at += 16) {
+        parsed.locations.push_back({static_cast<LocationType>(load<std::uint32_t>(bytes, at)),
+                                    parsed.names.at(load<std::uint32_t>(bytes, at + 4)),
+                                    load<std::uint32_t>(bytes, at + 8),
+                                    load<std::uint32_t>(bytes, at + 12)});
       }
     }
     CHECK(at == end);
@@ -87,12 +121,20 @@ void writes_what_was_recorded() {
   const std::string path = folder / "rank.trace";
   {
     Recorder recorder(path, options());
-    const std::uint32_t name = recorder.intern("all_reduce");
+    const std::uint16_t name = recorder.intern("all_reduce");
     CHECK(recorder.intern("all_reduce") == name);
     CHECK(recorder.intern("") == 0);
-    const std::uint64_t begin = recorder.begin(Kind::forward);
-    CHECK(recorder.end(Kind::forward, 0, begin, 5, Kind::step) >= begin);
-    recorder.record(Event{1, 2, 3, 0, name, 0, 9, -1, Kind::collective, 2, 0});
+    const std::uint64_t begin = recorder.begin(phase_of(Kind::forward));
+    CHECK(recorder.end(Kind::forward, 0, begin, 5, Phase::idle) >= begin);
+    recorder.record({.begin_ns = 1,
+                     .end_ns = 2,
+                     .amount = 3,
+                     .sequence = 9,
+                     .tag = 7,
+                     .name = name,
+                     .location = paceline::communication_location,
+                     .kind = Kind::collective,
+                     .flags = paceline::completion_unknown});
     recorder.flush();
     CHECK(parse(path).events.size() == 2);  // readable up to the last flush, before it is closed
     recorder.end_step();
@@ -103,11 +145,12 @@ void writes_what_was_recorded() {
     CHECK(recorder.dropped_count() == 0);
   }
   const Parsed parsed = parse(path);
-  CHECK(parsed.names.size() == 5 && parsed.names[0].empty() && parsed.names[4] == "all_reduce");
+  CHECK(parsed.names.size() == 7 && parsed.names[0].empty() && parsed.names[6] == "all_reduce");
   CHECK(parsed.events.size() == 5);
   CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
   CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
-  CHECK(parsed.events[1].lane == 2 && parsed.events[1].peer == -1);
+  CHECK(parsed.events[1].location == 1 && parsed.events[1].peer == -1);
+  CHECK(parsed.events[1].tag == 7 && parsed.events[1].flags == 1);
   CHECK(parsed.events[2].kind == Kind::step && parsed.events[3].kind == Kind::counter);
   CHECK(parsed.names[parsed.events[3].name] == "running_ns" && parsed.events[3].amount > 0);
   CHECK(parsed.names[parsed.events[4].name] == "not_running_ns");
@@ -119,6 +162,64 @@ void writes_what_was_recorded() {
   CHECK(header.recorded_count == 5 && header.dropped_count == 0);
   CHECK(header.written_bytes == parsed.bytes);
   CHECK(header.peak_memory_bytes > 0);
+}
+
+void defines_groups_and_locations() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  {
+    Recorder recorder(path, options());
+    const std::uint16_t world = recorder.define_group("group 0", {0, 1, 2});
+    const std::uint16_t part = recorder.define_group("group 1", {2, 0});
+    CHECK(world == 1 && part == 2);
+    CHECK(recorder.define_group("group 0", {0, 1, 2}) == world);
+    CHECK(recorder.define_group("group 1", {0, 2}) == 3);  // the order of members is their rank
+    recorder.flush();
+    CHECK(recorder.define_group("group 0", {}) == 4);  // members that are not known
+    const std::uint16_t stream = recorder.define_location(LocationType::stream, "copies", 11, 7);
+    CHECK(stream == 2);
+    CHECK(recorder.define_location(LocationType::stream, "copies", 11, 7) == stream);
+  }
+  const Parsed parsed = parse(path);
+  CHECK(parsed.groups.size() == 5 && parsed.groups[0].name.empty());
+  CHECK(parsed.groups[2].name == "group 1");
+  CHECK((parsed.groups[2].members == std::vector<std::uint32_t>{2, 0}));
+  CHECK(parsed.groups[4].name == "group 0" && parsed.groups[4].members.empty());
+  CHECK(parsed.locations.size() == 3);
+  CHECK(parsed.locations[0].type == LocationType::thread && parsed.locations[0].name == "main");
+  CHECK(parsed.locations[0].process == static_cast<std::uint32_t>(getpid()));
+  CHECK(parsed.locations[1].type == LocationType::communication);
+  CHECK(parsed.locations[2].name == "copies" && parsed.locations[2].number == 7);
+}
+
+void keeps_its_tables_bounded() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  Recorder recorder(path, options());
+  for (std::uint32_t i = 0; i < 66'000; ++i) {
+    const std::uint16_t name = recorder.intern("name " + std::to_string(i));
+    CHECK((name == 0) == (i >= 65'536 - 6));  // six names are the recorder's own
+  }
+  CHECK(recorder.intern("name 5") == 11);
+}
+
+void protects_its_header_by_checksums() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  const auto checked = [&path](std::size_t begin, std::size_t end) {
+    return paceline::crc32c(slurp(path).data() + begin, end - begin);
+  };
+  Recorder recorder(path, options());
+  const std::string bytes = slurp(path);
+  const std::uint32_t before = paceline::crc32c(bytes.data(), 20);
+  CHECK(load<std::uint32_t>(bytes, 20) == paceline::crc32c(bytes.data() + 24, 56, before));
+  CHECK(load<std::uint32_t>(bytes, 128) == 0);
+  recorder.begin(phase_of(Kind::backward));
+  recorder.close();
+  CHECK(load<std::uint32_t>(slurp(path), 128) == checked(80, 128));
+  recorder.end(Kind::backward, 0, recorder.begin(phase_of(Kind::forward)), 0, Phase::idle);
+  recorder.end_step();  // hooks outlive the recording: they leave the header alone
+  CHECK(load<std::uint32_t>(slurp(path), 128) == checked(80, 128));
 }
 
 void refuses_an_existing_file() {
@@ -141,16 +242,22 @@ void loses_nothing_between_threads() {
     std::vector<std::thread> threads;
     for (std::uint32_t thread = 0; thread < thread_count; ++thread) {
       threads.emplace_back([&recorder, thread] {
-        const std::uint32_t name = recorder.intern("thread " + std::to_string(thread));
+        const std::uint16_t name = recorder.intern("thread " + std::to_string(thread));
         for (std::uint64_t i = 0; i < each; ++i) {
-          recorder.record(Event{i, i, i, recorder.step(), name, thread, 0, -1, Kind::copy, 0, 0});
+          recorder.record({.begin_ns = i,
+                           .end_ns = i,
+                           .amount = i,
+                           .step = recorder.step(),
+                           .sequence = thread,
+                           .name = name,
+                           .kind = Kind::copy});
           if (i % 500 == 0) recorder.flush();
         }
       });
     }
     for (int step = 0; step < 50; ++step) {
-      const std::uint64_t begin = recorder.begin(Kind::backward);
-      recorder.end(Kind::backward, 0, begin, 0, Kind::step);
+      const std::uint64_t begin = recorder.begin(phase_of(Kind::backward));
+      recorder.end(Kind::backward, 0, begin, 0, Phase::idle);
       recorder.end_step();
     }
     for (auto& thread : threads) thread.join();
@@ -160,8 +267,8 @@ void loses_nothing_between_threads() {
   std::vector<std::uint64_t> next(thread_count, 0);
   for (const Event& event : parsed.events) {
     if (event.kind != Kind::copy) continue;
-    CHECK(event.amount == next[event.group]++);  // in order within each thread
-    CHECK(parsed.names.at(event.name) == "thread " + std::to_string(event.group));
+    CHECK(event.amount == next[event.sequence]++);  // in order within each thread
+    CHECK(parsed.names.at(event.name) == "thread " + std::to_string(event.sequence));
   }
   for (const std::uint64_t count : next) CHECK(count == each);
   CHECK(parsed.events.size() == thread_count * each + 50 * 4);
@@ -198,11 +305,12 @@ void does_nothing_in_a_forked_child() {
     if (child == 0) {
       alarm(60);  // rather dead than hanging
       recorder->record(Event{});
-      recorder->end(Kind::copy, 0, recorder->begin(Kind::copy), 0, Kind::step);
+      recorder->end(Kind::copy, 0, recorder->begin(phase_of(Kind::copy)), 0, Phase::idle);
       recorder->end_step();
       recorder->flush();
       recorder->close();
-      const bool mute = recorder->intern("child") == 0 && recorder->step() == 0;
+      const bool mute = recorder->intern("child") == 0 && recorder->step() == 0 &&
+                        recorder->define_group("child", {0}) == 0;
       delete recorder;  // the writer thread, which the condition variable knows of, is not here
       _exit(mute ? 0 : 1);
     }
@@ -213,7 +321,7 @@ void does_nothing_in_a_forked_child() {
   recorder->record(Event{});
   delete recorder;
   const Parsed parsed = parse(path);
-  CHECK(parsed.events.size() == 2 && parsed.names.size() == 4);
+  CHECK(parsed.events.size() == 2 && parsed.names.size() == 6);
 }
 
 void keeps_a_readable_file_when_writing_fails() {
@@ -249,6 +357,9 @@ void keeps_a_readable_file_when_writing_fails() {
 
 int main() {
   writes_what_was_recorded();
+  defines_groups_and_locations();
+  keeps_its_tables_bounded();
+  protects_its_header_by_checksums();
   refuses_an_existing_file();
   loses_nothing_between_threads();
   counts_what_does_not_fit();

@@ -1,6 +1,6 @@
 # The compiled module's signatures, written by scripts/stub. Only paceline.native imports it.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 from numpy.typing import NDArray
@@ -19,12 +19,16 @@ class Recorder:
         flush_interval_s: float = 0.2,
     ) -> None: ...
     def intern(self, name: str) -> int: ...
-    def begin(self, kind: int) -> int: ...
+    def define_group(self, name: str, members: Sequence[int]) -> int: ...
+    def define_location(
+        self, location_type: int, name: str, process: int, number: int = 0
+    ) -> int: ...
+    def begin(self, phase: int) -> int: ...
     def end(self, kind: int, name: int, begin_ns: int, amount: int = 0, outer: int = 0) -> int: ...
     def record(
         self,
         kind: int,
-        lane: int,
+        location: int,
         name: int,
         begin_ns: int,
         end_ns: int,
@@ -32,7 +36,9 @@ class Recorder:
         group: int = 0,
         sequence: int = 0,
         peer: int = -1,
+        tag: int = 0,
         step: int = -1,
+        flags: int = 0,
     ) -> None: ...
     def end_step(self) -> int: ...
     def flush(self) -> None: ...

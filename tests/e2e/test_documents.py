@@ -44,6 +44,7 @@ def test_every_page_can_be_found_from_the_readme():
     assert not [str(one.relative_to(ROOT)) for one in PAGES if one not in seen]
 
 
+@pytest.mark.campaign("e2e")
 @pytest.mark.parametrize(
     "name", ["tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/load.md"]
 )

@@ -67,7 +67,14 @@ def test_an_epoch_gives_each_sample_once(uninterrupted):
     assert [len(one) for one in uninterrupted] == [BATCH] * (COUNT // BATCH) + [COUNT % BATCH]
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "thread"), (4, "thread"), (4, "process")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (4, "thread"),
+        pytest.param(1, "thread", marks=pytest.mark.campaign("e2e")),
+        pytest.param(4, "process", marks=pytest.mark.campaign("e2e")),
+    ],
+)
 def test_what_follows_a_kill_completes_the_epoch(folder, uninterrupted, killed, ranks, kind):
     assert len(killed) == KILLED
     resumed, state = train(folder, f"resumed-{ranks}-{kind}", ranks, "--kind", kind)

@@ -3,7 +3,7 @@
 import pytest
 from launching import SCRIPTS, last_json, paceline
 
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 
 FIRST, LAST, STEPS = 40, 100, 140
 WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)
@@ -16,8 +16,15 @@ def run(folder, *arguments):
     return done, load_result(folder / "RUN")
 
 
-@pytest.mark.parametrize("place", ["data", "compute"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        (1, "data"),
+        (0, "compute"),
+        pytest.param(0, "data", marks=pytest.mark.campaign("e2e")),
+        pytest.param(1, "compute", marks=pytest.mark.campaign("e2e")),
+    ],
+)
 def test_the_slowed_rank_is_named(tmp_path, rank, place):
     done, result = run(tmp_path, "--rank", rank, "--place", place, "--ms", 25)
     late = result.straggler

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from launching import SCRIPTS, last_json, paceline
 
-from paceline.trace.arrivals import arrivals
-from paceline.trace.events import DRAIN, Kind, Lane
+from paceline.trace.analysis import analyse
+from paceline.trace.events import COMMUNICATION, DRAIN, MAIN, Kind
 from paceline.trace.merge import load_run
 
 # --- collectives ---------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ FLOAT_BYTES = 4
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
-    names = ("plain", "groups", "fsdp", "dtensor", "ddp")
+    names = ("plain", "any_source", "groups", "fsdp", "dtensor", "ddp")
     done = paceline(folder, "run", "-n", 2, "--out", "RUN", SCRIPTS / "collectives.py", *names)
     assert done.code == 0, done.err
     return done
@@ -34,41 +34,69 @@ def trace(collectives):
 
 @pytest.fixture(scope="module")
 def by_rank(trace):
-    return arrivals(trace)
+    """Each rank's collectives and messages as (name, bytes), in order of issue."""
+    return [
+        [
+            (rank.names[name], amount)
+            for name, amount in rank.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)[
+                ["name", "amount"]
+            ].tolist()
+        ]
+        for rank in trace.ranks
+    ]
 
 
 def test_nothing_that_the_script_can_ask_about_changes(collectives):
     assert last_json(collectives.out) == {"backend": "gloo", "size": 2}
 
 
-def test_both_ranks_tell_the_same_of_each_collective(by_rank):
-    common = by_rank[0].keys() & by_rank[1].keys()
-    assert len(common) > 30
-    for key in common:
-        mine, theirs = by_rank[0][key], by_rank[1][key]
-        if {mine.name, theirs.name} != {"send", "recv"}:
-            assert mine.name == theirs.name, key
-        assert mine.amount == theirs.amount, (key, mine.name)
+def test_both_ranks_tell_the_same_of_each_collective(trace):
+    matches = trace.matches
+    common = matches.instances["ranks"] == 2
+    assert common.sum() > 30
+    assert matches.mismatches() == ()
+    assert (matches.instances["mean"] == matches.instances["largest"]).all()
 
 
-def test_only_a_group_of_ones_own_is_not_common(by_rank):
-    for mine, theirs in (by_rank, by_rank[::-1]):
-        alone = [arrival for key, arrival in mine.items() if key not in theirs]
-        assert [(one.name, one.amount) for one in alone] == [("all_reduce", 10 * FLOAT_BYTES)]
+def test_only_a_group_of_ones_own_is_not_common(trace):
+    matches = trace.matches
+    alone = matches.calls[(matches.instances["ranks"] == 1)[matches.calls["instance"]]]
+    assert alone["rank"].tolist() == [0, 1]
+    assert {matches.operations[number] for number in alone["operation"]} == {"all_reduce"}
+    assert set(alone["amount"].tolist()) == {10 * FLOAT_BYTES}
+    assert [matches.groups[number].members for number in alone["group"]] == [(0,), (1,)]
 
 
-def test_sequences_of_each_group_count_from_one(by_rank):
-    for mine in by_rank:
-        groups = Counter(group for group, _ in mine)
-        for group, count in groups.items():
-            numbers = [sequence for name, sequence in mine if name == group]
-            assert numbers == list(range(1, count + 1))
+def test_sequences_of_each_group_count_from_one(trace):
+    for rank in trace.ranks:
+        events = rank.of(Kind.COLLECTIVE)
+        groups = set(events["group"].tolist())
+        for group in groups:
+            numbers = events["sequence"][events["group"] == group].tolist()
+            assert numbers == list(range(1, len(numbers) + 1))
         assert len(groups) >= 3
+
+
+def test_groups_have_their_members(trace):
+    for rank in trace.ranks:
+        members = {group.members for group in rank.groups[1:]}
+        assert members == {(0, 1), (rank.rank,)}
+
+
+def test_messages_are_matched_by_peer_and_tag_and_take_no_numbers_from_collectives(trace):
+    messages = trace.matches.messages
+    assert len(messages) == 2 * (1 + 4)
+    assert (messages["partner"] >= 0).all()
+    partners = messages[messages["partner"]]
+    assert (messages["sends"] != partners["sends"]).all()
+    for field in ("amount", "tag", "sequence", "group"):
+        assert (messages[field] == partners[field]).all(), field
+    assert sorted(set(messages["tag"].tolist())) == [0, 5]
 
 
 def test_every_front_end_is_seen(by_rank):
     """The operations of collectives.py, in its order, with the bytes that a rank gives."""
-    seen = [(one.name, one.amount) for one in by_rank[0].values()]
+    seen = by_rank[0]
     thousand = 1000 * FLOAT_BYTES
     plain = [("all_reduce", thousand), ("broadcast", thousand), ("all_gather", thousand)]
     plain += [("barrier", 0), ("send", thousand)]
@@ -88,28 +116,29 @@ def test_every_front_end_is_seen(by_rank):
     assert of["all_reduce", layer] == steps
 
 
-def test_a_collective_ends_after_it_began(trace, by_rank):
-    for mine in by_rank:
-        assert all(one.issue_ns <= one.complete_ns for one in mine.values())
+def test_a_collective_ends_after_it_began(trace):
     for rank in trace.ranks:
-        events = rank.of(Kind.COLLECTIVE)
-        assert set(events["lane"].tolist()) == {int(Lane.COMMUNICATION)}
+        events = rank.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+        assert (events["begin_ns"] <= events["end_ns"]).all()
+        assert not events["flags"].any()
+        assert set(events["location"].tolist()) == {COMMUNICATION}
 
 
-def test_roots_and_peers_are_known(by_rank):
-    for mine, other in zip(by_rank, (1, 0), strict=True):
-        first = [one for one in mine.values() if one.name in ("broadcast", "send", "recv")]
-        assert first[0].peer == 1
-        assert first[1].peer == other
+def test_roots_and_peers_are_known(trace):
+    for rank, other in zip(trace.ranks, (1, 0), strict=True):
+        roots = rank.of(Kind.COLLECTIVE)
+        roots = roots[roots["name"] == rank.names.index("broadcast")]
+        assert roots["peer"][0] == 1
+        assert set(rank.of(Kind.SEND, Kind.RECV)["peer"].tolist()) == {other}
 
 
 def test_no_wait_is_without_a_name(trace):
     for rank in trace.ranks:
         waits = rank.of(Kind.WAIT)
-        names = {rank.names[one] for one in waits["name"].tolist()}
+        names = {rank.names[number] for number in waits["name"].tolist()}
         assert "" not in names
         assert {"all_reduce", "all_gather", "reduce_scatter", "barrier", DRAIN} <= names
-        assert set(waits["lane"].tolist()) == {int(Lane.MAIN)}
+        assert set(waits["location"].tolist()) == {MAIN}
 
 
 # --- loops ---------------------------------------------------------------------------------------
@@ -254,6 +283,7 @@ def test_phases_of_the_main_lane_are_properly_nested(loops):
         open_until.append(end)
 
 
+@pytest.mark.campaign("e2e")
 def test_a_compiled_model_computes_the_same(tmp_path):
     script = SCRIPTS / "compiled.py"
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
@@ -287,3 +317,38 @@ def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
         assert "" not in named
         reductions = rank.of(Kind.COLLECTIVE)
         assert set(waits["sequence"][waits["sequence"] > 0]) == set(reductions["sequence"])
+
+
+# --- messages before each collective --------------------------------------------------------------
+
+
+def test_messages_between_two_of_three_ranks_make_nobody_wait_or_late(tmp_path):
+    """Rank 0 sends to rank 1 before each all-reduce; ranks 1 and 2 send in a group of their own.
+
+    Joined by a common numbering, collectives of rank 2 would meet others of ranks 0 and 1.
+    """
+    done = paceline(tmp_path, "run", "-n", 3, "--out", "RUN", SCRIPTS / "messages.py")
+    assert done.code == 0, done.err
+    trace = load_run(tmp_path / "RUN")
+    matches, analysis = trace.matches, analyse(trace)
+    assert matches.mismatches() == ()
+    names = [matches.operations[number] for number in matches.instances["operation"]]
+    world = matches.instances["ranks"] == 3
+    assert Counter(name for name, of_all in zip(names, world, strict=True) if of_all) == {
+        "all_reduce": 20,
+        "barrier": 1,
+    }
+    entered = matches.calls["enter_ns"][matches.by_instance]
+    steps = matches.calls["step"][matches.by_instance]
+    for row in range(len(names)):
+        members = slice(*matches.instance_starts[row : row + 2])
+        assert len(set(steps[members].tolist())) == 1, "joined with another step's"
+        assert entered[members].max() == matches.instances["last_ns"][row]
+    messages = matches.messages
+    assert (messages["partner"] >= 0).all()
+    assert len(messages) == 2 * 2 * 20
+    # A message joined with another one, or a collective with another step's, would make ranks wait
+    # for several steps; by itself nobody waits here for longer than a step takes.
+    for phases in analysis.phases:
+        assert (phases.seconds <= phases.step_s[:, None]).all()
+    assert analysis.stragglers == ()

@@ -4,12 +4,14 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from machines import collective, sheet
 
 from paceline.cli.plan import plan
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError
-from paceline.core.machine import Device, Link, Machine, Point, Quantity, Rate
-from paceline.launch.predict import capture_file, load_machine, predict
-from paceline.perf import Estimate
+from paceline.core.machine import Device, Machine, Point, Rate
+from paceline.core.plan import Mesh, Plan
+from paceline.core.plan_file import load_plan_file
+from paceline.studies.predict import capture_file, load_machine, predict
 
 pytest.importorskip("torch")
 
@@ -47,9 +49,6 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("plan")
     (place / "model.py").write_text(MODEL)
 
-    def sheet(value):
-        return Quantity(value=value, source="datasheet")
-
     rates = tuple(
         Rate(
             operator=operator,
@@ -64,19 +63,15 @@ def folder(tmp_path_factory):
         for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
     )
     device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
-    link = Link(
-        level="gloo",
-        operation="all_reduce",
-        latency_s=sheet(1e-4),
-        bandwidth_bytes_per_s=sheet(1e9),
+    machine = Machine(
+        name="m", devices=(device,), collectives=(collective("all_reduce", 1e-4, 1e9),)
     )
-    machine = Machine(name="m", devices=(device,), links=(link,))
     (place / "machine.json").write_text(machine.to_text())
     return place
 
 
-def test_predicts_a_file_and_writes_the_estimate(folder, tmp_path):
-    out = tmp_path / "estimate.json"
+def test_predicts_a_file_and_writes_the_plan(folder, tmp_path):
+    out = tmp_path / "plan.json"
     arguments = [f"{folder}/model.py:step", "-n", "2", "--machine", f"{folder}/machine.json"]
     runner = CliRunner()
     result = runner.invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
@@ -84,7 +79,12 @@ def test_predicts_a_file_and_writes_the_estimate(folder, tmp_path):
     assert "2 ranks of 2 threads" in " ".join(result.stdout.split())
     for words in ("forward", "transfer", "parameters", "limited by"):
         assert words in result.stdout
-    estimate = Estimate.from_text(out.read_text())
+    planned = load_plan_file(out)
+    estimate = planned.estimate
+    assert planned.plan == Plan(mesh=Mesh(data=2), threads=2)
+    assert estimate.workload_digest == planned.workload.digest()
+    machine = Machine.from_text((folder / "machine.json").read_text())
+    assert estimate.machine_digest == machine.digest()
     assert estimate.memory_bytes["parameters"] == 4 * (64 * 128 + 128 + 128 * 10 + 10)
     data = runner.invoke(plan, [*arguments, "--json"], catch_exceptions=False)
     assert json.loads(data.stdout) == estimate.to_json()

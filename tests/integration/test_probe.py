@@ -12,10 +12,10 @@ from launching import Launched, await_true
 from paceline.cli.probe import probe as verb
 from paceline.core.errors import DeadlineExceeded, NotFound, StorageError
 from paceline.core.machine import Machine
-from paceline.launch import probe
-from paceline.launch.doctor import diagnose
-from paceline.launch.probe_links import measure_links
-from paceline.launch.probe_storage import measure_folder
+from paceline.probe import measure as probe
+from paceline.probe.doctor import diagnose
+from paceline.probe.links import measure_links
+from paceline.probe.storage import measure_folder
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,20 @@ def test_measures_compute_links_and_storage(outcome):
     assert {"float32", "bfloat16"} <= {one.dtype for one in device.rates}
     assert all(point.rate_per_s > 0 for one in device.rates for point in one.points)
     overheads = {(one.operator, one.phase): one.seconds.value for one in device.overheads}
-    for key in (("matmul", "forward"), ("step", "backward"), ("elementwise", "optimizer")):
+    for key in (("matmul", "forward"), ("elementwise", "optimizer")):
         assert overheads[key] > 0
-    assert ("ddp", "forward") in overheads
-    assert device.bandwidth_shared_bytes_per_s.value > 0
-    levels = {(one.level, one.operation) for one in machine.links}
-    assert levels == {
-        ("shared-memory", "send"),
-        ("loopback", "send"),
-        ("gloo", "all_reduce"),
-        ("gloo", "broadcast"),
-        ("ddp", "all_reduce"),
-        ("ddp", "broadcast"),
+    frameworks = {(one.framework, one.what, one.phase) for one in device.framework_overheads}
+    assert frameworks == {
+        *(("torch", "phase", phase) for phase in ("forward", "backward", "optimizer")),
+        ("ddp", "wrapper", "forward"),
+        ("ddp", "wrapper", "backward"),
+        ("ddp", "reduction", "backward"),
+        ("ddp", "buffer_broadcast", "forward"),
     }
+    assert device.bandwidth_shared_bytes_per_s.value > 0
+    assert {link.level for link in machine.links} == {"shared-memory", "loopback"}
+    costs = {(cost.backend, cost.operation, cost.ranks) for cost in machine.collectives}
+    assert costs == {("gloo", "all_reduce", 2), ("gloo", "broadcast", 2)}
     (tier,) = machine.tiers
     assert tier.bandwidth_bytes_per_s.value > 0
     assert tier.open_latency_s.value > 0
@@ -125,14 +126,14 @@ def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_links_have_a_deadline(monkeypatch):
-    monkeypatch.setattr("paceline.launch.probe_links.sys.executable", "/bin/false")
+    monkeypatch.setattr("paceline.probe.links.sys.executable", "/bin/false")
     with pytest.raises(DeadlineExceeded, match="no answer"):
         measure_links(rounds=10, deadline_s=0.2)
 
 
 def test_a_second_process_that_falls_silent_is_told_as_such(monkeypatch):
     monkeypatch.setattr(
-        "paceline.launch.probe_links._socket_turn",
+        "paceline.probe.links._socket_turn",
         lambda connection, data, *, leads: connection.close if leads else None,
     )
     with pytest.raises(DeadlineExceeded, match="no answer"):

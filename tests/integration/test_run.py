@@ -11,7 +11,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
         ((), {"PACELINE_RUN__RNAKS": "2"}, "'ranks'"),
         ((), {"PACELINE_RUN__RANKS": "two"}, "PACELINE_RUN__RANKS"),
         (("--machine", "none.json"), {}, "none.json"),
-        (("--estimate", "none.json"), {}, "none.json"),
+        (("--plan", "none.json"), {}, "none.json"),
     ],
 )
 def test_misuse_is_told_before_anything_is_written(tmp_path, hello, arguments, environ, said):

@@ -10,9 +10,11 @@ import pytest
 from launching import SCRIPTS, Launched, await_true, paceline
 
 from paceline.core.errors import PacelineError
-from paceline.launch.result import load_result
+from paceline.runs.result import load_result
 from paceline.trace.files import read_status, trace_name
 from paceline.trace.merge import load_run
+
+pytestmark = pytest.mark.campaign("mpi")
 
 TRAIN = SCRIPTS / "train.py"
 MPIEXEC = (f"{os.path.dirname(sys.executable)}/mpiexec", "-n", "2")  # noqa: PTH120  # as it is

@@ -18,7 +18,10 @@ spec = importlib.util.spec_from_file_location(
 slurm = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(slurm)
 
-pytestmark = pytest.mark.skipif(not slurm.is_here(), reason="no Slurm here, or not root")
+pytestmark = [
+    pytest.mark.campaign("slurm"),
+    pytest.mark.skipif(not slurm.is_here(), reason="no Slurm here, or not root"),
+]
 
 
 @pytest.fixture(scope="module")

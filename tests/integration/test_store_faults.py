@@ -26,6 +26,8 @@ from paceline.store import PackOptions, open_pack
 from paceline.store.write import folder as folder_module
 from paceline.studies.faults import Faults
 
+pytestmark = pytest.mark.campaign("faults")
+
 OPTIONS = PackOptions(shard_bytes=1024)
 CALLS = (
     "mkdir",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.budget import allowed_cores, share
+from paceline.core.affinity import allowed_cores, share
 
 CORES = st.lists(st.integers(0, 1023), min_size=1, max_size=64, unique=True).map(sorted)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record, nearest
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
 from paceline.trace.blame import Straggler
 
 
@@ -116,6 +116,7 @@ def test_a_newer_version_is_refused(record, ahead):
         type(record).from_json(newer, where="some.json")
     assert "some.json" in str(caught.value)
     assert "newer Paceline" in caught.value.fix
+    assert f"versions 1 to {type(record).version}" in caught.value.why
 
 
 def test_an_older_version_and_missing_defaults_are_read():
@@ -143,6 +144,8 @@ def test_an_older_version_and_missing_defaults_are_read():
         ({"nested": [[1], ["x"]]}, r"nested\[1\]\[0\]"),
         ({"version": "1"}, "version"),
         ({"version": None}, "version"),
+        ({"version": 0}, "version"),
+        ({"version": True}, "version"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_its_place(wrong, place):

@@ -5,10 +5,23 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import collective, sheet
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import ConfigError
-from paceline.core.machine import Device, Link, Machine, Overhead, Point, Quantity, Rate, Tier
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    Device,
+    FrameworkOverhead,
+    Link,
+    Machine,
+    Overhead,
+    Point,
+    Quantity,
+    Rate,
+    Tier,
+)
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Dataset, Layer, Operation, Workload
 
@@ -17,7 +30,9 @@ COUNT = st.integers(1, 2**40)
 SOURCE = st.sampled_from(["datasheet", "probe", "fit"])
 OPERATOR = st.sampled_from(["matmul", "convolution", "layer_norm", "elementwise"])
 PHASE = st.sampled_from(["forward", "backward", "optimizer"])
-QUANTITY = st.builds(Quantity, value=SECONDS, source=SOURCE)
+QUANTITY = st.builds(
+    Quantity, value=SECONDS, source=SOURCE, low=st.none() | SECONDS, high=st.none() | SECONDS
+)
 
 
 def tuples(strategy, max_size=3):
@@ -38,23 +53,46 @@ RATE = st.builds(
 OVERHEAD = st.builds(
     Overhead, operator=OPERATOR, phase=PHASE, threads=COUNT, processes=COUNT, seconds=QUANTITY
 )
+FRAMEWORK = st.builds(
+    FrameworkOverhead,
+    framework=st.sampled_from(["torch", "ddp"]),
+    what=st.text(),
+    phase=PHASE | st.just("other"),
+    threads=COUNT,
+    processes=COUNT,
+    seconds=QUANTITY,
+)
 DEVICE = st.builds(
     Device,
     name=st.text(),
-    kind=st.sampled_from(["cpu", "gpu"]),
+    kind=st.sampled_from(["cpu", "gpu", "npu"]),
     cores=COUNT,
     memory_bytes=QUANTITY,
     cache_bytes=st.none() | QUANTITY,
     bandwidth_bytes_per_s=st.none() | QUANTITY,
     rates=tuples(RATE, 2),
     overheads=tuples(OVERHEAD, 2),
+    framework_overheads=tuples(FRAMEWORK, 2),
 )
 LINK = st.builds(
     Link,
     level=st.text(),
-    operation=st.sampled_from(["send", "all_reduce", "broadcast"]),
     latency_s=QUANTITY,
     bandwidth_bytes_per_s=QUANTITY,
+    sharing=st.sampled_from(["pair", "device", "node", "all"]),
+)
+COLLECTIVE = st.builds(
+    CollectiveCost,
+    backend=st.sampled_from(["gloo", "nccl", "mpi"]),
+    operation=st.sampled_from(["all_reduce", "broadcast"]),
+    algorithm=st.sampled_from(["", "ring", "tree"]),
+    ranks=st.integers(2, 4096),
+    level=st.text(),
+    points=st.lists(st.floats(0, 1e9), min_size=1, max_size=4, unique=True).flatmap(
+        lambda sizes: st.tuples(
+            *(st.builds(CollectivePoint, bytes=st.just(n), seconds=QUANTITY) for n in sorted(sizes))
+        )
+    ),
 )
 TIER = st.builds(
     Tier,
@@ -70,6 +108,7 @@ MACHINE = st.builds(
     nodes=COUNT,
     devices=tuples(DEVICE, 2),
     links=tuples(LINK),
+    collectives=tuples(COLLECTIVE),
     tiers=tuples(TIER),
     missing=tuples(st.text()),
 )
@@ -87,6 +126,7 @@ LAYER = st.builds(
     name=st.text(),
     kind=st.text(),
     parameter_bytes=tuples(COUNT),
+    frozen=tuples(st.integers(0, 2)),
     buffer_bytes=COUNT,
     saved_bytes=COUNT,
     operations=tuples(OPERATION),
@@ -146,9 +186,33 @@ def test_ranks_per_node_covers_the_world(data, nodes):
     assert plan.ranks_per_node * nodes >= plan.mesh.world_size == data
 
 
-def test_machine_finds_a_link():
+def test_a_machine_finds_links_by_level_and_collectives_by_operation_and_ranks():
     fast = Quantity(value=1.0, source="datasheet")
-    link = Link(level="gloo", operation="broadcast", latency_s=fast, bandwidth_bytes_per_s=fast)
-    machine = Machine(name="m", devices=(), links=(link,))
-    assert machine.link("gloo", "broadcast") == link
-    assert machine.link("gloo", "all_reduce") is None
+    link = Link(level="network", latency_s=fast, bandwidth_bytes_per_s=fast)
+    costs = tuple(collective("all_reduce", ranks=ranks) for ranks in (2, 8))
+    machine = Machine(name="m", devices=(), links=(link,), collectives=costs)
+    assert machine.link("network") == link
+    assert machine.link("gloo") is None
+    assert [machine.collective("all_reduce", ranks).ranks for ranks in (2, 4, 7, 64)] == [
+        2,
+        2,
+        8,
+        8,
+    ]
+    assert machine.collective("broadcast") is None
+
+
+def test_a_curve_without_rising_points_is_refused():
+    low, high = (CollectivePoint(bytes=size, seconds=sheet(1)) for size in (1.0, 2.0))
+    for points in ((), (high, low), (low, low)):
+        with pytest.raises(ConfigError, match="rise in bytes"):
+            CollectiveCost(backend="gloo", operation="all_reduce", level="network", points=points)
+    with pytest.raises(ConfigError, match="at least 2 ranks"):
+        collective("all_reduce", ranks=1)
+
+
+def test_a_framework_overhead_counts_calls_or_bytes():
+    where = {"framework": "ddp", "what": "x", "phase": "backward", "threads": 1, "processes": 1}
+    for both in ({}, {"seconds": sheet(1), "seconds_per_byte": sheet(1)}):
+        with pytest.raises(ConfigError, match="either seconds or seconds_per_byte"):
+            FrameworkOverhead(**where, **both)

@@ -100,6 +100,22 @@ def test_shared_parameters_count_once():
     assert workload.parameter_bytes == 8 * 8 * 4
 
 
+def test_frozen_parameters_are_held_and_not_trained():
+    module = small_cnn()
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(requires_grad=False)
+    module[1].bias.requires_grad_(requires_grad=False)
+    workload, all_trained = capture_cnn(module=module), capture_cnn()
+    frozen_bytes = 4 * (8 * 27 + 8 + 8)
+    assert workload.parameter_bytes == all_trained.parameter_bytes
+    assert workload.trained_bytes == all_trained.parameter_bytes - frozen_bytes
+    assert workload.optimizer_bytes == workload.trained_bytes  # momentum of what is trained
+    layers = {layer.name: layer for layer in workload.layers}
+    assert layers["0"].trained_bytes == ()
+    assert layers["1"].trained_bytes == (4 * 8,)
+    assert flops(workload, "0", "backward") == 0
+
+
 def test_adam_and_attention():
     class Attends(nn.Module):
         def __init__(self):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.launch import doctor
-from paceline.launch.doctor import Answer
-from paceline.launch.node import Limits
+from paceline.probe import doctor
+from paceline.probe.doctor import Answer
+from paceline.probe.node import Limits
 
 NONE = Limits(version=0)
 TORCH = {"version": "2.13", "gpus": 0, "backends": ["gloo"]}

@@ -5,12 +5,14 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import collective, framework, sheet
 
 from paceline.core.errors import UsageError
-from paceline.core.machine import Device, Link, Machine, Overhead, Point, Quantity, Rate
+from paceline.core.estimate import Estimate
+from paceline.core.machine import Device, FrameworkOverhead, Machine, Overhead, Point, Rate
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Dataset, Layer, Operation, Workload
-from paceline.perf import Estimate, estimate
+from paceline.perf import estimate
 from paceline.perf.communication import (
     Bucket,
     all_reduce_s,
@@ -18,13 +20,9 @@ from paceline.perf.communication import (
     exposed_s,
     make_buckets,
 )
-from paceline.perf.prices import PriceList, rate_at
+from paceline.perf.costs import CostModel, rate_at
 
 MIB = 1 << 20
-
-
-def sheet(value):
-    return Quantity(value=float(value), source="datasheet")
 
 
 def rate(operator, per_s, **changes):
@@ -45,21 +43,21 @@ def overhead(operator, phase, seconds):
     return Overhead(operator=operator, phase=phase, threads=1, processes=1, seconds=sheet(seconds))
 
 
-def make_machine(overheads=(), links=True, **device):
+def make_machine(overheads=(), collectives=True, **device):
     settings = {
         "name": "cpu",
         "kind": "cpu",
         "cores": 4,
         "memory_bytes": sheet(1 << 30),
         "rates": (rate("matmul", 1e9), rate("elementwise", 1e8)),
-        "overheads": tuple(overheads),
+        "overheads": tuple(one for one in overheads if isinstance(one, Overhead)),
+        "framework_overheads": tuple(
+            one for one in overheads if isinstance(one, FrameworkOverhead)
+        ),
     }
-    gloo = tuple(
-        Link(level="gloo", operation=one, latency_s=sheet(1e-3), bandwidth_bytes_per_s=sheet(1e9))
-        for one in ("all_reduce", "broadcast")
-    )
+    gloo = (collective("all_reduce"), collective("broadcast")) if collectives else ()
     device = Device(**(settings | device))
-    return Machine(name="m", devices=(device,), links=gloo if links else ())
+    return Machine(name="m", devices=(device,), collectives=gloo)
 
 
 def operation(phase, operator="matmul", count=1, flops=0, bytes_=0):
@@ -98,20 +96,20 @@ def test_large_operators_cost_work_over_rate():
     assert result.shares["compute"] == pytest.approx(0.75)
 
 
-def test_ranks_without_a_core_each_take_turns():
+def test_ranks_that_share_cores_take_longer():
     machine, workload = make_machine(), make_workload(STEP)
     enough = estimate(machine, workload, Plan(mesh=Mesh(data=4)))
     crowded = estimate(machine, workload, Plan(mesh=Mesh(data=8)))
     assert crowded.breakdown.forward == pytest.approx(2 * enough.breakdown.forward)
     assert crowded.breakdown.backward == pytest.approx(2 * enough.breakdown.backward)
-    assert "8 ranks take turns on 4 cores" in crowded.sources["forward"]
+    assert "8 ranks share 4 cores, oversubscription factor 2" in crowded.sources["forward"]
     spread = estimate(machine, workload, Plan(mesh=Mesh(data=8), nodes=2))
     assert spread.breakdown.forward == pytest.approx(enough.breakdown.forward)
 
 
 def test_small_operators_cost_their_overhead():
     machine = make_machine(
-        [overhead("matmul", "forward", 1e-3), overhead("step", "forward", 0.5e-3)]
+        [overhead("matmul", "forward", 1e-3), framework("torch", "phase", "forward", 0.5e-3)]
     )
     workload = make_workload([operation("forward", count=10, flops=1)])
     result = estimate(machine, workload, Plan())
@@ -190,7 +188,12 @@ def test_the_nearest_measurement_wins():
 
 
 def test_data_parallel_pays_for_gradients_buffers_and_the_wrapper():
-    machine = make_machine([overhead("ddp", "forward", 1e-3), overhead("ddp", "backward", 2e-3)])
+    machine = make_machine(
+        [
+            framework("ddp", "wrapper", "forward", 1e-3),
+            framework("ddp", "wrapper", "backward", 2e-3),
+        ]
+    )
     workload = make_workload(STEP, buffer_bytes=1000)
     alone = estimate(machine, workload, Plan()).breakdown
     result = estimate(machine, workload, Plan(mesh=Mesh(data=2)))
@@ -202,6 +205,30 @@ def test_data_parallel_pays_for_gradients_buffers_and_the_wrapper():
     assert result.memory_bytes["buckets"] == MIB
     over_network = estimate(machine, workload, Plan(mesh=Mesh(data=2), nodes=2))
     assert set(over_network.link_bytes) == {"network"}
+
+
+def test_frozen_parameters_need_no_gradients_buckets_or_all_reduce():
+    layers = (
+        Layer(name="backbone", kind="x", parameter_bytes=(64 * MIB, MIB), frozen=(0, 1)),
+        Layer(name="head", kind="x", parameter_bytes=(MIB, 2 * MIB), frozen=(1,)),
+    )
+    frozen = Workload(name="w", batch=1, input_bytes=0, layers=layers, optimizer_bytes=MIB)
+    head = Workload(
+        name="w",
+        batch=1,
+        input_bytes=0,
+        layers=(Layer(name="head", kind="x", parameter_bytes=(MIB,)),),
+        optimizer_bytes=MIB,
+    )
+    plan = Plan(mesh=Mesh(data=2))
+    found, alone = (estimate(make_machine(), one, plan) for one in (frozen, head))
+    assert found.breakdown.transfer == pytest.approx(alone.breakdown.transfer)
+    assert found.breakdown.transfer == pytest.approx(1e-3 + MIB / 1e9)
+    assert found.link_bytes == alone.link_bytes
+    assert found.memory_bytes["parameters"] == 68 * MIB
+    for kind in ("gradients", "buckets", "optimizer"):
+        assert found.memory_bytes[kind] == MIB, kind
+    assert found.trained_parameter_bytes == MIB
 
 
 def test_the_loader_is_waited_for_only_when_it_is_slower():
@@ -238,7 +265,7 @@ def test_what_cannot_be_predicted_is_refused():
     with pytest.raises(UsageError, match="no compute rates"):
         estimate(make_machine(rates=()), workload, Plan())
     with pytest.raises(UsageError, match="all_reduce"):
-        estimate(make_machine(links=False), workload, Plan(mesh=Mesh(data=2)))
+        estimate(make_machine(collectives=False), workload, Plan(mesh=Mesh(data=2)))
 
 
 def test_an_estimate_survives_json():
@@ -260,17 +287,15 @@ def test_a_rate_lies_between_its_points(pairs):
             assert lowest * 0.999 <= rate_at(points, work) <= highest * 1.001
 
 
-def test_prices_are_kept():
+def test_costs_are_kept():
     device = make_machine().devices[0]
-    prices = PriceList(device, threads=1, processes=1, step_bytes=0.0, precision="float32")
+    costs = CostModel(device, threads=1, processes=1, step_bytes=0.0, precision="float32")
     one = operation("forward", flops=10**9)
-    assert prices.price(one) == prices.price(one)
-    assert prices.price(one).times(3).total_s == pytest.approx(3.0)
+    assert costs.cost(one) == costs.cost(one)
+    assert costs.cost(one).times(3).total_s == pytest.approx(3.0)
 
 
-LINK = Link(
-    level="gloo", operation="all_reduce", latency_s=sheet(1e-3), bandwidth_bytes_per_s=sheet(1e9)
-)
+COST = collective("all_reduce")
 
 
 @given(st.lists(st.integers(1, 4 * MIB), max_size=30))
@@ -284,30 +309,30 @@ def test_buckets_keep_every_byte_in_order(sizes):
 
 
 def test_an_all_reduce_between_two_is_the_measurement_itself():
-    assert all_reduce_s(LINK, 10**9, 1) == (0.0, 0.0)
-    assert all_reduce_s(LINK, 10**9, 2) == (pytest.approx(1e-3), pytest.approx(1.0))
-    latency_s, move_s = all_reduce_s(LINK, 10**9, 1000)
+    assert all_reduce_s(COST, 10**9, 1) == (0.0, 0.0)
+    assert all_reduce_s(COST, 10**9, 2) == (pytest.approx(1e-3), pytest.approx(1.0))
+    latency_s, move_s = all_reduce_s(COST, 10**9, 1000)
     assert latency_s == pytest.approx(0.999)
     assert move_s == pytest.approx(2.0, rel=0.01)
-    assert broadcast_s(LINK, 0, 1) == 0.0
-    assert broadcast_s(LINK, 0, 8) == pytest.approx(3e-3)
+    assert broadcast_s(COST, 0, 1) == 0.0
+    assert broadcast_s(COST, 0, 8) == pytest.approx(3e-3)
 
 
 def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():
     early = [Bucket(bytes=MIB, ready_s=0.0)]
-    assert exposed_s(early, 1.0, LINK, 2, cpu_moves=False) == pytest.approx(0.0)
-    assert exposed_s(early, 1.0, LINK, 2, cpu_moves=True) == pytest.approx(MIB / 1e9)
+    assert exposed_s(early, 1.0, COST, 2, cpu_moves=False) == pytest.approx(0.0)
+    assert exposed_s(early, 1.0, COST, 2, cpu_moves=True) == pytest.approx(MIB / 1e9)
     late = [Bucket(bytes=MIB, ready_s=1.0)]
-    assert exposed_s(late, 1.0, LINK, 2, cpu_moves=False) == pytest.approx(1e-3 + MIB / 1e9)
-    assert exposed_s([], 1.0, LINK, 2, cpu_moves=True) == 0.0
+    assert exposed_s(late, 1.0, COST, 2, cpu_moves=False) == pytest.approx(1e-3 + MIB / 1e9)
+    assert exposed_s([], 1.0, COST, 2, cpu_moves=True) == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(1, MIB), st.floats(0, 1)), max_size=8), st.integers(2, 64))
 def test_exposed_time_is_at_most_all_of_it(pairs, ranks):
     buckets = [Bucket(bytes=size, ready_s=at) for size, at in sorted(pairs, key=lambda p: p[1])]
-    total_s = sum(math.fsum(all_reduce_s(LINK, one.bytes, ranks)) for one in buckets)
+    total_s = sum(math.fsum(all_reduce_s(COST, one.bytes, ranks)) for one in buckets)
     for cpu_moves in (False, True):
-        exposed = exposed_s(buckets, 1.0, LINK, ranks, cpu_moves=cpu_moves)
+        exposed = exposed_s(buckets, 1.0, COST, ranks, cpu_moves=cpu_moves)
         assert -1e-9 <= exposed <= total_s * (2 if cpu_moves else 1) + 1e-9
 
 

@@ -14,8 +14,10 @@ EXPORTS = {
     "cli": [],
     "core": [],
     "launch": [],
-    "perf": ["Estimate", "estimate"],
+    "perf": ["estimate"],
+    "probe": [],
     "report": [],
+    "runs": [],
     "store": [
         "Archives",
         "Folder",

@@ -6,10 +6,10 @@ import pytest
 from traces import Event, write_run
 
 from paceline.core.errors import Interrupted, RankLost, ScriptFailed
+from paceline.core.processes import Exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
-from paceline.launch.processes import Exit
-from paceline.launch.result import Failure
 from paceline.native import Recorder
+from paceline.runs.result import Failure
 from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
 

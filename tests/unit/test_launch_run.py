@@ -16,8 +16,9 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import run as run_module
-from paceline.launch.provenance import known_machine, versions
 from paceline.launch.run import RunConfig, prepare, summarize
+from paceline.probe.machine_file import known_machine
+from paceline.runs.versions import versions
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")

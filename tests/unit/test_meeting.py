@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from paceline.core import files
 from paceline.core.clock import ManualClock, SystemClock
 from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost, StorageError
+from paceline.core.processes import Exit
 from paceline.launch import meeting
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.meeting import Meeting, await_result, parts, refuse_taken
-from paceline.launch.processes import Exit
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 

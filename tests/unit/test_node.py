@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.launch.node import (
+from paceline.probe.node import (
     Limits,
     cache_bytes,
     cpu_name,

@@ -12,7 +12,7 @@ import pytest
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from paceline.core.clock import ManualClock, SystemClock
-from paceline.launch.processes import (
+from paceline.core.processes import (
     Exit, Stopped, become_reaper, descendants, end_descendants, ended_on_signal
 )
 FOREVER = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
@@ -139,7 +139,7 @@ def test_an_ignored_signal_stays_ignored():
 def test_a_process_ends_with_its_parent():
     run("""
     become_reaper()
-    child = ("import os, signal; from paceline.launch.processes import die_with_parent;"
+    child = ("import os, signal; from paceline.core.processes import die_with_parent;"
         "die_with_parent(os.getppid()); print(os.getpid(), flush=True); signal.pause()")
     parent = subprocess.Popen([sys.executable, "-c", "import subprocess, sys;"
         f"subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"], stdout=subprocess.PIPE)

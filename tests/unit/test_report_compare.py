@@ -5,9 +5,8 @@ from traces import Late, data_parallel, write_run
 
 from paceline.core.breakdown import Breakdown
 from paceline.report.compare import Comparison, compare, undisturbed
-from paceline.trace.blame import blame
+from paceline.trace.analysis import analyse
 from paceline.trace.merge import load_run
-from paceline.trace.phases import phases
 
 PREDICTED = Breakdown(input=0.001, forward=0.003, backward=0.005, transfer=0.001, optimizer=0.001)
 
@@ -15,8 +14,8 @@ PREDICTED = Breakdown(input=0.001, forward=0.003, backward=0.005, transfer=0.001
 def _compare(run, predicted=None, **kwargs):
     late = (Late(1, 18, 40, 80),)
     trace = load_run(write_run(run, data_parallel(2, 100, late=late)))
-    parts = phases(trace)
-    return compare(parts, blame(trace, parts), predicted, **kwargs)
+    analysis = analyse(trace)
+    return compare(analysis.phases, analysis.stragglers, predicted, **kwargs)
 
 
 def test_a_stragglers_window_and_the_warm_up_are_left_out(tmp_path):

@@ -9,8 +9,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from machines import collective
 from rich.console import Console
-from traces import Late, data_parallel, set_boot_id, write_run, write_trace
+from traces import (
+    Event,
+    Late,
+    data_parallel,
+    set_boot_id,
+    set_dropped_count,
+    write_run,
+    write_trace,
+)
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import (
@@ -20,15 +29,18 @@ from paceline.core.errors import (
     NotFound,
     PacelineError,
 )
-from paceline.core.machine import Device, Link, Machine, Quantity
-from paceline.launch.result import Failure, RunResult
-from paceline.perf import Estimate
+from paceline.core.estimate import Estimate
+from paceline.core.machine import Device, Machine, Quantity
+from paceline.core.plan import Mesh, Plan
+from paceline.core.plan_file import PlanFile
 from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
 from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
+from paceline.runs.result import Failure, RunResult
+from paceline.trace.clocks import ClockCorrection
+from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
-from paceline.trace.merge import Clock
 from paceline.trace.phases import RankPhases
 
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
@@ -46,13 +58,9 @@ SECTIONS = [
 
 def _machine(name="box"):
     quantity = Quantity(value=1e9, source="probe")
-    latency = Quantity(value=1e-4, source="probe")
-    links = tuple(
-        Link(level="gloo", operation=one, latency_s=latency, bandwidth_bytes_per_s=quantity)
-        for one in ("all_reduce", "broadcast")
-    )
+    costs = tuple(collective(one, 1e-4, 1e9) for one in ("all_reduce", "broadcast"))
     device = Device(name=name, kind="cpu", cores=2, memory_bytes=quantity)
-    return Machine(name=name, devices=(device,), links=links, missing=(name,))
+    return Machine(name=name, devices=(device,), collectives=costs, missing=(name,))
 
 
 def _estimate(name="net"):
@@ -60,8 +68,8 @@ def _estimate(name="net"):
     values = {
         "workload": name,
         "machine": name,
-        "world_size": 2,
-        "threads": 1,
+        "plan": Plan(mesh=Mesh(data=2)),
+        "trained_parameter_bytes": 1 << 20,
         "breakdown": predicted,
         "step_time_s": predicted.total_s,
         "low_s": 0.007,
@@ -72,8 +80,7 @@ def _estimate(name="net"):
         "shares": {name: 0.7, "compute": 0.3},
         "sources": {},
     }
-    known = {one.name for one in dataclasses.fields(Estimate)}
-    return Estimate(**{key: value for key, value in values.items() if key in known})
+    return Estimate(**values)
 
 
 def _run(folder, name="script.py", *, failure=None):
@@ -182,7 +189,7 @@ def _long(report, ranks, steps):
         SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
         for rank in range(ranks)
     )
-    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(Clock(),) * ranks)
+    trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)
     return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
 
 
@@ -196,7 +203,7 @@ def test_long_and_wide_runs_stay_small(tmp_path, ranks, steps):
 def test_an_unknown_clock_error_is_said(tmp_path):
     run = _run(tmp_path)
     report = gather(run)
-    clocks = (Clock(), Clock(offset_ns=5_000_000, drift=2e-5, error_ns=None))
+    clocks = (ClockCorrection(), ClockCorrection(offset_ns=5_000_000, drift=2e-5, error_ns=None))
     report = dataclasses.replace(report, trace=dataclasses.replace(report.trace, clocks=clocks))
     text = " ".join(_Tags(render_html(report)).texts)
     assert "5.00 ms 20.00 ppm unknown" in text
@@ -230,10 +237,7 @@ def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
 
 def test_ranks_that_lost_events_are_pointed_out(tmp_path):
     run = _run(tmp_path)
-    path = run / "trace" / trace_name(0)
-    data = bytearray(path.read_bytes())
-    data[104:112] = (7).to_bytes(8, "little")  # the header's count of dropped events
-    path.write_bytes(bytes(data))
+    set_dropped_count(run / "trace" / trace_name(0), 7)
     assert "7 events could not be recorded" in render_html(gather(run))
 
 
@@ -361,8 +365,15 @@ def test_steps_beyond_the_scale_are_marked():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"world_size": 4}, "the prediction is of 4 ranks, the run had 2"),
-        ({"threads": 3}, "the prediction is of 3 threads per rank, the run had 1"),
+        ({"plan": Plan(mesh=Mesh(data=4))}, "the prediction is of 4 ranks, the run had 2"),
+        ({"plan": Plan(mesh=Mesh(data=2), threads=3)}, "the prediction is of 3 threads per rank"),
+        ({"plan": Plan(mesh=Mesh(data=2), nodes=2)}, "the prediction is of 2 nodes, the run had 1"),
+        (
+            {"machine_digest": "sha256:0"},
+            "the prediction is for machine net, the run was on script.py",
+        ),
+        ({"machine_digest": "sha256:0", "machine": "script.py"}, "another measurement of machine"),
+        ({"trained_parameter_bytes": 3 << 20}, "3.00 MiB of gradients per step, the run reduced"),
     ],
 )
 def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words):
@@ -371,14 +382,35 @@ def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words
     (run / "config.json").write_text(json.dumps({**config, "threads": 1}))
     assert gather(run).comparison.step_time_error is not None
     other = dataclasses.replace(_estimate(), **changes)
-    (run / "estimate.json").write_text(other.to_text())
+    (run / "plan.json").write_text(PlanFile(plan=other.plan, estimate=other).to_text())
     report = gather(run)
     assert report.comparison.step_time_error is None
-    assert to_json(report)["unfit"] == words
+    assert words in to_json(report)["unfit"]
     assert words in render_html(report)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render_terminal(report))
     assert words in console.export_text()
+
+
+def test_the_run_says_itself_how_much_it_trained(tmp_path):
+    by_rank = data_parallel(2, 30)
+    for events in by_rank:  # gradients are reduced in four steps, and the optimizer steps after
+        events.append(Event(Kind.COUNTER, 1, 1, "trained_parameter_bytes", 0, 4 << 20))
+    run = write_run(tmp_path, by_rank)
+    for size, fits in ((4 << 20, True), (1 << 20, False)):
+        estimate = dataclasses.replace(_estimate(), trained_parameter_bytes=size)
+        (run / "plan.json").write_text(PlanFile(plan=estimate.plan, estimate=estimate).to_text())
+        found = gather(run).comparison
+        assert (found.step_time_error is not None) == fits
+        assert fits or "the run trained 4.00 MiB" in found.unfit
+
+
+def test_gradients_that_are_reduced_several_times_per_step_fit(tmp_path):
+    run = _run(tmp_path)  # 1 MiB per step
+    for size, fits in ((1 << 19, True), (1 << 20, True), (3 << 18, False), (1 << 21, False)):
+        estimate = dataclasses.replace(_estimate(), trained_parameter_bytes=size)
+        (run / "estimate.json").write_text(estimate.to_text())
+        assert (gather(run).comparison.unfit == "") == fits, size
 
 
 def test_the_demos_folder_stands_for_its_run(tmp_path):

@@ -11,8 +11,8 @@ import paceline.report.units
 import paceline.report.words
 import paceline.trace.communication
 from paceline.core.breakdown import Breakdown
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.report.words import meeting_place, summary_line, verdict
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.trace.blame import Straggler
 
 LATE = Straggler(

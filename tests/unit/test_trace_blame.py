@@ -6,21 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, write_run
 
-from paceline.trace.blame import BlameRules, blame, chance, excess_s, late_window, lateness_s
-from paceline.trace.events import DRAIN, NOT_RUNNING, RUNNING, Kind, Lane
+from paceline.trace.analysis import analyse
+from paceline.trace.blame import BlameRules, chance, excess_s, late_steps
+from paceline.trace.events import COMMUNICATION, DRAIN, NOT_RUNNING, RUNNING, Kind
 from paceline.trace.merge import load_run
-from paceline.trace.phases import phases
 
 STEPS = 120
 
 
-def _blame(run, by_rank):
-    trace = load_run(write_run(run, by_rank))
-    return blame(trace, phases(trace))
+def _stragglers(run, by_rank):
+    return analyse(load_run(write_run(run, by_rank))).stragglers
 
 
-def _lateness_ms(run, by_rank, steps):
-    return lateness_s(load_run(write_run(run, by_rank)), steps) * 1e3
+def _skew_ms(run, by_rank):
+    return analyse(load_run(write_run(run, by_rank))).skew_s * 1e3
 
 
 def _jitter_ns(seed, world_size, steps, scale_ms):
@@ -31,8 +30,8 @@ def _jitter_ns(seed, world_size, steps, scale_ms):
 @pytest.mark.parametrize(("ms", "accused"), [(4, False), (60, True)])
 def test_nobody_is_named_for_what_costs_the_run_next_to_nothing(tmp_path, ms, accused):
     late = (Late(1, ms, 300, 311),)  # 12 of 600 steps of 10 ms: 48 ms and 720 ms of 6 s
-    found = _blame(tmp_path, data_parallel(2, 600, late=late))
-    assert [one.rank for one in found] == ([1] if accused else [])
+    found = _stragglers(tmp_path, data_parallel(2, 600, late=late))
+    assert [straggler.rank for straggler in found] == ([1] if accused else [])
 
 
 @pytest.mark.parametrize("cause", ["data", "compute", "not_running"])
@@ -40,7 +39,7 @@ def test_nobody_is_named_for_what_costs_the_run_next_to_nothing(tmp_path, ms, ac
 def test_each_rank_is_found_for_each_cause(tmp_path, rank, cause):
     late = (Late(rank, 18, 40, 80, cause),)
     jitter_ns = _jitter_ns(1, 4, STEPS, 0.2)
-    (found,) = _blame(tmp_path, data_parallel(4, STEPS, late=late, jitter_ns=jitter_ns))
+    (found,) = _stragglers(tmp_path, data_parallel(4, STEPS, late=late, jitter_ns=jitter_ns))
     assert (found.rank, found.cause) == (rank, cause)
     assert (found.first_step, found.last_step) == (40, 80)
     assert found.late_ms == pytest.approx(18, rel=0.05)
@@ -48,7 +47,7 @@ def test_each_rank_is_found_for_each_cause(tmp_path, rank, cause):
 
 
 def test_a_rank_that_is_late_all_the_time_is_found(tmp_path):
-    (found,) = _blame(tmp_path, data_parallel(2, STEPS, late=(Late(1, 6, 0, STEPS),)))
+    (found,) = _stragglers(tmp_path, data_parallel(2, STEPS, late=(Late(1, 6, 0, STEPS),)))
     assert found.rank == 1
     assert found.first_step <= 1
     assert found.last_step == STEPS - 1
@@ -56,23 +55,26 @@ def test_a_rank_that_is_late_all_the_time_is_found(tmp_path):
 
 def test_the_costliest_of_several_comes_first(tmp_path):
     late = (Late(2, 8, 10, 30), Late(5, 12, 50, 110, "compute"))
-    found = _blame(tmp_path, data_parallel(8, STEPS, late=late))
-    assert [(one.rank, one.cause) for one in found] == [(5, "compute"), (2, "data")]
+    found = _stragglers(tmp_path, data_parallel(8, STEPS, late=late))
+    assert [(late.rank, late.cause) for late in found] == [
+        (5, "compute"),
+        (2, "data"),
+    ]
 
 
 def test_three_slow_ranks_of_eight_are_all_found(tmp_path):
     late = tuple(Late(rank, 10, 20, 90) for rank in (1, 4, 6))
-    found = _blame(tmp_path, data_parallel(8, STEPS, late=late))
-    assert sorted(one.rank for one in found) == [1, 4, 6]
+    found = _stragglers(tmp_path, data_parallel(8, STEPS, late=late))
+    assert sorted(straggler.rank for straggler in found) == [1, 4, 6]
 
 
 def test_nobody_is_late_alone_or_in_a_few_steps(tmp_path):
-    assert _blame(tmp_path / "alone", data_parallel(1, STEPS, late=(Late(0, 9, 0, 99),))) == ()
-    assert _blame(tmp_path / "short", data_parallel(2, 7, late=(Late(0, 9, 0, 6),))) == ()
+    assert _stragglers(tmp_path / "alone", data_parallel(1, STEPS, late=(Late(0, 9, 0, 99),))) == ()
+    assert _stragglers(tmp_path / "short", data_parallel(2, 7, late=(Late(0, 9, 0, 6),))) == ()
 
 
 def test_one_hiccup_makes_no_straggler(tmp_path):
-    assert _blame(tmp_path, data_parallel(2, STEPS, late=(Late(1, 500, 60, 60),))) == ()
+    assert _stragglers(tmp_path, data_parallel(2, STEPS, late=(Late(1, 500, 60, 60),))) == ()
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,7 +103,7 @@ def test_noise_is_not_accused(seed, world_size, scale_ms, shape):
     excess = excess_s(late)
     accused = 0
     for i in range(world_size):
-        window = late_window(excess[i], rules.min_late_s, rules)
+        window = late_steps(excess[i], rules.min_late_s, rules)
         if window is not None:
             accused += chance(excess > rules.min_late_s, i, window) <= rules.max_chance / 100
     assert accused == 0
@@ -117,7 +119,7 @@ def test_noise_is_not_accused(seed, world_size, scale_ms, shape):
     cause=st.sampled_from(["data", "compute"]),
     data=st.data(),
 )
-def test_windows_end_where_lateness_ends(
+def test_step_ranges_end_where_the_delay_ends(
     tmp_path_factory, seed, world_size, first, length, ms, cause, data
 ):
     rank = data.draw(st.integers(0, world_size - 1))
@@ -125,7 +127,7 @@ def test_windows_end_where_lateness_ends(
     late = (Late(rank, ms, first, last, cause),)
     jitter_ns = _jitter_ns(seed, world_size, STEPS, 0.3)
     by_rank = data_parallel(world_size, STEPS, late=late, jitter_ns=jitter_ns)
-    (found,) = _blame(tmp_path_factory.mktemp("run"), by_rank)
+    (found,) = _stragglers(tmp_path_factory.mktemp("run"), by_rank)
     assert (found.rank, found.cause) == (rank, cause)
     assert abs(found.first_step - first) <= 0.1 * length
     assert abs(found.last_step - last) <= 0.1 * length
@@ -138,11 +140,11 @@ def test_a_rank_whose_threads_queue_behind_its_own_computing_computes_longer(tmp
     for step in range(40, 81):
         for name in (RUNNING, NOT_RUNNING):
             by_rank[0].append(Event(Kind.COUNTER, 1, 1, name, step, 18 * MS))
-    (found,) = _blame(tmp_path, by_rank)
+    (found,) = _stragglers(tmp_path, by_rank)
     assert (found.rank, found.cause) == (0, "compute")
 
 
-# --- what lateness is -------------------------------------------------------------------------
+# --- what skew is -------------------------------------------------------------------------
 
 
 def _sync_step(step, begin_ms, parts):
@@ -161,7 +163,7 @@ def _sync_step(step, begin_ms, parts):
                 "group 0",
                 sequence,
                 peer,
-                Lane.COMMUNICATION,
+                location=COMMUNICATION,
             ),
             Event(Kind.WAIT, issue, end, name, step, 0, "group 0", sequence, peer),
         ]
@@ -201,16 +203,16 @@ def _hidden_culprit(steps, slow_ms):
 
 def test_a_broadcast_does_not_hide_its_slow_root(tmp_path):
     by_rank = _hidden_culprit(30, 20)
-    late_ms = _lateness_ms(tmp_path / "once", by_rank, 30)
+    skew_ms = _skew_ms(tmp_path / "once", by_rank)
     # From the second step on: rank 0 took 20 ms longer for data, rank 1 computed 1 ms longer.
-    assert late_ms[0, 1:] == pytest.approx(19.0, abs=0.01)
-    assert late_ms[1, 1:] == pytest.approx(0.0, abs=0.01)
-    (found,) = _blame(tmp_path / "again", by_rank)
+    assert skew_ms[0, 1:] == pytest.approx(19.0, abs=0.01)
+    assert skew_ms[1, 1:] == pytest.approx(0.0, abs=0.01)
+    (found,) = _stragglers(tmp_path / "again", by_rank)
     assert (found.rank, found.cause) == (0, "data")
 
 
-def test_latenesses_at_several_meetings_of_a_step_add_up(tmp_path):
-    """After the first all-reduce all are equal again, so the second lateness is a new one."""
+def test_skews_at_several_syncs_of_a_step_add_up(tmp_path):
+    """After the first all-reduce all are equal again, so the second skew is a new one."""
     ranks = [[], []]
     at = 100.0
     for step in range(10):
@@ -229,12 +231,12 @@ def test_latenesses_at_several_meetings_of_a_step_add_up(tmp_path):
             )
             ranks[rank].append(Event(Kind.STEP, round(at * MS), round(end * MS), "step", step))
         at = end
-    late_ms = _lateness_ms(tmp_path, ranks, 10)
-    assert late_ms[1, 1:] == pytest.approx(8.0)
-    assert late_ms[0] == pytest.approx(0.0)
+    skew_ms = _skew_ms(tmp_path, ranks)
+    assert skew_ms[1, 1:] == pytest.approx(8.0)
+    assert skew_ms[0] == pytest.approx(0.0)
 
 
-def test_buckets_of_one_backward_are_one_meeting(tmp_path):
+def test_buckets_of_one_backward_count_once(tmp_path):
     """Two buckets, both 5 ms late, drained together: the rank is 5 ms late, not 10."""
     ranks = [[], []]
     at = 100.0
@@ -253,7 +255,7 @@ def test_buckets_of_one_backward_are_one_meeting(tmp_path):
                         64,
                         "group 0",
                         2 * step + 1 + i,
-                        lane=Lane.COMMUNICATION,
+                        location=COMMUNICATION,
                     )
                 )
             computed, finished = round(issue[rank][1] * MS), round(end * MS)
@@ -263,9 +265,9 @@ def test_buckets_of_one_backward_are_one_meeting(tmp_path):
                 Event(Kind.STEP, round(at * MS), finished, "step", step),
             ]
         at = end
-    late_ms = _lateness_ms(tmp_path, ranks, 10)
-    assert late_ms[1, 1:] == pytest.approx(5.0)
-    assert late_ms[0] == pytest.approx(0.0)
+    skew_ms = _skew_ms(tmp_path, ranks)
+    assert skew_ms[1, 1:] == pytest.approx(5.0)
+    assert skew_ms[0] == pytest.approx(0.0)
 
 
 def test_excess_is_over_the_median_of_the_others():

@@ -7,7 +7,7 @@ import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.chrome import chrome_json
-from paceline.trace.events import DRAIN, NOT_RUNNING, Kind, Lane
+from paceline.trace.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
 from paceline.trace.merge import load_run
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chrome.json"
@@ -24,7 +24,7 @@ def _collective(begin_ms, end_ms, sequence, name="all_reduce", peer=-1):
         "group 0",
         sequence,
         peer,
-        Lane.COMMUNICATION,
+        location=COMMUNICATION,
     )
 
 

@@ -1,10 +1,12 @@
 """Collectives in numbers, and a trace's summary."""
 
+import numpy as np
 import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
-from paceline.trace.communication import communication, size_class_bytes
-from paceline.trace.events import Kind, Lane
+from paceline.trace.analysis import analyse
+from paceline.trace.communication import size_classes_bytes
+from paceline.trace.events import COMMUNICATION, Kind
 from paceline.trace.merge import load_run
 from paceline.trace.stats import TraceStats, summarize_trace
 
@@ -12,7 +14,7 @@ from paceline.trace.stats import TraceStats, summarize_trace
 def test_transfer_begins_when_the_last_rank_is_there(tmp_path):
     late = (Late(1, 7, 0, 19),)
     trace = load_run(write_run(tmp_path, data_parallel(2, 20, late=late, amount=1 << 20)))
-    (one,) = communication(trace)
+    (one,) = analyse(trace).traffic
     assert (one.operation, one.group, one.ranks) == ("all_reduce", "group default", 2)
     assert (one.count, one.bytes, one.typical_bytes) == (20, 20 << 20, 1 << 20)
     assert one.transfer_s == pytest.approx(0.001)
@@ -32,7 +34,7 @@ def test_sizes_groups_and_operations_are_kept_apart(tmp_path):
             amount,
             group,
             sequence,
-            lane=Lane.COMMUNICATION,
+            location=COMMUNICATION,
         )
 
     events = [
@@ -42,7 +44,7 @@ def test_sizes_groups_and_operations_are_kept_apart(tmp_path):
         event("all_reduce", "b", 1, 1000),
         event("barrier", "a", 4, 0),
     ]
-    found = communication(load_run(write_run(tmp_path, [events, events])))
+    found = analyse(load_run(write_run(tmp_path, [events, events]))).traffic
     assert {(one.operation, one.group, one.size_class_bytes, one.count) for one in found} == {
         ("all_reduce", "a", 1024, 2),
         ("all_reduce", "a", 8192, 1),
@@ -53,18 +55,20 @@ def test_sizes_groups_and_operations_are_kept_apart(tmp_path):
     assert found[0].count == 2  # the costliest first
 
 
-@pytest.mark.parametrize(("amount", "size"), [(0, 0), (1, 1), (2, 2), (3, 4), (1024, 1024)])
+@pytest.mark.parametrize(
+    ("amount", "size"), [(0, 0), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)]
+)
 def test_size_classes_hold_their_bytes(amount, size):
-    assert size_class_bytes(amount) == size
+    assert size_classes_bytes(np.array([amount])).tolist() == [size]
 
 
 def test_a_trace_without_collectives_has_no_traffic(tmp_path):
     run = write_run(tmp_path, [[Event(Kind.FORWARD, 0, MS, "forward")]])
-    assert communication(load_run(run)) == ()
+    assert analyse(load_run(run)).traffic == ()
 
 
 def test_the_summary_counts_and_round_trips(tmp_path):
-    stats = summarize_trace(load_run(write_run(tmp_path, data_parallel(2, 20))))
+    stats = summarize_trace(analyse(load_run(write_run(tmp_path, data_parallel(2, 20)))))
     assert stats.world_size == 2
     assert stats.ranks[1].events["collective"] == 20
     assert stats.ranks[0].steps == 20

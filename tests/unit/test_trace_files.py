@@ -1,14 +1,17 @@
-"""Trace files: whole, cut short by a crash, damaged."""
+"""Trace files: complete, cut short by a crash, damaged."""
 
+import os
 import struct
 
+import numpy as np
 import pytest
-from traces import MS, Event, write_trace
+from traces import MS, Event, with_checksums, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound
 from paceline.native import Recorder, crc32c
-from paceline.trace.events import Kind
-from paceline.trace.files import HEADER_BYTES, read_status, read_trace, trace_name
+from paceline.trace.events import EVENT_DTYPE, Group, Kind, Location, LocationType
+from paceline.trace.files import read_status, read_trace, trace_name
+from paceline.trace.header import FIXED_END, HEADER_BYTES, LIVE_END
 
 FIRST = [Event(Kind.FORWARD, i * MS, i * MS + 5, f"name {i}", step=i) for i in range(4)]
 
@@ -17,12 +20,12 @@ def _write_blocks(path):
     """Return a trace's bytes after its first flush and after its second one, never closed."""
     recorder = Recorder(str(path), 3, 8, flush_interval_s=60.0)
     name = recorder.intern("first")
-    recorder.record(int(Kind.FORWARD), 0, name, 1, 2, 0, 0, 0, -1, 0)
+    recorder.record(int(Kind.FORWARD), 0, name, 1, 2, step=0)
     recorder.flush()
     first = path.read_bytes()
     name = recorder.intern("second")
-    recorder.record(int(Kind.BACKWARD), 0, name, 2, 3, 0, 0, 0, -1, 0)
-    recorder.record(int(Kind.OPTIMIZER), 0, name, 3, 4, 0, 0, 0, -1, 0)
+    recorder.record(int(Kind.BACKWARD), 0, name, 2, 3, step=0)
+    recorder.record(int(Kind.OPTIMIZER), 0, name, 3, 4, step=0)
     recorder.flush()
     second = path.read_bytes()
     recorder.close()
@@ -98,15 +101,63 @@ def test_any_flipped_byte_of_a_block_is_noticed_and_its_rank_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("at", "value", "match"),
-    [(0, 0, "not a Paceline trace"), (8, 99, "format version 99"), (84, 77, "phase 77")],
+    [
+        (0, 0, "not a Paceline trace"),
+        (8, 99, "format version 99"),
+        (8, 0, "format version 0"),
+        (84, 77, "phase 77"),
+    ],
 )
 def test_headers_of_other_kinds_are_refused(tmp_path, at, value, match):
     path = write_trace(tmp_path / "one", 0, 1, FIRST)
     data = bytearray(path.read_bytes())
     data[at : at + 4] = struct.pack("<I", value)
-    path.write_bytes(bytes(data))
+    path.write_bytes(with_checksums(data))
     with pytest.raises(CorruptTrace, match=match):
         read_trace(path)
+
+
+def test_any_flipped_byte_of_a_closed_header_is_noticed(tmp_path):
+    path = write_trace(tmp_path / "one", 5, 8, FIRST)
+    whole = path.read_bytes()
+    for at in range(LIVE_END + 4):
+        data = bytearray(whole)
+        data[at] ^= 0x10
+        path.write_bytes(bytes(data))
+        with pytest.raises(CorruptTrace):
+            read_status(path)
+
+
+def test_the_fixed_part_of_an_open_header_is_checked_and_its_live_part_taken_as_it_is(tmp_path):
+    path = write_trace(tmp_path / "one", 5, 8, FIRST, close=False)
+    whole = path.read_bytes()
+    for at, value in ((FIXED_END, 7), (LIVE_END, 7)):  # the step, and a checksum not yet written
+        data = bytearray(whole)
+        data[at] = value
+        path.write_bytes(bytes(data))
+        assert not read_status(path).closed
+    data = bytearray(whole)
+    data[12] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(CorruptTrace, match="fixed part"):
+        read_status(path)
+
+
+def test_groups_and_locations_come_back(tmp_path):
+    recorder = Recorder(str(tmp_path / "one"), 0, 4)
+    group = recorder.define_group("group 1", [2, 0, 3])
+    stream = recorder.define_location(int(LocationType.STREAM), "copies", 11, 7)
+    recorder.record(int(Kind.COPY), stream, 0, 1, 2, group=group)
+    recorder.close()
+    trace = read_trace(tmp_path / "one")
+    assert trace.groups == (Group(name=""), Group(name="group 1", members=(2, 0, 3)))
+    main, lane, copies = trace.locations
+    assert (main.type, main.name) == (LocationType.THREAD, "main")
+    assert main.process == os.getpid()
+    assert lane.type == LocationType.COMMUNICATION
+    assert copies == Location(type=LocationType.STREAM, name="copies", process=11, number=7)
+    assert trace.events["location"].tolist() == [2]
+    assert trace.groups[trace.events["group"][0]].members == (2, 0, 3)
 
 
 def _with_block(path, kind, count, payload):
@@ -117,14 +168,29 @@ def _with_block(path, kind, count, payload):
     path.write_bytes(data + block)
 
 
+def _event(**fields):
+    event = np.zeros(1, EVENT_DTYPE)
+    event["kind"] = Kind.FORWARD
+    for field, value in fields.items():
+        event[field] = value
+    return event.tobytes()
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "payload", "match"),
     [
         (1, 2, b"\0" * 48, "length does not fit"),
         (2, 1, b"\1", "name block is too short"),
-        (1, 1, struct.pack("<QQQIIIIiBBH", 1, 2, 0, 0, 99, 0, 0, -1, 3, 0, 0), "refers to a name"),
-        (1, 1, struct.pack("<QQQIIIIiBBH", 9, 2, 0, 0, 0, 0, 0, -1, 3, 0, 0), "ends before"),
-        (1, 1, struct.pack("<QQQIIIIiBBH", 1, 2, 0, 0, 0, 0, 0, -1, 50, 0, 0), "unknown kind"),
+        (1, 1, _event(name=99), "refers to a name"),
+        (1, 1, _event(group=9), "refers to a group"),
+        (1, 1, _event(location=9), "refers to a location"),
+        (1, 1, _event(begin_ns=9, end_ns=2), "ends before"),
+        (1, 1, _event(kind=50), "unknown kind"),
+        (1, 1, _event(kind=0), "unknown kind"),
+        (3, 1, struct.pack("<II", 0, 5), "group block is too short"),
+        (3, 1, struct.pack("<II", 99, 0), "definition refers to a name"),
+        (4, 2, b"\0" * 16, "location block's length"),
+        (4, 1, struct.pack("<IIII", 9, 0, 0, 0), "location type 9"),
     ],
 )
 def test_what_is_whole_but_makes_no_sense_is_refused(tmp_path, kind, count, payload, match):

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 from paceline.core import errors
-from paceline.trace.events import EVENT_DTYPE, Kind
-from paceline.trace.files import _BLOCK, _HEADER
+from paceline.trace.events import EVENT_DTYPE, FORMAT_VERSION, IDLE, Kind, LocationType
+from paceline.trace.files import BLOCK, LOCATION
+from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, LIVE_END
+from paceline.trace.version1 import EVENT_DTYPE_V1
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {"u8": 1, "u16": 2, "u32": 4, "i32": 4, "u64": 8, "8 bytes": 8, "40 bytes": 40}
@@ -23,25 +25,47 @@ def _layouts(page):
     return layouts
 
 
+def _page():
+    return (DOCS / "reference/trace-format.md").read_text()
+
+
 def test_the_trace_pages_byte_layouts_are_the_codes():
-    header, block, event = _layouts((DOCS / "reference/trace-format.md").read_text())
-    for layout in (header, block, event):
+    header, block, group, location, event, event_v1 = _layouts(_page())
+    for layout in (header, block, group, location, event, event_v1):
         at = 0
         for offset, size, _ in layout:
             assert offset == at
             at += size
-    assert header[-1][0] + header[-1][1] == _HEADER.size
-    assert block[-1][0] + block[-1][1] == _BLOCK.size
-    fields = {field: (offset, size) for offset, size, field in event}
-    assert EVENT_DTYPE.fields is not None
-    for name, (dtype, offset, *_) in EVENT_DTYPE.fields.items():
-        assert fields[name] == (offset, dtype.itemsize)
+    for layout, struct in ((header, HEADER), (block, BLOCK), (location, LOCATION)):
+        assert layout[-1][0] + layout[-1][1] == struct.size
+    for layout, dtype in ((event, EVENT_DTYPE), (event_v1, EVENT_DTYPE_V1)):
+        fields = {field: (offset, size) for offset, size, field in layout}
+        assert dtype.fields is not None
+        assert fields == {
+            name: (offset, kind.itemsize) for name, (kind, offset, *_) in dtype.fields.items()
+        }
 
 
-def test_the_trace_page_lists_every_kind():
-    page = (DOCS / "reference/trace-format.md").read_text()
+def test_the_trace_page_says_what_the_headers_checksums_are_of():
+    page = _page()
+    (header, *_) = _layouts(page)
+    at = {field: offset for offset, _, field in header}
+    assert f"# The trace format, version {FORMAT_VERSION}\n" in page
+    assert at["fixed_checksum"] == FIXED_CHECKSUM_AT
+    assert at["step"] == FIXED_END
+    assert at["live_checksum"] == LIVE_END
+    assert f"of bytes 0 to {FIXED_CHECKSUM_AT - 1}, then {FIXED_CHECKSUM_AT + 4} to 79" in page
+    assert f"of bytes {FIXED_END} to {LIVE_END - 1} of the closed file" in page
+
+
+def test_the_trace_page_lists_every_kind_and_type_of_location():
+    page = _page()
     listed = {int(row[0]): row[1] for row in re.findall(r"^\| (\d+) \| (\w+) \|", page, re.M)}
     assert listed == {int(kind): kind.name.lower() for kind in Kind}
+    assert IDLE not in listed
+    (types,) = re.findall(r"u32       type +(1 process.*)", page)
+    words = {int(number): word for number, word in re.findall(r"(\d) (\w+)", types)}
+    assert words == {int(kind): kind.name.lower() for kind in LocationType}
 
 
 def test_every_exit_code_is_explained():

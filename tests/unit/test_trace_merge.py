@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, set_boot_id, write_run, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound, StorageError
-from paceline.trace.events import Kind, Lane
+from paceline.trace.clocks import ClockCorrection, fit_clock
+from paceline.trace.events import COMMUNICATION, Kind
 from paceline.trace.files import read_trace, trace_name
-from paceline.trace.merge import Clock, fit_clock, load_run, merge
+from paceline.trace.merge import load_run, merge
 
 
 def _shifted(events, shift_ns):
@@ -21,7 +22,7 @@ def _shifted(events, shift_ns):
 
 def test_ranks_of_one_node_share_a_clock(tmp_path):
     trace = load_run(write_run(tmp_path, data_parallel(3, 5)))
-    assert trace.clocks == (Clock(),) * 3
+    assert trace.clocks == (ClockCorrection(),) * 3
     assert trace.world_size == 3
 
 
@@ -55,7 +56,7 @@ def test_the_true_offset_lies_within_the_error_whoever_is_late(tmp_path_factory,
                     8,
                     "group 0",
                     i + 1,
-                    lane=Lane.COMMUNICATION,
+                    location=COMMUNICATION,
                 )
             )
         at = end

@@ -19,10 +19,10 @@
 
 namespace paceline {
 
-constexpr std::uint32_t trace_format_version = 1;
+constexpr std::uint32_t trace_format_version = 2;
 
+// What an event is. No kind has the number 0: it stands for "idle" in a header.
 enum class Kind : std::uint8_t {
-  step = 0,
   input = 1,
   copy = 2,
   forward = 3,
@@ -32,20 +32,39 @@ enum class Kind : std::uint8_t {
   wait = 7,
   checkpoint = 8,
   counter = 9,
+  step = 10,
+  send = 11,
+  recv = 12,
 };
 
+// The state of a rank: idle, or the number of the Kind that it is in.
+enum class Phase : std::uint32_t { idle = 0 };
+
+constexpr Phase phase_of(Kind kind) noexcept { return static_cast<Phase>(kind); }
+
+// Where events happen. Events of a communication lane overlap, those of other locations are nested.
+enum class LocationType : std::uint32_t { process = 1, thread = 2, stream = 3, communication = 4 };
+
+// Two locations are in every file: the thread of the training loop, and a lane of collectives.
+constexpr std::uint16_t main_location = 0;
+constexpr std::uint16_t communication_location = 1;
+
+// Flags of an event. The end of a call without a known completion is the moment when it returned.
+constexpr std::uint8_t completion_unknown = 1;
+
 struct Event {  // little-endian on disk, 48 bytes
-  std::uint64_t begin_ns;
-  std::uint64_t end_ns;
-  std::uint64_t amount;    // bytes moved; a counter's value
-  std::uint32_t step;
-  std::uint32_t name;      // index into the names, in order of their first use
-  std::uint32_t group;     // name index of the process group; 0 = none
-  std::uint32_t sequence;  // of the collective within its group, from 1; 0 = none
-  std::int32_t peer;       // rank of the other side or root; -1 = none
-  Kind kind;
-  std::uint8_t lane;
-  std::uint16_t reserved;
+  std::uint64_t begin_ns = 0;
+  std::uint64_t end_ns = 0;
+  std::uint64_t amount = 0;    // bytes that this rank gave; a counter's value
+  std::uint32_t step = 0;
+  std::uint32_t sequence = 0;  // collective: of its group; send, recv: of (group, peer, tag); from 1
+  std::int32_t peer = -1;      // global rank of the root or of the other side; -1 = none
+  std::int32_t tag = 0;        // of a send or recv
+  std::uint16_t name = 0;      // index into the names
+  std::uint16_t group = 0;     // index into the groups
+  std::uint16_t location = main_location;  // index into the locations
+  Kind kind = Kind::step;
+  std::uint8_t flags = 0;
 };
 static_assert(sizeof(Event) == 48);
 
@@ -56,19 +75,20 @@ struct TraceHeader {
   std::uint32_t version;
   std::uint32_t rank;
   std::uint32_t world_size;
-  std::uint32_t reserved;
+  std::uint32_t fixed_checksum;  // of all fixed fields but itself
   std::uint64_t opened_monotonic_ns;
   std::uint64_t opened_realtime_ns;
   char boot_id[40];  // equal on ranks that share one monotonic clock
   // live from here on
   std::atomic<std::uint32_t> step;
-  std::atomic<std::uint32_t> phase;   // a Kind; Kind::step stands for "between phases"
+  std::atomic<std::uint32_t> phase;   // a Phase
   std::atomic<std::uint32_t> closed;  // 1 once the file is complete
   std::atomic<std::uint32_t> error;   // errno of the first failed write, or 0
   std::atomic<std::uint64_t> recorded_count;
   std::atomic<std::uint64_t> dropped_count;
   std::atomic<std::uint64_t> peak_memory_bytes;
   std::atomic<std::uint64_t> written_bytes;  // the file's length up to the last whole block
+  std::atomic<std::uint32_t> live_checksum;  // of the live fields before it; 0 until closed
 };
 static_assert(sizeof(TraceHeader) <= 4096);
 
@@ -91,14 +111,21 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // The number that stands for `name` from now on.
-  std::uint32_t intern(const std::string& name);
+  // The number that stands for `name` from now on; 0, which means "none", once 65,535 are taken.
+  std::uint16_t intern(const std::string& name);
+  // The number of the group of this name and these members, global ranks in order of their rank in
+  // the group; no members: not known. 0 once 65,535 groups are taken.
+  std::uint16_t define_group(const std::string& name, const std::vector<std::uint32_t>& members);
+  // The number of a location: `number` is a thread's id or a stream's number in its process. Once
+  // 65,535 locations are taken, that of the main thread.
+  std::uint16_t define_location(LocationType type, const std::string& name, std::uint32_t process,
+                                std::uint32_t number);
 
   // Marks the phase that this rank is in and returns now.
-  std::uint64_t begin(Kind kind);
-  // Records [begin_ns, now] and goes back to the phase `outer`. Returns now.
-  std::uint64_t end(Kind kind, std::uint32_t name, std::uint64_t begin_ns, std::uint64_t amount,
-                    Kind outer);
+  std::uint64_t begin(Phase phase);
+  // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
+  std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
+                    Phase outer);
   void record(const Event& event);
   // Ends the current step now: records it with the time its threads ran and waited for a core.
   std::uint64_t end_step();
@@ -109,15 +136,27 @@ class Recorder {
   std::uint64_t dropped_count() const noexcept;
 
   void flush();
-  // Writes what is left and marks the file complete. Idempotent.
+  // Writes what is left and marks the file complete. Idempotent. Calls that come later do nothing;
+  // none but `record` may run at the same time.
   void close();
 
  private:
-  enum class Block : std::uint32_t { events = 1, names = 2 };
+  enum class Block : std::uint32_t { events = 1, names = 2, groups = 3, locations = 4 };
+
+  // Definitions that wait to be written, in the layout of the file.
+  struct Definitions {
+    std::string payload;
+    std::uint32_t count = 0;
+  };
 
   bool owned() const noexcept;
-  void append(const Event& event);                // with shared_->mutex held
-  void write_pending();                           // with writer_mutex_ held
+  bool recording() const noexcept;  // in the owner's process, before `close`
+  std::uint16_t intern_locked(const std::string& name);  // with shared_->mutex held
+  static std::uint16_t define(std::unordered_map<std::string, std::uint16_t>& table,
+                              Definitions& fresh, const std::string& entry);
+  void append(const Event& event);                       // with shared_->mutex held
+  void write_pending();                                  // with writer_mutex_ held
+  void write_definitions(Block type, const Definitions& definitions);
   void write_block(Block type, std::uint32_t count, const void* payload, std::size_t size);
   void write_loop();
   static void* write_loop_entry(void* self);
@@ -126,6 +165,7 @@ class Recorder {
   int descriptor_ = -1;
   TraceHeader* header_ = nullptr;
   std::uint64_t generation_;
+  std::atomic<bool> closed_ = false;
 
   // What the writer thread shares with the others. A child forked while they hold it must not even
   // destroy it (a condition variable waits for its waiters, and there they do not exist): it leaks.
@@ -133,8 +173,12 @@ class Recorder {
     std::mutex mutex;  // guards the rest; held for nanoseconds
     std::vector<Event> active;
     std::vector<Event> spare;
-    std::unordered_map<std::string, std::uint32_t> names;
-    std::vector<std::string> new_names;
+    std::unordered_map<std::string, std::uint16_t> names;
+    std::unordered_map<std::string, std::uint16_t> groups;     // by name and members, as written
+    std::unordered_map<std::string, std::uint16_t> locations;  // by all fields, as written
+    Definitions new_names;
+    Definitions new_groups;
+    Definitions new_locations;
     std::condition_variable wake;
     bool stopping = false;
   };
@@ -147,9 +191,9 @@ class Recorder {
 
   std::atomic<std::uint32_t> step_ = 0;           // only the training loop's thread moves these two,
   std::atomic<std::uint64_t> step_begin_ns_ = 0;  // but backward's threads read them
-  std::uint32_t step_name_ = 0;
-  std::uint32_t running_name_ = 0;
-  std::uint32_t not_running_name_ = 0;
+  std::uint16_t step_name_ = 0;
+  std::uint16_t running_name_ = 0;
+  std::uint16_t not_running_name_ = 0;
   ThreadUsage usage_;
   ThreadTimes before_;  // at the end of the previous step
 };

@@ -23,7 +23,7 @@ def doctor(context: click.Context, folder: Path, as_json: bool) -> None:
     Looks at cores, memory, /dev/shm, the file system, torch, MPI, Slurm, GPUs and the clock.
     Ends with 1 only when training here cannot work.
     """
-    from paceline.launch.doctor import diagnose
+    from paceline.probe.doctor import diagnose
 
     findings = diagnose(folder)
     if as_json:

@@ -12,7 +12,11 @@ import click
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=1, help="Ranks [default: 1].")
 @click.option("--machine", type=click.Path(path_type=Path), help="Machine [default: as probed].")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads per rank [default: share].")
-@click.option("--out", type=click.Path(path_type=Path), help="File for the estimate, as JSON.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="File for the plan: paceline run --plan takes it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON on stdout.")
 def plan(
     target: str,
@@ -29,19 +33,20 @@ def plan(
     neither run nor changed.
     """
     from paceline.core.files import commit_text, prepare_file
-    from paceline.launch.predict import predict
+    from paceline.studies.predict import predict
 
     if out is not None:
         prepare_file(out)
-    estimate = predict(target, ranks=ranks, threads=threads, machine_path=machine)
+    planned = predict(target, ranks=ranks, threads=threads, machine_path=machine)
+    assert planned.estimate is not None
     if out is not None:
-        commit_text(out, estimate.to_text())
+        commit_text(out, planned.to_text())
         click.echo(f"plan: wrote {out}", err=True)
     if as_json:
-        click.echo(estimate.to_text(), nl=False)
+        click.echo(planned.estimate.to_text(), nl=False)
     else:
         from rich.console import Console
 
         from paceline.report.terminal import render_estimate
 
-        Console(highlight=False).print(render_estimate(estimate))
+        Console(highlight=False).print(render_estimate(planned.estimate))

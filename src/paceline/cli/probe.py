@@ -25,8 +25,8 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
     Takes up to 20 seconds; leave the machine alone meanwhile. `paceline plan` predicts from it.
     """
     from paceline.core.files import commit_text, prepare_file
-    from paceline.launch.probe import measure, summary
-    from paceline.launch.provenance import machine_path
+    from paceline.probe.machine_file import machine_path
+    from paceline.probe.measure import measure, summary
 
     path = out or machine_path()
     prepare_file(path)  # rather than after 20 seconds of measuring

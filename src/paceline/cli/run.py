@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 @click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
 @click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
 @click.option(
-    "--estimate", type=click.Path(path_type=Path), help="Compare with what plan --out wrote."
+    "--plan",
+    "plan_path",
+    type=click.Path(path_type=Path),
+    help="Follow the plan that paceline plan --out wrote, and compare with its estimate.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
@@ -36,7 +39,7 @@ def run(
     record: bool | None,
     bind: bool | None,
     machine: Path | None,
-    estimate: Path | None,
+    plan_path: Path | None,
     as_json: bool,
     dry_run: bool,
     script: Path,
@@ -53,19 +56,29 @@ def run(
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
+    from paceline.core.plan_file import load_plan_file
     from paceline.launch.failures import first_traceback
     from paceline.launch.run import RunConfig, execute, prepare, trace_warnings
+    from paceline.probe.machine_file import known_machine
+    from paceline.report.fit import machine_difference
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}
-    job = prepare(script, args, resolve(RunConfig, "run", flags=flags), out, clock)
+    resolved = resolve(RunConfig, "run", flags=flags)
+    plan = load_plan_file(plan_path) if plan_path is not None else None
+    job = prepare(script, args, resolved, out, clock, plan=plan)
     _warn(job.warnings)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
+    described = known_machine(machine)
+    if plan is not None and plan.estimate is not None:
+        difference = machine_difference(plan.estimate, described.digest(), described.name)
+        if difference:
+            _warn([f"the report will not compare this run with its plan: {difference}"])
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
-            result = execute(job, machine_path=machine, estimate_path=estimate, clock=clock)
+            result = execute(job, machine=described, clock=clock)
     except PacelineError as error:
         if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
             click.echo(text, err=True)

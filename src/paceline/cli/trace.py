@@ -33,7 +33,7 @@ def export(run: Path, form: str, out: Path | None) -> None:
     """Write the events of all ranks of RUN, on one clock, to one file."""
     from paceline.core.errors import DestinationExists, NotFound
     from paceline.core.files import commit_chunks
-    from paceline.launch.result import run_folder
+    from paceline.runs.result import run_folder
     from paceline.trace.chrome import chrome_json
     from paceline.trace.merge import load_run
 
@@ -58,12 +58,13 @@ def stats(run: Path, as_json: bool) -> None:
     """Print what RUN recorded: events by kind, time by phase, clocks and collectives."""
     from rich.console import Console
 
-    from paceline.launch.result import run_folder
     from paceline.report.terminal import render_stats
+    from paceline.runs.result import run_folder
+    from paceline.trace.analysis import analyse
     from paceline.trace.merge import load_run
     from paceline.trace.stats import summarize_trace
 
-    found = summarize_trace(load_run(run_folder(run)))
+    found = summarize_trace(analyse(load_run(run_folder(run))))
     if as_json:
         click.echo(json.dumps({"kind": "trace", **found.to_json()}))
         return

@@ -5,6 +5,7 @@
     PacelineError                                exit code
     +-- UsageError (ValueError)                      2   asked for something impossible
     |   +-- ConfigError                              2
+    |   |   +-- NewerFormat                          2   a file of a newer Paceline
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
@@ -73,6 +74,10 @@ class UsageError(PacelineError, ValueError):
 
 class ConfigError(UsageError):
     """A configuration key or value is not valid."""
+
+
+class NewerFormat(ConfigError):
+    """A file has a later format version than this Paceline reads."""
 
 
 class DestinationExists(UsageError, FileExistsError):

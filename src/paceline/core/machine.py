@@ -1,20 +1,41 @@
-"""The Machine: what a cluster can do, each number with the place it came from.
+"""The Machine: what a cluster can do, each number with its source and, where known, its interval.
 
-It is where the loop begins: `paceline probe` measures one, a file under ``machines/`` describes
-one, calibration returns a better one, and `perf` predicts from it. A rate depends on how many
-threads ran and how many processes kept the node busy at the same time, so both stand beside it
-instead of being folded into a peak that no program reaches.
+The loop begins here: `paceline probe` measures a Machine, a file under ``machines/`` describes one,
+`paceline calibrate` returns a better one, and `perf` predicts from it. Four kinds of figures are
+kept apart, since each is read by somebody else:
+
+    Rate, Overhead      what an operator costs on a device, by class, phase, dtype and threads
+    FrameworkOverhead   what torch or DistributedDataParallel adds, whatever the operators are
+    Link                physics: latency and bandwidth between two ranks, and who shares it
+    CollectiveCost      what a library's collective costs over a link, as a curve over bytes
+
+A rate depends on how many threads ran and how many processes kept the node busy at the same time,
+so both stand beside it instead of being folded into a peak that no program reaches.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from paceline.core.errors import ConfigError
+from paceline.core.machine_v1 import split_links, split_overheads
 from paceline.core.record import Record
 
 Source = Literal["datasheet", "probe", "fit"]
 Phase = Literal["forward", "backward", "optimizer"]
+StepPhase = Literal[
+    "input",
+    "copy",
+    "forward",
+    "backward",
+    "optimizer",
+    "transfer",
+    "waiting",
+    "checkpoint",
+    "other",
+]
 Operator = Literal[
     "matmul",
     "convolution",
@@ -33,10 +54,20 @@ Operator = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity(Record):
-    """A number and where it came from."""
+    """A number, where it came from, and how far to trust it.
+
+    Attributes:
+        value: in the unit of the field that holds it.
+        source: a maker's datasheet, a probe of this machine, or a fit to several measurements.
+        low: lower end of the interval: the smallest of the same figure from one round of a probe
+            alone, or of a fit's 95 % interval. None where it is not known.
+        high: upper end of that interval.
+    """
 
     value: float
     source: Source
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +77,14 @@ class Point(Record):
     Attributes:
         work: FLOPs or bytes of one call.
         rate_per_s: FLOPs or bytes per second during that call, overhead taken off.
+        low_per_s: lower end of the interval, as in `Quantity`.
+        high_per_s: upper end of that interval.
     """
 
     work: float
     rate_per_s: float
+    low_per_s: float | None = None
+    high_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,19 +117,55 @@ class Overhead(Record):
     """Seconds that one operator costs however little it computes.
 
     Attributes:
-        operator: the class; ``step`` for what a phase costs once, however few operators it has;
-            ``ddp`` for what DistributedDataParallel adds once to a phase, collectives aside.
+        operator: the class.
         phase: of the training step.
         threads: compute threads of the process.
         processes: processes that compute at the same time on the node, this one included.
         seconds: per call.
     """
 
-    operator: Operator | Literal["step", "ddp"]
+    operator: Operator
     phase: Phase
     threads: int
     processes: int
     seconds: Quantity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameworkOverhead(Record):
+    """What a framework adds to a step besides its operators and collectives.
+
+    `seconds` and `seconds_per_byte`: exactly one of the two is given.
+
+    Attributes:
+        framework: ``torch``, ``ddp`` (DistributedDataParallel), or ``loop`` (the script's own).
+        what: of torch, ``phase`` is what a phase costs once, however few operators it has. Of DDP,
+            ``wrapper`` is added once to a phase; ``reduction`` to each byte of gradients, which
+            are copied into buckets and compete with the backward pass for the cores;
+            ``buffer_broadcast`` is one broadcast of buffers without bytes, the collective's own
+            latency included. Of the loop, ``residual`` is what a run showed beyond the rest.
+        phase: of the training step.
+        threads: compute threads of the process.
+        processes: processes that compute at the same time on the node, this one included.
+        seconds: per occurrence.
+        seconds_per_byte: per byte.
+    """
+
+    framework: str
+    what: str
+    phase: StepPhase
+    threads: int
+    processes: int
+    seconds: Quantity | None = None
+    seconds_per_byte: Quantity | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seconds is None) == (self.seconds_per_byte is None):
+            raise ConfigError(
+                "a framework overhead has either seconds or seconds_per_byte",
+                where=f"{self.framework} {self.what} {self.phase}",
+                fix="Give one of the two",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +174,7 @@ class Device(Record):
 
     Attributes:
         name: as the maker calls it.
-        kind: ``cpu`` stands for all cores of a node together.
+        kind: ``cpu`` (all cores of a node together), ``gpu``, or another accelerator's kind.
         count: how many of it a node has.
         cores: that a job may use.
         memory_bytes: capacity that a job may use.
@@ -113,10 +184,12 @@ class Device(Record):
         first_touch_bytes_per_s: writing memory that the process has just got from the system.
         rates: curves per operator class, dtype, threads and busy processes.
         overheads: seconds per operator.
+        framework_overheads: what the framework that trains adds on this device.
     """
 
+    version: ClassVar[int] = 2
     name: str
-    kind: Literal["cpu", "gpu"]
+    kind: str
     count: int = 1
     cores: int
     memory_bytes: Quantity
@@ -126,28 +199,87 @@ class Device(Record):
     first_touch_bytes_per_s: Quantity | None = None
     rates: tuple[Rate, ...] = ()
     overheads: tuple[Overhead, ...] = ()
+    framework_overheads: tuple[FrameworkOverhead, ...] = ()
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 kept framework overheads as operators of the classes ``step`` and ``ddp``."""
+        return split_overheads(data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link(Record):
-    """What joins two ranks, or what one collective costs between them.
-
-    A message or collective of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
+    """What joins two ranks: a message of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
 
     Attributes:
-        level: for example ``shared-memory``, ``loopback``, ``network``, or with a library that runs
-            over it, ``gloo``; ``ddp`` is what DistributedDataParallel pays for it.
-        operation: ``send``, or the collective that was measured as a whole between `ranks` ranks.
-        ranks: that took part.
+        level: for example ``shared-memory``, ``loopback`` or ``network``.
         latency_s: of an empty message.
-        bandwidth_bytes_per_s: of a long one, bytes as the caller counts them.
+        bandwidth_bytes_per_s: of a long one.
+        sharing: who shares that bandwidth when several send at once: only the ``pair`` itself, all
+            ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the level.
     """
 
+    version: ClassVar[int] = 2
     level: str
-    operation: Literal["send", "all_reduce", "broadcast"] = "send"
-    ranks: int = 2
     latency_s: Quantity
     bandwidth_bytes_per_s: Quantity
+    sharing: Literal["pair", "device", "node", "all"] = "node"
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 had collectives among the links; `Machine.upgrade` takes those out."""
+        if data.get("operation", "send") != "send":
+            raise ValueError("a collective is not a link")
+        return {key: value for key, value in data.items() if key not in ("operation", "ranks")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivePoint(Record):
+    """One point of a collective's curve.
+
+    Attributes:
+        bytes: that one rank gives, as the caller counts them.
+        seconds: from the last rank's call to its end.
+    """
+
+    bytes: float
+    seconds: Quantity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCost(Record):
+    """What one collective operation of a library costs over a link, as a curve over bytes.
+
+    Attributes:
+        backend: the library, for example ``gloo``, ``nccl`` or ``mpi``.
+        operation: for example ``all_reduce`` or ``broadcast``.
+        algorithm: for example ``ring``; empty where the backend chooses and does not say.
+        ranks: that took part.
+        level: of the link between neighbouring ranks.
+        points: in the order of rising bytes; lines join them. Below the first point its seconds
+            hold, beyond the last one the last line goes on.
+    """
+
+    backend: str
+    operation: str
+    algorithm: str = ""
+    ranks: int = 2
+    level: str
+    points: tuple[CollectivePoint, ...]
+
+    def __post_init__(self) -> None:
+        where = f"{self.backend} {self.operation}"
+        if self.ranks < 2:
+            raise ConfigError(
+                f"a collective has at least 2 ranks, got {self.ranks}", where=where, fix="Give 2"
+            )
+        sizes = [point.bytes for point in self.points]
+        if not sizes or any(low >= high for low, high in itertools.pairwise(sizes)):
+            raise ConfigError(
+                f"a collective's points must rise in bytes, got {sizes}",
+                where=where,
+                fix="Give at least one point, and each number of bytes once, in rising order",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,20 +310,30 @@ class Machine(Record):
         nodes: how many.
         devices: of one node; the first is the one that trains unless a Plan says otherwise.
         links: between ranks, nearest first.
+        collectives: what libraries' collectives cost over these links.
         tiers: of storage, fastest first.
         missing: what could not be measured, and why.
     """
 
+    version: ClassVar[int] = 2
     name: str
     nodes: int = 1
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    collectives: tuple[CollectiveCost, ...] = ()
     tiers: tuple[Tier, ...] = ()
     missing: tuple[str, ...] = ()
 
-    def link(self, level: str, operation: str = "send") -> Link | None:
-        """Return the link of that level and operation, if the machine has one."""
-        for link in self.links:
-            if (link.level, link.operation) == (level, operation):
-                return link
-        return None
+    def link(self, level: str) -> Link | None:
+        """Return the link of that level, if the machine has one."""
+        return next((link for link in self.links if link.level == level), None)
+
+    def collective(self, operation: str, ranks: int = 2) -> CollectiveCost | None:
+        """Return the operation's cost that was measured with the nearest number of ranks."""
+        costs = [cost for cost in self.collectives if cost.operation == operation]
+        return min(costs, key=lambda cost: abs(cost.ranks - ranks), default=None)
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 kept collectives, and what DDP pays for them, among the links."""
+        return split_links(data)

@@ -2,20 +2,33 @@
 
 A record is a frozen, keyword-only, slotted dataclass whose fields are numbers, strings, booleans,
 None, other records, tuples of these, or dicts from strings to these. `to_json` writes it with the
-``version`` of its class; `from_json` refuses what it does not know, so that a misspelt key or a
-newer file is an error that names the place instead of a value silently lost.
+``version`` of its class; `from_json` refuses an unknown key, so that a misspelt key is an error
+that names the place instead of a value silently lost.
+
+Records grow older. When a class changes so that a file of yesterday no longer describes it, its
+``version`` rises by one and `upgrade` learns the step from the version before; `from_json` takes as
+many steps as a file needs. A file of a newer version is refused. A record inside another one is
+written without its version while that is 1, and is upgraded by its own class::
+
+    machine.json (Machine 1)           {"version": 1, "links": [{"level": ...}]}
+      Machine.upgrade(data, 1)      -> Machine 2, its links still of version 1
+        Link.upgrade(data, 1)       -> Link 2, for each link
+
+A new field with a default needs no new version: older files stay readable without a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import types
 import typing
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from paceline.core.errors import ConfigError
+from paceline import __version__
+from paceline.core.errors import ConfigError, NewerFormat
 
 T = TypeVar("T", bound="Record")
 
@@ -35,6 +48,10 @@ class Record:
         """Return `to_json` as indented text that ends with a newline."""
         return json.dumps(self.to_json(), indent=1) + "\n"
 
+    def digest(self) -> str:
+        """Return what identifies this record's content; see the function `digest`."""
+        return digest(self.to_json())
+
     @classmethod
     def from_json(cls, data: object, *, where: str = "") -> Self:
         """Return the record that `data` describes.
@@ -44,24 +61,29 @@ class Record:
             where: names the source in errors, for example a path.
 
         Raises:
-            ConfigError: a key is unknown or missing, a value has the wrong type, or the version
-                is newer than this program's.
+            ConfigError: a key is unknown or missing, a value has the wrong type, or an older
+                version's data cannot be upgraded.
+            NewerFormat: the data is of a later version than this program reads.
         """
         where = where or cls.__name__
         if not isinstance(data, dict):
             raise ConfigError(
                 f"{cls.__name__} must be a JSON object", where=where, fix="Write it as {...}"
             )
-        rest = dict(data)
-        version = rest.pop("version", cls.version)
-        if not isinstance(version, int) or version > cls.version:
-            raise ConfigError(
-                f"{cls.__name__} has format version {version}",
-                where=where,
-                why=f"this Paceline reads up to {cls.version}",
-                fix="Use a newer Paceline",
-            )
-        return _build(cls, rest, where)
+        return _build(cls, _upgraded(cls, data, where), where)
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Return `data` of version `from_version` as version `from_version` + 1 has it.
+
+        A subclass whose version rises overrides this, one step for each version, oldest first.
+        Records inside `data` are still as they were written: their own classes upgrade them.
+
+        Args:
+            data: fields by name, without ``version``; may be changed.
+            from_version: 1 or more, less than the class's version.
+        """
+        return data
 
     @classmethod
     def from_text(cls, text: str, *, where: str = "") -> Self:
@@ -70,9 +92,19 @@ class Record:
             data = json.loads(text)
         except json.JSONDecodeError as problem:
             raise ConfigError(
-                "not valid JSON", where=where, why=str(problem), fix="Mend it there"
+                "not valid JSON", where=where, why=str(problem), fix="Repair it at that line"
             ) from None
         return cls.from_json(data, where=where)
+
+
+def digest(data: object) -> str:
+    """Return what identifies JSON `data`: SHA-256 of its text, keys sorted, without white space.
+
+    >>> digest({"b": 1, "a": [2]}) == digest({"a": [2], "b": 1})
+    True
+    """
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -80,8 +112,38 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if close:
-        return "Did you mean " + " or ".join(f"'{one}'" for one in close) + "?"
+        return "Did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
     return "Known: " + ", ".join(sorted(known))
+
+
+def _upgraded(cls: type[T], data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `data` without its version, as the current version of `cls` has it."""
+    fields = dict(data)
+    version = fields.pop("version", 1)
+    if type(version) is not int or version < 1:
+        raise ConfigError(
+            f"the version of {cls.__name__} must be an integer of at least 1, got {version!r}",
+            where=where,
+            fix=f"Write the version of the format: 1 to {cls.version}",
+        )
+    if version > cls.version:
+        raise NewerFormat(
+            f"{cls.__name__} has format version {version}",
+            where=where,
+            why=f"Paceline {__version__} reads versions 1 to {cls.version}",
+            fix="Use the Paceline that wrote it, or a newer Paceline",
+        )
+    for older in range(version, cls.version):
+        try:
+            fields = cls.upgrade(fields, older)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
+            raise ConfigError(
+                f"{cls.__name__} of version {older} cannot be read as version {older + 1}",
+                where=where,
+                why=f"{type(problem).__name__}: {problem}",
+                fix="Restore the file as it was written",
+            ) from problem
+    return fields
 
 
 def _plain_fields(record: Any) -> dict[str, Any]:
@@ -90,7 +152,8 @@ def _plain_fields(record: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return _plain_fields(value)
+        version = getattr(value, "version", 1)
+        return {**({"version": version} if version > 1 else {}), **_plain_fields(value)}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -110,7 +173,10 @@ def _build(cls: type[T], data: dict[str, Any], where: str) -> T:
             values[name] = convert(data[name], hints[name], f"{where}: {name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"key '{name}' is missing", where=where, fix="Add it")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as problem:  # the class knows what is wrong, not which file says so
+        raise type(problem)(problem.what, where=where, why=problem.why, fix=problem.fix) from None
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:
@@ -124,14 +190,15 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         return _convert_union(value, typing.get_args(hint), where)
     if origin is tuple and isinstance(value, list):
         item = typing.get_args(hint)[0]
-        return tuple(convert(one, item, f"{where}[{i}]") for i, one in enumerate(value))
+        return tuple(convert(entry, item, f"{where}[{i}]") for i, entry in enumerate(value))
     if origin is dict and isinstance(value, dict):
         item = typing.get_args(hint)[1]
-        return {key: convert(one, item, f"{where}.{key}") for key, one in value.items()}
+        return {key: convert(entry, item, f"{where}.{key}") for key, entry in value.items()}
     if origin is typing.Literal and value in typing.get_args(hint):
         return value
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _build(typing.cast("type[Record]", hint), value, where)
+        record = typing.cast("type[Record]", hint)
+        return _build(record, _upgraded(record, value, where), where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and type(value) in (hint, type(None)):
@@ -149,7 +216,7 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             continue  # a value that is there is judged by what it could be
         try:
             return convert(value, option, where)
-        except ConfigError as one:
-            problem = one
+        except ConfigError as refusal:
+            problem = refusal
     assert problem is not None
     raise problem

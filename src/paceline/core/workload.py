@@ -1,12 +1,13 @@
 """The Workload: what one training step of a model asks of a machine, layer by layer.
 
-`training.capture` derives one from a model without running it; a trace later corrects it. It
-knows nothing of machines: the same Workload is priced on a laptop and on a cluster.
+`training.capture` derives a Workload from a model without running it. A Workload knows nothing of
+machines: the same one is predicted on a laptop and on a cluster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.core.machine import Operator, Phase
 from paceline.core.record import Record
@@ -42,6 +43,7 @@ class Layer(Record):
         kind: name of the module's class.
         parameter_bytes: one number for each parameter, in order of registration; a parameter that
             two layers share stands with the first one.
+        frozen: positions in `parameter_bytes` of the parameters that get no gradient.
         buffer_bytes: of buffers, for example running means.
         saved_bytes: activations kept for the backward pass, each storage counted once.
         operations: of a step.
@@ -50,9 +52,15 @@ class Layer(Record):
     name: str
     kind: str
     parameter_bytes: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
     buffer_bytes: int = 0
     saved_bytes: int = 0
     operations: tuple[Operation, ...] = ()
+
+    @property
+    def trained_bytes(self) -> tuple[int, ...]:
+        """One number for each parameter that gets a gradient, in order of registration."""
+        return tuple(size for i, size in enumerate(self.parameter_bytes) if i not in self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +96,7 @@ class Workload(Record):
         derived: names of the fields that were computed without running the model.
     """
 
+    version: ClassVar[int] = 2  # version 1 knew no frozen parameters: all of its are trained
     name: str
     batch: int
     input_bytes: int
@@ -105,6 +114,11 @@ class Workload(Record):
         return sum(sum(layer.parameter_bytes) for layer in self.layers)
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that get a gradient: so many gradients there are, too."""
+        return sum(sum(layer.trained_bytes) for layer in self.layers)
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(layer.buffer_bytes for layer in self.layers)
@@ -117,4 +131,8 @@ class Workload(Record):
     @property
     def flops(self) -> int:
         """FLOPs of a step."""
-        return sum(one.count * one.flops for layer in self.layers for one in layer.operations)
+        return sum(
+            operation.count * operation.flops
+            for layer in self.layers
+            for operation in layer.operations
+        )

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from paceline.launch.processes import Exit
+from paceline.core.processes import Exit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

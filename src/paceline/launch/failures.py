@@ -13,13 +13,13 @@ from paceline.core.errors import (
     RankLost,
     ScriptFailed,
 )
-from paceline.launch.result import Failure
+from paceline.runs.result import Failure
 from paceline.trace.files import read_status, trace_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.launch.processes import Exit
+    from paceline.core.processes import Exit
 
 
 _LOST = "nobody told how it ended"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import DeadlineExceeded, DestinationExists, RankLost, StorageError
 from paceline.core.files import commit_text
-from paceline.launch.processes import Exit
+from paceline.core.processes import Exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ AFTER_FAILURE_S = 10.0  # a task needs about 3 s to end its rank when another ha
 _LOOK_S = 0.05
 # What rank 0 writes before all are here: in a folder with only these, a run is about to start.
 _START = frozenset(
-    ("config.json", "versions.json", "machine.json", "estimate.json", "trace", "meeting")
+    ("config.json", "versions.json", "machine.json", "plan.json", "trace", "meeting")
 )
 
 

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.affinity import allowed_cores, share
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
     DeadlineExceeded,
@@ -29,13 +30,9 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.core.files import commit_text, read_text
-from paceline.core.record import Record
-from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.budget import allowed_cores, share
-from paceline.launch.failures import exit_code, first_failure, raise_failure
-from paceline.launch.meeting import await_result, refuse_taken
-from paceline.launch.processes import (
+from paceline.core.files import commit_text
+from paceline.core.plan_file import PlanFile
+from paceline.core.processes import (
     Exit,
     Stopped,
     become_reaper,
@@ -43,20 +40,25 @@ from paceline.launch.processes import (
     end_descendants,
     ended_on_signal,
 )
-from paceline.launch.provenance import known_machine, versions
-from paceline.launch.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.core.record import Record
+from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.meeting import await_result, refuse_taken
+from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.task import start_task
-from paceline.perf import Estimate
-from paceline.trace.arrivals import encounters
-from paceline.trace.blame import blame, lateness_s
-from paceline.trace.files import Status, read_status, trace_name
-from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, phases, step_time_s
+from paceline.runs.planned import PLAN_NAME
+from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult, load_result
+from paceline.runs.versions import versions
+from paceline.trace.analysis import Analysis, analyse
+from paceline.trace.files import read_status, trace_name
+from paceline.trace.merge import load_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.core.clock import Clock
+    from paceline.core.machine import Machine
+    from paceline.trace.header import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +94,17 @@ class Job:
     resolved: Resolved[RunConfig]
     allocation: Allocation | None
     warnings: tuple[str, ...]
+    plan: PlanFile | None = None
 
 
 def prepare(
-    script: Path, args: Sequence[str], resolved: Resolved[RunConfig], run: Path | None, clock: Clock
+    script: Path,
+    args: Sequence[str],
+    resolved: Resolved[RunConfig],
+    run: Path | None,
+    clock: Clock,
+    *,
+    plan: PlanFile | None = None,
 ) -> Job:
     """Check a run before anything is written or started.
 
@@ -105,11 +114,12 @@ def prepare(
         resolved: the configuration with origins.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: for the name of that folder.
+        plan: to follow: ranks, threads and bucket sizes.
 
     Raises:
         NotFound: there is no such script.
         DestinationExists: the folder is there and not empty.
-        UsageError: the allocation has another world size.
+        UsageError: the allocation has another world size, or something contradicts the plan.
         Missing: torch is not installed.
     """
     if not script.is_file():
@@ -122,6 +132,13 @@ def prepare(
     if allocation is not None:
         check_world(allocation, config.ranks)
     ranks = allocation.world_size if allocation else config.ranks or 1
+    warnings = _warnings(ranks, allocation)
+    if plan is not None:
+        check_plan(plan.plan, resolved, allocation, environment())
+        if allocation is not None:
+            check_world(allocation, plan.plan.mesh.world_size)
+        ranks = plan.plan.mesh.world_size
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
     if run is None:
         run = _default_run(script, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
@@ -132,15 +149,15 @@ def prepare(
         ranks=ranks,
         resolved=resolved,
         allocation=allocation,
-        warnings=_warnings(ranks, allocation),
+        warnings=warnings,
+        plan=plan,
     )
 
 
 def execute(
     job: Job,
     *,
-    machine_path: Path | None = None,
-    estimate_path: Path | None = None,
+    machine: Machine,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None = None,
 ) -> RunResult:
@@ -148,8 +165,7 @@ def execute(
 
     Args:
         job: from `prepare`.
-        machine_path: the probed machine to keep with the run; by default the user's, if any.
-        estimate_path: a prediction to keep with the run, so that its report can compare.
+        machine: to keep with the run, as far as it is known.
         clock: for waits.
         on_status: called about four times a second with the ranks' live status.
 
@@ -161,7 +177,7 @@ def execute(
     """
     rank = job.allocation.rank if job.allocation else 0
     if rank == 0:
-        _write_start(job, machine_path, estimate_path)
+        _write_start(job, machine)
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = _Watcher(job, clock, on_status)
@@ -197,17 +213,14 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
             ranks=(),
             failure=failure,
         )
-    met = encounters(trace)
-    parts = phases(trace, met)
-    steps = min((one.steps for one in parts), default=0)
-    late = blame(trace, parts, late_s=lateness_s(trace, steps, met))
+    analysis = analyse(trace)
     return RunResult(
         exit_code=exit_code,
         world_size=ranks,
-        step_time_s=step_time_s(parts),
-        loop_wall_s=max(one.loop_wall_s for one in parts),
-        ranks=_rank_results(trace, parts),
-        straggler=late[0] if late else None,
+        step_time_s=analysis.step_time_s,
+        loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
+        ranks=_rank_results(analysis),
+        straggler=analysis.stragglers[0] if analysis.stragglers else None,
         failure=failure,
     )
 
@@ -228,20 +241,20 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _rank_results(trace: Trace, parts: tuple[RankPhases, ...]) -> tuple[RankResult, ...]:
+def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
     return tuple(
         RankResult(
-            rank=one.rank,
-            steps=one.steps,
-            loop_wall_s=one.loop_wall_s,
+            rank=phases.rank,
+            steps=phases.steps,
+            loop_wall_s=phases.loop_wall_s,
             peak_memory_bytes=rank.status.peak_memory_bytes,
             phases=tuple(
                 PhaseTime(name=name, measured_s=seconds)
-                for name, seconds in one.breakdown().items()
+                for name, seconds in phases.breakdown().items()
             ),
             dropped_count=rank.status.dropped_count,
         )
-        for rank, one in zip(trace.ranks, parts, strict=True)
+        for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )
 
 
@@ -281,18 +294,15 @@ def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
 
 def _threads(job: Job) -> int | None:
     """Return the compute threads of each rank; None where torch or the allocation chooses them."""
+    if job.plan is not None:
+        return job.plan.plan.threads
     environ = environment()
     if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
         return None
     return share(allowed_cores(), 0, job.ranks, environ).threads
 
 
-def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None) -> None:
-    machine = known_machine(machine_path)
-    estimate = None
-    if estimate_path is not None:
-        text = read_text(estimate_path)
-        estimate = Estimate.from_text(text, where=str(estimate_path)).to_text()
+def _write_start(job: Job, machine: Machine) -> None:
     try:
         (job.run / "trace").mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -310,8 +320,8 @@ def _write_start(job: Job, machine_path: Path | None, estimate_path: Path | None
     commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(job.run / "machine.json", machine.to_text())
-    if estimate is not None:
-        commit_text(job.run / "estimate.json", estimate)
+    if job.plan is not None:
+        commit_text(job.run / PLAN_NAME, job.plan.to_text())
 
 
 def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
@@ -329,6 +339,7 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         cores,
         "--record",
         record,
+        *_plan_options(job.plan),
         "--",  # or argparse would take the first one of the script's for its own
         str(job.script),
         *job.args,
@@ -339,6 +350,14 @@ def _start(job: Job, temporary: Path, clock: Clock) -> tuple[Exit, ...]:
         exits: tuple[Exit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
     return start_task(job.allocation, command, job.run, clock, bind=job.resolved.config.bind)
+
+
+def _plan_options(plan: PlanFile | None) -> list[str]:
+    """Return what a rank's worker takes from the plan."""
+    if plan is None:
+        return []
+    buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
+    return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
 
 
 def _follow(job: Job, exits: tuple[Exit, ...], clock: Clock) -> RunResult:

@@ -13,11 +13,11 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
+from paceline.core.affinity import allowed_cores, share
 from paceline.core.config import environment
 from paceline.core.errors import PacelineError, UsageError
-from paceline.launch.budget import allowed_cores, share
+from paceline.core.processes import GRACE_S, Exit, Stopped
 from paceline.launch.meeting import Meeting
-from paceline.launch.processes import GRACE_S, Exit, Stopped
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.core import logs
+from paceline.core.affinity import share
 from paceline.core.clock import SystemClock
 from paceline.core.config import environment
-from paceline.launch.budget import share
-from paceline.launch.processes import die_with_parent
+from paceline.core.processes import die_with_parent
 from paceline.native import Recorder
 from paceline.trace.files import trace_name
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _COLLECTOR = "paceline.trace.collectors.torch"
+_BUCKETS = "paceline.launch.ddp_buckets"
 
 
 def main(argv: list[str]) -> int:
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cores", default="", help="the node's cores, by comma; none: unbound")
     parser.add_argument("--temporary", help="folder for what multiprocessing keeps in files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
+    parser.add_argument("--threads", type=int, help="compute threads of the plan")
+    parser.add_argument("--buckets", type=int, nargs=2, help="bytes of DDP's buckets, of the first")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -50,10 +53,12 @@ def main(argv: list[str]) -> int:
     environ = environment()
     rank = int(environ["RANK"])
     logs.configure(rank)
-    _bind(options.cores, environ)
+    _bind(options.cores, environ, options.threads)
     if options.temporary:  # children take it over, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary
+    if options.buckets:  # by name, since this loads torch
+        importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
     if options.record == "off":
         return _run_script(options.script, options.args, options.run, rank)
     path = options.run / "trace" / trace_name(rank)
@@ -73,18 +78,21 @@ def main(argv: list[str]) -> int:
         recorder.close()
 
 
-def _bind(cores: str, environ: Mapping[str, str]) -> None:
+def _bind(cores: str, environ: Mapping[str, str], threads: int | None) -> None:
+    """Give this rank its cores and threads; a plan's `threads` go before the share's."""
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     if not cores:
         return
     mine = share(
         [int(core) for core in cores.split(",")],
         int(environ["LOCAL_RANK"]),
         int(environ["LOCAL_WORLD_SIZE"]),
-        environ,
+        {} if threads else environ,
     )
-    if mine.cores or "OMP_NUM_THREADS" not in environ:
+    if not threads and (mine.cores or "OMP_NUM_THREADS" not in environ):
         os.environ["OMP_NUM_THREADS"] = str(mine.threads)
-    if mine.cores:
+    if len(mine.cores) >= (threads or 1):  # more threads than cores of its own: unbound
         os.sched_setaffinity(0, mine.cores)
 
 

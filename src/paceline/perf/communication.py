@@ -1,17 +1,21 @@
 """What data-parallel training pays for keeping its ranks alike.
 
-An all-reduce of n bytes between p ranks, from figures that were measured between two::
+A collective's curve was measured between q ranks; t(n) is its value at n bytes. Between p ranks an
+all-reduce of n bytes takes::
 
-    seconds = (p - 1) * latency + n * 2 (p - 1) / p / bandwidth
+    seconds = t(0) * (p - 1) / (q - 1)
+              + (t(n) - t(0) + n * added) * ((p - 1) / p) / ((q - 1) / q)
 
-At p = 2 it is the measurement itself; for many ranks the second term tends to 2 n / bandwidth, the
-bound of the ring, and the first grows with the ring's length.
+where `added` is what the framework pays for each byte besides the collective. At p = q it is the
+measurement itself; for many ranks the second term tends to the bound of the ring, and the first
+grows with the ring's length.
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009; Thakur, Rabenseifner,
 Gropp, Optimization of collective communication operations in MPICH, 2005.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.machine import Link
+    from paceline.core.machine import CollectiveCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,7 @@ class Bucket:
 
     Attributes:
         bytes: their size.
-        ready_s: when the last of them is there, from the start of the backward pass.
+        ready_s: when the last of them is ready, from the start of the backward pass.
     """
 
     bytes: int
@@ -61,22 +65,56 @@ def make_buckets(
     return buckets
 
 
-def all_reduce_s(link: Link, bytes_: float, ranks: int) -> tuple[float, float]:
+def curve_s(cost: CollectiveCost, bytes_: float) -> float:
+    """Return seconds of the collective as it was measured, between its own number of ranks."""
+    points = cost.points
+    first = points[0]
+    if bytes_ <= first.bytes:
+        return first.seconds.value
+    for low, high in itertools.pairwise(points):
+        if bytes_ <= high.bytes or high is points[-1]:
+            per_byte = (high.seconds.value - low.seconds.value) / (high.bytes - low.bytes)
+            return low.seconds.value + (bytes_ - low.bytes) * per_byte
+    return first.seconds.value * bytes_ / max(first.bytes, 1.0)  # one point: in proportion
+
+
+def all_reduce_s(
+    cost: CollectiveCost, bytes_: float, ranks: int, added_s_per_byte: float = 0.0
+) -> tuple[float, float]:
     """Return the two terms of an all-reduce: seconds of latency and of moving bytes."""
     if ranks == 1:
         return 0.0, 0.0
-    latency_s = (ranks - 1) * link.latency_s.value
-    return latency_s, bytes_ * 2 * (ranks - 1) / ranks / link.bandwidth_bytes_per_s.value
+    latency_s = curve_s(cost, 0)
+    move_s = curve_s(cost, bytes_) - latency_s + bytes_ * added_s_per_byte
+    share, measured_share = (ranks - 1) / ranks, (cost.ranks - 1) / cost.ranks
+    return latency_s * (ranks - 1) / (cost.ranks - 1), move_s * share / measured_share
 
 
-def broadcast_s(link: Link, bytes_: float, ranks: int) -> float:
-    """Return seconds of a broadcast along a binomial tree; 0 for one rank."""
-    rounds = math.ceil(math.log2(ranks))
-    return rounds * (link.latency_s.value + bytes_ / link.bandwidth_bytes_per_s.value)
+def broadcast_s(
+    cost: CollectiveCost, bytes_: float, ranks: int, latency_s: float | None = None
+) -> float:
+    """Return seconds of a broadcast along a binomial tree; 0 for one rank.
+
+    Args:
+        cost: of the bare collective.
+        bytes_: that the root gives.
+        ranks: that take part.
+        latency_s: of an empty one, where a framework pays more than the bare collective.
+    """
+    bare_s = curve_s(cost, 0)
+    rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(cost.ranks))
+    empty_s = bare_s if latency_s is None else latency_s
+    return rounds * (empty_s + curve_s(cost, bytes_) - bare_s)
 
 
 def exposed_s(
-    buckets: Sequence[Bucket], backward_s: float, link: Link, ranks: int, *, cpu_moves: bool
+    buckets: Sequence[Bucket],
+    backward_s: float,
+    cost: CollectiveCost,
+    ranks: int,
+    *,
+    added_s_per_byte: float = 0.0,
+    cpu_moves: bool,
 ) -> float:
     """Return seconds by which communication makes the backward pass longer.
 
@@ -86,7 +124,7 @@ def exposed_s(
     """
     lane_s = stolen_s = 0.0
     for bucket in buckets:
-        latency_s, move_s = all_reduce_s(link, bucket.bytes, ranks)
+        latency_s, move_s = all_reduce_s(cost, bucket.bytes, ranks, added_s_per_byte)
         lane_s = max(lane_s, bucket.ready_s + stolen_s) + latency_s + move_s
         stolen_s += move_s if cpu_moves else 0.0
     return max(lane_s, backward_s + stolen_s) - backward_s

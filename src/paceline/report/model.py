@@ -14,19 +14,22 @@ import numpy as np
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import NotFound
+from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
-from paceline.launch.result import R, RunResult, load_object, load_record, load_result, run_folder
-from paceline.perf import Estimate
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.compare import Comparison, compare
-from paceline.report.units import plural
+from paceline.report.fit import difference
 from paceline.report.words import failure_words, meeting_place, verdict
-from paceline.trace.arrivals import encounters
-from paceline.trace.blame import Straggler, blame, lateness_s
-from paceline.trace.communication import Traffic, communication
+from paceline.runs.planned import load_plan
+from paceline.runs.result import R, RunResult, load_object, load_record, load_result, run_folder
+from paceline.trace.analysis import analyse
+from paceline.trace.blame import Straggler
+from paceline.trace.communication import Traffic
 from paceline.trace.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, phases, step_time_s
+from paceline.trace.phases import RankPhases, step_time_s
+
+MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,7 +41,7 @@ class Report:
         words: the verdict.
         trace: its events on one clock.
         parts: seconds by step and phase, one for each rank that left a trace.
-        late_s: lateness, shape (ranks, steps).
+        late_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
@@ -110,20 +113,27 @@ def gather(run: Path) -> Report:
     run = run_folder(run)
     result = load_result(run) if (run / "result.json").exists() else None
     trace = _traces(run, result)
-    met = encounters(trace)
-    parts = phases(trace, met)
-    steps = min(one.steps for one in parts)
-    late_s = lateness_s(trace, steps, met)
-    stragglers = blame(trace, parts, late_s=late_s)
-    traffic = communication(trace, met)
+    analysis = analyse(trace)
+    parts, stragglers, traffic = analysis.phases, analysis.stragglers, analysis.traffic
+    steps, late_s = analysis.steps, analysis.skew_s
     config = load_object(run / "config.json")
-    estimate = _known(Estimate, run / "estimate.json")
+    planned = load_plan(run)
+    estimate = planned.estimate if planned else None
     comparison = compare(
         parts,
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
-        unfit=_unfit(estimate, trace.world_size, config.get("threads")) if estimate else "",
+        unfit=difference(
+            estimate,
+            trace,
+            traffic,
+            steps=steps,
+            config=config,
+            machine=load_object(run / "machine.json"),
+        )
+        if estimate
+        else "",
     )
     words = verdict(
         stragglers,
@@ -150,20 +160,6 @@ def gather(run: Path) -> Report:
         versions=load_object(run / "versions.json"),
         config=config,
     )
-
-
-def _unfit(estimate: Estimate, world_size: int, threads: object) -> str:
-    """Return why an estimate is not of this run; empty if it is, as far as is known."""
-    if estimate.world_size != world_size:
-        return (
-            f"the prediction is of {plural(estimate.world_size, 'rank')}, the run had {world_size}"
-        )
-    if isinstance(threads, int) and estimate.threads != threads:
-        return (
-            f"the prediction is of {plural(estimate.threads, 'thread')} per rank, the run had "
-            f"{threads}"
-        )
-    return ""
 
 
 def _traces(run: Path, result: RunResult | None) -> Trace:
@@ -211,16 +207,18 @@ def mean_of(parts: tuple[RankPhases, ...]) -> Breakdown:
 
 
 def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
-    """Return what the machine's links promise for one of these collectives, as `perf` prices it.
+    """Return what one of these collectives costs on the machine, as `perf` predicts it.
 
-    None for an operation that the machine has no figure for.
+    None for an operation whose cost the machine does not hold.
     """
-    link = machine.link("gloo", traffic.operation) if machine else None
-    if link is None or traffic.ranks < 2:
+    if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
+        return None
+    cost = machine.collective(traffic.operation, traffic.ranks)
+    if cost is None:
         return None
     if traffic.operation == "all_reduce":
-        return sum(all_reduce_s(link, traffic.typical_bytes, traffic.ranks))
-    return broadcast_s(link, traffic.typical_bytes, traffic.ranks)
+        return sum(all_reduce_s(cost, traffic.typical_bytes, traffic.ranks))
+    return broadcast_s(cost, traffic.typical_bytes, traffic.ranks)
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def prediction(report: Report) -> str:
         note += f"Only the measurement is shown, since {found.unfit}."
     elif found.predicted_step_s is None:
         note += (
-            "The run was not predicted (paceline plan --out, paceline run --estimate), so only the "
+            "The run was not predicted (paceline plan --out, paceline run --plan), so only the "
             "measurement is shown."
         )
     else:
@@ -348,12 +348,22 @@ def _machine(report: Report) -> str:
     ]
     rows += [
         [
-            f"{one.level} {one.operation}",
-            f"{format_seconds(one.latency_s.value)} + bytes at "
-            f"{format_rate(one.bandwidth_bytes_per_s.value)}",
-            f"{one.ranks} ranks, {one.bandwidth_bytes_per_s.source}",
+            f"link {link.level}",
+            f"{format_seconds(link.latency_s.value)} + bytes at "
+            f"{format_rate(link.bandwidth_bytes_per_s.value)}",
+            link.bandwidth_bytes_per_s.source,
         ]
-        for one in machine.links
+        for link in machine.links
+    ]
+    rows += [
+        [
+            f"{cost.backend} {cost.operation}",
+            f"{format_seconds(cost.points[0].seconds.value)} to "
+            f"{format_seconds(cost.points[-1].seconds.value)} for "
+            f"{format_bytes(cost.points[-1].bytes)}",
+            f"{cost.ranks} ranks, {cost.points[0].seconds.source}",
+        ]
+        for cost in machine.collectives
     ]
     rows += [["missing", one, ""] for one in machine.missing]
     return table(["machine", "value", "source"], rows, names=3)

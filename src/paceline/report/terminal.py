@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from paceline.perf import Estimate
+    from paceline.core.estimate import Estimate
     from paceline.report.model import Report
     from paceline.trace.communication import Traffic
     from paceline.trace.stats import TraceStats
@@ -100,7 +100,8 @@ def render_stats(stats: TraceStats) -> Group:
 def render_estimate(estimate: Estimate) -> Group:
     """Return what ``paceline plan`` shows."""
     low, high = format_seconds(estimate.low_s), format_seconds(estimate.high_s)
-    ranks = plural(estimate.world_size, "rank")
+    ranks = plural(estimate.plan.mesh.world_size, "rank")
+    threads = plural(estimate.plan.threads, "thread")
     phases = _table("phase", ["predicted", "of the step"])
     phases.add_column("rests on")
     for name, seconds in estimate.breakdown.items():
@@ -117,7 +118,7 @@ def render_estimate(estimate: Estimate) -> Group:
     return Group(
         Text(
             f"{printable(estimate.workload)}: {format_seconds(estimate.step_time_s)} per step "
-            f"({low} to {high}) on {ranks} of {plural(estimate.threads, 'thread')}, limited by "
+            f"({low} to {high}) on {ranks} of {threads}, limited by "
             f"{estimate.limit}",
             style="bold",
         ),

@@ -14,7 +14,7 @@ from paceline.report.units import format_seconds, format_share, plural, signific
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.launch.result import Failure, RunResult
+    from paceline.runs.result import Failure, RunResult
     from paceline.trace.blame import Straggler
 
 BECAUSE = {

@@ -13,28 +13,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline import store
-from paceline.core.config import Resolved
+from paceline.core.affinity import allowed_cores, share
+from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
 from paceline.core.record import Record
-from paceline.launch.doctor import diagnose
-from paceline.launch.predict import predict
-from paceline.launch.probe import measure, summary
 from paceline.launch.run import RunConfig, execute, prepare
+from paceline.probe.doctor import diagnose
+from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
 from paceline.report.html import write_html
 from paceline.report.model import gather
 from paceline.store import PackOptions
 from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
+from paceline.studies.predict import predict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.clock import Clock
-    from paceline.launch.doctor import Finding
-    from paceline.perf import Estimate
+    from paceline.core.estimate import Estimate
+    from paceline.core.machine import Machine
+    from paceline.core.plan_file import PlanFile
+    from paceline.probe.doctor import Finding
     from paceline.report.model import Report
-    from paceline.trace.files import Status
+    from paceline.trace.header import Status
 
 RANKS = 2
 EPOCHS = 30
@@ -186,12 +189,14 @@ def run_demo(
     machine = measure(folder=FOLDER, quick=True)
     commit_text(machine_path, machine.to_text())
     on_stage(Stage(name="measure", lines=tuple(summary(machine)[:1])))
-    estimate_path = FOLDER / "estimate.json"
-    estimate = predict(f"{SCRIPT}:training_step", ranks=RANKS, machine_path=machine_path)
-    commit_text(estimate_path, estimate.to_text())
-    on_stage(Stage(name="predict", lines=(_predict_line(estimate),)))
+    threads = share(allowed_cores(), 0, RANKS, environment()).threads
+    target = f"{SCRIPT}:training_step"
+    plan = predict(target, ranks=RANKS, threads=threads, machine_path=machine_path)
+    commit_text(FOLDER / "plan.json", plan.to_text())
+    assert plan.estimate is not None
+    on_stage(Stage(name="predict", lines=(_predict_line(plan.estimate),)))
     run = FOLDER / "run"
-    trained = _train(run, injection, seed, machine_path, estimate_path, clock, on_status)
+    trained = _train(run, injection, seed, machine, plan, clock, on_status)
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
@@ -215,8 +220,8 @@ def _train(
     run: Path,
     injection: Injection | None,
     seed: int,
-    machine_path: Path,
-    estimate_path: Path,
+    machine: Machine,
+    plan: PlanFile,
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
@@ -229,11 +234,11 @@ def _train(
         args += ["--slow-cause", injection.cause, "--slow-steps", str(first), str(last)]
     config = RunConfig(ranks=RANKS)
     origin = {"ranks": "demo", "record": "default", "bind": "default"}
-    job = prepare(SCRIPT, args, Resolved(config=config, origin=origin), run, clock)
+    resolved = Resolved(config=config, origin=origin)
+    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
     execute(
         job,
-        machine_path=machine_path,
-        estimate_path=estimate_path,
+        machine=machine,
         clock=clock,
         on_status=on_status,
     )

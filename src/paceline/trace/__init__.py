@@ -2,8 +2,10 @@
 
 A collector puts hooks into a framework and records events (`events`) through the native recorder,
 one file per rank (`files`; docs/reference/trace-format.md). Afterwards `merge.load_run` gives the
-`Trace`. From it follow who met whom when (`arrivals`), seconds by phase and step (`phases`), who
-was late and why (`blame`), traffic (`communication`), and Chrome's JSON (`chrome`).
+`Trace`: all ranks on one clock (`clocks`), and what they did together (`matching`). From it
+`analysis.analyse` makes, once, all that is known of the run: when ranks waited for each other
+(`waits`), seconds by phase and step (`phases`), skew (`skew`), stragglers and causes (`blame`) and
+traffic (`communication`). `chrome` writes Chrome's JSON.
 
 Import the module that you need: the recording side must not load what only analyses need.
 """

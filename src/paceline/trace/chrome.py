@@ -1,8 +1,8 @@
-"""Writes a trace as Chrome's JSON, which Perfetto opens: one process per rank, one track per lane.
+"""Writes a trace as Chrome's JSON, which Perfetto opens: a process per rank, a track per location.
 
-Times are microseconds on the run's one clock, from 0. Events of the main lane are nested, as the
-format wants them on one track. Collectives overlap, so those that are under way at the same time
-get tracks of their own. The text comes in pieces, never as a whole: a trace may be larger than
+Times are microseconds on the run's one clock, from 0. Events of a thread are nested, as the format
+wants them on one track. Collectives and messages overlap, so those that are under way at the same
+time get tracks of their own. The text comes in pieces, never as a whole: a trace may be larger than
 memory allows.
 
 Format: Trace Event Format, Google, 2016 (phases X, M and C).
@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.trace.events import Kind, Lane
+from paceline.trace.events import MAIN, Kind, LocationType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from paceline.trace.clocks import ClockCorrection
     from paceline.trace.files import RankTrace
-    from paceline.trace.merge import Clock, Trace
+    from paceline.trace.merge import Trace
+
+_FIRST_TRACK = 10_000  # of locations other than the main thread and communication
 
 
 def chrome_json(trace: Trace) -> Iterator[str]:
     """Yield the trace as pieces of one JSON text."""
-    information = {"world_size": trace.world_size, "ranks": [one.rank for one in trace.ranks]}
+    information = {"world_size": trace.world_size, "ranks": [rank.rank for rank in trace.ranks]}
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
     start_ns = _start_ns(trace)
     before = ""
@@ -41,37 +44,45 @@ def chrome_json(trace: Trace) -> Iterator[str]:
 def _start_ns(trace: Trace) -> int:
     """Return when the run's first event began, on the run's clock."""
     begins = [
-        clock.to_run_ns(int(one.events["begin_ns"].min()))
-        for one, clock in zip(trace.ranks, trace.clocks, strict=True)
-        if len(one.events)
+        clock.to_run_ns(int(rank.events["begin_ns"].min()))
+        for rank, clock in zip(trace.ranks, trace.clocks, strict=True)
+        if len(rank.events)
     ]
     return min(begins, default=0)
 
 
-def _rank_events(rank: RankTrace, clock: Clock, start_ns: int) -> Iterator[dict[str, Any]]:
+def _rank_events(
+    rank: RankTrace, clock: ClockCorrection, start_ns: int
+) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", rank.rank, 0, name=f"rank {rank.rank}")
     yield _metadata("process_sort_index", rank.rank, 0, sort_index=rank.rank)
-    yield _metadata("thread_name", rank.rank, int(Lane.MAIN), name="main")
+    yield _metadata("thread_name", rank.rank, MAIN, name="main")
+    for number in np.unique(rank.events["location"]).tolist():
+        if _is_own_track(rank, number):
+            name = rank.locations[number].name
+            yield _metadata("thread_name", rank.rank, _FIRST_TRACK + number, name=name)
     events = rank.events
     order = np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))
     tracks = _Tracks()
     for event in events[order]:
         kind = Kind(event["kind"])
-        lane = int(event["lane"])
+        track = int(event["location"])
         begin_ns = clock.to_run_ns(int(event["begin_ns"])) - start_ns
         end_ns = max(begin_ns, clock.to_run_ns(int(event["end_ns"])) - start_ns)
         if kind is Kind.COUNTER:
             yield _counter(rank, event, _microseconds(begin_ns))
             continue
-        if lane != Lane.MAIN:
-            lane, opened = tracks.take(begin_ns, end_ns)
+        if _is_own_track(rank, track):
+            track += _FIRST_TRACK
+        elif track != MAIN:
+            track, opened = tracks.take(begin_ns, end_ns)
             if opened:
-                name = "communication" if lane == Lane.COMMUNICATION else f"communication {lane}"
-                yield _metadata("thread_name", rank.rank, lane, name=name)
+                name = "communication" if track == 1 else f"communication {track}"
+                yield _metadata("thread_name", rank.rank, track, name=name)
         yield {
             "ph": "X",
             "pid": rank.rank,
-            "tid": lane,
+            "tid": track,
             "ts": _microseconds(begin_ns),
             "dur": _microseconds(end_ns - begin_ns),
             "name": rank.names[event["name"]] or kind.name.lower(),
@@ -80,15 +91,22 @@ def _rank_events(rank: RankTrace, clock: Clock, start_ns: int) -> Iterator[dict[
         }
 
 
+def _is_own_track(rank: RankTrace, location: int) -> bool:
+    kind = rank.locations[location].type
+    return location != MAIN and kind is not LocationType.COMMUNICATION
+
+
 def _arguments(rank: RankTrace, event: np.void) -> dict[str, Any]:
     found: dict[str, Any] = {"step": int(event["step"])}
     if event["amount"]:
         found["bytes"] = int(event["amount"])
     if event["group"]:
-        found["group"] = rank.names[event["group"]]
+        found["group"] = rank.groups[event["group"]].name
         found["sequence"] = int(event["sequence"])
     if event["peer"] >= 0:
         found["peer"] = int(event["peer"])
+    if event["tag"]:
+        found["tag"] = int(event["tag"])
     return found
 
 

@@ -1,9 +1,9 @@
-"""What a run's collectives moved and how fast, apart from the waiting for late ranks.
+"""What a run's collectives and messages moved and how fast, apart from waiting for stragglers.
 
-A collective's transfer proper lasts from the moment when its last rank came to the moment when the
-last rank had its result. What it queued behind earlier collectives counts as transfer, since no
-rank can tell the two apart. Grouped by operation, process group and size, so that each line can
-be compared with what the machine's links promise.
+The transfer proper of a collective lasts from the moment when its last rank entered to the moment
+when the last rank had its result. What it queued behind earlier collectives counts as transfer,
+since no rank can tell the two apart. Grouped by operation, process group and size, so that each
+line can be compared with what the machine's links promise.
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.record import Record
-from paceline.trace.arrivals import Arrival, Encounters, Key, arrivals
+from paceline.trace.events import RECV, SEND
+from paceline.trace.matching import NONE, row_ids
 
 if TYPE_CHECKING:
-    from paceline.trace.merge import Trace
+    from paceline.trace.matching import Matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic(Record):
-    """Collectives of one operation, group and size class.
+    """Collectives, or messages, of one operation, group and size class.
 
     Attributes:
-        operation: the field's word for it, for example ``all_reduce``.
+        operation: the field's word for it, for example ``all_reduce``; ``send`` for messages.
         group: name of the process group.
-        ranks: that took part.
+        ranks: that took part in each, at most.
         size_class_bytes: the power of two that no collective of the class exceeds; 0 for those
             that carry nothing.
         count: collectives, each counted once and not per rank.
         bytes: that one rank gave to all of them together, the mean over ranks.
         typical_bytes: that one rank gave to one of them, the median.
-        transfer_s: from the last rank's arrival to the last completion, the median.
-        spread_s: from the first rank's arrival to the last one's, the median.
+        transfer_s: from the last rank's entry to the last completion, the median; 0 if no
+            completion was seen.
+        spread_s: from the first rank's entry to the last one's, the median.
+        untimed_count: collectives whose completion was not seen, because the backend reports it
+            when work is queued on a device; `transfer_s` is of the others.
     """
 
     operation: str
@@ -46,6 +50,7 @@ class Traffic(Record):
     typical_bytes: float
     transfer_s: float
     spread_s: float
+    untimed_count: int = 0
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
@@ -55,45 +60,96 @@ class Traffic(Record):
         return self.typical_bytes / self.transfer_s
 
 
-def communication(trace: Trace, known: Encounters | None = None) -> tuple[Traffic, ...]:
-    """Return the run's collectives by operation, group and size, the costliest first."""
-    met: dict[Key, list[Arrival]] = {}
-    for mine in known.arrivals if known else arrivals(trace):
-        for key, arrival in mine.items():
-            met.setdefault(key, []).append(arrival)
-    classes: dict[tuple[str, str, int], list[list[Arrival]]] = {}
-    for (group, _), present in met.items():
-        largest = max(arrival.amount for arrival in present)
-        place = (present[0].name, group, size_class_bytes(largest))
-        classes.setdefault(place, []).append(present)
-    found = [_traffic(*place, together) for place, together in classes.items()]
-    return tuple(sorted(found, key=lambda one: -one.count * one.transfer_s))
+# A collective or a message, once and not per rank.
+_TRANSFER = np.dtype(
+    [
+        ("transfer_ns", "<i8"),
+        ("spread_ns", "<i8"),
+        ("largest", "<i8"),
+        ("mean", "<f8"),
+        ("group", "<i4"),
+        ("operation", "<i4"),
+        ("ranks", "<i4"),
+        ("timed", "?"),
+    ]
+)
 
 
-def size_class_bytes(amount: int) -> int:
-    """Return the smallest power of two that holds `amount` bytes; 0 for none.
+def traffic(matches: Matches) -> tuple[Traffic, ...]:
+    """Return the run's collectives and messages by operation, group and size, costliest first.
 
-    >>> [size_class_bytes(amount) for amount in (0, 1, 4, 5)]
+    Collectives on which ranks do not agree are left out.
+    """
+    operations = (*matches.operations, SEND, RECV)
+    rows = np.concatenate([_collectives(matches), _messages(matches, len(matches.operations))])
+    if not len(rows):
+        return ()
+    sizes = size_classes_bytes(rows["largest"])
+    ids = row_ids(rows["operation"], rows["group"], sizes)
+    order = np.argsort(ids, kind="stable")
+    classes = np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
+    found = [
+        _of_class(
+            rows[members],
+            operations[rows["operation"][members[0]]],
+            matches.groups[rows["group"][members[0]]].name,
+            int(sizes[members[0]]),
+        )
+        for members in classes
+    ]
+    return tuple(sorted(found, key=lambda line: -line.count * line.transfer_s))
+
+
+def size_classes_bytes(amounts: np.ndarray) -> np.ndarray:
+    """Return for each amount of bytes the smallest power of two that holds it; 0 for none.
+
+    >>> size_classes_bytes(np.array([0, 1, 4, 5])).tolist()
     [0, 1, 4, 8]
     """
-    return 1 << (amount - 1).bit_length() if amount else 0
+    _, exponents = np.frexp(np.maximum(amounts - 1, 0).astype(np.float64))
+    return np.where(amounts > 0, np.left_shift(np.int64(1), exponents.astype(np.int64)), 0)
 
 
-def _traffic(operation: str, group: str, size: int, together: list[list[Arrival]]) -> Traffic:
-    amounts, transfers, spreads = [], [], []
-    for present in together:
-        last_ns = max(arrival.issue_ns for arrival in present)
-        amounts.append(float(np.mean([arrival.amount for arrival in present])))
-        transfers.append(max(0, max(arrival.complete_ns for arrival in present) - last_ns))
-        spreads.append(last_ns - min(arrival.issue_ns for arrival in present))
+def _collectives(matches: Matches) -> np.ndarray:
+    instances = matches.instances[matches.instances["agrees"]]
+    rows = np.zeros(len(instances), _TRANSFER)
+    rows["transfer_ns"] = np.maximum(0, instances["complete_ns"] - instances["last_ns"])
+    rows["spread_ns"] = instances["last_ns"] - instances["first_ns"]
+    for field in ("largest", "mean", "group", "operation", "ranks", "timed"):
+        rows[field] = instances[field]
+    return rows
+
+
+def _messages(matches: Matches, first_operation: int) -> np.ndarray:
+    """Return messages, once each: those of which both sides are known as sends, others as seen."""
+    messages = matches.messages
+    chosen = np.flatnonzero(messages["sends"] | (messages["partner"] == NONE))
+    own, partners = messages[chosen], messages["partner"][chosen]
+    other = messages[np.where(partners == NONE, chosen, partners)]
+    last_ns = np.maximum(own["enter_ns"], other["enter_ns"])
+    rows = np.zeros(len(chosen), _TRANSFER)
+    rows["transfer_ns"] = np.maximum(0, np.maximum(own["exit_ns"], other["exit_ns"]) - last_ns)
+    rows["spread_ns"] = last_ns - np.minimum(own["enter_ns"], other["enter_ns"])
+    rows["largest"] = np.maximum(own["amount"], other["amount"])
+    rows["mean"] = (own["amount"] + other["amount"]) / 2
+    rows["group"] = own["group"]
+    rows["operation"] = np.where(own["sends"], first_operation, first_operation + 1)
+    rows["ranks"] = np.where(partners == NONE, 1, 2)
+    rows["timed"] = own["timed"] & other["timed"]
+    return rows
+
+
+def _of_class(rows: np.ndarray, operation: str, group: str, size: int) -> Traffic:
+    timed = rows["transfer_ns"][rows["timed"]]
     return Traffic(
         operation=operation,
         group=group,
-        ranks=max(len(present) for present in together),
+        ranks=int(rows["ranks"].max()),
         size_class_bytes=size,
-        count=len(together),
-        bytes=round(sum(amounts)),
-        typical_bytes=float(np.median(amounts)),
-        transfer_s=float(np.median(transfers)) / 1e9,
-        spread_s=float(np.median(spreads)) / 1e9,
+        count=len(rows),
+        bytes=round(float(rows["mean"].sum())),
+        typical_bytes=float(np.median(rows["mean"])),
+        transfer_s=float(np.median(timed)) / 1e9 if len(timed) else 0.0,
+        spread_s=float(np.median(rows["spread_ns"])) / 1e9,
+        untimed_count=len(rows) - len(timed),
     )

@@ -1,24 +1,25 @@
-"""The event schema: one rank's life as flat records, the same for every framework.
+"""The event schema: what a rank did as flat records, the same for every framework.
 
-An event is an interval on a lane. The main lane holds what the training loop does, properly
-nested; the communication lane holds collectives from issue to completion, which overlap with it.
-Analyses see arrays of `EVENT_DTYPE`, never objects. The bytes on disk are in
-docs/reference/trace-format.md.
+An event is an interval at a location: a thread, a stream of a device, or a communication lane.
+Events of one location are properly nested, except on communication lanes, where collectives and
+messages last from issue to completion and overlap. Analyses see arrays of `EVENT_DTYPE`, never
+objects. The bytes on disk are in docs/reference/trace-format.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+IDLE = 0  # a rank's phase between phases; no kind of event has this number
 
 
 class Kind(IntEnum):
     """What an event is; the numbers are those of the file."""
 
-    STEP = 0
     INPUT = 1
     COPY = 2
     FORWARD = 3
@@ -28,39 +29,88 @@ class Kind(IntEnum):
     WAIT = 7
     CHECKPOINT = 8
     COUNTER = 9
+    STEP = 10
+    SEND = 11
+    RECV = 12
 
 
-class Lane(IntEnum):
-    """Where an event happens."""
+class LocationType(IntEnum):
+    """What a location is; the numbers are those of the file."""
 
-    MAIN = 0
-    COMMUNICATION = 1
+    PROCESS = 1
+    THREAD = 2
+    STREAM = 3
+    COMMUNICATION = 4
 
 
-# `amount` is bytes moved; of a counter, its value. `name` and `group` are indices into the rank's
-# names; `sequence` counts a group's collectives from 1; `peer` is a root or the other side, or -1.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Location:
+    """Where events happen.
+
+    Attributes:
+        type: a process, a thread, a stream of a device, or a lane of communication.
+        name: for people.
+        process: id of its process in the operating system; 0 if not known.
+        number: id of the thread, or number of the stream or lane, within the process.
+    """
+
+    type: LocationType
+    name: str
+    process: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that communicate.
+
+    Attributes:
+        name: equal on all members.
+        members: global ranks, in order of their rank in the group; empty if not known.
+    """
+
+    name: str
+    members: tuple[int, ...] = ()
+
+
+# The first two locations of each file: the thread of the training loop, and the lane of its
+# collectives and messages.
+MAIN, COMMUNICATION = 0, 1
+
+# `amount` is the bytes that this rank gave; of a counter, its value. `name`, `group` and `location`
+# are indices into the rank's tables. `sequence` counts from 1: a group's collectives, or the
+# messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
+# the other side, -1 for none.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),
         ("end_ns", "<u8"),
         ("amount", "<u8"),
         ("step", "<u4"),
-        ("name", "<u4"),
-        ("group", "<u4"),
         ("sequence", "<u4"),
         ("peer", "<i4"),
+        ("tag", "<i4"),
+        ("name", "<u2"),
+        ("group", "<u2"),
+        ("location", "<u2"),
         ("kind", "u1"),
-        ("lane", "u1"),
-        ("reserved", "<u2"),
+        ("flags", "u1"),
     ]
 )
 
-# Collectives after which every rank of the group knows that all others have come. In all others
+# A flag: nobody saw the call complete, so `end_ns` is only when it returned. Backends that queue
+# collectives on a device's stream (NCCL) report completion when the work is queued.
+COMPLETION_UNKNOWN = 1
+
+# Collectives after which every rank of the group knows that all others have entered. In all others
 # data flows one way, in some of them from or to a root.
 SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 TO_ROOT = frozenset({"reduce", "gather"})
 ROOTED = TO_ROOT | {"broadcast", "scatter"}
+# Collectives to which each rank gives the same number of bytes.
+EQUAL_SIZES = frozenset({"all_reduce", "reduce_scatter", "broadcast", "reduce"})
 
+SEND, RECV = "send", "recv"  # names of messages, and of waits for them
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
 # Counters of a step, summed over the process's threads: time on a core, and time runnable without.
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"

@@ -1,8 +1,8 @@
-"""Reads trace files: whole ones, and those of ranks that were killed, up to the last flush.
+"""Reads trace files: complete ones, and those of ranks that were killed, up to the last flush.
 
 A file that was not closed and ends early is what a crash leaves, of a process or of its node; it is
-read as far as it goes. A block whose checksum is wrong, or a closed file that is too short, is
-damage and is an error that names the rank.
+read as far as it goes. A wrong checksum, or a closed file that is too short, is damage and is an
+error that names the rank. Files of version 1 are upgraded as they are read (`version1`).
 """
 
 from __future__ import annotations
@@ -15,50 +15,37 @@ import numpy as np
 
 from paceline.core.errors import CorruptTrace, NotFound, StorageError
 from paceline.native import crc32c
-from paceline.trace.events import EVENT_DTYPE, FORMAT_VERSION, Kind
+from paceline.trace import version1
+from paceline.trace.events import EVENT_DTYPE, IDLE, Group, Kind, Location, LocationType
+from paceline.trace.header import HEADER_BYTES, Status, corrupt, parse_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8sIIIIQQ40sIIIIQQQQ")
-_BLOCK = struct.Struct("<IIII")
-_MAGIC = b"PACETRCE"
-_EVENTS, _NAMES = 1, 2
+BLOCK = struct.Struct("<IIII")
+LOCATION = struct.Struct("<IIII")
+_EVENTS, _NAMES, _GROUPS, _LOCATIONS = 1, 2, 3, 4
 _MAX_BLOCK_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """The header of a trace: who, and where in its run the rank is or ended."""
-
-    rank: int
-    world_size: int
-    opened_monotonic_ns: int
-    opened_realtime_ns: int
-    boot_id: str
-    step: int
-    phase: Kind
-    closed: bool
-    error: int
-    recorded_count: int
-    dropped_count: int
-    peak_memory_bytes: int
-    written_bytes: int
-
-    @property
-    def phase_name(self) -> str:
-        """The phase as people say it; between phases it is 'other'."""
-        return "other" if self.phase is Kind.STEP else self.phase.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankTrace:
-    """One rank's events in order of recording, with the names that they refer to."""
+    """One rank's events in order of recording, with the tables that they refer to.
+
+    Attributes:
+        status: the file's header.
+        events: of `EVENT_DTYPE`, shape (events,).
+        names: by number; the first is empty and means none.
+        groups: by number; the first has no name and means none.
+        locations: by number; the first is the thread of the training loop.
+        complete: whether the file was closed, rather than cut short.
+    """
 
     status: Status
     events: np.ndarray
     names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    locations: tuple[Location, ...]
     complete: bool
 
     @property
@@ -66,9 +53,9 @@ class RankTrace:
         """The global rank."""
         return self.status.rank
 
-    def of(self, kind: Kind) -> np.ndarray:
-        """Return the events of `kind`, ordered by begin."""
-        chosen: np.ndarray = self.events[self.events["kind"] == kind]
+    def of(self, *kinds: Kind) -> np.ndarray:
+        """Return the events of `kinds`, ordered by begin."""
+        chosen: np.ndarray = self.events[np.isin(self.events["kind"], kinds)]
         return chosen[np.argsort(chosen["begin_ns"], kind="stable")]
 
 
@@ -85,43 +72,152 @@ def read_status(path: Path) -> Status:
         CorruptTrace: it is not a trace, or of a newer format.
     """
     with _open(path) as file:
-        return _parse_header(file.read(HEADER_BYTES), path)
+        return parse_header(file.read(HEADER_BYTES), path)
 
 
 def read_trace(path: Path) -> RankTrace:
-    """Return all whole blocks of the trace at `path`.
+    """Return all complete blocks of the trace at `path`.
 
     Raises:
         NotFound: there is no such file.
-        CorruptTrace: a block is damaged, or a closed file is shorter than it says.
+        CorruptTrace: a block or the header is damaged, or a closed file is shorter than it says.
     """
     with _open(path) as file:
         data = file.read()
-    status = _parse_header(data[:HEADER_BYTES], path)
-    blocks: list[np.ndarray] = []
-    names: list[str] = []
+    status = parse_header(data[:HEADER_BYTES], path)
+    tables = _Tables(path, status)
     at = HEADER_BYTES
-    while at + _BLOCK.size <= len(data):
-        kind, count, length, checksum = _BLOCK.unpack_from(data, at)
-        body = at + _BLOCK.size
+    while at + BLOCK.size <= len(data):
+        kind, count, length, checksum = BLOCK.unpack_from(data, at)
+        body = at + BLOCK.size
         if length > _MAX_BLOCK_BYTES or body + length > len(data):
             break  # the tail that a crash cut off; a closed file is judged below
         payload = memoryview(data)[body : body + length]
         if crc32c(payload, crc32c(data[at : at + 12])) != checksum:
-            if _within(status, body + length):
-                raise _corrupt(path, status.rank, f"wrong checksum in the block at byte {at}")
+            if body + length <= status.written_bytes:
+                raise corrupt(path, status.rank, f"wrong checksum in the block at byte {at}")
             break
-        if kind == _EVENTS:
-            blocks.append(_parse_events(payload, count, path, status.rank))
-        elif kind == _NAMES:
-            names.extend(_parse_names(payload, count, path, status.rank))
+        tables.add(kind, count, payload)
         at = body + length
     if status.closed and at < status.written_bytes:
         why = f"{status.written_bytes} bytes were written, {at} can be read"
-        raise _corrupt(path, status.rank, why)
-    events = np.concatenate(blocks) if blocks else np.empty(0, EVENT_DTYPE)
-    _check_events(events, len(names), path, status.rank)
-    return RankTrace(status=status, events=events, names=tuple(names), complete=status.closed)
+        raise corrupt(path, status.rank, why)
+    return tables.finish()
+
+
+class _Tables:
+    """What the blocks of one file add up to."""
+
+    def __init__(self, path: Path, status: Status) -> None:
+        self.path = path
+        self.status = status
+        self.blocks: list[np.ndarray] = []
+        self.names: list[str] = []
+        self.groups: list[Group] = []
+        self.locations: list[Location] = []
+
+    def add(self, kind: int, count: int, payload: memoryview) -> None:
+        """Take in a block; blocks of later formats are passed over."""
+        if kind == _EVENTS:
+            self.blocks.append(self._parse_events(payload, count))
+        elif kind == _NAMES:
+            self.names.extend(self._parse_names(payload, count))
+        elif kind == _GROUPS:
+            self.groups.extend(self._parse_groups(payload, count))
+        elif kind == _LOCATIONS:
+            self.locations.extend(self._parse_locations(payload, count))
+
+    def finish(self) -> RankTrace:
+        """Return the rank's trace, upgraded and checked: analyses trust what it refers to."""
+        old = self.status.version == 1
+        dtype = version1.EVENT_DTYPE_V1 if old else EVENT_DTYPE
+        events = np.concatenate(self.blocks) if self.blocks else np.empty(0, dtype)
+        self._check(events, "name", len(self.names))
+        if old:
+            self._check(events, "group", len(self.names))
+            kinds = events["kind"]
+            if len(kinds) and int(kinds.max()) > version1.LAST_KIND_V1:
+                raise self._corrupt("an event is of an unknown kind")
+            events, groups = version1.upgrade(events, tuple(self.names))
+            self.groups, self.locations = list(groups), list(version1.LOCATIONS)
+        self._check(events, "group", len(self.groups))
+        self._check(events, "location", len(self.locations))
+        self._check_kinds_and_times(events)
+        return RankTrace(
+            status=self.status,
+            events=events,
+            names=tuple(self.names),
+            groups=tuple(self.groups),
+            locations=tuple(self.locations),
+            complete=self.status.closed,
+        )
+
+    def _check(self, events: np.ndarray, table: str, count: int) -> None:
+        """A checksum shows what was written, not that it makes sense."""
+        if len(events) and int(events[table].max()) >= count:
+            raise self._corrupt(f"an event refers to a {table} that the file does not hold")
+
+    def _check_kinds_and_times(self, events: np.ndarray) -> None:
+        if not len(events):
+            return
+        kinds = events["kind"]
+        if int(kinds.max()) > max(Kind) or int(kinds.min()) == IDLE:
+            raise self._corrupt("an event is of an unknown kind")
+        if bool((events["end_ns"] < events["begin_ns"]).any()):
+            raise self._corrupt("an event ends before it begins")
+
+    def _parse_events(self, payload: memoryview, count: int) -> np.ndarray:
+        dtype = version1.EVENT_DTYPE_V1 if self.status.version == 1 else EVENT_DTYPE
+        if len(payload) != count * dtype.itemsize:
+            raise self._corrupt("an event block's length does not fit its count")
+        return np.frombuffer(payload, dtype)
+
+    def _parse_names(self, payload: memoryview, count: int) -> list[str]:
+        names = []
+        at = 0
+        for _ in range(count):
+            (length,) = self._words(payload, at, 1, "name")
+            text = payload[at + 4 : at + 4 + length]
+            names.append(bytes(text).decode("utf-8", "replace"))
+            at += 4 + length
+        return names
+
+    def _parse_groups(self, payload: memoryview, count: int) -> list[Group]:
+        groups = []
+        at = 0
+        for _ in range(count):
+            name, members = self._words(payload, at, 2, "group")
+            ranks = self._words(payload, at + 8, members, "group")
+            groups.append(Group(name=self._name(name), members=ranks))
+            at += 8 + 4 * members
+        return groups
+
+    def _parse_locations(self, payload: memoryview, count: int) -> list[Location]:
+        if len(payload) != count * LOCATION.size:
+            raise self._corrupt("a location block's length does not fit its count")
+        locations = []
+        for kind, name, process, number in LOCATION.iter_unpack(payload):
+            if kind not in set(LocationType):
+                raise self._corrupt(f"location type {kind} is not known")
+            locations.append(
+                Location(
+                    type=LocationType(kind), name=self._name(name), process=process, number=number
+                )
+            )
+        return locations
+
+    def _name(self, number: int) -> str:
+        if number >= len(self.names):
+            raise self._corrupt("a definition refers to a name that the file does not hold")
+        return self.names[number]
+
+    def _words(self, payload: memoryview, at: int, count: int, what: str) -> tuple[int, ...]:
+        if at + 4 * count > len(payload):
+            raise self._corrupt(f"a {what} block is too short")
+        return struct.unpack_from(f"<{count}I", payload, at)
+
+    def _corrupt(self, why: str) -> CorruptTrace:
+        return corrupt(self.path, self.status.rank, why)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -134,79 +230,3 @@ def _open(path: Path) -> BinaryIO:
         raise StorageError(
             "cannot read trace", where=str(path), why=why, fix="Check that you may read it"
         ) from problem
-
-
-def _within(status: Status, end: int) -> bool:
-    return end <= status.written_bytes
-
-
-def _parse_header(data: bytes, path: Path) -> Status:
-    if len(data) < HEADER_BYTES or data[:8] != _MAGIC:
-        raise CorruptTrace(
-            "not a Paceline trace", where=str(path), fix="Move it out of the run's folder"
-        )
-    (_, version, rank, world_size, _, monotonic, realtime, boot_id, step, phase, closed, error) = (
-        _HEADER.unpack_from(data)[:12]
-    )
-    recorded, dropped, peak, written = _HEADER.unpack_from(data)[12:]
-    if version > FORMAT_VERSION:
-        raise CorruptTrace(
-            f"trace format version {version}",
-            where=str(path),
-            why=f"this Paceline reads up to {FORMAT_VERSION}",
-            fix="Use a newer Paceline",
-        )
-    if phase not in set(Kind):
-        raise _corrupt(path, rank, f"phase {phase} is not known")
-    return Status(
-        rank=rank,
-        world_size=world_size,
-        opened_monotonic_ns=monotonic,
-        opened_realtime_ns=realtime,
-        boot_id=boot_id.split(b"\0")[0].decode("ascii", "replace"),
-        step=step,
-        phase=Kind(phase),
-        closed=bool(closed),
-        error=error,
-        recorded_count=recorded,
-        dropped_count=dropped,
-        peak_memory_bytes=peak,
-        written_bytes=written,
-    )
-
-
-def _parse_events(payload: memoryview, count: int, path: Path, rank: int) -> np.ndarray:
-    if len(payload) != count * EVENT_DTYPE.itemsize:
-        raise _corrupt(path, rank, "an event block's length does not fit its count")
-    return np.frombuffer(payload, EVENT_DTYPE)
-
-
-def _parse_names(payload: memoryview, count: int, path: Path, rank: int) -> list[str]:
-    names = []
-    at = 0
-    for _ in range(count):
-        if at + 4 > len(payload):
-            raise _corrupt(path, rank, "a name block is too short")
-        (length,) = struct.unpack_from("<I", payload, at)
-        names.append(bytes(payload[at + 4 : at + 4 + length]).decode("utf-8", "replace"))
-        at += 4 + length
-    return names
-
-
-def _check_events(events: np.ndarray, name_count: int, path: Path, rank: int) -> None:
-    """A checksum shows what was written, not that it makes sense: check before analyses trust."""
-    if not len(events):
-        return
-    if int(events["name"].max()) >= name_count or int(events["group"].max()) >= name_count:
-        raise _corrupt(path, rank, "an event refers to a name that the file does not hold")
-    if int(events["kind"].max()) > max(Kind) or bool((events["end_ns"] < events["begin_ns"]).any()):
-        raise _corrupt(path, rank, "an event is of an unknown kind or ends before it begins")
-
-
-def _corrupt(path: Path, rank: int, why: str) -> CorruptTrace:
-    return CorruptTrace(
-        f"the trace of rank {rank} is damaged",
-        where=str(path),
-        why=why,
-        fix="Restore the file, or move it away to analyse the other ranks",
-    )

@@ -1,9 +1,10 @@
 """Turns a run's events into seconds by phase, for each rank and step.
 
-A step runs from the end of one optimizer step to the end of the next. Events on the main lane are
-nested; a phase's time is its own without what is nested in it, so that phases exclude each other
-and with ``other`` add up to wall time. Time blocked in a collective becomes ``waiting`` until the
-last rank that matters has come, and ``transfer`` from then on.
+A step runs from the end of one optimizer step to the end of the next. Events of the main thread
+are nested; a phase's time is its own without what is nested in it, so that phases exclude each
+other and with ``other`` add up to wall time. Time blocked in a collective becomes ``waiting`` until
+the last rank has entered that this one depends on, and ``transfer`` (exposed communication) from
+then on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
-from paceline.trace.arrivals import Blocked, Encounters, encounters
-from paceline.trace.events import NOT_RUNNING, RUNNING, Kind, Lane
+from paceline.trace.events import MAIN, NOT_RUNNING, RUNNING, Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.trace.files import RankTrace
-    from paceline.trace.merge import Trace
 
 _PHASE_OF = {
     Kind.INPUT: PHASES.index("input"),
@@ -30,7 +31,12 @@ _PHASE_OF = {
     Kind.OPTIMIZER: PHASES.index("optimizer"),
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
 }
-_TRANSFER, _WAITING, _OTHER = (PHASES.index(one) for one in ("transfer", "waiting", "other"))
+_TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
+_PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
+for _kind, _phase in _PHASE_OF.items():
+    _PHASE_OF_KIND[_kind] = _phase
+_TIMED = _PHASE_OF_KIND >= 0
+_TIMED[Kind.WAIT] = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,41 +84,34 @@ class RankPhases:
         return Breakdown(**dict(zip(PHASES, map(float, middle), strict=True)))
 
 
-def phases(trace: Trace, met: Encounters | None = None) -> tuple[RankPhases, ...]:
+def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tuple[RankPhases, ...]:
     """Return each rank's seconds by step and phase, ranks in order.
 
     Args:
-        trace: the run.
-        met: from `encounters(trace)`, where it is known.
+        ranks: of a run.
+        waits: of each rank, from `wait_intervals`.
 
     Raises:
         CorruptTrace: a rank's steps are not numbered as a run numbers them.
     """
-    met = met or encounters(trace)
-    return tuple(
-        _rank_phases(rank, waits) for rank, waits in zip(trace.ranks, met.blocked, strict=True)
-    )
+    return tuple(_of_rank(rank, own) for rank, own in zip(ranks, waits, strict=True))
 
 
-def step_time_s(ranks: tuple[RankPhases, ...]) -> float:
+def step_time_s(ranks: Sequence[RankPhases]) -> float:
     """Return the median over steps of the slowest rank's step time; 0 without steps."""
-    count = min((one.steps for one in ranks), default=0)
+    count = min((rank.steps for rank in ranks), default=0)
     if not count:
         return 0.0
-    slowest = np.max([one.step_s[:count] for one in ranks], axis=0)
-    recorded = np.all([one.recorded[:count] for one in ranks], axis=0)
+    slowest = np.max([rank.step_s[:count] for rank in ranks], axis=0)
+    recorded = np.all([rank.recorded[:count] for rank in ranks], axis=0)
     return float(np.median(slowest[recorded])) if recorded.any() else 0.0
 
 
-def _rank_phases(rank: RankTrace, waits: tuple[Blocked, ...]) -> RankPhases:
+def _of_rank(rank: RankTrace, waits: np.ndarray) -> RankPhases:
     begins, ends, recorded = _step_bounds(rank)
     count = len(begins)
-    seconds = np.zeros((count, len(PHASES)))
     step_s = (ends - begins) / 1e9
-    first_ns = int(begins[0]) if count else 0
-    for step, phase, amount_s in _segments(rank, first_ns, waits):
-        if step < count:
-            seconds[step, phase] += amount_s
+    seconds = _own_ns(rank, int(begins[0]) if count else 0, waits, count) / 1e9
     seconds[:, _OTHER] = np.maximum(0.0, step_s - seconds.sum(axis=1))
     return RankPhases(
         rank=rank.rank,
@@ -150,7 +149,7 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     begins[numbers], ends[numbers] = steps["begin_ns"], steps["end_ns"]
     if not missing:
         return begins, ends, recorded
-    timed = rank.events[(rank.events["lane"] == Lane.MAIN) & _timed(rank.events["kind"])]
+    timed = rank.events[_on_main_thread(rank)]
     before_ns = min(int(begins[numbers[0]]), int(timed["begin_ns"].min(initial=2**63)))
     after = -1
     for number in numbers.tolist():
@@ -161,45 +160,69 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return begins, ends, recorded
 
 
-def _segments(
-    rank: RankTrace, first_ns: int, waits: tuple[Blocked, ...]
-) -> list[tuple[int, int, float]]:
-    """Return (step, phase, seconds) of each main-lane event without what is nested in it."""
-    wait_at = dict(zip(rank.of(Kind.WAIT)["begin_ns"].tolist(), waits, strict=True))
-    events = rank.events[(rank.events["lane"] == Lane.MAIN) & _timed(rank.events["kind"])]
+def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np.ndarray:
+    """Return nanoseconds by step and phase, of each event without what is nested in it.
+
+    Args:
+        rank: its trace.
+        first_ns: events that begin earlier are left out.
+        waits: of the rank.
+        count: steps to fill in.
+    """
+    events = rank.events[_on_main_thread(rank)]
     events = events[events["begin_ns"] >= first_ns]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
-    result = []
-    stack: list[tuple[int, int]] = []  # (end, position in own)
-    own: list[list[float]] = []  # [step, phase, nanoseconds]
-    for begin, end, step, kind in zip(
-        events["begin_ns"].tolist(),
-        events["end_ns"].tolist(),
-        events["step"].tolist(),
-        events["kind"].tolist(),
-        strict=True,
+    is_wait = events["kind"] == Kind.WAIT
+    chosen = waits[rank.of(Kind.WAIT)["begin_ns"] >= first_ns]
+    waiting = (chosen["ready_ns"] - chosen["begin_ns"]).astype(np.float64)
+    moving = (chosen["end_ns"] - chosen["ready_ns"]).astype(np.float64)
+    parents = _parents(events, is_wait)
+    nested_ns = (events["end_ns"] - events["begin_ns"]).astype(np.float64)
+    nested_ns[is_wait] = waiting + moving
+    own_ns = nested_ns - np.bincount(
+        parents[parents >= 0], weights=nested_ns[parents >= 0], minlength=len(events)
+    )
+    result = np.zeros((count, len(PHASES)))
+    steps, phases = events["step"].astype(np.int64), _PHASE_OF_KIND[events["kind"]]
+    for which, phase, ns in (
+        (~is_wait, phases[~is_wait], np.maximum(0.0, own_ns[~is_wait])),
+        (is_wait, _WAITING, waiting),
+        (is_wait, _TRANSFER, moving),
     ):
-        while stack and stack[-1][0] <= begin:
-            stack.pop()
-        if kind == Kind.WAIT:
-            wait = wait_at[begin]
-            waited = wait.ready_ns - wait.begin_ns
-            moved = wait.end_ns - wait.ready_ns
-            result.append((step, _WAITING, waited / 1e9))
-            result.append((step, _TRANSFER, moved / 1e9))
-            if stack:
-                own[stack[-1][1]][2] -= waited + moved
-            continue
-        if stack:
-            own[stack[-1][1]][2] -= end - begin
-        stack.append((end, len(own)))
-        own.append([step, _PHASE_OF[Kind(kind)], end - begin])
-    result.extend((int(step), int(phase), max(0.0, ns) / 1e9) for step, phase, ns in own)
+        place = steps[which] * len(PHASES) + phase
+        within = steps[which] < count
+        result += np.bincount(
+            place[within], weights=ns[within], minlength=count * len(PHASES)
+        ).reshape(count, len(PHASES))
     return result
 
 
-def _timed(kinds: np.ndarray) -> np.ndarray:
-    return np.isin(kinds, [int(kind) for kind in _PHASE_OF] + [int(Kind.WAIT)])
+def _parents(events: np.ndarray, is_wait: np.ndarray) -> np.ndarray:
+    """Return for each event the row of the one that it is nested in directly, or -1.
+
+    That is the nearest earlier event, waits left out, that ends after this one begins. Rows that
+    were found to end earlier are skipped together: what lies between a row and its own candidate
+    ends before that row begins, hence before all later ones. So each pass doubles the distance.
+
+    Args:
+        events: of one location, by begin, longer ones first.
+        is_wait: which of them are waits, in which nothing is nested.
+    """
+    rows = np.arange(len(events))
+    latest = np.maximum.accumulate(np.where(is_wait, -1, rows))
+    candidates = np.concatenate([[-1], latest[:-1]]) if len(rows) else rows
+    begins, ends = events["begin_ns"], events["end_ns"]
+    pending = np.flatnonzero(candidates >= 0)
+    while len(pending):
+        over = ends[candidates[pending]] <= begins[pending]
+        pending = pending[over]
+        candidates[pending] = candidates[candidates[pending]]
+        pending = pending[candidates[pending] >= 0]
+    return candidates
+
+
+def _on_main_thread(rank: RankTrace) -> np.ndarray:
+    return np.asarray((rank.events["location"] == MAIN) & _TIMED[rank.events["kind"]])
 
 
 def _counter_s(rank: RankTrace, name: str, count: int) -> np.ndarray:

@@ -9,13 +9,12 @@ import numpy as np
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
-from paceline.trace.arrivals import encounters
-from paceline.trace.communication import Traffic, communication
+from paceline.trace.communication import Traffic
 from paceline.trace.events import Kind
-from paceline.trace.phases import phases
+from paceline.trace.matching import Mismatch
 
 if TYPE_CHECKING:
-    from paceline.trace.merge import Trace
+    from paceline.trace.analysis import Analysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,27 +53,31 @@ class TraceStats(Record):
     Attributes:
         world_size: ranks that the run had.
         ranks: those that left a trace.
-        traffic: their collectives.
+        traffic: their collectives and messages.
+        mismatch_count: collectives that ranks joined without agreeing on what they are.
+        mismatches: the first of these.
     """
 
     world_size: int
     ranks: tuple[RankStats, ...]
     traffic: tuple[Traffic, ...]
+    mismatch_count: int = 0
+    mismatches: tuple[Mismatch, ...] = ()
 
 
-def summarize_trace(trace: Trace) -> TraceStats:
+def summarize_trace(analysis: Analysis) -> TraceStats:
     """Return the trace in numbers."""
-    met = encounters(trace)
+    trace = analysis.trace
     ranks = []
-    for rank, clock, part in zip(trace.ranks, trace.clocks, phases(trace, met), strict=True):
+    for rank, clock, phases in zip(trace.ranks, trace.clocks, analysis.phases, strict=True):
         counts = np.bincount(rank.events["kind"], minlength=max(Kind) + 1)
         ranks.append(
             RankStats(
                 rank=rank.rank,
                 events={kind.name.lower(): int(counts[kind]) for kind in Kind if counts[kind]},
-                steps=part.steps,
-                loop_wall_s=part.loop_wall_s,
-                breakdown=part.breakdown(),
+                steps=phases.steps,
+                loop_wall_s=phases.loop_wall_s,
+                breakdown=phases.breakdown(),
                 clock_offset_ns=clock.offset_ns,
                 clock_drift=clock.drift,
                 clock_error_ns=clock.error_ns,
@@ -83,5 +86,9 @@ def summarize_trace(trace: Trace) -> TraceStats:
             )
         )
     return TraceStats(
-        world_size=trace.world_size, ranks=tuple(ranks), traffic=communication(trace, met)
+        world_size=trace.world_size,
+        ranks=tuple(ranks),
+        traffic=analysis.traffic,
+        mismatch_count=trace.matches.mismatch_count,
+        mismatches=analysis.mismatches,
     )

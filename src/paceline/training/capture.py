@@ -268,7 +268,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
             layer = Layer(
                 name=name,
                 kind=type(module).__name__,
-                parameter_bytes=tuple(one.nbytes for one in parameters),
+                parameter_bytes=tuple(parameter.nbytes for parameter in parameters),
+                frozen=tuple(
+                    i for i, parameter in enumerate(parameters) if not parameter.requires_grad
+                ),
                 buffer_bytes=sum(one.nbytes for one in module.buffers(recurse=False)),
                 saved_bytes=self._saved.get(name, 0),
                 operations=_operations(self._counts.get(name, Counter())),

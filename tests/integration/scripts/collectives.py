@@ -26,9 +26,18 @@ def plain(rank):
     assert gathered[1] == {"rank": 1}
 
 
+def any_source(rank):
+    """Two tags, of which one comes first by number and last by time; sources are found out."""
+    for tag in (0, 5, 0, 5):
+        if rank == 1:
+            dist.send(torch.ones(10 + tag), 0, tag=tag)
+        else:
+            assert dist.recv(torch.empty(10 + tag), tag=tag) == 1
+
+
 def groups(rank):
     both = dist.new_group([0, 1])
-    alone = [dist.new_group([one]) for one in range(2)]
+    alone = [dist.new_group([member]) for member in range(2)]
     dist.all_reduce(torch.ones(10), group=both)
     dist.all_reduce(torch.ones(10), group=alone[rank])
 

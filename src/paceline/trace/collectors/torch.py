@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.native import monotonic_ns
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
-from paceline.trace.events import Kind
+from paceline.trace.events import IDLE, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from paceline.native import Recorder
 
-_OUTSIDE = int(Kind.STEP)  # the phase between phases
+_OUTSIDE = IDLE
 _OPTIMIZER = int(Kind.OPTIMIZER)
 # What torch wraps around the step of each class of optimizers; all wrappers share its code.
 _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__

@@ -1,98 +1,69 @@
-"""Sees every collective of a PyTorch program at the dispatcher, without touching process groups.
+"""Sees every collective and message of a PyTorch program at the dispatcher, below every front end.
 
-Kernels on the autograd keys of ``c10d::*`` (DDP's reducer, torch.distributed calls, FSDP2,
-pipelining, checkpoints) and ``_c10d_functional::*`` (DTensor, compiled collectives) note the call
-and redispatch below autograd. The call returns when the work is issued; completion comes from the
-work's future where the backend has one, otherwise from whoever waits for it.
+Kernels on the autograd keys of ``c10d::*`` and ``_c10d_functional::*`` note the call and redispatch
+below autograd. The call returns when the work is issued; completion comes from the work's future
+where the backend has one, otherwise from whoever waits for it. Where neither tells (NCCL), the
+event says that its completion is unknown.
 
 DDP waits in C++ at the end of backward, where no wait can be seen. A callback queued in the
 autograd engine marks the moment when computing is done: what follows is the wait ("drain").
+
+Threads: the main thread and the threads of a backward pass issue; the backend's threads complete.
+All of it runs under the GIL, and none of it blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from paceline.native import monotonic_ns
-from paceline.trace.events import DRAIN, Kind, Lane
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors import torch_operators as operators
+from paceline.trace.collectors.torch_groups import GroupRecord, Groups
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.events import (
+    COMMUNICATION,
+    COMPLETION_UNKNOWN,
+    DRAIN,
+    IDLE,
+    MAIN,
+    RECV,
+    SEND,
+    Kind,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping
 
     from paceline.native import Recorder
 
 _LOG = logging.getLogger(__name__)
 
-# Operator -> the field's word for it, and which argument holds the bytes this rank gives.
-_C10D = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "allgather_": ("all_gather", 1),
-    "_allgather_base_": ("all_gather", 1),
-    "allgather_coalesced_": ("all_gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "barrier": ("barrier", None),
-    "monitored_barrier_": ("barrier", None),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "gather_": ("gather", 1),
-    "scatter_": ("scatter", 0),
-    "send": ("send", 0),
-    "recv_": ("recv", 0),
-    "recv_any_source_": ("recv", 0),
-}
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "isend": "send",
-    "irecv": "recv",
-}
-# Operators of these namespaces that move nothing, or are recorded elsewhere.
-_NO_COLLECTIVES = frozenset(
-    {"check_for_nan", "wait_tensor", "_wrap_tensor_autograd", "batch_p2p_ops"}
-)
-_PEER_ARGUMENTS = ("root_rank", "dst", "src")
-_OUR_REFERENCES = 2  # to a work that nobody else holds: the table's, and getrefcount's argument
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
+_ANY_SOURCE = -2  # peer of a receive until its source is known
+_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
 
 
 @dataclass(slots=True)
 class _Issued:
-    """A collective on its way."""
+    """A collective or message on its way; the fields of its event, and its work."""
 
+    kind: Kind
     name: int
     begin_ns: int
     amount: int
-    group: int
+    group: GroupRecord
     sequence: int
     peer: int
+    tag: int
     step: int
     keep: object  # the work: its identity stays its own as long as it lives
     has_future: bool = False
@@ -104,51 +75,44 @@ class Loop:
     """Where the training loop is: what both sides of the collector must know."""
 
     main_thread: int
-    phase: int = int(Kind.STEP)  # which stands for "between phases"
+    phase: int = IDLE
 
 
 class CollectiveRecorder:
-    """The collective side of the torch collector."""
+    """The communication side of the torch collector."""
 
-    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+    def __init__(
+        self, recorder: Recorder, loop: Loop, available: frozenset[Capability] | None = None
+    ) -> None:
         self.recorder = recorder
         self.loop = loop
+        self.available = internals.available() if available is None else available
+        self.groups = Groups(recorder, self.available)
         self.drain_name = self.recorder.intern(DRAIN)
         self.in_backward = False
         self.callback_queued = False
         self.issued_before: set[int] = set()
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
-        self.sequences: dict[str, int] = {}
-        self.kept_threads: set[int] = set()
         self.works: dict[int, _Issued] = {}  # by id of the work
-        self.tensors: dict[int, _Issued] = {}  # functional collectives: by data pointer
+        self.tensors: dict[int, _Issued] = {}  # functional collectives: by their result
         self.libraries: list[torch.library.Library] = []
 
     def install(self) -> None:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
-        keys = ["AutogradCPU", "AutogradCUDA"] if torch.cuda.is_available() else ["AutogradCPU"]
-        for namespace, table in (("c10d", _C10D), ("_c10d_functional", _FUNCTIONAL)):
-            library = torch.library.Library(namespace, "IMPL")
-            self.libraries.append(library)  # kernels live as long as their library
-            known = {
-                name.partition("::")[2]
-                for name in torch._C._dispatch_get_all_op_names()  # noqa: SLF001  # no public list of operators
-                if name.startswith(namespace + "::")
-            }
-            unseen = known - table.keys() - _NO_COLLECTIVES
-            if unseen:  # of a newer torch
-                _LOG.warning("these collectives are not recorded: %s", ", ".join(sorted(unseen)))
-            for operator in sorted(table.keys() & known):
-                overload = getattr(getattr(torch.ops, namespace), operator).default
-                make = self._c10d_kernel if table is _C10D else self._functional_kernel
-                for key in keys:
-                    library.impl(operator, make(operator, overload), key)
-            if namespace == "_c10d_functional":
-                wait = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001  # the operator's name
-                for key in keys:
-                    library.impl("wait_tensor", self._wait_tensor_kernel(wait), key)
-        self._wrap_wait()
-        self._wrap_broadcast_coalesced()
+        if Capability.DISPATCHER not in self.available:
+            return
+        self._install_kernels("c10d", operators.C10D, self._c10d_kernel)
+        library = self._install_kernels(
+            "_c10d_functional", operators.FUNCTIONAL, self._functional_kernel
+        )
+        if Capability.FUNCTIONAL_WAIT in self.available:
+            wait = internals.operators("_c10d_functional")["wait_tensor"]
+            for key in _autograd_keys():
+                library.impl("wait_tensor", self._wait_tensor_kernel(wait), key)
+        if Capability.WORKS in self.available:
+            self._wrap_wait()
+        if Capability.BUFFER_BROADCAST in self.available:
+            self._wrap_broadcast_coalesced()
 
     def close(self) -> None:
         """Record what was issued and never seen to complete, as complete when issued."""
@@ -171,8 +135,27 @@ class CollectiveRecorder:
         if self.computed_ns:
             # Now and not when backward ended: no completion that it awaited may be noted later.
             self.recorder.record(
-                int(Kind.WAIT), int(Lane.MAIN), self.drain_name, self.computed_ns, monotonic_ns()
+                int(Kind.WAIT), MAIN, self.drain_name, self.computed_ns, monotonic_ns()
             )
+
+    def _install_kernels(
+        self,
+        namespace: str,
+        table: Mapping[str, tuple[str, int | None]],
+        make: Callable[[str, Any, operators.Places], Callable[..., Any]],
+    ) -> torch.library.Library:
+        library = torch.library.Library(namespace, "IMPL")
+        self.libraries.append(library)  # kernels live as long as their library
+        known = internals.operators(namespace)
+        unseen = known.keys() - table.keys() - operators.NOT_COMMUNICATION
+        if unseen:  # of a newer torch
+            _LOG.warning("these collectives are not recorded: %s", ", ".join(sorted(unseen)))
+        for name in sorted(table.keys() & known.keys()):
+            word, payload = table[name]
+            kernel = make(word, known[name], operators.places(known[name], payload))
+            for key in _autograd_keys():
+                library.impl(name, kernel, key)
+        return library
 
     def _forget_works(self, but: set[int]) -> None:
         """Let go of works that C++ has waited for by now: those that no Python object holds.
@@ -181,7 +164,7 @@ class CollectiveRecorder:
         """
         for key in self.works.keys() - but:
             issued = self.works[key]
-            if sys.getrefcount(issued.keep) > _OUR_REFERENCES:
+            if internals.is_held_elsewhere(issued):
                 continue
             self._complete(issued, monotonic_ns())  # its callback may come late, after the GIL
             del self.works[key]
@@ -191,27 +174,45 @@ class CollectiveRecorder:
 
     def _watch_backward(self) -> None:
         """Have the engine tell when computing ends; before DDP's own callback, queued later."""
-        if self.in_backward and not self.callback_queued:
-            self.callback_queued = True
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
+        if not self.in_backward or self.callback_queued:
+            return
+        self.callback_queued = Capability.ENGINE_CALLBACK in self.available
+        if self.callback_queued:
             try:
-                engine.queue_callback(self._computed)
+                internals.queue_engine_callback(self._computed)
             except RuntimeError:  # a thread without a running graph: then there is no drain
                 self.callback_queued = False
 
     def _issue(
-        self, name: int, group_name: str, amount: int, peer: int, begin_ns: int, keep: object
+        self,
+        word: str,
+        name: int,
+        group: GroupRecord,
+        amount: int,
+        begin_ns: int,
+        *,
+        peer: int = -1,
+        tag: int = 0,
+        work: object = None,
     ) -> _Issued:
-        sequence = self.sequences[group_name] = self.sequences.get(group_name, 0) + 1
+        """Return the record of a call that was just issued; `peer` is a rank within the group."""
+        kind = _KINDS.get(word, Kind.COLLECTIVE)
+        peer = peer if peer == _ANY_SOURCE else group.global_rank(peer)
+        if kind is Kind.COLLECTIVE:
+            sequence = group.next_collective()
+        else:
+            sequence = 0 if peer == _ANY_SOURCE else group.next_message(word == SEND, peer, tag)
         return _Issued(
+            kind=kind,
             name=name,
             begin_ns=begin_ns,
             amount=amount,
-            group=self.recorder.intern(f"group {group_name}"),
+            group=group,
             sequence=sequence,
             peer=peer,
+            tag=tag,
             step=self.recorder.step,
-            keep=keep,
+            keep=work,
         )
 
     def _make_room(self, table: dict[int, _Issued]) -> dict[int, _Issued]:
@@ -222,42 +223,65 @@ class CollectiveRecorder:
                 self._complete(oldest, oldest.begin_ns)
         return table
 
-    def _complete(self, issued: _Issued, end_ns: int) -> None:
+    def _complete(self, issued: _Issued, end_ns: int, flags: int = 0) -> None:
         if issued.done:
             return
         issued.done = True
+        self._find_source(issued)
         self.recorder.record(
-            int(Kind.COLLECTIVE),
-            int(Lane.COMMUNICATION),
+            int(issued.kind),
+            COMMUNICATION,
             issued.name,
             issued.begin_ns,
             end_ns,
             issued.amount,
-            issued.group,
+            issued.group.number,
             issued.sequence,
             issued.peer,
+            issued.tag,
             issued.step,
+            flags,
         )
 
-    def _c10d_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
-        word, payload = _C10D[operator]
+    def _find_source(self, issued: _Issued) -> None:
+        """Number a receive from any source, now that its source is known."""
+        if issued.peer != _ANY_SOURCE:
+            return
+        issued.peer = issued.group.global_rank(internals.source_of(issued.keep))
+        if issued.peer >= 0:
+            issued.sequence = issued.group.next_message(False, issued.peer, issued.tag)
+
+    def _c10d_kernel(
+        self, word: str, overload: Any, places: operators.Places
+    ) -> Callable[..., Any]:
         name = self.recorder.intern(word)
-        group_at, peer_at = _argument_places(overload)
 
         def kernel(*args: Any) -> Any:
             begin_ns = monotonic_ns()
-            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+            with internals.below_autograd():
                 result = overload(*args)
-            group = c10d.ProcessGroup.unbox(args[group_at])
-            amount = 0 if payload is None else sum(_bytes(args[payload]))
-            peer = int(args[peer_at]) if peer_at is not None else -1
-            work = _work_of(result)
-            issued = self._issue(name, group.group_name, amount, peer, begin_ns, work)
+            group = internals.unbox_group(args[places.group])
+            record = self.groups.of(group)
+            payload = () if places.payload is None else args[places.payload]
+            peer = _ANY_SOURCE if word == RECV else -1
+            if places.peer is not None:
+                peer = int(args[places.peer])
+            tag = int(args[places.tag]) if places.tag is not None else 0
+            work = internals.work_of(result)
+            issued = self._issue(
+                *(word, name, record, operators.size_bytes(payload), begin_ns),
+                peer=peer,
+                tag=tag,
+                work=work,
+            )
             if work is None:  # monitored_barrier returns when it is over
                 self._record_wait(issued, begin_ns)
                 return result
             self._make_room(self.works)[id(work)] = issued
-            self._watch_future(work, issued)
+            if self.groups.sees_completion(group, record, operators.device_type(args)):
+                self._watch_future(work, issued)
+            else:
+                self._complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             self._watch_backward()
             return result
 
@@ -265,33 +289,37 @@ class CollectiveRecorder:
 
     def _watch_future(self, work: Any, issued: _Issued) -> None:
         """Have the work's future tell when it ends; gloo's send and receive have none."""
+        if Capability.FUTURES not in self.available:
+            return
         with contextlib.suppress(RuntimeError):
             work.get_future().add_done_callback(functools.partial(self._completed, issued))
             issued.has_future = True
 
     def _completed(self, issued: _Issued, _: object) -> None:
         self._complete(issued, monotonic_ns())
-        thread = threading.get_ident()
-        if thread not in self.kept_threads:
-            # Python forgets a foreign thread after each call, and maps and unmaps memory to greet
-            # it again at the next: 45 us a collective, which stop the main thread too. One
-            # reference too many keeps the state of the backend's few threads.
-            self.kept_threads.add(thread)
-            ctypes.pythonapi.PyGILState_Ensure()
+        if Capability.THREAD_STATE in self.available:
+            internals.keep_thread_state()
 
-    def _functional_kernel(self, operator: str, overload: Any) -> Callable[..., Any]:
-        name = self.recorder.intern(_FUNCTIONAL[operator])
-        group_at, peer_at = _argument_places(overload)
+    def _functional_kernel(
+        self, word: str, overload: Any, places: operators.Places
+    ) -> Callable[..., Any]:
+        name = self.recorder.intern(word)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             begin_ns = monotonic_ns()
-            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+            with internals.below_autograd():
                 result = overload(*args, **kwargs)
-            peer = int(args[peer_at]) if peer_at is not None else -1
-            amount = sum(_bytes(args[0]))
-            issued = self._issue(name, _group_name(args[group_at]), amount, peer, begin_ns, None)
-            for tensor in _tensors(result):
-                self._make_room(self.tensors)[tensor.data_ptr()] = issued
+            group = internals.unbox_group(args[places.group])
+            record = self.groups.of(group)
+            issued = self._issue(
+                *(word, name, record, operators.size_bytes(args[places.payload or 0]), begin_ns),
+                peer=int(args[places.peer]) if places.peer is not None else -1,
+                tag=int(args[places.tag]) if places.tag is not None else 0,
+            )
+            if not self.groups.sees_completion(group, record, operators.device_type(args)):
+                self._complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
+            for tensor in operators.tensors(result):
+                self._make_room(self.tensors)[internals.tensor_identity(tensor)] = issued
             self._watch_backward()
             return result
 
@@ -299,10 +327,10 @@ class CollectiveRecorder:
 
     def _wait_tensor_kernel(self, overload: Any) -> Callable[..., Any]:
         def kernel(tensor: torch.Tensor) -> Any:
-            issued = self.tensors.pop(tensor.data_ptr(), None)
+            issued = self.tensors.pop(internals.tensor_identity(tensor), None)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             try:
-                with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # what a redispatch is
+                with internals.below_autograd():
                     return overload(tensor)
             finally:
                 self._record_wait(issued, begin_ns)
@@ -310,7 +338,8 @@ class CollectiveRecorder:
         return kernel
 
     def _wrap_wait(self) -> None:
-        original = c10d.Work.wait
+        work_class = internals.c10d().Work
+        original = work_class.wait
 
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,7 +354,7 @@ class CollectiveRecorder:
                 if issued is not None:
                     self.works.pop(id(work), None)
 
-        c10d.Work.wait = wait  # type: ignore[method-assign,assignment]  # a hook
+        work_class.wait = wait
 
     def _wrap_broadcast_coalesced(self) -> None:
         """Record DDP's broadcast of buffers, which comes twice a step, as the one call that it is.
@@ -338,11 +367,17 @@ class CollectiveRecorder:
 
         @functools.wraps(original)
         def broadcast(process_group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
-            amount = sum(_bytes(tensors))
+            record = self.groups.of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
-            issued = self._issue(name, process_group.group_name, amount, src, begin_ns, None)
+            issued = self._issue(
+                "broadcast", name, record, operators.size_bytes(tensors), begin_ns, peer=src
+            )
+            if not self.groups.sees_completion(
+                process_group, record, operators.device_type(tensors)
+            ):
+                self._complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             try:
-                with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001  # as a kernel redispatches
+                with internals.below_autograd():
                     return original(process_group, tensors, buffer_size, src)
             finally:
                 self._record_wait(issued, begin_ns)
@@ -350,52 +385,27 @@ class CollectiveRecorder:
         dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
 
     def _record_wait(self, issued: _Issued | None, begin_ns: int) -> None:
-        """Record that the main thread was blocked until now, and for which collective."""
+        """Record that the main thread was blocked until now, and for what."""
         recorder = self.recorder
         number = int(Kind.WAIT)
         if issued is None:
             recorder.end(number, 0, begin_ns, 0, self.loop.phase)
             return
         end_ns = recorder.begin(self.loop.phase)  # back to the phase around the wait
+        self._complete(issued, end_ns)  # first: by now a receive knows its source
         recorder.record(
             number,
-            int(Lane.MAIN),
+            MAIN,
             issued.name,
             begin_ns,
             end_ns,
             0,
-            issued.group,
+            issued.group.number,
             issued.sequence,
             issued.peer,
+            issued.tag,
         )
-        self._complete(issued, end_ns)
 
 
-def _argument_places(overload: Any) -> tuple[int, int | None]:
-    """Return where an operator takes its group, and its root or other side if it has one."""
-    names = [argument.name for argument in overload._schema.arguments]  # noqa: SLF001  # no public schema
-    group = names.index("process_group") if "process_group" in names else names.index("group_name")
-    peer = next((names.index(one) for one in _PEER_ARGUMENTS if one in names), None)
-    return group, peer
-
-
-def _work_of(result: Any) -> Any:
-    boxed = result[-1] if isinstance(result, (tuple, list)) and result else result
-    return c10d.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
-
-
-def _group_name(argument: Any) -> str:
-    return argument if isinstance(argument, str) else str(argument.group_name)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(value: Any) -> Iterator[int]:
-    for tensor in _tensors(value):
-        yield tensor.numel() * tensor.element_size()
+def _autograd_keys() -> list[str]:
+    return ["AutogradCPU", "AutogradCUDA"] if torch.cuda.is_available() else ["AutogradCPU"]

@@ -1,0 +1,63 @@
+"""The Estimate: a predicted step, with the Plan that it is of and what it was predicted from.
+
+`perf` makes one, a plan file carries it, a run keeps it, and the report sets it beside the
+measurement. It names its Workload and Machine by name and by digest, so that it is never compared
+with a run of something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.core.breakdown import Breakdown
+from paceline.core.plan import Plan
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate(Record):
+    """A predicted step of one rank.
+
+    Attributes:
+        workload: its name.
+        workload_digest: `Record.digest` of it; empty in a file of version 1, which had none.
+        machine: its name.
+        machine_digest: `Record.digest` of it; empty in a file of version 1.
+        plan: how the Workload is spread over the Machine.
+        breakdown: seconds of a step by phase.
+        step_time_s: their sum.
+        low_s: lower end of the interval in which the step time is expected.
+        high_s: its upper end.
+        memory_bytes: per rank, by kind.
+        link_bytes: that a rank sends per step, by level of link.
+        trained_parameter_bytes: of the parameters that get a gradient.
+        limit: what limits the step, in words.
+        shares: the resources' parts of the step, which decided `limit`.
+        sources: for each phase, what its figure rests on.
+    """
+
+    version: ClassVar[int] = 2
+    workload: str
+    workload_digest: str = ""
+    machine: str
+    machine_digest: str = ""
+    plan: Plan
+    breakdown: Breakdown
+    step_time_s: float
+    low_s: float
+    high_s: float
+    memory_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    trained_parameter_bytes: int
+    limit: str
+    shares: dict[str, float]
+    sources: dict[str, str]
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 named ranks and threads only, and took every parameter for a trained one."""
+        ranks, threads = data.pop("world_size"), data.pop("threads")
+        plan = {"mesh": {"data": ranks}, "threads": threads}
+        trained = data["memory_bytes"].get("gradients", 0)
+        return {**data, "plan": plan, "trained_parameter_bytes": trained}

@@ -1,0 +1,68 @@
+"""The plan file: what `paceline plan --out` writes and `paceline run --plan` takes.
+
+::
+
+    {"version": 1,
+     "plan": {...},            how to train: all that a file written by hand needs
+     "estimate": {...},        the prediction under that plan, or null
+     "workload": {...}}        the model that was predicted, or null
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.core.estimate import Estimate
+from paceline.core.files import read_text
+from paceline.core.plan import Plan
+from paceline.core.record import Record
+from paceline.core.workload import Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFile(Record):
+    """A Plan with what it was made from.
+
+    Attributes:
+        plan: how to train.
+        estimate: the step that is expected under it; None in a file written by hand.
+        workload: what was predicted; None in a file written by hand.
+    """
+
+    plan: Plan
+    estimate: Estimate | None = None
+    workload: Workload | None = None
+
+    def __post_init__(self) -> None:
+        if self.estimate is not None and self.estimate.plan != self.plan:
+            raise ConfigError(
+                "the estimate is of another plan than the file's",
+                where="PlanFile",
+                fix="Delete 'estimate' from the file, or run `paceline plan` again",
+            )
+
+
+def load_plan_file(path: Path) -> PlanFile:
+    """Return the plan at `path`: a plan file, a Plan alone, or an Estimate of version 1 or later.
+
+    Raises:
+        NotFound: there is no such file.
+        ConfigError: it is none of these.
+    """
+    text, where = read_text(path), str(path)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return PlanFile.from_text(text, where=where)  # says where the JSON ends
+    if isinstance(data, dict) and "breakdown" in data:  # what `paceline plan --out` wrote before
+        estimate = Estimate.from_json(data, where=where)
+        return PlanFile(plan=estimate.plan, estimate=estimate)
+    if isinstance(data, dict) and "plan" not in data:
+        return PlanFile(plan=Plan.from_json(data, where=where))
+    return PlanFile.from_json(data, where=where)

@@ -1,0 +1,88 @@
+"""Takes a Plan to a run: what it settles, what contradicts it, and what a script must do itself.
+
+An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
+loader workers stand in its own code; a plan that names them is followed as far as it can be, and
+the rest is said in one warning.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.core.config import Resolved
+    from paceline.core.plan import Plan
+    from paceline.launch.allocation import Allocation
+
+
+def check_plan(
+    plan: Plan,
+    resolved: Resolved[Any],
+    allocation: Allocation | None,
+    environ: Mapping[str, str],
+) -> None:
+    """Refuse what contradicts the plan.
+
+    Args:
+        plan: to follow.
+        resolved: the run's configuration, where ``ranks`` may be set.
+        allocation: of Slurm or mpirun, if this task is in one.
+        environ: where OMP_NUM_THREADS may be set.
+
+    Raises:
+        UsageError: the plan needs more than data parallelism, or a setting, the environment or the
+            allocation says otherwise; the message names both.
+    """
+    if plan.mesh.world_size != plan.mesh.data:
+        raise UsageError(
+            f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
+            where="--plan",
+            why="an unchanged script trains data-parallel",
+            fix="Plan with pipeline = tensor = 1",
+        )
+    ranks = resolved.config.ranks
+    if ranks is not None and ranks != plan.mesh.world_size:
+        origin = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
+        said = origin.get(resolved.origin["ranks"], resolved.origin["ranks"])
+        raise _conflict(f"{ranks} ranks", said, f"{plan.mesh.world_size} ranks")
+    threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if threads and threads != str(plan.threads):
+        raise _conflict(f"{threads} threads", "OMP_NUM_THREADS", f"{plan.threads} threads per rank")
+    if allocation is None and plan.nodes > 1:
+        raise UsageError(
+            f"the plan spreads its ranks over {plan.nodes} nodes",
+            where="--plan",
+            why="outside an allocation a run has this node alone",
+            fix="Start it with srun or mpirun, or plan for 1 node",
+        )
+    if allocation is not None and allocation.local_world_size != plan.ranks_per_node:
+        raise _conflict(
+            f"{allocation.local_world_size} ranks on this node",
+            f"the {allocation.source} step",
+            f"{plan.ranks_per_node} ranks per node",
+        )
+
+
+def plan_warnings(plan: Plan) -> tuple[str, ...]:
+    """Return one line on what the plan asks for and a run cannot change in a script."""
+    default = type(plan)()
+    names = [
+        f"{name} = {getattr(plan, name)}"
+        for name in ("precision", "loader_workers")
+        if getattr(plan, name) != getattr(default, name)
+    ]
+    if not names:
+        return ()
+    return (f"the plan has {', '.join(names)}: only the script itself can set that",)
+
+
+def _conflict(value: str, place: str, planned: str) -> UsageError:
+    return UsageError(
+        f"{value} by {place}, {planned} by the plan",
+        where=f"{place} and --plan",
+        fix="Leave one of the two out, or make them agree",
+    )

@@ -1,0 +1,206 @@
+"""What one operator call costs on a machine: its overhead, and its work over the measured rate.
+
+::
+
+    seconds(call) = overhead(class, phase)
+                    + max(flops / flops_rate(class, phase) + bytes / bytes_rate(class, phase),
+                          bytes / bandwidth    if the step exceeds the cache)
+
+Most classes have one of the two rates; convolutions have both: they rearrange their tensors.
+
+Limits: a call with no work costs its overhead, which is what bounds small models; a large one costs
+work / rate, the roofline with the efficiency that this class really reached. On a machine that is
+described by datasheets a curve is one point, the peak, and overheads are 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from paceline.core.machine import (
+        Device,
+        FrameworkOverhead,
+        Overhead,
+        Point,
+        Quantity,
+        Rate,
+    )
+    from paceline.core.workload import Operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorCost:
+    """Seconds of operator calls, by what bounds them."""
+
+    overhead_s: float = 0.0
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds in all."""
+        return self.overhead_s + self.compute_s + self.memory_s
+
+    def __add__(self, other: OperatorCost) -> OperatorCost:
+        return OperatorCost(
+            overhead_s=self.overhead_s + other.overhead_s,
+            compute_s=self.compute_s + other.compute_s,
+            memory_s=self.memory_s + other.memory_s,
+        )
+
+    def times(self, count: float) -> OperatorCost:
+        """Return the cost of `count` calls."""
+        return OperatorCost(
+            overhead_s=self.overhead_s * count,
+            compute_s=self.compute_s * count,
+            memory_s=self.memory_s * count,
+        )
+
+
+class CostModel:
+    """Costs on one device with so many threads per process and so many busy processes."""
+
+    def __init__(
+        self, device: Device, *, threads: int, processes: int, step_bytes: float, precision: str
+    ) -> None:
+        """Make the model.
+
+        Args:
+            device: that computes.
+            threads: of each process.
+            processes: that compute at once on the node.
+            step_bytes: that a step touches; above the cache's size, memory's bandwidth holds.
+            precision: in which float32 operators run.
+
+        Raises:
+            UsageError: the device has no rates.
+        """
+        if not device.rates:
+            raise UsageError(
+                "the machine has no compute rates",
+                where=device.name,
+                fix="Run `paceline probe` where torch is installed",
+            )
+        self._device = device
+        self._threads = threads
+        self._processes = processes
+        self._precision = precision
+        self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
+        self._overheads: dict[tuple[str, str], float] = {}
+        shared = processes > 1 and device.bandwidth_shared_bytes_per_s
+        bandwidth = shared or device.bandwidth_bytes_per_s
+        cache = device.cache_bytes.value / processes if device.cache_bytes else 0.0
+        self._bandwidth = bandwidth.value if bandwidth and step_bytes > cache else math.inf
+
+    def cost(self, operation: Operation) -> OperatorCost:
+        """Return the cost of one call."""
+        overhead_s = self.overhead_s(operation.operator, operation.phase)
+        if operation.operator == "view":
+            return OperatorCost(overhead_s=overhead_s)
+        compute_s = memory_s = 0.0
+        for rate, scale in self.rates_of(operation):
+            work = operation.flops if rate.unit == "flops" else operation.bytes
+            work_s = work / (scale * rate_at(rate.points, work)) if work else 0.0
+            if rate.unit == "flops":
+                compute_s += work_s
+            else:
+                memory_s += work_s
+        beyond_cache_s = operation.bytes / self._bandwidth
+        if beyond_cache_s > compute_s + memory_s:
+            return OperatorCost(overhead_s=overhead_s, memory_s=beyond_cache_s)
+        return OperatorCost(overhead_s=overhead_s, compute_s=compute_s, memory_s=memory_s)
+
+    def overhead_s(self, operator: str, phase: str) -> float:
+        """Return seconds of dispatching one operator; 0 if the machine does not say."""
+        key = (operator, phase)
+        if key not in self._overheads:
+            overhead = self.overhead_of(operator, phase)
+            self._overheads[key] = overhead.seconds.value if overhead else 0.0
+        return self._overheads[key]
+
+    def overhead_of(self, operator: str, phase: str) -> Overhead | None:
+        """Return the nearest measured overhead of a class in a phase, if there is one.
+
+        A class without a figure of its own in this phase costs what an elementwise one does.
+        """
+        for name in (operator, "elementwise"):
+            same = [
+                overhead
+                for overhead in self._device.overheads
+                if (overhead.operator, overhead.phase) == (name, phase)
+            ]
+            if same:
+                return min(same, key=self._distance)
+        return None
+
+    def framework_of(self, framework: str, what: str, phase: str) -> FrameworkOverhead | None:
+        """Return the nearest measured overhead of a framework in a phase, if there is one."""
+        same = [
+            overhead
+            for overhead in self._device.framework_overheads
+            if (overhead.framework, overhead.what, overhead.phase) == (framework, what, phase)
+        ]
+        return min(same, key=self._distance, default=None)
+
+    def framework_s(self, framework: str, what: str, phase: str) -> float:
+        """Return seconds, or seconds per byte, of a framework's overhead; 0 if not known."""
+        overhead = self.framework_of(framework, what, phase)
+        quantity: Quantity | None = None
+        if overhead is not None:
+            quantity = overhead.seconds or overhead.seconds_per_byte
+        return quantity.value if quantity else 0.0
+
+    def rates_of(self, operation: Operation) -> list[tuple[Rate, float]]:
+        """Return the nearest curve of each unit, with its factor for threads not measured."""
+        dtype = self._precision if operation.dtype == "float32" else operation.dtype
+        key = (operation.operator, operation.phase, dtype)
+        if key not in self._rates:
+            self._rates[key] = self._find_rates(*key)
+        return self._rates[key]
+
+    def _distance(self, measured: Rate | Overhead | FrameworkOverhead) -> tuple[int, float]:
+        """Return how far a measurement is from what is asked: processes first, then threads."""
+        return (
+            abs(measured.processes - self._processes),
+            abs(math.log(measured.threads / self._threads)),
+        )
+
+    def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
+        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, int, float]:
+            return (
+                rate.operator != operator,
+                rate.operator != "elementwise",
+                rate.dtype != dtype,
+                rate.phase != phase,
+                *self._distance(rate),
+            )
+
+        nearest = min(distance(rate) for rate in self._device.rates)
+        chosen = {rate.unit: rate for rate in self._device.rates if distance(rate) == nearest}
+        # Rates grow at most with the threads; beyond the cores that were measured, not at all.
+        threads = min(self._threads, self._device.cores)
+        return [(rate, threads / rate.threads) for rate in chosen.values()]
+
+
+def total_cost(costs: Iterable[OperatorCost]) -> OperatorCost:
+    """Return the sum of costs."""
+    return sum(costs, OperatorCost())
+
+
+def rate_at(points: tuple[Point, ...], work: float) -> float:
+    """Return the rate at `work`: between points along a power law, beyond them the nearest's."""
+    if work <= points[0].work:
+        return points[0].rate_per_s
+    for low, high in itertools.pairwise(points):
+        if work <= high.work:
+            share = math.log(work / low.work) / math.log(high.work / low.work)
+            return float(low.rate_per_s * (high.rate_per_s / low.rate_per_s) ** share)
+    return points[-1].rate_per_s

@@ -1,0 +1,307 @@
+"""Turns timed kernels into rates and overheads. Imports torch: only a probe loads it.
+
+A tiny chain of length n costs ``step + n * (sum of its operators' overheads)``, so two lengths
+give the slope; what other classes in the chain cost is known already and taken off. A larger kernel
+then costs its overheads plus work over rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.core.machine import FrameworkOverhead, Overhead, Point, Quantity, Rate
+from paceline.probe.kernels import (
+    Kernel,
+    operations_of,
+    rate_kernels,
+    time_calls,
+    time_phases,
+    tiny_kernels,
+    typical_s,
+)
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Phase
+    from paceline.core.workload import Operation
+
+SHORT, LONG = 1, 9
+FLOPS = ("matmul", "convolution", "attention")  # the others are bound by memory
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+LEAST_OVERHEAD_S = 1e-7
+Costs = dict[tuple[str, str], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        budget_s: for one kernel in one round.
+        rounds: the best of them counts: what disturbs one kernel for some time rarely meets it in
+            every round.
+        quick: one size of each kernel.
+        meet: called before each kernel, so that two processes measure the same at the same time.
+    """
+
+    budget_s: float
+    rounds: int
+    quick: bool = False
+    meet: Callable[[], None] = lambda: None
+
+
+def _best_times(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[Phase, float]]:
+    """Return for each chain (kernel, length) the least typical seconds by phase."""
+    best: list[dict[Phase, float]] = [dict.fromkeys(PHASES, math.inf) for _ in chains]
+    for _ in range(effort.rounds):
+        for (kernel, length), known in zip(chains, best, strict=True):
+            effort.meet()
+            for phase, seconds in time_phases(kernel, length, effort.budget_s).items():
+                known[phase] = min(known[phase], seconds)
+    return best
+
+
+def measure_overheads(effort: Effort) -> Costs:
+    """Return seconds per operator by (class, phase), ``step`` included."""
+    costs: Costs = {("step", phase): 0.0 for phase in PHASES}
+    steps: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
+    kernels = tiny_kernels()
+    times = _best_times([(one, length) for one in kernels for length in (SHORT, LONG)], effort)
+    for kernel, short, long in zip(kernels, times[::2], times[1::2], strict=True):
+        added = _added(operations_of(kernel, SHORT), operations_of(kernel, LONG))
+        for phase in PHASES:
+            own = added.get((kernel.operator, phase), 0)
+            slope_s = long[phase] - short[phase]
+            others_s = sum(
+                count * costs.get((operator, of), 0.0)
+                for (operator, of), count in added.items()
+                if of == phase and operator != kernel.operator
+            )
+            if own:
+                each_s = (slope_s - others_s) / own
+                costs[kernel.operator, phase] = max(LEAST_OVERHEAD_S, each_s)
+            steps[phase].append(max(0.0, short[phase] - slope_s / (LONG - SHORT)))
+    for phase in PHASES:
+        costs["step", phase] = typical_s(steps[phase])
+    return costs
+
+
+def _added(short: tuple[Operation, ...], long: tuple[Operation, ...]) -> dict[tuple[str, str], int]:
+    counts: dict[tuple[str, str], int] = {}
+    for operations, sign in ((long, 1), (short, -1)):
+        for one in operations:
+            key = (one.operator, one.phase)
+            counts[key] = counts.get(key, 0) + sign * one.count
+    return counts
+
+
+def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int) -> list[Rate]:
+    """Return the curve of each class, dtype and phase; `costs` from `measure_overheads`."""
+    points: dict[tuple[str, str, str], list[Point]] = {}
+    convolutions: dict[Phase, list[tuple[float, float, float]]] = {phase: [] for phase in PHASES}
+    kernels = rate_kernels(quick=effort.quick)
+    for kernel, times in zip(
+        kernels, _best_times([(one, SHORT) for one in kernels], effort), strict=True
+    ):
+        operations = operations_of(kernel)
+        for phase in PHASES:
+            own = [
+                one for one in operations if (one.operator, one.phase) == (kernel.operator, phase)
+            ]
+            unit = "flops" if kernel.operator in FLOPS else "bytes"
+            work = sum(getattr(one, unit) * one.count for one in own)
+            if work:
+                busy_s = _busy_s(kernel, phase, times[phase], operations, costs, points)
+                if kernel.operator == "convolution":
+                    moved = sum(one.bytes * one.count for one in own)
+                    convolutions[phase].append((work, moved, busy_s))
+                    continue
+                calls = sum(one.count for one in own)
+                key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
+                point = Point(work=work / calls, rate_per_s=work / busy_s)
+                points.setdefault(key, []).append(point)
+    rates = _fit_convolutions(convolutions, threads=threads, processes=processes)
+    return rates + [
+        Rate(
+            operator=operator,  # type: ignore[arg-type]  # a class of the kernels above
+            phase=phase,  # type: ignore[arg-type]
+            dtype=dtype,
+            threads=threads,
+            processes=processes,
+            unit="flops" if operator in FLOPS else "bytes",
+            source="probe",
+            points=tuple(sorted(curve, key=lambda point: point.work)),
+        )
+        for (operator, phase, dtype), curve in points.items()
+    ]
+
+
+def _fit_convolutions(
+    samples: dict[Phase, list[tuple[float, float, float]]], *, threads: int, processes: int
+) -> list[Rate]:
+    """Return two rates per phase: a convolution computes, and rearranges its tensors to do so.
+
+    ``seconds = flops / flops_rate + bytes / bytes_rate``, by relative least squares: the size of a
+    call alone says little, since one with few channels is bound by the second term.
+    """
+    rates = []
+    for phase, rows in samples.items():
+        work = np.asarray([row[:2] for row in rows])
+        seconds = np.asarray([row[2] for row in rows])
+        per_unit = nonnegative_fit(work / seconds[:, None])
+        for index, unit in enumerate(("flops", "bytes")):
+            if per_unit[index] > 0:
+                point = Point(work=float(work[:, index].max()), rate_per_s=1 / per_unit[index])
+                rates.append(
+                    Rate(
+                        operator="convolution",
+                        phase=phase,
+                        dtype="float32",
+                        threads=threads,
+                        processes=processes,
+                        unit=unit,  # type: ignore[arg-type]  # one of the two above
+                        source="fit",
+                        points=(point,),
+                    )
+                )
+    return rates
+
+
+def nonnegative_fit(columns_NU: np.ndarray) -> tuple[float, float]:  # noqa: N803  # shape letters
+    """Return the two coefficients, neither below 0, that bring each row's sum nearest to 1.
+
+    Args:
+        columns_NU: work per second by sample (N) and unit (U, two of them).
+    """
+    first, second = (float(one) for one in np.linalg.lstsq(columns_NU, np.ones(len(columns_NU)))[0])
+    if first >= 0 and second >= 0:
+        return first, second
+    alone = columns_NU.sum(axis=0) / (columns_NU**2).sum(axis=0)  # least squares of one column
+    return (float(alone[0]), 0.0) if second < 0 else (0.0, float(alone[1]))
+
+
+def _busy_s(
+    kernel: Kernel,
+    phase: Phase,
+    total_s: float,
+    operations: tuple[Operation, ...],
+    costs: Costs,
+    points: dict[tuple[str, str, str], list[Point]],
+) -> float:
+    """Return seconds that the kernel's own class computed: total less overheads and the others."""
+    busy_s = total_s - costs["step", phase]
+    for one in operations:
+        if one.phase != phase:
+            continue
+        busy_s -= one.count * costs.get((one.operator, phase), 0.0)
+        if one.operator != kernel.operator and one.bytes:
+            known = points.get((one.operator, phase, "float32"), [])
+            at_least = [point for point in known if point.work >= one.bytes] or known[-1:]
+            rate = at_least[0].rate_per_s if at_least else TYPICAL_BYTES_PER_S
+            busy_s -= one.count * one.bytes / rate
+    # A call that is mostly overhead says little of the rate; its rate is at least finite.
+    return max(busy_s, 0.1 * total_s)
+
+
+TYPICAL_BYTES_PER_S = 50e9  # before the elementwise rates are known
+
+
+def measure_optimizer(effort: Effort) -> Costs:
+    """Return the optimizer's seconds per operator and per step, from SGD with momentum and Adam."""
+    lines = []
+    for make, per_parameter in ((_sgd, 2), (_adam, 9)):
+        few, many = (_update_s(make, count, effort) for count in (4, 40))
+        each_s = (many - few) / 36
+        lines.append((each_s / per_parameter, max(0.0, few - 4 * each_s)))
+    return {
+        ("elementwise", "optimizer"): sum(line[0] for line in lines) / 2,
+        ("step", "optimizer"): sum(line[1] for line in lines) / 2,
+    }
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+
+
+def _update_s(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], count: int, effort: Effort
+) -> float:
+    """Return seconds of an update that comes, as in training, when other data fill the caches."""
+    parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make(parameters)
+    other = torch.zeros(4 << 20)
+    samples = []
+    for _ in range(4 * effort.rounds + 2):
+        other.add_(1.0)
+        begin = time.perf_counter()
+        optimizer.step()
+        samples.append(time.perf_counter() - begin)
+    return typical_s(samples[2:])
+
+
+def measure_memory(effort: Effort) -> dict[str, float]:
+    """Return bytes per second out of cache, and of memory that is touched for the first time."""
+    count = 1 << 20  # 4 MiB each, 96 MiB in all: more than a CPU's cache
+    pool = [torch.zeros(count) for _ in range(24)]
+    samples = []
+    end = time.perf_counter() + 2 * effort.budget_s * effort.rounds
+    at = 0
+    while at < len(pool) or time.perf_counter() < end:
+        source, target = pool[at % 24], pool[(at + 12) % 24]
+        begin = time.perf_counter()
+        torch.add(source, 1.0, out=target)
+        samples.append(time.perf_counter() - begin)
+        at += 1
+    fresh = 64 << 20  # the allocator always returns so much to the system
+
+    def touch() -> None:
+        torch.empty(fresh // 4).fill_(1.0)
+
+    return {
+        "bandwidth": 2 * 4 * count / typical_s(samples),
+        "first_touch": fresh / time_calls(touch, effort.budget_s),
+    }
+
+
+def overhead_records(costs: Costs, threads: int, processes: int) -> list[Overhead]:
+    """Return the operators' overheads among `costs` as records."""
+    return [
+        Overhead(
+            operator=operator,  # type: ignore[arg-type]  # classes of the kernels
+            phase=phase,  # type: ignore[arg-type]
+            threads=threads,
+            processes=processes,
+            seconds=Quantity(value=seconds, source="probe"),
+        )
+        for (operator, phase), seconds in costs.items()
+        if operator != "step"
+    ]
+
+
+def framework_records(costs: Costs, threads: int, processes: int) -> list[FrameworkOverhead]:
+    """Return what torch adds to a phase, among `costs`, as records."""
+    return [
+        FrameworkOverhead(
+            framework="torch",
+            what="phase",
+            phase=phase,  # type: ignore[arg-type]
+            threads=threads,
+            processes=processes,
+            seconds=Quantity(value=seconds, source="probe"),
+        )
+        for (operator, phase), seconds in costs.items()
+        if operator == "step"
+    ]

@@ -1,0 +1,172 @@
+"""Latency and bandwidth between two processes of this node, by ping and pong. Standard library.
+
+One process is the caller, the other is this file run with ``-m``. Both loops are in Python, which
+adds about a microsecond to the latency of shared memory: what a framework in Python sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import DeadlineExceeded
+from paceline.core.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_BYTES = 8 << 20
+FLAG_BYTES = 4096
+SPINS_PER_LOOK = 10_000
+
+
+def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, float]]:
+    """Return (latency_s, bandwidth_bytes_per_s) of ``shared-memory`` and ``loopback``.
+
+    Raises:
+        DeadlineExceeded: the second process did not answer in time.
+    """
+    descriptor = os.memfd_create("paceline-probe")
+    os.ftruncate(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(deadline_s)
+    command = [sys.executable, "-m", "paceline.probe.links"]
+    port = listener.getsockname()[1]
+    numbers = [descriptor, port, rounds, int(deadline_s) + 1, os.getpid()]
+    peer = subprocess.Popen(
+        [*command, *map(str, numbers)], pass_fds=[descriptor], start_new_session=True
+    )
+    try:
+        with listener, listener.accept()[0] as connection:
+            result = _exchange(descriptor, connection, rounds, deadline_s, leads=True)
+        peer.wait(deadline_s)
+        return result
+    except (TimeoutError, subprocess.TimeoutExpired) as problem:
+        raise DeadlineExceeded(
+            "no answer between two processes",
+            where="probe of links",
+            why=f"{deadline_s} s passed",
+            fix="Probe when nothing else runs here",
+        ) from problem
+    finally:
+        peer.kill()
+        peer.wait()
+        os.close(descriptor)
+
+
+def _exchange(
+    descriptor: int, connection: socket.socket, rounds: int, deadline_s: float, *, leads: bool
+) -> dict[str, tuple[float, float]]:
+    connection.settimeout(deadline_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    block = memoryview(bytearray(BLOCK_BYTES))
+    blocks = max(3, rounds // 100)
+    result = {}
+    with (
+        mmap.mmap(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES) as shared,
+        contextlib.closing(_Memory(shared, deadline_s, leads=leads)) as memory,
+    ):
+        result["loopback"] = _measure(
+            _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
+            _socket_turn(connection, block, leads=leads),
+            rounds,
+            blocks,
+        )
+        result["shared-memory"] = _measure(memory.turn, lambda: memory.turn(block), rounds, blocks)
+    return result
+
+
+def _measure(
+    ping: Callable[[], None], carry: Callable[[], None], rounds: int, blocks: int
+) -> tuple[float, float]:
+    latency_s = _least_s(ping, rounds) / 2
+    return latency_s, BLOCK_BYTES / (_least_s(carry, blocks) / 2)
+
+
+def _least_s(turn: Callable[[], None], count: int) -> float:
+    turn()
+    samples = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        turn()
+        samples.append(time.perf_counter() - begin)
+    return sorted(samples)[count // 5]
+
+
+def _socket_turn(connection: socket.socket, data: memoryview, *, leads: bool) -> Callable[[], None]:
+    def receive() -> None:
+        got = 0
+        while got < len(data):
+            count = connection.recv_into(data[got:])
+            if not count:
+                raise TimeoutError("the other process has gone")
+            got += count
+
+    def turn() -> None:
+        if leads:
+            connection.sendall(data)
+            receive()
+        else:
+            receive()
+            connection.sendall(data)
+
+    return turn
+
+
+class _Memory:
+    """Two flags that count turns and a block in each direction, in memory that both map."""
+
+    def __init__(self, shared: mmap.mmap, deadline_s: float, *, leads: bool) -> None:
+        self._view = memoryview(shared)
+        self._flags = self._view[:FLAG_BYTES].cast("Q")
+        # On cache lines of their own.
+        self._mine, self._theirs = (0, 64) if leads else (64, 0)
+        out, into = (0, BLOCK_BYTES) if leads else (BLOCK_BYTES, 0)
+        self._out = self._view[FLAG_BYTES + out : FLAG_BYTES + out + BLOCK_BYTES]
+        self._into = self._view[FLAG_BYTES + into : FLAG_BYTES + into + BLOCK_BYTES]
+        self._leads = leads
+        self._deadline_s = deadline_s
+        self._count = 0
+
+    def turn(self, block: memoryview | None = None) -> None:
+        """Send and receive `block`, or only the flag."""
+        self._count += 1
+        if self._leads:
+            self._send(block)
+        self._wait()
+        if block is not None:
+            block[:] = self._into
+        if not self._leads:
+            self._send(block)
+
+    def _send(self, block: memoryview | None) -> None:
+        if block is not None:
+            self._out[:] = block
+        self._flags[self._mine] = self._count
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self._deadline_s
+        while self._flags[self._theirs] < self._count:
+            for _ in range(SPINS_PER_LOOK):
+                if self._flags[self._theirs] >= self._count:
+                    return
+            if time.monotonic() > end:
+                raise TimeoutError("the other process does not answer")
+
+    def close(self) -> None:
+        """Give the views back, so that the mapping can be closed."""
+        for view in (self._out, self._into, self._flags, self._view):
+            view.release()
+
+
+if __name__ == "__main__":
+    given, given_port, turns, limit_s, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    with socket.create_connection(("127.0.0.1", given_port), timeout=limit_s) as to_leader:
+        _exchange(given, to_leader, turns, limit_s, leads=False)

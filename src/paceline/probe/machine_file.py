@@ -1,0 +1,69 @@
+"""Where a host's probed Machine is kept, and what can be said of a host that was not probed."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from paceline.core.affinity import allowed_cores
+from paceline.core.config import cache_folder
+from paceline.core.errors import ConfigError, NotFound, StorageError
+from paceline.core.files import read_text
+from paceline.core.machine import Device, Machine, Quantity
+from paceline.probe import node
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+def machine_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where this host's probed machine lies; nodes that share a home have a file each."""
+    return cache_folder(environ) / f"machine-{socket.gethostname()}.json"
+
+
+def load_machine(path: Path | None = None) -> Machine:
+    """Return the machine at `path`, by default this host as it was probed.
+
+    Raises:
+        NotFound: there is none.
+    """
+    chosen = path or machine_path()
+    if not chosen.exists():
+        raise NotFound(
+            "no description of the machine",
+            where=str(chosen),
+            why="predictions start from measured rates",
+            fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
+        )
+    return Machine.from_text(read_text(chosen), where=str(chosen))
+
+
+def known_machine(path: Path | None) -> Machine:
+    """Return the probed machine, or what can be said of this one without probing.
+
+    A run does not need it: a file in the cache that an older Paceline wrote, or that is damaged, is
+    told as missing instead of ending the run. One that the user named is not.
+
+    Raises:
+        NotFound, StorageError, ConfigError: there is no machine at `path`.
+    """
+    if path is not None:
+        return Machine.from_text(read_text(path), where=str(path))
+    missing = (
+        "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says"
+    )
+    try:
+        return Machine.from_text(read_text(machine_path()), where=str(machine_path()))
+    except NotFound:
+        pass
+    except (ConfigError, StorageError) as problem:
+        missing = f"the probed machine cannot be read ({problem}); {missing}"
+    # What the kernel says was not measured, and no more than what a control group leaves.
+    device = Device(
+        name=node.cpu_name(),
+        kind="cpu",
+        cores=len(allowed_cores()),
+        memory_bytes=Quantity(value=float(node.memory_bytes()), source="datasheet"),
+    )
+    return Machine(name=socket.gethostname(), devices=(device,), missing=(missing,))

@@ -1,0 +1,80 @@
+"""How fast a folder gives up its files: one long file, and many small ones."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from paceline.core.errors import StorageError
+from paceline.core.machine import Quantity, Tier
+from paceline.probe.node import mount_of, read_mounts
+
+CHUNK_BYTES = 1 << 20
+LONG_BYTES, QUICK_BYTES = 64 << 20, 8 << 20
+SMALL_COUNT, SMALL_BYTES = 200, 1024
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def measure_folder(folder: Path, *, quick: bool) -> Tier:
+    """Return what reading from `folder` costs; what it writes there is gone afterwards.
+
+    Raises:
+        StorageError: the folder cannot be written, or is full.
+    """
+    mount = mount_of(str(folder.resolve()), read_mounts())
+    kind = mount.kind if mount else "unknown"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name:
+            place = Path(name)
+            bandwidth = _read_long(place / "long", QUICK_BYTES if quick else LONG_BYTES)
+            latency_s = _open_small(place)
+    except OSError as problem:
+        raise StorageError(
+            "cannot measure the folder",
+            where=str(folder),
+            why=problem.strerror or str(problem),
+            fix="Name a folder that can be written, with --folder",
+        ) from problem
+    return Tier(
+        name="local",
+        kind=kind,
+        bandwidth_bytes_per_s=Quantity(value=bandwidth, source="probe"),
+        open_latency_s=Quantity(value=latency_s, source="probe"),
+        cached=kind in IN_MEMORY,
+    )
+
+
+def _read_long(path: Path, size: int) -> float:
+    """Return bytes per second of reading a file that the page cache was asked to forget."""
+    chunk = os.urandom(CHUNK_BYTES)
+    with path.open("wb") as file:
+        for _ in range(size // CHUNK_BYTES):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = time.perf_counter()
+        while os.read(descriptor, CHUNK_BYTES):
+            pass
+        return size / (time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
+
+
+def _open_small(folder: Path) -> float:
+    """Return the median seconds of opening a small file and asking for its size."""
+    paths = [folder / f"{number:04d}" for number in range(SMALL_COUNT)]
+    for path in paths:
+        path.write_bytes(b"\0" * SMALL_BYTES)
+    samples = []
+    for path in paths:
+        begin = time.perf_counter()
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fstat(descriptor)
+        samples.append(time.perf_counter() - begin)
+        os.close(descriptor)
+    return sorted(samples)[len(samples) // 2]

@@ -1,0 +1,122 @@
+"""Whether an Estimate is of the run that it stands beside: nothing is compared with a stranger.
+
+What a run was is taken from its own evidence: its traces, its configuration, and the machine that
+it kept. Evidence that a run of an earlier Paceline did not leave is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.record import digest
+from paceline.report.units import format_bytes, plural
+from paceline.trace.events import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.estimate import Estimate
+    from paceline.trace.communication import Traffic
+    from paceline.trace.merge import Trace
+
+TRAINED_BYTES = "trained_parameter_bytes"  # a counter that the torch collector records
+# Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step
+# give k, and a script may reduce a few numbers of its own besides.
+TOLERANCE = 0.1
+
+
+def difference(
+    estimate: Estimate,
+    trace: Trace,
+    traffic: Sequence[Traffic],
+    *,
+    steps: int,
+    config: dict[str, Any],
+    machine: dict[str, Any],
+) -> str:
+    """Return how the run differs from what was predicted; empty if nothing says that it does.
+
+    Args:
+        estimate: the prediction.
+        trace: the run's events.
+        traffic: the run's collectives.
+        steps: that every rank completed.
+        config: the run's ``config.json``.
+        machine: the run's ``machine.json`` as it was written; empty if there is none.
+    """
+    plan = estimate.plan
+    if plan.mesh.world_size != trace.world_size:
+        ranks = plural(plan.mesh.world_size, "rank")
+        return f"the prediction is of {ranks}, the run had {trace.world_size}"
+    threads = config.get("threads")
+    if isinstance(threads, int) and plan.threads != threads:
+        planned = plural(plan.threads, "thread")
+        return f"the prediction is of {planned} per rank, the run had {threads}"
+    nodes = len({rank.status.boot_id for rank in trace.ranks})
+    if not trace.missing_ranks and plan.nodes != nodes:
+        return f"the prediction is of {plural(plan.nodes, 'node')}, the run had {nodes}"
+    return machine_difference(
+        estimate, digest(machine) if machine else "", str(machine.get("name", ""))
+    ) or _model_difference(estimate, trace, traffic, steps)
+
+
+def machine_difference(estimate: Estimate, machine_digest: str, name: str) -> str:
+    """Return how a run's machine differs from the one predicted; empty if it does not.
+
+    Args:
+        estimate: the prediction.
+        machine_digest: of the run's machine, as its file was written; empty if there is none.
+        name: of that machine.
+    """
+    if not machine_digest or not estimate.machine_digest:
+        return ""
+    if estimate.machine_digest == machine_digest:
+        return ""
+    digests = (estimate.machine_digest, machine_digest)
+    planned, used = (text.partition(":")[2][:8] for text in digests)
+    if estimate.machine != name:
+        return f"the prediction is for machine {estimate.machine}, the run was on {name}"
+    return (
+        f"the prediction is from another measurement of machine {name} ({planned}) than the one "
+        f"that the run kept ({used}): give paceline plan and paceline run the same --machine"
+    )
+
+
+def _model_difference(
+    estimate: Estimate, trace: Trace, traffic: Sequence[Traffic], steps: int
+) -> str:
+    expected = estimate.trained_parameter_bytes
+    trained = _trained_bytes(trace)
+    if trained is not None:
+        if trained == expected:
+            return ""
+        return (
+            f"the prediction is of a model with {format_bytes(expected)} of trained parameters, "
+            f"the run trained {format_bytes(trained)}"
+        )
+    reduced = sum(one.bytes for one in traffic if one.operation == "all_reduce")
+    if trace.world_size < 2 or not reduced or not steps or not expected:
+        return ""
+    per_step = reduced / steps
+    times = per_step / expected
+    if times >= 1 - TOLERANCE and times - round(times) <= TOLERANCE:
+        return ""
+    return (
+        f"the prediction is of {format_bytes(expected)} of gradients per step, the run reduced "
+        f"{format_bytes(per_step)}"
+    )
+
+
+def _trained_bytes(trace: Trace) -> int | None:
+    """Return the bytes of the parameters that a rank's optimizers stepped, if a rank says so."""
+    largest = None
+    for rank in trace.ranks:
+        if TRAINED_BYTES not in rank.names:
+            continue
+        counters = rank.events[rank.events["kind"] == Kind.COUNTER]
+        values = counters[counters["name"] == rank.names.index(TRAINED_BYTES)]["amount"]
+        if len(values):
+            largest = max(largest or 0, int(np.max(values)))
+    return largest

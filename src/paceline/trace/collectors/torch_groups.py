@@ -1,0 +1,86 @@
+"""Process groups as the trace knows them: their members' global ranks, and their numbering."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_internals import Capability
+
+if TYPE_CHECKING:
+    from paceline.native import Recorder
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """A group as it is recorded.
+
+    Attributes:
+        number: in the trace's table of groups.
+        members: global ranks, in order of their rank in the group; empty if not known.
+        ranks: the object that they were taken from: another group of the same name has another.
+        collectives: how many were issued so far.
+        messages: how many, by (direction, peer, tag).
+        completes: by type of device, whether completion is seen.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    ranks: dict[int, int]
+    collectives: int = 0
+    messages: dict[tuple[bool, int, int], int] = field(default_factory=dict)
+    completes: dict[str, bool] = field(default_factory=dict)
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank in the group; -1 if it is not known."""
+        return self.members[rank] if 0 <= rank < len(self.members) else -1
+
+    def next_collective(self) -> int:
+        """Return the sequence of the next collective."""
+        self.collectives += 1
+        return self.collectives
+
+    def next_message(self, sends: bool, peer: int, tag: int) -> int:
+        """Return the sequence of the next message to or from `peer`."""
+        key = (sends, peer, tag)
+        number = self.messages[key] = self.messages.get(key, 0) + 1
+        return number
+
+
+class Groups:
+    """The groups of this process; used by the main thread and by the threads of backward."""
+
+    def __init__(self, recorder: Recorder, available: frozenset[Capability]) -> None:
+        self._recorder = recorder
+        self._available = available
+        self._latest: dict[str, GroupRecord] = {}  # by the group's name
+        self._defined: dict[int, GroupRecord] = {}  # by number: counts go on where they were
+
+    def of(self, group: Any) -> GroupRecord:
+        """Return the record of a process group."""
+        name = group.group_name
+        known = self._latest.get(name)
+        ranks = internals.members_of(group) if Capability.GROUP_MEMBERS in self._available else {}
+        if known is not None and known.ranks is ranks:
+            return known
+        members = tuple(sorted(ranks, key=lambda rank: ranks[rank]))
+        number = self._recorder.define_group(f"group {name}", members)
+        record = self._defined.get(number)
+        if record is None:
+            record = self._defined[number] = GroupRecord(number, members, ranks)
+        record.ranks = ranks
+        self._latest[name] = record
+        return record
+
+    def sees_completion(self, group: Any, record: GroupRecord, device_type: str) -> bool:
+        """Return whether it will show when work on tensors of a type of device is done."""
+        seen = record.completes.get(device_type)
+        if seen is None:
+            backend = ""
+            if device_type != "cpu" and Capability.BACKENDS in self._available:
+                backend = internals.backend_of(group, device_type)
+            seen = record.completes[device_type] = internals.completion_is_seen(
+                backend, device_type
+            )
+        return seen

@@ -1,0 +1,316 @@
+"""What the collector needs of torch beyond its public interface, in one place.
+
+Each such thing is a *capability*: a name that torch may rename, or a behaviour that it may change.
+`available` checks all of them once, when recording starts. What is missing costs the recording of
+one kind of thing, with one warning that says what is lost; the script trains as if unrecorded.
+tests/conformance/test_torch_internals.py has a test for each, which names what broke under another
+version of torch. Supported and tested: 2.10 to 2.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+_LOG = logging.getLogger(__name__)
+
+
+class Capability(Enum):
+    """A thing that recording needs, by what is lost without it."""
+
+    LOADER_ITERATOR = "waiting for a DataLoader's batches (it counts as other time)"
+    OPTIMIZER_HOOKS = "optimizer steps, and with them where a step ends: no phases per step"
+    STEP_CODE = "that an optimizer's step raised: later steps may count as part of it"
+    DISPATCHER = "collectives and messages"
+    WORKS = "waits for collectives and messages (they count as other time)"
+    FUTURES = "when collectives complete, where the script does not wait for them"
+    ENGINE_CALLBACK = "the wait at the end of a backward pass (it counts as backward)"
+    BUFFER_BROADCAST = "DDP's wait for its broadcast of buffers (it counts as forward)"
+    FUNCTIONAL_WAIT = "waits for functional collectives (they count as other time)"
+    GROUP_MEMBERS = "which ranks form a group, and with them roots and peers"
+    BACKENDS = "whether completion is seen: collectives of accelerators count as not seen"
+    THREAD_STATE = "nothing, but completions cost 45 us more on the backend's threads"
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def c10d() -> Any:
+    """Return the module of torch's process groups and works."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
+def loader_iterator() -> type:
+    """Return the class of all iterators of DataLoaders."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    iterator: type = _BaseDataLoaderIter
+    return iterator
+
+
+def hook_optimizer_steps(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Have each optimizer step call `before` and, unless it raises, `after`."""
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def step_code() -> CodeType:
+    """Return the code that torch wraps around the step of each class of optimizers: one for all."""
+    code: CodeType = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+    return code
+
+
+def frames_of(code: CodeType) -> int:
+    """Return how many calls of `code` are on this thread's stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # the stack is what is asked for
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back
+    return count
+
+
+def operators(namespace: str) -> dict[str, Any]:
+    """Return the operators of a namespace of the dispatcher, by name."""
+    prefix = namespace + "::"
+    names = [
+        name.removeprefix(prefix)
+        for name in torch._C._dispatch_get_all_op_names()  # noqa: SLF001  # no public list of operators
+        if name.startswith(prefix)
+    ]
+    packets = getattr(torch.ops, namespace)
+    return {name: getattr(packets, name).default for name in names if "." not in name}
+
+
+def argument_names(overload: Any) -> list[str]:
+    """Return the names of an operator's arguments, in order."""
+    return [argument.name for argument in overload._schema.arguments]  # noqa: SLF001  # no public schema
+
+
+def below_autograd() -> Any:
+    """Return a context in which calls go below the autograd keys: what a redispatch is."""
+    return torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001  # no public name
+
+
+def queue_engine_callback(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call `callback` when the running backward pass has computed all.
+
+    Raises:
+        RuntimeError: this thread runs no backward pass.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP2 does
+
+
+def unbox_group(argument: Any) -> Any:
+    """Return the process group that an operator was given: boxed, by name, or as it is."""
+    if isinstance(argument, str):
+        return c10d()._resolve_process_group(argument)  # noqa: SLF001  # no public way from the name
+    if isinstance(argument, torch.ScriptObject):
+        return c10d().ProcessGroup.unbox(argument)
+    return argument
+
+
+def work_of(result: Any) -> Any:
+    """Return the work in an operator's result, None if it has none."""
+    boxed = result[-1] if isinstance(result, (tuple, list)) and result else result
+    return c10d().Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+def source_of(work: Any) -> int:
+    """Return whose message a completed receive got, as a rank within its group; -1 if unknown."""
+    try:
+        return int(work._source_rank())  # noqa: SLF001  # no public name
+    except (RuntimeError, AttributeError):  # the backend does not say
+        return -1
+
+
+def members_of(group: Any) -> dict[int, int]:
+    """Return the global ranks of a group with their rank in it; empty if they are not known.
+
+    The object is the same for the same group, and not for another one of the same name.
+    """
+    ranks = dist.distributed_c10d._world.pg_group_ranks  # noqa: SLF001  # the public call copies
+    found: dict[int, int] = ranks.get(group, {})
+    return found
+
+
+def backend_of(group: Any, device_type: str) -> str:
+    """Return the name of the backend that serves a group's tensors on a type of device."""
+    return str(group._get_backend(torch.device(device_type)).name())  # noqa: SLF001  # no public name
+
+
+# --- behaviour -----------------------------------------------------------------------------------
+
+# Of backends that take an accelerator's tensors, those whose works end on the host. Others queue
+# work on a stream of the device: NCCL's futures run their callbacks when the work is queued.
+_END_ON_HOST = frozenset({"gloo", "mpi"})
+
+
+def completion_is_seen(backend: str, device_type: str) -> bool:
+    """Return whether a work's future, or its wait, ends when the work is done."""
+    return device_type == "cpu" or backend.lower() in _END_ON_HOST
+
+
+class _Holder:
+    """Holds an object as the table of works does."""
+
+    __slots__ = ("keep",)
+
+    def __init__(self, keep: object) -> None:
+        self.keep = keep
+
+
+def _references_of_holder() -> int:
+    holder = _Holder(object())
+    return sys.getrefcount(holder.keep)
+
+
+# What getrefcount says of an object that one attribute holds and nobody else: Python's own matter.
+_ONE_HOLDER = _references_of_holder()
+
+
+def is_held_elsewhere(holder: Any) -> bool:
+    """Return whether Python objects other than `holder`, by its `keep`, hold what it holds."""
+    return sys.getrefcount(holder.keep) > _ONE_HOLDER
+
+
+def tensor_identity(tensor: torch.Tensor) -> int:
+    """Return what identifies the result of a functional collective until it is waited for.
+
+    The tensor object is another one by then; its memory is not, as long as the result lives.
+    """
+    address: int = tensor.data_ptr()
+    return address
+
+
+_kept_threads: set[int] = set()
+
+
+def keep_thread_state() -> None:
+    """Have Python remember the backend's thread that calls this.
+
+    Python forgets a foreign thread after each call, and maps and unmaps memory to greet it again at
+    the next: 45 us a collective, which stop the main thread too. One reference too many keeps the
+    state of the backend's few threads; it is never given back.
+    """
+    thread = threading.get_ident()
+    if thread not in _kept_threads:
+        _kept_threads.add(thread)
+        ctypes.pythonapi.PyGILState_Ensure()
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check_dispatcher() -> None:
+    allreduce = operators("c10d")["allreduce_"]
+    if "process_group" not in argument_names(allreduce):
+        raise AttributeError("c10d::allreduce_ has no argument process_group")
+    with below_autograd():
+        pass
+    _ = torch.library.Library, c10d().ProcessGroup.unbox, c10d().Work.unbox
+
+
+def _check_functional_wait() -> None:
+    arguments = argument_names(operators("_c10d_functional")["wait_tensor"])
+    if len(arguments) != 1:
+        raise AttributeError(f"wait_tensor takes {arguments}")
+
+
+def _check_engine_callback() -> None:
+    if not callable(torch.autograd.Variable._execution_engine.queue_callback):  # noqa: SLF001  # as FSDP2 does
+        raise AttributeError("the engine takes no callbacks")
+
+
+def _check_thread_state() -> None:
+    if not callable(ctypes.pythonapi.PyGILState_Ensure):
+        raise AttributeError("PyGILState_Ensure")
+
+
+_CHECKS: dict[Capability, Callable[[], object]] = {
+    Capability.LOADER_ITERATOR: lambda: loader_iterator().__next__,  # type: ignore[attr-defined]  # that it is there is checked
+    Capability.OPTIMIZER_HOOKS: lambda: (
+        torch.optim.optimizer.register_optimizer_step_pre_hook,
+        torch.optim.optimizer.register_optimizer_step_post_hook,
+    ),
+    Capability.STEP_CODE: step_code,
+    Capability.DISPATCHER: _check_dispatcher,
+    Capability.WORKS: lambda: c10d().Work.wait,
+    Capability.FUTURES: lambda: c10d().Work.get_future,
+    Capability.ENGINE_CALLBACK: _check_engine_callback,
+    Capability.BUFFER_BROADCAST: lambda: dist._broadcast_coalesced,  # noqa: SLF001  # what DDP calls
+    Capability.FUNCTIONAL_WAIT: _check_functional_wait,
+    Capability.GROUP_MEMBERS: lambda: dist.distributed_c10d._world.pg_group_ranks.get,  # noqa: SLF001  # see members_of
+    Capability.BACKENDS: lambda: c10d().ProcessGroup._get_backend,  # noqa: SLF001  # see backend_of
+    Capability.THREAD_STATE: _check_thread_state,
+}
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A capability that this torch lacks, and how that showed."""
+
+    capability: Capability
+    why: str
+
+
+def check(capability: Capability) -> Missing | None:
+    """Return what is wrong with a capability; None if it is there."""
+    try:
+        _CHECKS[capability]()
+    except Exception as problem:  # noqa: BLE001  # whatever a changed torch raises
+        return Missing(capability, f"{type(problem).__name__}: {problem}")
+    return None
+
+
+def available() -> frozenset[Capability]:
+    """Return the capabilities of this torch; log one warning for each that is missing."""
+    found = set()
+    for capability in Capability:
+        if not dist.is_available() and capability in _DISTRIBUTED:
+            continue  # such a script has nothing to record there
+        missing = check(capability)
+        if missing is None:
+            found.add(capability)
+        else:
+            warn_lost(capability, missing.why)
+    return frozenset(found)
+
+
+_DISTRIBUTED = frozenset(Capability) - {
+    Capability.LOADER_ITERATOR,
+    Capability.OPTIMIZER_HOOKS,
+    Capability.STEP_CODE,
+    Capability.ENGINE_CALLBACK,
+    Capability.THREAD_STATE,
+}
+
+
+def warn_lost(capability: Capability, why: str) -> None:
+    """Say what this run's trace will lack."""
+    _LOG.warning(
+        "not recorded: %s; torch %s differs from what the recorder knows (%s: %s)",
+        capability.value,
+        torch.__version__,
+        capability.name.lower(),
+        why,
+    )

@@ -1,0 +1,363 @@
+"""Matches what the ranks recorded: the same collective on all its ranks, a send and its receive.
+
+A collective is the same on all ranks of its group by (group, sequence); ranks that joined it are
+one *instance*. A message is the same on both sides by (group, source, destination, tag, order):
+it has numbers of its own, since only two ranks of the group know of it. Groups are the same on two
+ranks if their names and members are.
+
+What is joined must agree: an instance in which ranks name different operations, or different bytes
+where the operation takes equal ones, is no instance at all (a script went two ways, or a file lost
+events). It is reported as a `Mismatch`, and nothing is concluded from it.
+
+All is arrays: a row for each rank's part in a collective (`CALL`), for each instance (`INSTANCE`),
+for each send or receive (`MESSAGE`). Nothing here is an object per event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.record import Record
+from paceline.trace.events import COMPLETION_UNKNOWN, EQUAL_SIZES, SYNCHRONISING, Group, Kind
+from paceline.trace.instances import INSTANCE, time_instances
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from paceline.trace.clocks import ClockCorrection
+    from paceline.trace.files import RankTrace
+
+NONE = -1  # an index that refers to nothing, or a peer that is not known
+_SHOWN_MISMATCHES = 20
+
+# One rank's part in a collective, and its side of a message. `rank` is the index of its trace,
+# `instance` the row of the collective's instance, `partner` that of the message's other side.
+_SHARED = [
+    ("enter_ns", "<i8"),
+    ("exit_ns", "<i8"),
+    ("amount", "<i8"),
+    ("sequence", "<i8"),
+    ("rank", "<i4"),
+    ("step", "<i4"),
+    ("peer", "<i4"),
+    ("group", "<i4"),
+    ("timed", "?"),  # whether `exit_ns` is its completion
+]
+CALL = np.dtype([*_SHARED, ("operation", "<i4"), ("instance", "<i4")])
+MESSAGE = np.dtype([*_SHARED, ("tag", "<i4"), ("sends", "?"), ("partner", "<i4")])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch(Record):
+    """Ranks that joined one collective and do not agree on what it is.
+
+    Attributes:
+        group: name of the process group.
+        sequence: of the collective within the group, from 1.
+        ranks: global ranks that joined.
+        operations: that each of them named.
+        bytes: that each of them gave.
+    """
+
+    group: str
+    sequence: int
+    ranks: tuple[int, ...]
+    operations: tuple[str, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Matches:
+    """All that a run's ranks did together.
+
+    Attributes:
+        ranks: global rank of each trace.
+        groups: that calls and messages refer to.
+        operations: names that calls refer to.
+        local_groups: for each trace, the row of `groups` for each of its own group numbers.
+        calls: of `CALL`; traces in order, each trace's calls by time of entry.
+        call_starts: first call of each trace, shape (traces + 1,).
+        by_instance: rows of `calls`, ordered by instance, then by trace.
+        instance_starts: where each instance begins in `by_instance`, shape (instances + 1,).
+        instances: of `INSTANCE`.
+        messages: of `MESSAGE`; traces in order, each trace's messages by time of entry.
+        message_starts: first message of each trace, shape (traces + 1,).
+    """
+
+    ranks: np.ndarray
+    groups: tuple[Group, ...]
+    operations: tuple[str, ...]
+    local_groups: tuple[np.ndarray, ...]
+    calls: np.ndarray
+    call_starts: np.ndarray
+    by_instance: np.ndarray
+    instance_starts: np.ndarray
+    instances: np.ndarray
+    messages: np.ndarray
+    message_starts: np.ndarray
+
+    def are(self, operations: Iterable[str]) -> np.ndarray:
+        """Return a mask over `self.operations`: which of them are among `operations`."""
+        wanted = frozenset(operations)
+        return np.array([name in wanted for name in self.operations], dtype=bool)
+
+    def synchronising(self) -> np.ndarray:
+        """Return a mask over calls: those whose completion tells that all ranks have entered."""
+        calls = self.calls
+        sync = self.are(SYNCHRONISING)[calls["operation"]]
+        return np.asarray(sync & calls["timed"] & self.instances["agrees"][calls["instance"]])
+
+    def calls_of(self, trace: int) -> slice:
+        """Return where the calls of a trace are, by its index."""
+        return slice(int(self.call_starts[trace]), int(self.call_starts[trace + 1]))
+
+    def messages_of(self, trace: int) -> slice:
+        """Return where the messages of a trace are, by its index."""
+        return slice(int(self.message_starts[trace]), int(self.message_starts[trace + 1]))
+
+    @property
+    def mismatch_count(self) -> int:
+        """How many collectives ranks joined without agreeing on what they are."""
+        return int((~self.instances["agrees"]).sum())
+
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """Return the first of the collectives in which ranks do not agree."""
+        found = np.flatnonzero(~self.instances["agrees"])[:_SHOWN_MISMATCHES]
+        return tuple(self._mismatch(row) for row in found.tolist())
+
+    def _mismatch(self, row: int) -> Mismatch:
+        begin, end = self.instance_starts[row : row + 2]
+        calls = self.calls[self.by_instance[begin:end]]
+        return Mismatch(
+            group=self.groups[int(self.instances["group"][row])].name,
+            sequence=int(self.instances["sequence"][row]),
+            ranks=tuple(self.ranks[calls["rank"]].tolist()),
+            operations=tuple(self.operations[number] for number in calls["operation"].tolist()),
+            bytes=tuple(calls["amount"].tolist()),
+        )
+
+    def on_run_clock(self, clocks: Sequence[ClockCorrection]) -> Matches:
+        """Return the matches with all times on the run's clock."""
+        calls = _corrected(self.calls, self.call_starts, clocks)
+        messages = _corrected(self.messages, self.message_starts, clocks)
+        moved = dataclasses.replace(self, calls=calls, messages=messages)
+        instances = time_instances(moved)
+        return dataclasses.replace(moved, instances=instances)
+
+
+def match(ranks: Sequence[RankTrace]) -> Matches:
+    """Return what `ranks` did together, with times on each rank's own clock."""
+    groups, local_groups = _unified_groups(ranks)
+    operations: dict[str, int] = {}
+    calls = [
+        _calls(index, rank, local_groups[index], groups, operations)
+        for index, rank in enumerate(ranks)
+    ]
+    messages = [
+        _messages(index, rank, local_groups[index], groups) for index, rank in enumerate(ranks)
+    ]
+    joined = np.concatenate(calls)
+    by_instance, starts = _join_calls(joined)
+    both_sides = np.concatenate(messages)
+    numbers = np.array([rank.rank for rank in ranks], dtype=np.int64)
+    _join_messages(both_sides, numbers)
+    matches = Matches(
+        ranks=numbers,
+        groups=groups,
+        operations=tuple(operations),
+        local_groups=local_groups,
+        calls=joined,
+        call_starts=_starts(calls),
+        by_instance=by_instance,
+        instance_starts=starts,
+        instances=np.zeros(len(starts) - 1, INSTANCE),
+        messages=both_sides,
+        message_starts=_starts(messages),
+    )
+    _check_agreement(matches)
+    return matches
+
+
+def row_ids(*columns: np.ndarray) -> np.ndarray:
+    """Return a number for each row of `columns`: equal rows have equal ones, counted from 0."""
+    count = len(columns[0])
+    order = np.lexsort(columns[::-1])
+    differs = np.zeros(count, dtype=bool)
+    for column in columns:
+        ordered = column[order]
+        differs[1:] |= ordered[1:] != ordered[:-1]
+    ids = np.empty(count, dtype=np.int64)
+    ids[order] = np.cumsum(differs)
+    return ids
+
+
+def collective_keys(groups: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+    """Return (group, sequence) as one integer."""
+    return np.asarray((groups.astype(np.int64) << 32) | sequences.astype(np.int64))
+
+
+def _unified_groups(
+    ranks: Sequence[RankTrace],
+) -> tuple[tuple[Group, ...], tuple[np.ndarray, ...]]:
+    """Return the run's groups, and each rank's numbers of them.
+
+    A group whose members are not known (of version 1) is that of all ranks if all ranks use it,
+    and the only group of its name if there is one.
+    """
+    world_size = ranks[0].status.world_size
+    known: dict[str, set[tuple[int, ...]]] = {}
+    users: dict[str, int] = {}
+    for rank in ranks:
+        for name in {group.name for group in rank.groups}:
+            users[name] = users.get(name, 0) + 1
+        for group in rank.groups:
+            members = known.setdefault(group.name, set())
+            if group.members:
+                members.add(group.members)
+
+    def unified(group: Group) -> Group:
+        candidates = known[group.name]
+        if group.members or not group.name:
+            return group
+        if len(candidates) == 1:
+            return Group(name=group.name, members=next(iter(candidates)))
+        if not candidates and users[group.name] == world_size:
+            return Group(name=group.name, members=tuple(range(world_size)))
+        return group
+
+    numbers: dict[Group, int] = {}
+    local = []
+    for rank in ranks:
+        own = [numbers.setdefault(unified(group), len(numbers)) for group in rank.groups]
+        local.append(np.array(own, dtype=np.int32))
+    return tuple(numbers), tuple(local)
+
+
+def _calls(
+    index: int,
+    rank: RankTrace,
+    local_groups: np.ndarray,
+    groups: tuple[Group, ...],
+    operations: dict[str, int],
+) -> np.ndarray:
+    events = rank.of(Kind.COLLECTIVE)
+    rows = np.zeros(len(events), CALL)
+    _fill(rows, index, rank, events, local_groups, groups)
+    numbers = np.zeros(max(1, len(rank.names)), dtype=np.int32)
+    for name in np.unique(events["name"]).tolist():
+        numbers[name] = operations.setdefault(rank.names[name], len(operations))
+    rows["operation"] = numbers[events["name"]]
+    return rows
+
+
+def _messages(
+    index: int, rank: RankTrace, local_groups: np.ndarray, groups: tuple[Group, ...]
+) -> np.ndarray:
+    events = rank.of(Kind.SEND, Kind.RECV)
+    rows = np.zeros(len(events), MESSAGE)
+    _fill(rows, index, rank, events, local_groups, groups)
+    rows["tag"] = events["tag"]
+    rows["sends"] = events["kind"] == Kind.SEND
+    rows["partner"] = NONE
+    return rows
+
+
+def _fill(
+    rows: np.ndarray,
+    index: int,
+    rank: RankTrace,
+    events: np.ndarray,
+    local_groups: np.ndarray,
+    groups: tuple[Group, ...],
+) -> None:
+    """Fill in what calls and messages have in common."""
+    rows["enter_ns"], rows["exit_ns"] = events["begin_ns"], events["end_ns"]
+    for field in ("amount", "sequence", "step", "peer"):
+        rows[field] = events[field]
+    rows["rank"] = index
+    rows["group"] = local_groups[events["group"]]
+    rows["timed"] = (events["flags"] & COMPLETION_UNKNOWN) == 0
+    if rank.status.version == 1:  # it numbers peers within their group, whose members are unknown
+        known = np.array([bool(group.members) for group in groups], dtype=bool)
+        rows["peer"][~known[rows["group"]]] = NONE
+
+
+def _join_calls(calls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Give each call its instance; return the calls by instance and where instances begin."""
+    keys = collective_keys(calls["group"], calls["sequence"])
+    _, instances, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    calls["instance"] = instances
+    by_instance = np.argsort(instances, kind="stable")
+    return by_instance, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _join_messages(messages: np.ndarray, ranks: np.ndarray) -> None:
+    """Give each message the row of its other side."""
+    rows = np.flatnonzero(messages["peer"] >= 0)
+    named = messages[rows]
+    own = ranks[named["rank"]]
+    ids = row_ids(
+        named["group"],
+        np.where(named["sends"], own, named["peer"]),
+        np.where(named["sends"], named["peer"], own),
+        named["tag"],
+        named["sequence"],
+    )
+    order = np.lexsort((~named["sends"], ids))
+    same = ids[order][1:] == ids[order][:-1]
+    opposite = named["sends"][order][:-1] & ~named["sends"][order][1:]
+    first = np.flatnonzero(same & opposite)
+    sends, receives = rows[order[first]], rows[order[first + 1]]
+    messages["partner"][sends] = receives
+    messages["partner"][receives] = sends
+
+
+def _check_agreement(matches: Matches) -> None:
+    """Find the instances whose calls name one operation, one size where sizes are equal, each once.
+
+    Writes what instances are of, and whether they agree.
+    """
+    instances, first = matches.instances, matches.instance_starts[:-1]
+    if not len(instances):
+        return
+    calls = matches.calls[matches.by_instance]
+
+    def all_equal(column: str) -> np.ndarray:
+        values = calls[column]
+        equal: np.ndarray = np.minimum.reduceat(values, first) == np.maximum.reduceat(values, first)
+        return equal
+
+    of_equal_sizes = matches.are(EQUAL_SIZES)[calls["operation"][first]]
+    twice = np.zeros(len(calls), dtype=bool)
+    twice[1:] = (calls["instance"][1:] == calls["instance"][:-1]) & (
+        calls["rank"][1:] == calls["rank"][:-1]
+    )
+    instances["agrees"] = (
+        all_equal("operation")
+        & (all_equal("amount") | ~of_equal_sizes)
+        & ~np.logical_or.reduceat(twice, first)
+    )
+    for field in ("group", "sequence", "operation"):
+        instances[field] = calls[field][first]
+    instances["ranks"] = np.diff(matches.instance_starts)
+
+
+def _corrected(
+    rows: np.ndarray, starts: np.ndarray, clocks: Sequence[ClockCorrection]
+) -> np.ndarray:
+    if all(clock.is_identity for clock in clocks):
+        return rows
+    corrected = rows.copy()
+    for trace, clock in enumerate(clocks):
+        own = slice(int(starts[trace]), int(starts[trace + 1]))
+        for field in ("enter_ns", "exit_ns"):
+            corrected[field][own] = clock.to_run_ns(rows[field][own])
+    return corrected
+
+
+def _starts(tables: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64)

@@ -1,0 +1,98 @@
+"""Skew: by how much each rank entered its collectives later than it could have.
+
+A rank's *compute time since the last sync* at a collective is the time since the last moment at
+which it was synchronised with the others, without what it spent waiting in one-way operations
+since. Its skew is that time minus the smallest one among the ranks. Judging by the time of entry
+alone would accuse the wrong rank: a broadcast makes its receivers as late as its root, and they
+carry that delay into the next all-reduce.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.trace.matching import Matches
+
+
+def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndarray:
+    """Return each rank's skew in each step, shape (ranks, steps), seconds.
+
+    A step may hold several moments at which ranks synchronise; their skews add up, since after
+    each of them all start equal. Collectives of one sync interval count once, by the largest skew.
+    A step without a synchronising collective counts as 0.
+
+    Args:
+        matches: what the ranks did together.
+        waits: of each rank, from `wait_intervals`.
+        steps: how many to return.
+    """
+    synchronising = matches.synchronising()
+    compute_ns = np.zeros(len(matches.calls), dtype=np.int64)
+    intervals = np.zeros(len(matches.calls), dtype=np.int64)
+    for trace, own_waits in enumerate(waits):
+        own = matches.calls_of(trace)
+        entered = matches.calls["enter_ns"][own]
+        compute_ns[own], intervals[own] = compute_since_sync_ns(entered, own_waits)
+    counted = synchronising & (intervals > 0)
+    rows = matches.by_instance[counted[matches.by_instance]]
+    calls = matches.calls[rows]
+    late_ns = compute_ns[rows] - _smallest(compute_ns[rows], calls["instance"])
+    chosen = (late_ns > 0) & (calls["step"] < steps)
+    ranks, numbers = calls["rank"][chosen], calls["step"][chosen]
+    result = np.zeros((len(waits), steps))
+    worst, places = _largest(late_ns[chosen], ranks, numbers, intervals[rows][chosen])
+    np.add.at(result, (ranks[places], numbers[places]), worst / 1e9)
+    return result
+
+
+def compute_since_sync_ns(
+    entered_ns: np.ndarray, waits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a rank's compute time since the last sync at each entry, and the sync interval.
+
+    A sync interval begins where the rank was last synchronised. They are counted from 1; interval
+    0, before the first time, has no beginning, and its compute time means nothing.
+
+    Args:
+        entered_ns: when the rank entered its collectives, in order, shape (calls,).
+        waits: of the rank, of `WAIT_INTERVAL`.
+    """
+    waits = waits[np.argsort(waits["begin_ns"], kind="stable")]
+    ended_ns = np.maximum.accumulate(waits["end_ns"])
+    over = np.searchsorted(ended_ns, entered_ns, side="right")  # waits that ended before each entry
+    syncs = waits["synchronises"]
+    rows = np.arange(1, len(waits) + 1)
+    last_sync = np.concatenate([[0], np.maximum.accumulate(np.where(syncs, rows, 0))])[over]
+    intervals = np.concatenate([[0], np.cumsum(syncs)])[over]
+    lengths = np.where(syncs, 0, waits["end_ns"] - waits["begin_ns"])
+    waited = np.concatenate([[0], np.cumsum(lengths)])
+    since_ns = np.concatenate([[0], waits["end_ns"]])[last_sync]
+    return entered_ns - since_ns - (waited[over] - waited[last_sync]), intervals
+
+
+def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
+    """Return for each row the smallest value of its instance; rows are ordered by instance."""
+    if not len(values):
+        return values
+    first = np.flatnonzero(np.concatenate([[True], instances[1:] != instances[:-1]]))
+    counts = np.diff(np.concatenate([first, [len(values)]]))
+    return np.repeat(np.minimum.reduceat(values, first), counts)
+
+
+def _largest(
+    late_ns: np.ndarray, ranks: np.ndarray, steps: np.ndarray, intervals: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest value of each (rank, step, interval), and a row that it is of."""
+    order = np.lexsort((late_ns, intervals, steps, ranks))
+    last = np.ones(len(order), dtype=bool)
+    for column in (ranks, steps, intervals):
+        ordered = column[order]
+        last[:-1] &= ordered[1:] == ordered[:-1]
+    last[:-1] = ~last[:-1]
+    places = order[last]
+    return late_ns[places], places

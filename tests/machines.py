@@ -1,0 +1,41 @@
+"""Machines by hand, for tests of what predicts from them."""
+
+from __future__ import annotations
+
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    FrameworkOverhead,
+    Quantity,
+)
+
+
+def sheet(value: float) -> Quantity:
+    """Return a number as a datasheet states it."""
+    return Quantity(value=float(value), source="datasheet")
+
+
+def collective(
+    operation: str, latency_s: float = 1e-3, bandwidth_bytes_per_s: float = 1e9, ranks: int = 2
+) -> CollectiveCost:
+    """Return a collective whose cost is a line."""
+    far = 1e9
+    points = (
+        CollectivePoint(bytes=0.0, seconds=sheet(latency_s)),
+        CollectivePoint(bytes=far, seconds=sheet(latency_s + far / bandwidth_bytes_per_s)),
+    )
+    return CollectiveCost(
+        backend="gloo", operation=operation, ranks=ranks, level="loopback", points=points
+    )
+
+
+def framework(framework: str, what: str, phase: str, seconds: float) -> FrameworkOverhead:
+    """Return what a framework adds to a phase, measured with one thread alone."""
+    return FrameworkOverhead(
+        framework=framework,
+        what=what,
+        phase=phase,
+        threads=1,
+        processes=1,
+        seconds=sheet(seconds),
+    )

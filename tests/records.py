@@ -1,0 +1,116 @@
+"""Golden files of records: one example for each class and version.
+
+``python tests/records.py`` writes the golden files that are missing for the current versions. It
+never changes a file that is there: an old golden file stands for the files that users have kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import types
+import typing
+from pathlib import Path
+
+import paceline
+from paceline.core.machine import Quantity
+from paceline.core.record import Record
+
+GOLDEN = Path(__file__).parent / "golden" / "records"
+# Fields whose values are checked: what the type alone would give is refused.
+VALUES = {
+    "BlameRules": {},
+    "FrameworkOverhead": {
+        "framework": "ddp",
+        "what": "wrapper",
+        "phase": "forward",
+        "threads": 1,
+        "processes": 2,
+        "seconds": Quantity(value=1e-4, source="probe", low=9e-5, high=2e-4),
+    },
+    "Mesh": {"data": 2, "pipeline": 1, "tensor": 1},
+    "Injection": {"rank": 1, "late_ms": 20.0, "cause": "compute"},
+    "PackOptions": {},
+    "LoaderOptions": {},
+    "RunConfig": {"ranks": 2, "record": True, "bind": False},
+}
+# Classes that share their name with another one.
+NAMES = {("paceline.store.care.repair", "Finding"): "RepairFinding"}
+
+
+def record_classes() -> list[type[Record]]:
+    """Return every record class of the package, by qualified name."""
+    for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
+        if module.name.rpartition(".")[2] != "__main__":
+            try:
+                importlib.import_module(module.name)
+            except ImportError:  # needs torch, or another framework that is not installed
+                continue
+    found = []
+    waiting = [Record]
+    while waiting:
+        children = waiting.pop().__subclasses__()
+        waiting += children
+        # A slotted dataclass is made anew from the class as written: only the second one is used.
+        found += [
+            child
+            for child in children
+            if child.__module__.startswith("paceline.")
+            and getattr(importlib.import_module(child.__module__), child.__name__, None) is child
+        ]
+    return sorted(set(found), key=lambda cls: (cls.__name__, cls.__module__))
+
+
+def golden_name(cls: type[Record], version: int) -> str:
+    """Return the name of the golden file of a class and version."""
+    name = NAMES.get((cls.__module__, cls.__name__), cls.__name__)
+    return f"{name}-v{version}.json"
+
+
+def example(cls: type[Record]) -> Record:
+    """Return a record of the class with a value in every field, the same on every call."""
+    hints = typing.get_type_hints(cls)
+    given = VALUES.get(cls.__name__)
+    if given is not None:
+        return cls(**given)
+    values = {field.name: _value(hints[field.name], field.name) for field in _fields(cls)}
+    return cls(**values)
+
+
+def _fields(cls: type[Record]) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(cls)  # type: ignore[arg-type]
+
+
+def _value(hint: typing.Any, name: str) -> typing.Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _value(next(one for one in arguments if one is not type(None)), name)
+    if origin is typing.Literal:
+        return arguments[0]
+    if origin is tuple:
+        return (_value(arguments[0], name),)
+    if origin is dict:
+        return {"key": _value(arguments[1], name)}
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return example(hint)
+    return {bool: True, int: 3, float: 1.5, str: name, typing.Any: name}[hint]
+
+
+def write_missing() -> list[Path]:
+    """Write the golden files of current versions that are not there, and return their paths."""
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    written = []
+    for cls in record_classes():
+        path = GOLDEN / golden_name(cls, cls.version)
+        if not path.exists():
+            text = example(cls).to_text()
+            assert cls.from_text(text).to_text() == text
+            path.write_text(text)
+            written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    for made in write_missing():
+        print(made)

@@ -1,0 +1,100 @@
+"""What a plan settles for a run, and what contradicts it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.clock import ManualClock
+from paceline.core.config import resolve
+from paceline.core.errors import ConfigError, UsageError
+from paceline.core.plan import Mesh, Plan
+from paceline.core.plan_file import PlanFile, load_plan_file
+from paceline.launch.planned import plan_warnings
+from paceline.launch.run import RunConfig, prepare
+
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "OMP_NUM_THREADS")
+GOLDEN = Path(__file__).parents[1] / "golden"
+TWO = Plan(mesh=Mesh(data=2), threads=3)
+
+
+@pytest.fixture
+def ready(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def prepared(plan, **flags):
+        resolved = resolve(RunConfig, "run", flags=flags)
+        return prepare(script, [], resolved, None, ManualClock(), plan=PlanFile(plan=plan))
+
+    return prepared
+
+
+def test_a_run_takes_its_ranks_from_the_plan(ready):
+    assert ready(TWO).ranks == 2
+    assert ready(TWO, ranks=2).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "flags", "environ", "words"),
+    [
+        (TWO, {"ranks": 4}, {}, "4 ranks by --ranks, 2 ranks by the plan"),
+        (TWO, {}, {"PACELINE_RUN__RANKS": "3"}, "3 ranks by PACELINE_RUN__RANKS, 2 ranks"),
+        (TWO, {}, {"OMP_NUM_THREADS": "1"}, "1 threads by OMP_NUM_THREADS, 3 threads per rank"),
+        (Plan(mesh=Mesh(data=4)), {}, MPICH, "2 ranks on this node by the mpich step, 4 ranks"),
+        (Plan(mesh=Mesh(data=2), nodes=2), {}, {}, "over 2 nodes"),
+        (Plan(mesh=Mesh(pipeline=2)), {}, {}, "2 x 1"),
+    ],
+)
+def test_what_contradicts_the_plan_is_refused_by_both_names(
+    ready, monkeypatch, plan, flags, environ, words
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=words) as caught:
+        ready(plan, **flags)
+    assert caught.value.fix
+    assert "--plan" in caught.value.where
+
+
+def test_what_only_the_script_can_set_is_said_in_one_line():
+    assert plan_warnings(TWO) == ()
+    (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2))
+    assert "precision = bfloat16, loader_workers = 2" in line
+
+
+def test_a_plan_written_by_hand_is_taken(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"plan": {"mesh": {"data": 2}, "threads": 3}}')
+    assert load_plan_file(path) == PlanFile(plan=TWO)
+    path.write_text('{"mesh": {"data": 2}, "threads": 3}')
+    assert load_plan_file(path) == PlanFile(plan=TWO)
+
+
+def test_a_file_that_is_no_plan_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "plan.json"
+    for text, words in (
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"plan": {"threads": 0}}', "threads"),
+        ('{"paln": {}}', "unknown key 'paln'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_plan_file(path)
+        assert str(path) in caught.value.where
+
+
+def test_an_estimate_of_another_plan_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text((GOLDEN / "estimate-v1.json").read_text())
+    kept = load_plan_file(path)
+    assert kept.plan == Plan(mesh=Mesh(data=2))
+    assert kept.estimate is not None
+    path.write_text(json.dumps({"plan": {"threads": 7}, "estimate": kept.estimate.to_json()}))
+    with pytest.raises(ConfigError, match="of another plan"):
+        load_plan_file(path)
