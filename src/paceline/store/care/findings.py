@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paceline.core.record import Record
 
@@ -18,10 +19,18 @@ class RepairFinding(Record):
         recovered_from: source, replica, parity, index or shards; empty = it could not be repaired.
     """
 
+    version: ClassVar[int] = 2
+
     what: str
     file: str
     why: str
     recovered_from: str
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `recovered_from` `mended_from`."""
+        assert from_version == 1
+        return {"recovered_from": data.pop("mended_from"), **data}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +46,21 @@ class RepairReport(Record):
         stale_files: names of files that belonged to no version of the pack and were removed.
     """
 
+    version: ClassVar[int] = 2
+
     path: str
     identity: str
     dry_run: bool
     repaired: tuple[RepairFinding, ...]
     lost: tuple[RepairFinding, ...]
     stale_files: tuple[str, ...]
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `repaired` `mended`, and `stale_files` `litter`."""
+        assert from_version == 1
+        repaired, stale_files = data.pop("mended"), data.pop("litter")
+        return {"repaired": repaired, "stale_files": stale_files, **data}
 
     @property
     def ok(self) -> bool:
