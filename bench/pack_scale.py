@@ -96,10 +96,10 @@ def main():
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=1800)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        one = json.loads(done.stdout)
-        one["sample_us"] = (one["pack_s"] - one["make_s"]) / count * 1e6
-        report.row(**one)
-        results.append(one)
+        measured = json.loads(done.stdout)
+        measured["sample_us"] = (measured["pack_s"] - measured["make_s"]) / count * 1e6
+        report.row(**measured)
+        results.append(measured)
     small, large = results
     what = f"packing {largest:,} tiny samples"
     report.bar(f"{what}: peak memory, bytes", large["peak_bytes"], MAX_BYTES)

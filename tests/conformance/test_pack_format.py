@@ -60,7 +60,7 @@ def check(path, expected):
         for name, body in expected.items():
             assert pack.read(pack.find(name)) == body
         assert list(pack.verify()) == []
-    assert not [one for one in path.iterdir() if one.name.endswith(".partial")]
+    assert not [entry for entry in path.iterdir() if entry.name.endswith(".partial")]
     return parsed
 
 

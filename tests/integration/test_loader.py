@@ -66,7 +66,7 @@ def options(**given):
 
 
 def loader_threads():
-    return [one for one in threading.enumerate() if one.name.startswith("paceline-loader")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("paceline-loader")]
 
 
 @pytest.fixture(autouse=True)
@@ -85,15 +85,15 @@ def test_raw_samples_are_views_of_one_buffer(pack):
     loader = Loader(pack, 8, options=options())
     for samples, labels, numbers in loader:
         bodies = [pack.read(number) for number in numbers.tolist()]
-        assert [bytes(one) for one in samples] == bodies
+        assert [bytes(body) for body in samples] == bodies
         assert [bytes(samples[k]) for k in range(-len(samples), 0)] == bodies
         assert list(map(bytes, samples[2:4])) == bodies[2:4]
-        assert [bytes(one.numpy()) for one in samples.tensors()] == bodies
+        assert [bytes(tensor.numpy()) for tensor in samples.tensors()] == bodies
         assert b"".join(bodies) == samples.buffer.numpy().tobytes()
         assert labels.dtype == numbers.dtype == torch.int64
         assert labels.tolist() == pack.labels[numbers.numpy()].tolist()
         again = pickle.loads(pickle.dumps(samples))
-        assert [bytes(one) for one in again] == bodies
+        assert [bytes(body) for body in again] == bodies
         with pytest.raises(IndexError):
             samples[len(samples)]
     address = samples.buffer.data_ptr()
@@ -138,7 +138,7 @@ def test_raw_samples_come_from_any_kind_of_worker(path, pack, kind):
 
 
 def test_a_collate_of_ones_own_gets_the_list_of_samples(pack):
-    loader = Loader(pack, 10, collate=lambda bodies: [len(one) for one in bodies])
+    loader = Loader(pack, 10, collate=lambda bodies: [len(body) for body in bodies])
     samples, labels = next(iter(loader))
     assert len(samples) == len(labels) == 10
     mixed = Loader(
@@ -268,7 +268,7 @@ def test_the_next_batch_has_a_name_for_errors(pack):
 def test_an_epoch_can_be_set_and_the_present_one_goes_on(pack):
     loader = Loader(pack, 10, options=options())
     epochs = [numbers_of(loader) for _ in range(3)]
-    assert len({json.dumps(one) for one in epochs}) == 3
+    assert len({json.dumps(epoch) for epoch in epochs}) == 3
     loader.set_epoch(1)
     assert numbers_of(itertools.islice(loader, 4)) == epochs[1][:4]
     loader.set_epoch(1)
@@ -299,7 +299,7 @@ def test_all_options_of_the_last_batch(pack):
     sizes = {}
     for last in ("pad", "drop", "join"):
         loader = Loader(pack, 16, options=options(last=last))
-        sizes[last] = [len(one) for one in numbers_of(loader)]
+        sizes[last] = [len(batch) for batch in numbers_of(loader)]
         assert len(sizes[last]) == len(loader)
         assert (loader.epoch, loader.position) == (1, 0)
     assert sizes == {"pad": [16] * 7, "drop": [16] * 6, "join": [16] * 6 + [4]}
@@ -360,7 +360,7 @@ def test_another_number_of_ranks_goes_on_exactly_where_the_first_was(path, befor
     first, states = deliver(path, before, None, 2)
     assert all(state == states[0] for state in states)
     rest, _ = deliver(path, after, states[-1], None)
-    assert [len(one) for one in first + rest] == [24] * 4 + [4]
+    assert [len(batch) for batch in first + rest] == [24] * 4 + [4]
     assert sorted(itertools.chain.from_iterable(first + rest)) == list(range(COUNT))
     order = SampleOrder(sample_count=COUNT, seed=1).samples(np.arange(COUNT)).tolist()
     assert list(itertools.chain.from_iterable(first + rest)) == order
@@ -383,11 +383,11 @@ def test_states_of_something_else_are_refused(path, pack, tmp_path):
         (loader, {**state, "position": "7"}, "is not in an epoch"),
         (loader, {**state, "epoch": -1}, "is not in an epoch"),
     ]
-    for one, wrong, why in refused:
+    for resumed, wrong, why in refused:
         with pytest.raises(UsageError, match=why) as caught:
-            one.load_state_dict(wrong)
+            resumed.load_state_dict(wrong)
         assert caught.value.fix
-        assert (one.epoch, one.position) == (0, 0)
+        assert (resumed.epoch, resumed.position) == (0, 0)
     blocks = Loader(pack, 8, options=options(shuffle="block", block_samples=4))
     with pytest.raises(UsageError, match="block_samples"):
         blocks.load_state_dict({**blocks.state_dict(), "block_samples": 5})

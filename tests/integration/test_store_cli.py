@@ -147,7 +147,7 @@ def test_damage_is_named_with_exit_code_4(folder):
     assert done.returncode == 4
     report = json.loads(done.stdout)
     assert not report["ok"]
-    assert [one["code"] for one in report["damaged"]] == ["CorruptPack", "CorruptPack"]
+    assert [error["code"] for error in report["damaged"]] == ["CorruptPack", "CorruptPack"]
     done = paceline(folder, "store", "cat", "pack", "dog/b.txt")
     assert (done.returncode, done.stdout) == (4, b"")
     assert b"expected" in done.stderr

@@ -97,7 +97,10 @@ def test_all_kinds_of_damage_are_repaired_byte_for_byte(made, origin):
     assert is_as_before(made)
     assert (report.repaired, report.stale_files) == (planned.repaired, planned.stale_files)
     assert len(report.stale_files) == 3
-    assert any(repr(name) in one.what and one.recovered_from == origin for one in report.repaired)
+    assert any(
+        repr(name) in finding.what and finding.recovered_from == origin
+        for finding in report.repaired
+    )
     again = repair_pack(made / "pack")
     assert (again.repaired, again.lost, again.stale_files) == ((), (), ())
 
@@ -149,7 +152,7 @@ def test_what_cannot_be_repaired_is_named_and_the_rest_is_repaired(made):
     (made / "source" / name).write_bytes(b"changed since")
     report = repair_pack(made / "pack", source=made / "source")
     assert not report.ok
-    assert [one.file for one in report.lost] == ["shard-00000.pace"]
+    assert [finding.file for finding in report.lost] == ["shard-00000.pace"]
     assert name in report.lost[0].what
     with open_pack(made / "pack") as pack:  # it opens again, and says so itself
         assert [problem.what for problem in pack.verify()] == [report.lost[0].what + " is damaged"]
@@ -160,7 +163,7 @@ def test_what_cannot_be_repaired_is_named_and_the_rest_is_repaired(made):
 def test_a_shard_of_which_nothing_is_left_stays_missing(made):
     shards(made)[1].unlink()
     report = repair_pack(made / "pack")
-    assert [one.what for one in report.lost] == ["shard 1"]
+    assert [finding.what for finding in report.lost] == ["shard 1"]
     assert not (made / "pack" / "shard-00001.pace").exists()
     assert not list((made / "pack").glob("*.partial"))
 
@@ -189,7 +192,7 @@ def test_the_index_comes_from_a_copy_that_fits(made, how):
         repair_pack(made / "pack", source=made / "source")
     assert repair_pack(made / "pack", replica=made / "copy", dry_run=True).ok
     report = repair_pack(made / "pack", replica=made / "copy")
-    assert [one.file for one in report.repaired] == ["index.pace"]
+    assert [finding.file for finding in report.repaired] == ["index.pace"]
     assert is_as_before(made)
 
 
@@ -362,7 +365,7 @@ def test_chunks_and_encoded_samples_are_repaired(rich, origin):
     report = repair_pack(rich / "pack", **given)
     assert report.ok, report.lost
     assert is_as_before(rich)
-    assert {one.recovered_from for one in report.repaired} == {origin or "parity"}
+    assert {finding.recovered_from for finding in report.repaired} == {origin or "parity"}
 
 
 def test_parity_makes_each_lost_shard_again(rich):
@@ -376,7 +379,7 @@ def test_of_two_lost_shards_of_a_group_one_must_come_from_elsewhere(rich):
     for shard in shards(rich)[:2]:
         shard.unlink()
     report = repair_pack(rich / "pack")
-    assert [one.what for one in report.lost] == ["shard 0", "shard 1"]
+    assert [finding.what for finding in report.lost] == ["shard 0", "shard 1"]
     shutil.copy(rich / "copy" / "shard-00001.pace", rich / "pack")
     assert repair_pack(rich / "pack").ok
     assert is_as_before(rich)
@@ -398,7 +401,7 @@ def test_the_last_shard_comes_from_a_copy_and_then_parity_repairs_the_first(rich
     (rich / "copy" / "shard-00000.pace").unlink()
     report = repair_pack(rich / "pack", replica=rich / "copy")
     assert report.ok
-    assert [one.recovered_from for one in report.repaired] == ["replica", "parity"]
+    assert [finding.recovered_from for finding in report.repaired] == ["replica", "parity"]
     assert repair_pack(rich / "copy").ok
     assert is_as_before(rich)
 
@@ -412,10 +415,12 @@ def test_parity_files_are_made_anew(rich, how):
         os.truncate(parity, 70)
     else:
         parity.unlink()
-    assert [one.what for one in verify_files(rich / "pack")[1]] == ["parity-00001.pace is damaged"]
+    assert [problem.what for problem in verify_files(rich / "pack")[1]] == [
+        "parity-00001.pace is damaged"
+    ]
     assert repair_pack(rich / "pack", dry_run=True).ok
     report = repair_pack(rich / "pack")
-    assert [one.what for one in report.repaired] == ["parity file 1"]
+    assert [finding.what for finding in report.repaired] == ["parity file 1"]
     assert is_as_before(rich)
 
 
@@ -424,7 +429,10 @@ def test_a_damaged_shard_and_its_damaged_parity(rich):
     flip(shards(rich)[0], int(index.offsets[next(index.extents_by_shard())[0]]))
     (rich / "pack" / "parity-00000.pace").unlink()
     report = repair_pack(rich / "pack")
-    assert sorted(one.file for one in report.lost) == ["parity-00000.pace", "shard-00000.pace"]
+    assert sorted(finding.file for finding in report.lost) == [
+        "parity-00000.pace",
+        "shard-00000.pace",
+    ]
     assert not list((rich / "pack").glob("*.partial"))
     assert repair_pack(rich / "pack", source=rich / "source").ok
     assert is_as_before(rich)

@@ -24,7 +24,7 @@ def test_nothing_goes_unnoticed(tmp_path):
     for campaign in report.campaigns:
         assert campaign.failures == (), campaign.name
     assert report.ok
-    counts = {one.name: one for one in report.campaigns}
+    counts = {campaign.name: campaign for campaign in report.campaigns}
     assert counts["corruptions"].cases == 160
     assert counts["corruptions"].counts["after a good read and eviction"] > 50
     assert counts["kills"].cases == 8
@@ -69,7 +69,7 @@ def test_a_repair_that_does_nothing_is_noticed(victim, monkeypatch, tmp_path):
 def test_a_case_is_the_same_each_time(victim):
     outcomes = [torture_corruption.run_case(victim, 7, case) for case in range(10)]
     assert outcomes == [torture_corruption.run_case(victim, 7, case) for case in range(10)]
-    assert {one.problem for one in outcomes} == {""}
+    assert {outcome.problem for outcome in outcomes} == {""}
     with open_pack(victim.path) as pack:  # put back as it was
         assert list(pack.verify()) == []
 

@@ -32,7 +32,7 @@ def old(tmp_path):
 
 
 def names(path):
-    return sorted(one.name for one in path.parent.iterdir())
+    return sorted(entry.name for entry in path.parent.iterdir())
 
 
 def test_new_content_replaces_old(old):
@@ -64,7 +64,7 @@ def test_a_destination_that_is_a_folder_stays(tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError):
         commit_bytes(tmp_path / "taken", b"x")
-    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
 def test_content_that_fails_on_its_way_leaves_the_old(old):
@@ -123,7 +123,7 @@ def test_a_place_is_prepared_or_refused_before_work_begins(tmp_path):
         with pytest.raises(StorageError, match="Name a file") as caught:
             prepare_file(wrong)
         assert caught.value.where == str(wrong)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "new"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "new"]
 
 
 @pytest.fixture

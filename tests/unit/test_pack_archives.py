@@ -39,7 +39,7 @@ def test_names_that_lead_out_are_refused(tmp_path, name):
     path = write_tar(tmp_path / "a.tar", [("fine", b"1"), (name, b"2")])
     with pytest.raises(UsageError, match="cannot name a sample"):
         store.pack(store.Archives(path), tmp_path / "pack")
-    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar"]
 
 
 def test_a_name_with_nul_is_refused(tmp_path):
@@ -100,7 +100,7 @@ def test_damage_is_named(tmp_path):
         "truncated within a member": whole[:2000],
         "its end mark is missing": whole[: 2 * (512 + 3072)],
         "checksum": whole[:3584] + b"\1" + whole[3585:],
-        "no number": whole[: 3584 + 148] + b"zz" + whole[3584 + 150 :],
+        "not hold a number": whole[: 3584 + 148] + b"zz" + whole[3584 + 150 :],
     }
     for k, (text, data) in enumerate(cases.items()):
         path.write_bytes(data)

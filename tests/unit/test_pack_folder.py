@@ -77,7 +77,7 @@ def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tm
         "reused_sample_count": 0,
         "elapsed_s": 0.0,
     }
-    assert [one.sample_count for one in seen] == [1, 2, 3, 4, 5]
+    assert [progress.sample_count for progress in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1].byte_count, seen[-1].byte_total, seen[-1].sample_total) == (1017, 1017, 5)
     with open_pack(tmp_path / "pack") as pack:
         # As whole paths compare: '-' and '.' come before '/'.
@@ -224,8 +224,8 @@ def test_pipes_sockets_and_devices_are_refused(source, tmp_path):
     with pytest.raises(UsageError, match="named pipe"):
         store.pack(store.Folder(source), tmp_path / "pack")
     (source / "dog" / "pipe").unlink()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.path.relpath(source / "dog" / "socket"))
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind(os.path.relpath(source / "dog" / "socket"))
         with pytest.raises(UsageError, match="socket"):
             store.pack(store.Folder(source), tmp_path / "pack")
     (source / "dog" / "socket").unlink()

@@ -76,8 +76,8 @@ def test_codecs(tmp_path, monkeypatch):
         assert content(path) == samples
         with open_pack(path) as pack:
             extents = {name: pack.extents(k)[0] for k, name in enumerate(pack.names)}
-        codecs[codec] = {name for name, one in extents.items() if one.codec == 1}
-        assert summary.stored_bytes == sum(one.stored_length for one in extents.values())
+        codecs[codec] = {name for name, extent in extents.items() if extent.codec == 1}
+        assert summary.stored_bytes == sum(extent.stored_length for extent in extents.values())
     assert codecs == {
         "none": set(),
         "zstd": {"flat", "slightly", "large"},
@@ -108,10 +108,10 @@ def test_samples_larger_than_a_shard_are_chunked(tmp_path):
     options = PackOptions(shard_bytes=256)
     store.pack(store.Samples(samples.items()), tmp_path / "pack", options=options)
     assert content(tmp_path / "pack") == samples
-    assert all(one.stat().st_size <= 256 for one in tmp_path.glob("pack/shard-*"))
+    assert all(file.stat().st_size <= 256 for file in tmp_path.glob("pack/shard-*"))
     with open_pack(tmp_path / "pack") as pack:
         extents = pack.extents(pack.find("11"))
-        assert [one.length for one in extents] == [192] * 5 + [30]
+        assert [extent.length for extent in extents] == [192] * 5 + [30]
         assert pack.lengths[pack.find("11")] == 990
 
 
