@@ -426,7 +426,7 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
       }
       look_up(reads);
       request(reads);
-    } catch (const std::exception&) {  // a hint: whoever reads the sample gets the error
+    } catch (const std::exception&) {  // only a hint: reading the sample throws the error
     }
   });
 }

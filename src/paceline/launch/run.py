@@ -27,8 +27,8 @@ from paceline.core.errors import (
     Missing,
     NotFound,
     PacelineError,
-    StorageError,
     UsageError,
+    storage_errors,
 )
 from paceline.core.files import commit_text
 from paceline.core.plan_file import PlanFile
@@ -303,15 +303,9 @@ def _threads(job: Job) -> int | None:
 
 
 def _write_start(job: Job, machine: Machine) -> None:
-    try:
+    fix = "Name another place: --out RUN"
+    with storage_errors("cannot make the run's folder", where=job.run, fix=fix):
         (job.run / "trace").mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise StorageError(
-            "cannot make the run's folder",
-            where=str(job.run),
-            why=problem.strerror or "",
-            fix="Name another place: --out RUN",
-        ) from problem
     config = job.resolved.to_json()
     config["script"] = str(job.script)
     config["args"] = list(job.args)

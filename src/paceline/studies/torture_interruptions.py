@@ -62,7 +62,7 @@ def run_kills(
 
 
 def _usual_s(place: Path, kind: str, source: Path, more: Path) -> float:
-    """Return how long it takes when nobody kills it."""
+    """Return how long it takes without a kill."""
     target = place / f"trial-{kind}"
     if kind == "append":
         shutil.copytree(place / "base", target)

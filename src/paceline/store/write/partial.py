@@ -90,7 +90,7 @@ class PartialPack(PackFolder):
         """Turn the partial pack into the pack.
 
         Raises:
-            DestinationExists: somebody else made the destination meanwhile; it is untouched.
+            DestinationExists: another program made the destination meanwhile; it is untouched.
         """
         for file in tuple(self._open):
             assert file.path.name.endswith(PARTIAL_SUFFIX)
