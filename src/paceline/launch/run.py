@@ -31,7 +31,6 @@ from paceline.core.errors import (
     Missing,
     NotFound,
     PacelineError,
-    StorageError,
     UsageError,
 )
 from paceline.core.files import commit_text

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.core.errors import StorageError
+from paceline.core.errors import storage_errors
 from paceline.core.machine import Quantity, Tier
 from paceline.probe.figures import ROUNDS, probed
 from paceline.probe.node import mount_of, read_mounts
@@ -27,18 +27,14 @@ def measure_folder(folder: Path, *, quick: bool) -> Tier:
     """
     mount = mount_of(str(folder.resolve()), read_mounts())
     kind = mount.kind if mount else "unknown"
-    try:
-        with tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name:
-            place = Path(name)
-            bandwidth = _read_long(place / "long", QUICK_BYTES if quick else LONG_BYTES)
-            open_latency_s = _open_small(place)
-    except OSError as problem:
-        raise StorageError(
-            "cannot measure the folder",
-            where=str(folder),
-            why=problem.strerror or str(problem),
-            fix="Name a folder that can be written, with --folder",
-        ) from problem
+    fix = "Name a folder that can be written, with --folder"
+    with (
+        storage_errors("cannot measure the folder", where=folder, fix=fix),
+        tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name,
+    ):
+        place = Path(name)
+        bandwidth = _read_long(place / "long", QUICK_BYTES if quick else LONG_BYTES)
+        open_latency_s = _open_small(place)
     return Tier(
         name="local",
         kind=kind,
