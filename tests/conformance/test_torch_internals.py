@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from paceline.native import Recorder
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
-from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
+from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.events import COMPLETION_UNKNOWN, Kind
 from paceline.trace.files import read_trace
@@ -287,7 +288,8 @@ def test_a_recorder_that_fails_amid_a_collective_says_so_once_and_ends_nothing(
     world, tmp_path, monkeypatch, caplog
 ):
     recorder = Recorder(str(tmp_path / "rank.trace"), 0, 1)
-    collectives = CollectiveRecorder(recorder, Loop(main_thread=0), frozenset(Capability))
+    in_flight = InFlight(recorder, Loop(main_thread=0), frozenset(Capability))
+    collectives = CollectiveRecorder(in_flight)
     overload = internals.operators("c10d")["allreduce_"]
     kernel = collectives._c10d_kernel("all_reduce", overload, operators.places(overload, 0))
     library = torch.library.Library("c10d", "IMPL")
@@ -314,7 +316,8 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
     monkeypatch.setattr(internals, "completion_is_seen", lambda *_: seen)
     recorder = Recorder(str(tmp_path / "rank.trace"), 0, 1)
     loop = Loop(main_thread=threading.get_ident())
-    collectives = CollectiveRecorder(recorder, loop, frozenset(Capability))
+    in_flight = InFlight(recorder, loop, frozenset(Capability))
+    collectives = CollectiveRecorder(in_flight)
     overload = internals.operators("c10d")["allreduce_"]
     kernel = collectives._c10d_kernel("all_reduce", overload, operators.places(overload, 0))
     library = torch.library.Library("c10d", "IMPL")
@@ -324,7 +327,7 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
         dist.all_reduce(torch.ones(2))
     finally:
         library._destroy()
-    collectives.close()
+    in_flight.close()
     recorder.close()
     events = read_trace(tmp_path / "rank.trace").of(Kind.COLLECTIVE)
     assert events["sequence"].tolist() == [1, 2]

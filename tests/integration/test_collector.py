@@ -165,13 +165,15 @@ class Section:
         return chosen[chosen["begin_ns"].argsort(kind="stable")]
 
     def names(self, kind):
-        return [self.rank.names[one] for one in self.of(kind)["name"].tolist()]
+        return [self.rank.names[number] for number in self.of(kind)["name"].tolist()]
 
     def inside(self, kind, outer):
         """Return how many events of `kind` lie within one of `outer`."""
         return sum(
-            any(o["begin_ns"] <= one["begin_ns"] and one["end_ns"] <= o["end_ns"] for o in outer)
-            for one in self.of(kind)
+            any(
+                o["begin_ns"] <= event["begin_ns"] and event["end_ns"] <= o["end_ns"] for o in outer
+            )
+            for event in self.of(kind)
         )
 
 
@@ -271,7 +273,7 @@ def test_clipping_and_clearing_gradients_is_of_the_optimizer(loops):
 def test_phases_of_the_main_lane_are_properly_nested(loops):
     rank = loops["lbfgs"].rank
     timed = [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.CHECKPOINT]
-    events = rank.events[[one in timed for one in rank.events["kind"].tolist()]]
+    events = rank.events[[kind in timed for kind in rank.events["kind"].tolist()]]
     open_until: list[int] = []
     for begin, end in sorted(
         zip(events["begin_ns"].tolist(), events["end_ns"].tolist(), strict=True),

@@ -29,7 +29,7 @@ _FIRST_TRACK = 10_000  # of locations other than the main thread and communicati
 
 
 def chrome_json(trace: Trace) -> Iterator[str]:
-    """Yield the trace as pieces of one JSON text."""
+    """Yield the trace as parts of one JSON text."""
     information = {"world_size": trace.world_size, "ranks": [rank.rank for rank in trace.ranks]}
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
     start_ns = _start_ns(trace)

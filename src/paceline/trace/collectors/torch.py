@@ -18,7 +18,8 @@ import torch
 
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.on_import import on_import
-from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
+from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_phases import PhaseRecorder, phase_of
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.events import IDLE, MAIN, Kind
@@ -36,20 +37,20 @@ class TorchCollector:
         self.recorder = recorder
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
-        self.collectives = CollectiveRecorder(recorder, self.loop, self.available)
-        self.phases = PhaseRecorder(recorder, self.loop, self.collectives, self.available)
+        self.in_flight = InFlight(recorder, self.loop, self.available)
+        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available)
 
     def install(self) -> None:
         """Put the hooks in place."""
         self.phases.install()
         StepRecorder(self.recorder, self.loop, self.phases, self.available)
-        self.collectives.install()
+        CollectiveRecorder(self.in_flight).install()
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader)
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
-        self.collectives.close()
+        self.in_flight.close()
         if torch.cuda.is_initialized():  # pragma: no cover - needs a GPU
             name = self.recorder.intern("device_peak_memory_bytes")
             now = self.recorder.begin(IDLE)

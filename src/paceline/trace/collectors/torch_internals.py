@@ -269,19 +269,19 @@ _CHECKS: dict[Capability, Callable[[], object]] = {
 
 
 @dataclass(frozen=True)
-class Missing:
+class CapabilityGap:
     """A capability that this torch lacks, and how that showed."""
 
     capability: Capability
     why: str
 
 
-def check(capability: Capability) -> Missing | None:
+def check(capability: Capability) -> CapabilityGap | None:
     """Return what is wrong with a capability; None if it is there."""
     try:
         _CHECKS[capability]()
     except Exception as problem:  # noqa: BLE001  # whatever a changed torch raises
-        return Missing(capability, f"{type(problem).__name__}: {problem}")
+        return CapabilityGap(capability, f"{type(problem).__name__}: {problem}")
     return None
 
 
@@ -291,11 +291,11 @@ def available() -> frozenset[Capability]:
     for capability in Capability:
         if not dist.is_available() and capability in _DISTRIBUTED:
             continue  # such a script has nothing to record there
-        missing = check(capability)
-        if missing is None:
+        gap = check(capability)
+        if gap is None:
             found.add(capability)
         else:
-            warn_lost(capability, missing.why)
+            warn_lost(capability, gap.why)
     return frozenset(found)
 
 

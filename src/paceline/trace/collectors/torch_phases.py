@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.native import Recorder
-    from paceline.trace.collectors.torch_collectives import CollectiveRecorder, Loop
+    from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
 
@@ -36,12 +36,12 @@ class PhaseRecorder:
         self,
         recorder: Recorder,
         loop: Loop,
-        collectives: CollectiveRecorder,
+        in_flight: InFlight,
         available: frozenset[Capability],
     ) -> None:
         self.recorder = recorder
         self.loop = loop
-        self.collectives = collectives
+        self.in_flight = in_flight
         self.available = available
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
@@ -151,13 +151,13 @@ class PhaseRecorder:
             if self.loss_begin_ns:
                 recorder.record(int(Kind.FORWARD), MAIN, loss_name, self.loss_begin_ns, begin_ns)
                 self.loss_begin_ns = 0
-            self.collectives.enter_backward()
+            self.in_flight.enter_backward()
             try:
                 return original(*args, **kwargs)
             finally:
                 self.loop.phase = outer
                 recorder.end(number, backward_name, begin_ns, 0, outer)
-                self.collectives.leave_backward()
+                self.in_flight.leave_backward()
                 if self.stepped_in_backward:
                     self.stepped_in_backward = False
                     recorder.end_step()

@@ -12,7 +12,7 @@ from paceline.trace.events import Kind
 
 if TYPE_CHECKING:
     from paceline.native import Recorder
-    from paceline.trace.collectors.torch_collectives import Loop
+    from paceline.trace.collectors.torch_in_flight import Loop
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
