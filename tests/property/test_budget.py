@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.affinity import allowed_cores, share
+from paceline.core.affinity import allowed_cores, core_binding
 
 CORES = st.lists(st.integers(0, 1023), min_size=1, max_size=64, unique=True).map(sorted)
 
@@ -14,7 +14,7 @@ CORES = st.lists(st.integers(0, 1023), min_size=1, max_size=64, unique=True).map
 @given(CORES, st.data())
 def test_shares_are_disjoint_cover_all_and_differ_by_at_most_one(cores, data):
     ranks = data.draw(st.integers(1, len(cores)))
-    shares = [share(cores, rank, ranks, {}) for rank in range(ranks)]
+    shares = [core_binding(cores, rank, ranks, {}) for rank in range(ranks)]
     together = [core for one in shares for core in one.cores]
     assert together == cores  # covering, disjoint, and neighbours stay together
     sizes = [len(one.cores) for one in shares]
@@ -24,18 +24,18 @@ def test_shares_are_disjoint_cover_all_and_differ_by_at_most_one(cores, data):
 
 @given(CORES, st.integers(1, 64), st.integers(1, 4096))
 def test_omp_num_threads_wins(cores, ranks, threads):
-    mine = share(cores, ranks - 1, ranks, {"OMP_NUM_THREADS": str(threads)})
+    mine = core_binding(cores, ranks - 1, ranks, {"OMP_NUM_THREADS": str(threads)})
     assert mine.cores == ()
     assert mine.threads == threads
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "two"])
 def test_what_openmp_ignores_is_ignored(text):
-    assert share([0, 1], 1, 2, {"OMP_NUM_THREADS": text}).cores == (1,)
+    assert core_binding([0, 1], 1, 2, {"OMP_NUM_THREADS": text}).cores == (1,)
 
 
 def test_threads_by_nesting_level_are_those_of_the_first():
-    mine = share([0, 1], 1, 2, {"OMP_NUM_THREADS": "3,2"})
+    mine = core_binding([0, 1], 1, 2, {"OMP_NUM_THREADS": "3,2"})
     assert mine.threads == 3
     assert mine.cores == ()
 
@@ -44,7 +44,7 @@ def test_threads_by_nesting_level_are_those_of_the_first():
 def test_more_ranks_than_cores_share_with_one_thread_each(cores, more):
     ranks = len(cores) + more
     for rank in (0, ranks - 1):
-        mine = share(cores, rank, ranks, {})
+        mine = core_binding(cores, rank, ranks, {})
         assert mine.cores == ()
         assert mine.threads == 1
 

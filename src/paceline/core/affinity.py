@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """What one rank may use: no cores given means unbound."""
+class CoreBinding:
+    """The cores that one rank is bound to, none = unbound, and its number of compute threads."""
 
     cores: tuple[int, ...]
     threads: int
@@ -28,13 +28,13 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def share(
+def core_binding(
     cores: Sequence[int], local_rank: int, local_world_size: int, environ: Mapping[str, str]
-) -> Share:
-    """Return the share of one rank of a node.
+) -> CoreBinding:
+    """Return the binding of one rank of a node.
 
     Args:
-        cores: what the node's ranks may use together.
+        cores: that the node's ranks may use together.
         local_rank: 0 to `local_world_size` - 1.
         local_world_size: ranks on this node.
         environ: where OMP_NUM_THREADS set by the user wins: then ranks keep that count and stay
@@ -46,10 +46,10 @@ def share(
     assert 0 <= local_rank < local_world_size
     wanted = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # then come those of nested levels
     if wanted.isdecimal() and int(wanted) > 0:
-        return Share(cores=(), threads=int(wanted))
+        return CoreBinding(cores=(), threads=int(wanted))
     if local_world_size > len(cores):
-        return Share(cores=(), threads=1)
+        return CoreBinding(cores=(), threads=1)
     each, rest = divmod(len(cores), local_world_size)
     begin = local_rank * each + min(local_rank, rest)
-    mine = tuple(cores[begin : begin + each + (local_rank < rest)])
-    return Share(cores=mine, threads=len(mine))
+    bound = tuple(cores[begin : begin + each + (local_rank < rest)])
+    return CoreBinding(cores=bound, threads=len(bound))

@@ -41,7 +41,7 @@ class SystemClock:
 
 @dataclass
 class ManualClock:
-    """A clock that stands still until it is told to move; waiting moves it."""
+    """A clock that stands still until `advance` or a wait moves it."""
 
     now: float = 0.0
     wall: float = 1_700_000_000.0

@@ -16,7 +16,7 @@ Messages travel over a socket pair that carries nothing else, so whatever torch 
 prints cannot be taken for the answer. What they print goes to the caller's stderr if
 `WorkerCall.show_output` is set; its last line is part of the error if no answer comes.
 
-How it can end: an answer; the worker's own PacelineError, raised here as the same class;
+How it can end: an answer; the worker's own PacelineError, raised again as the same class;
 `DeadlineExceeded`; or `WorkerFailed` for a foreign exception, a crash, a kill, and garbage.
 """
 
@@ -136,7 +136,7 @@ def _outcome(request: type[Q], function: Callable[[Q], Record], text: bytes) -> 
         return {"answer": function(request.from_json(json.loads(text))).to_json()}
     except PacelineError as error:
         return error.to_json()
-    except Exception as error:  # noqa: BLE001  # whatever the work raises is told to the caller
+    except Exception as error:  # noqa: BLE001  # whatever the work raises is sent to the caller
         traceback.print_exc()
         return {"raised": f"{type(error).__name__}: {error}"}
 
@@ -211,7 +211,7 @@ class WorkerProcess(Generic[A]):
         """Take what has arrived; return whether the answer is complete.
 
         Raises:
-            WorkerFailed: the worker ended, or sent what is no answer.
+            WorkerFailed: the worker ended, or sent something that is not an answer.
         """
         ended = self._has_ended()  # before reading: what it sent before its end is still read
         closed = False

@@ -1,7 +1,7 @@
 """Whether Slurm or mpirun has started us, and as which rank of how many.
 
 Inside such an allocation each task is one rank: the world is what the allocation says, and asking
-for another one is refused instead of starting ranks that nobody counts.
+for another size is refused.
 """
 
 from __future__ import annotations

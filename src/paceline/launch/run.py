@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.affinity import allowed_cores, share
+from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
     DeadlineExceeded,
@@ -31,6 +31,7 @@ from paceline.core.errors import (
     Missing,
     NotFound,
     PacelineError,
+    StorageError,
     UsageError,
 )
 from paceline.core.files import commit_text
@@ -75,7 +76,7 @@ _WRITTEN_AT_START = frozenset(
 class Job:
     """A run that is ready to start: everything checked, nothing written yet.
 
-    `chosen_name` says that the folder's name was chosen here, so that another will do as well.
+    `chosen_name` says that Paceline chose the folder's name, so that another will do as well.
     """
 
     script: Path
@@ -156,7 +157,7 @@ def prepare(
 def claim_folder(job: Job) -> Job:
     """Make the run's folder, and return the job with it; of two runs only one can get a folder.
 
-    Where the folder's name was chosen here, the next free name is taken instead.
+    Where Paceline chose the folder's name, the next free name is taken instead.
 
     Raises:
         DestinationExists: another run was faster.
@@ -372,12 +373,12 @@ def _stamp(clock: Clock) -> str:
 
 
 def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
-    here = allocation.local_world_size if allocation else ranks
+    node_ranks = allocation.local_world_size if allocation else ranks
     cores = os.cpu_count() or 1 if allocation else len(allowed_cores())
-    if here <= cores:
+    if node_ranks <= cores:
         return ()
     return (
-        f"{here} ranks share {cores} cores: they will wait for each other, and times are not "
+        f"{node_ranks} ranks share {cores} cores: they will wait for each other, and times are not "
         "those of a node with a core for each rank",
     )
 
@@ -389,7 +390,7 @@ def _threads(job: Job) -> int | None:
     environ = environment()
     if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
         return None
-    return share(allowed_cores(), 0, job.ranks, environ).threads
+    return core_binding(allowed_cores(), 0, job.ranks, environ).threads
 
 
 def _write_start(job: Job, machine: Machine) -> None:
@@ -472,7 +473,7 @@ def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -
 
 
 class _Watcher:
-    """Reads the ranks' live status while they run, for whoever shows it."""
+    """Reads the ranks' live status while they run, and passes it to a callback."""
 
     def __init__(
         self, job: Job, clock: Clock, on_status: Callable[[list[Status]], None] | None
@@ -480,7 +481,7 @@ class _Watcher:
         self.paths = [job.run / "trace" / trace_name(rank) for rank in range(job.ranks)]
         self.clock = clock
         self.on_status = on_status
-        self.done = threading.Event()
+        self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
     def __enter__(self) -> None:
@@ -488,21 +489,21 @@ class _Watcher:
             self.thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self.done.set()
+        self.ended.set()
         if self.on_status:
             self.thread.join()
 
     def _watch(self) -> None:
         assert self.on_status is not None
-        while not self.clock.wait(self.done, 0.25):
+        while not self.clock.wait(self.ended, 0.25):
             self.on_status(self._status())
         self.on_status(self._status())
 
     def _status(self) -> list[Status]:
-        found = []
+        statuses = []
         for path in self.paths:
             try:
-                found.append(read_status(path))
+                statuses.append(read_status(path))
             except (PacelineError, OSError):  # not there yet
                 continue
-        return found
+        return statuses

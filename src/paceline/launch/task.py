@@ -12,7 +12,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from paceline.core.affinity import allowed_cores, share
+from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import environment
 from paceline.core.processes import GRACE_S, StopRequested
 from paceline.launch.exits import RankExit, exit_of, interrupted_exit
@@ -107,7 +107,7 @@ def _spawn(
     if start is None:
         return subprocess.Popen(command, env=environ)
     cores = allowed_cores()
-    binding = share(cores, start.share_index, start.share_count, environ)
+    binding = core_binding(cores, start.share_index, start.share_count, environ)
     if binding.cores or "OMP_NUM_THREADS" not in environ:
         environ = {**environ, "OMP_NUM_THREADS": str(binding.threads)}
     os.sched_setaffinity(0, binding.cores or cores)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.core import logs
-from paceline.core.affinity import share
+from paceline.core.affinity import core_binding
 from paceline.core.clock import SystemClock
 from paceline.core.config import environment
 from paceline.core.processes import die_with_parent
@@ -84,16 +84,16 @@ def _bind(cores: str, environ: Mapping[str, str], threads: int | None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     if not cores:
         return
-    mine = share(
+    binding = core_binding(
         [int(core) for core in cores.split(",")],
         int(environ["LOCAL_RANK"]),
         int(environ["LOCAL_WORLD_SIZE"]),
         {} if threads else environ,
     )
-    if not threads and (mine.cores or "OMP_NUM_THREADS" not in environ):
-        os.environ["OMP_NUM_THREADS"] = str(mine.threads)
-    if len(mine.cores) >= (threads or 1):  # more threads than cores of its own: unbound
-        os.sched_setaffinity(0, mine.cores)
+    if not threads and (binding.cores or "OMP_NUM_THREADS" not in environ):
+        os.environ["OMP_NUM_THREADS"] = str(binding.threads)
+    if len(binding.cores) >= (threads or 1):  # more threads than cores of its own: unbound
+        os.sched_setaffinity(0, binding.cores)
 
 
 def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
@@ -155,7 +155,7 @@ def _place(frames: types.TracebackType | None) -> str:
     if frames is None:
         return ""
     stack = traceback.extract_tb(frames)
-    lines = [one.lineno for one in stack if one.filename == stack[0].filename]
+    lines = [frame.lineno for frame in stack if frame.filename == stack[0].filename]
     return f", at line {lines[-1]}"
 
 

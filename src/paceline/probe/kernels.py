@@ -149,7 +149,9 @@ def operations_of(kernel: Kernel, length: int = 1) -> tuple[Operation, ...]:
     inputs = torch.zeros(kernel.shape, dtype=kernel.dtype, requires_grad=True)
     workload = capture(TrainingStep(module=module, inputs=inputs))
     # The chain itself holds only the loss, which `time_phases` does without.
-    return tuple(one for layer in workload.layers if layer.name for one in layer.operations)
+    return tuple(
+        operation for layer in workload.layers if layer.name for operation in layer.operations
+    )
 
 
 def _chain(kernel: Kernel, length: int) -> nn.Module:

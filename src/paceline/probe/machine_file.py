@@ -42,8 +42,8 @@ def load_machine(path: Path | None = None) -> Machine:
 def known_machine(path: Path | None) -> Machine:
     """Return the probed machine, or what can be said of this one without probing.
 
-    A run does not need it: a file in the cache that an older Paceline wrote, or that is damaged, is
-    told as missing instead of ending the run. One that the user named is not.
+    A run does not need it: a damaged file in the cache is reported as missing instead of ending the
+    run. A damaged file that the user named is an error.
 
     Raises:
         NotFound, StorageError, ConfigError: there is no machine at `path`.

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.affinity import allowed_cores, share
+from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.clock import SystemClock
 from paceline.core.errors import Missing, NotFound, PacelineError
 from paceline.core.machine import (
@@ -121,7 +121,7 @@ def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
     with tempfile.TemporaryDirectory(prefix="paceline-probe-") as folder:
         requests = []
         for rank in range(ranks):
-            binding = share(allowed, rank, ranks, environ={})
+            binding = core_binding(allowed, rank, ranks, environ={})
             request = MeasureRequest(
                 ranks=ranks,
                 rank=rank,

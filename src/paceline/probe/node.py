@@ -28,7 +28,7 @@ class Limits:
     """What control groups allow; None where they set no limit.
 
     Attributes:
-        version: 1 or 2, of the groups that were found; 0 for none.
+        version: of the control groups, 1 or 2; 0 for none.
         memory_bytes: least limit on the way from the process's group to the root.
         cores: CPU time per time, for example 1.5.
     """
@@ -75,12 +75,12 @@ def parse_groups(text: str) -> dict[str, str]:
 
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
     """Return the mount that holds `path`: the last one among those with the longest point."""
-    found = None
+    holder = None
     for mount in mounts:
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        if inside and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
+        if inside and (holder is None or len(mount.point) >= len(holder.point)):
+            holder = mount
+    return holder
 
 
 def read_mounts(root: Path = ROOT) -> list[Mount]:
@@ -103,12 +103,12 @@ def read_limits(root: Path = ROOT) -> Limits:
     memory += [_number(folder / "memory.max") for folder in unified]
     cores = [_ratio(folder) for folder in cpu_v1]
     cores += [_max_ratio(_read(folder / "cpu.max")) for folder in unified]
-    finite = [one for one in memory if one is not None and one < UNLIMITED_BYTES]
+    finite = [limit for limit in memory if limit is not None and limit < UNLIMITED_BYTES]
     version = 1 if memory_v1 else 2 if unified else 0
     return Limits(
         version=version,
         memory_bytes=min(finite, default=None),
-        cores=min((one for one in cores if one is not None), default=None),
+        cores=min((limit for limit in cores if limit is not None), default=None),
     )
 
 

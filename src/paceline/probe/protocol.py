@@ -1,4 +1,4 @@
-"""What `measure` and `doctor` ask their workers, and what these answer; no torch here."""
+"""The requests of `measure` and `doctor` to their workers, and the answers; imports no torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TorchRequest(WorkerMessage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchFacts(WorkerMessage):
-    """The torch that imports here.
+    """The installed torch.
 
     Attributes:
         torch: its version.

@@ -1,5 +1,5 @@
 """The folder of a run: what `paceline run` leaves and every later verb reads.
 
 Whoever reads a run needs no launcher: result, configuration, versions and estimate are defined
-here, below `launch`, which writes them.
+in this package, below `launch`, which writes them.
 """

@@ -12,7 +12,7 @@ from paceline import __version__
 
 def versions() -> dict[str, Any]:
     """Return what a run's outcome may depend on: versions of what took part."""
-    found: dict[str, Any] = {
+    known: dict[str, Any] = {
         "version": 1,
         "paceline": __version__,
         "python": platform.python_version(),
@@ -21,7 +21,7 @@ def versions() -> dict[str, Any]:
     }
     for name in ("torch", "numpy", "scikit-learn", "mpi4py"):
         try:
-            found[name] = importlib.metadata.version(name)
+            known[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            known[name] = None
+    return known

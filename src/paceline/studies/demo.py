@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline import store
-from paceline.core.affinity import allowed_cores, share
+from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
@@ -191,7 +191,7 @@ def run_demo(
     machine = measure(folder=FOLDER, quick=True)
     commit_text(machine_path, machine.to_text())
     on_stage(Stage(name="measure", lines=tuple(summary(machine)[:1])))
-    threads = share(allowed_cores(), 0, RANKS, environment()).threads
+    threads = core_binding(allowed_cores(), 0, RANKS, environment()).threads
     target = f"{SCRIPT}:training_step"
     plan = predict(target, ranks=RANKS, threads=threads, machine_path=machine_path)
     commit_text(FOLDER / "plan.json", plan.to_text())

@@ -46,7 +46,7 @@ class Link(Protocol):
 
         Raises:
             OSError: the link is broken.
-            BadMessage: what came is no notice.
+            BadMessage: the line is not a notice.
         """
 
     def close(self) -> None:

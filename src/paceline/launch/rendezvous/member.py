@@ -221,8 +221,8 @@ class MemberMachine:
     def _conclude(self, now_s: float) -> list[MemberAction]:
         """Return the steps that follow from state and time."""
         need_not_wait = self._closing or (self._ended is not None and not self._ended.code)
-        told_all = self._heard_end if self._ended is not None else self._closing
-        if self._end is not None or (need_not_wait and told_all):
+        is_known = self._heard_end if self._ended is not None else self._closing
+        if self._end is not None or (need_not_wait and is_known):
             return self._leave(Leave(self._end))
         actions: list[MemberAction] = []
         if now_s >= self._deadline_s():

@@ -22,7 +22,7 @@ _MAX_TEXT = 4096
 
 
 class BadMessage(ValueError):
-    """A line that is no message; the connection that it came from is closed."""
+    """A line that is not a message; the connection that carried it is closed."""
 
 
 class JobPhase(IntEnum):
@@ -139,7 +139,7 @@ def parse_report(line: bytes) -> Report:
     """Return the report in a line from the network.
 
     Raises:
-        BadMessage: it is none.
+        BadMessage: it is not one.
     """
     data = _object(line)
     ended = data.get("ended")
@@ -156,14 +156,14 @@ def parse_report(line: bytes) -> Report:
             leaving=bool(data["leaving"]),
         )
     except (KeyError, TypeError, ValueError) as problem:
-        raise BadMessage(f"no report: {type(problem).__name__}: {problem}") from None
+        raise BadMessage(f"not a report: {type(problem).__name__}: {problem}") from None
 
 
 def parse_notice(line: bytes) -> Notice:
     """Return the notice in a line from the root.
 
     Raises:
-        BadMessage: it is none.
+        BadMessage: it is not one.
     """
     data = _object(line)
     start, end = data.get("start"), data.get("end")
@@ -180,7 +180,7 @@ def parse_notice(line: bytes) -> Notice:
             heartbeat_timeout_s=_seconds(data["heartbeat_timeout_s"]),
         )
     except (KeyError, TypeError, ValueError) as problem:
-        raise BadMessage(f"no notice: {type(problem).__name__}: {problem}") from None
+        raise BadMessage(f"not a notice: {type(problem).__name__}: {problem}") from None
 
 
 def _exit(data: dict[str, Any]) -> RankExit:
@@ -221,27 +221,27 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise BadMessage(f"no JSON: {problem}") from None
+        raise BadMessage(f"not JSON: {problem}") from None
     if not isinstance(data, dict) or data.get("version") != 1:
-        raise BadMessage("no message of version 1")
+        raise BadMessage("not a message of version 1")
     return data
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError(f"{str(value)[:40]!r} is no text of at most {_MAX_TEXT} characters")
+        raise ValueError(f"{str(value)[:40]!r} is not text of at most {_MAX_TEXT} characters")
     return value
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def _code(value: object) -> int:
     if type(value) is not int or abs(value) > 1 << 16:
-        raise ValueError(f"{str(value)[:40]!r} is no exit code")
+        raise ValueError(f"{str(value)[:40]!r} is not an exit code")
     return value
 
 
@@ -253,5 +253,5 @@ def _list(value: object) -> list[object]:
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-        raise ValueError(f"{str(value)[:40]!r} is no time")
+        raise ValueError(f"{str(value)[:40]!r} is not a time")
     return float(value)

@@ -1,4 +1,4 @@
-"""The root of a rendezvous as a state machine without I/O: who is here, who ended, who is lost.
+"""The root of a rendezvous as a state machine without I/O: which tasks arrived, ended, are lost.
 
 ::
 
@@ -109,7 +109,7 @@ class ChooseAddress:
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Action: tell rank 0 how all ranks ended; see `exits.combine`.
+    """Action: report to rank 0 how all ranks ended; see `exits.combine`.
 
     Attributes:
         exits: none for a good run.
@@ -169,7 +169,7 @@ class RootMachine:
     _starts: list[StartInfo] = field(default_factory=list)
     _asked_address: bool = False
     _stopped_s: float = 0.0
-    _told_end: bool = False
+    _reported_end: bool = False
     _end: JobEnd | None = None
     _finished_s: float = 0.0
     _finished: bool = False
@@ -310,9 +310,9 @@ class RootMachine:
             return [ChooseAddress()]
         if self.phase is JobPhase.FINISHED:
             return self._part(now_s)
-        if self._told_end or not self._is_over(now_s):
+        if self._reported_end or not self._is_over(now_s):
             return []
-        self._told_end = True
+        self._reported_end = True
         exits = [task.ended for task in self._tasks.values() if task.ended]
         return [AllEnded(combine(exits, self._lost), self._missing, self.present)]
 

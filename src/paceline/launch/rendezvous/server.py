@@ -7,7 +7,7 @@
     member --RUN/rendezvous/*.report--> listing ---+
 
 One thread owns the machine, all sockets and the folder; other threads talk to it through `_inbox`
-and wait for its events. Whoever sends what is no report loses that connection, nothing more.
+and wait for its events. A peer that sends anything but reports loses its connection, nothing more.
 """
 
 from __future__ import annotations
