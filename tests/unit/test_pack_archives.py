@@ -9,7 +9,7 @@ from paceline import store
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store import PackOptions, open_pack
 from paceline.store.write import archives, tar
-from paceline.store.write import placement as placement_module
+from paceline.store.write import options as limits_module
 
 
 def write_tar(path, members, **kwargs):
@@ -245,7 +245,7 @@ def test_a_cls_member_that_names_no_class_is_refused(tmp_path, label):
 
 def test_large_members_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(placement_module, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(limits_module, "BATCH_BYTES", 1000)
     bodies = {f"{k}.bin": bytes([k]) * (700 * k) for k in range(6)}
     path = write_tar(tmp_path / "a.tar", bodies.items())
     options = PackOptions(shard_bytes=2048)

@@ -23,7 +23,7 @@ from paceline.core.errors import (
 from paceline.store import Pack, PackOptions, open_pack
 from paceline.store.write import encoding as encoding_module
 from paceline.store.write import folder as folder_module
-from paceline.store.write import placement as placement_module
+from paceline.store.write import options as limits_module
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_a_source_file_that_changes_while_it_is_read_is_named(
 ):
     victim = source / "cat" / "kitten" / "a.txt"
     os_readv = os.readv
-    monkeypatch.setattr(placement_module, "BATCH_BYTES", 100)  # it is large, hence read in chunks
+    monkeypatch.setattr(limits_module, "BATCH_BYTES", 100)  # it is large, hence read in chunks
     monkeypatch.setattr(encoding_module, "BATCH_BYTES", 100)  # of this size
 
     def readv(descriptor, buffers):

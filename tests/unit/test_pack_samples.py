@@ -12,10 +12,8 @@ from paceline.store import PackOptions, open_pack
 from paceline.store.write import index as index_module
 from paceline.store.write import name_table as table_module
 from paceline.store.write import options as options_module
-from paceline.store.write import placement as placement_module
 from paceline.store.write import sorted_runs as runs_module
-from paceline.store.write.options import shard_limits
-from paceline.store.write.placement import ShardLimits
+from paceline.store.write.options import ShardLimits, shard_limits
 from paceline.store.write.sources import SourceTotals
 
 
@@ -68,7 +66,7 @@ def test_codecs(tmp_path, monkeypatch):
         "slightly": noise + bytes(300),  # saves less than a tenth
         "large": bytes(50_000),
     }
-    monkeypatch.setattr(placement_module, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(options_module, "BATCH_BYTES", 20_000)
     codecs = {}
     for codec in ("none", "zstd", "auto"):
         path = tmp_path / codec

@@ -15,15 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.native import crc32c, encode
-from paceline.store.format.layout import padding
+from paceline.store.format.layout import aligned_begins, padding
 from paceline.store.write.columns import SampleColumns
 from paceline.store.write.sources import BATCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.store.write.options import PackOptions
-    from paceline.store.write.placement import ShardPlacement
+    from paceline.store.write.options import PackOptions, ShardLimits
     from paceline.store.write.sources import SourceBatch
 
 _BUFFERS = 4  # one is being filled, one is placed, two wait to be written
@@ -107,13 +106,13 @@ class LargeChunk:
 
 
 def read_batches(
-    batches: Iterator[SourceBatch], placement: ShardPlacement, options: PackOptions
+    batches: Iterator[SourceBatch], limits: ShardLimits, options: PackOptions
 ) -> Iterator[EncodedBatch | LargeChunk]:
     """Yield the samples of a source with their bytes.
 
     Args:
         batches: of the source.
-        placement: says how large a sample may be that is encoded as one.
+        limits: of the shards, which say what a large sample is.
         options: which codec.
 
     Raises:
@@ -121,19 +120,22 @@ def read_batches(
         BaseException: what made a reader of a buffer fail.
     """
     ring = BufferRing()
-    large_bytes = placement.large_bytes
+    large_bytes = limits.large_bytes
+    max_encoded_bytes = min(_MAX_ENCODED_BYTES, limits.shard_bytes // 2)
+    if options.codec == "none":
+        max_encoded_bytes = 0
     for batch in batches:
         length = int(batch.lengths[0]) if len(batch) == 1 else 0
         if length <= large_bytes:
             yield _encoded(_read_batch(batch, ring), options)
-        elif options.codec != "none" and length <= min(_MAX_ENCODED_BYTES, placement.limit // 2):
+        elif length <= max_encoded_bytes:
             yield _encoded(_read_one_large(batch, length), options)
         else:
             yield from _read_chunks(batch, length, ring)
 
 
 def _read_batch(batch: SourceBatch, ring: BufferRing) -> EncodedBatch:
-    begins = batch.begins()
+    begins = aligned_begins(batch.lengths)
     buffer = ring.lend(int(begins[-1]))
     data = buffer.memory[: int(begins[-1])]
     return _as_read(batch, data, begins, batch.bodies.fill(data, begins), buffer)
@@ -145,7 +147,7 @@ def _read_one_large(batch: SourceBatch, length: int) -> EncodedBatch:
     while done < length:
         done += batch.bodies.read_into(data[done:length])
     checksums = np.array([crc32c(data[:length].data)], np.uint32)
-    return _as_read(batch, data, batch.begins(), checksums, None)
+    return _as_read(batch, data, aligned_begins(batch.lengths), checksums, None)
 
 
 def _as_read(

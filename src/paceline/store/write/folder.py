@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import StorageError, os_errors_as
 from paceline.native import read_files
+from paceline.store.format.layout import aligned_begins
 from paceline.store.write.columns import SAMPLE_TYPES, SampleColumns, concatenate_samples
 from paceline.store.write.folder_scan import FolderScan, open_root, unreadable
 from paceline.store.write.sources import (
@@ -27,7 +28,6 @@ from paceline.store.write.sources import (
     SourceBatch,
     SourceClasses,
     SourceTotals,
-    aligned_begins,
 )
 
 if TYPE_CHECKING:

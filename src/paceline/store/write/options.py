@@ -9,8 +9,8 @@ from paceline.core.config import Configuration
 from paceline.core.errors import ConfigError, Missing
 from paceline.core.record import Record
 from paceline.native import zstd_available
-from paceline.store.format.layout import ALIGNMENT
-from paceline.store.write.placement import ShardLimits
+from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES
+from paceline.store.write.sources import BATCH_BYTES
 
 if TYPE_CHECKING:
     from paceline.store.write.sources import SourceTotals
@@ -106,6 +106,34 @@ class PackProgress:
     byte_count: int
     byte_total: int
     reused_byte_count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardLimits:
+    """How large shards get.
+
+    Attributes:
+        shard_bytes: a shard is closed before it would grow beyond this.
+        growth_shards: for sources of unknown size, the limit doubles after so many shards; 0 =
+            never. So the number of shards grows with the logarithm of what comes.
+        max_bytes: that growth ends at.
+    """
+
+    shard_bytes: int
+    growth_shards: int = 0
+    max_bytes: int = 16 << 30
+
+    @property
+    def large_bytes(self) -> int:
+        """The length above which a sample comes alone and is read in chunks."""
+        return min(BATCH_BYTES, self.shard_bytes - HEADER_BYTES)
+
+    def limit(self, shard: int) -> int:
+        """Return the limit of the `shard`-th shard, in bytes."""
+        if not self.growth_shards:
+            return self.shard_bytes
+        doubled = self.shard_bytes << min(shard // self.growth_shards, 40)
+        return max(min(doubled, self.max_bytes), self.shard_bytes)
 
 
 def shard_limits(totals: SourceTotals, options: PackOptions) -> ShardLimits:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import UsageError, os_errors_as
-from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME
+from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, aligned_begins
 from paceline.store.write.archive_paths import find_archives
 from paceline.store.write.archives import Archives
 from paceline.store.write.folder import Folder
@@ -38,12 +38,11 @@ from paceline.store.write.pipeline import PackedSamples, pack_resumable
 from paceline.store.write.placement import ShardPlacement
 from paceline.store.write.sections import index_bytes
 from paceline.store.write.sorted_runs import open_run
-from paceline.store.write.sources import aligned_begins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.store.write.placement import ShardLimits
+    from paceline.store.write.options import ShardLimits
     from paceline.store.write.sources import OpenSource, PackSource
 
 
@@ -173,9 +172,10 @@ def _pack(
 def _plan(
     source: OpenSource, destination: str | os.PathLike[str], options: PackOptions
 ) -> PackSummary:
-    placement = ShardPlacement(shard_limits(source.totals(), options))
+    limits = shard_limits(source.totals(), options)
+    placement = ShardPlacement(limits)
     sample_count = extent_count = name_bytes = byte_count = 0
-    for batch in source.batches(placement.large_bytes):
+    for batch in source.batches(limits.large_bytes):
         sample_count += len(batch)
         name_bytes += len(batch.samples.names)
         byte_count += int(batch.lengths.sum())

@@ -3,7 +3,7 @@ r"""Packs the samples of a source: the stages that a sample passes, and what run
 ::
 
     source --> read, encode --> place --> write --> journal
-               encoding.py      place.py  shards.py journal.py
+               encoding.py placement.py shards.py journal.py
                                     \--> columns, sorted-run files
     '------------- packing thread ------'  '- writing, hashing and syncing threads -'
 
@@ -25,19 +25,18 @@ from paceline.store.write.encoding import read_batches
 from paceline.store.write.files import FileDigest
 from paceline.store.write.journal import Checkpoint, Journal, ResumePoint, resume
 from paceline.store.write.options import PackProgress
-from paceline.store.write.place import PlacedBytes, place
-from paceline.store.write.placement import ShardPlacement
+from paceline.store.write.placement import PlacedBytes, ShardPlacement, place
 from paceline.store.write.shards import ShardWriter
 from paceline.store.write.sorted_runs import SortedRunWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
+    from paceline.store.write.encoding import EncodedBatch, LargeChunk
     from paceline.store.write.files import PackFolder
     from paceline.store.write.journal import JournalEntry
-    from paceline.store.write.options import PackOptions
-    from paceline.store.write.placement import ShardLimits
+    from paceline.store.write.options import PackOptions, ShardLimits
     from paceline.store.write.sources import OpenSource, SourceTotals
 
 _log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def pack_resumable(
         on_progress: is called after each batch.
     """
     folder.resumable = bool(entries)  # passing over them may take long, and be interrupted
-    point = resume(source, entries, ShardPlacement(limits).large_bytes)
+    point = resume(source, entries, limits.large_bytes)
     shards = [shard for entry in point.entries for shard in entry.shards]
     runs = [run for entry in point.entries for run in entry.runs]
     _keep_only(folder, len(shards), [name for name, _ in runs])
@@ -93,7 +92,7 @@ def pack_resumable(
     progress = _PackedColumns(folder, source.totals(), on_progress, point, runs)
     placement = ShardPlacement(limits, closed=[shard.length for shard in shards])
     writer = ShardWriter(folder, shards, journal)
-    return _run(point, placement, options, writer, progress)
+    return _run(read_batches(point.batches, limits, options), placement, writer, progress)
 
 
 def pack_behind(
@@ -116,20 +115,20 @@ def pack_behind(
         on_progress: is called after each batch.
     """
     placement = ShardPlacement(limits, first_shard)
-    point = ResumePoint([], source.batches(placement.large_bytes))
+    point = ResumePoint([], source.batches(limits.large_bytes))
     progress = _PackedColumns(folder, source.totals(), on_progress, point, [])
-    return _run(point, placement, options, ShardWriter(folder), progress)
+    batches = read_batches(point.batches, limits, options)
+    return _run(batches, placement, ShardWriter(folder), progress)
 
 
 def _run(
-    point: ResumePoint,
+    batches: Iterator[EncodedBatch | LargeChunk],
     placement: ShardPlacement,
-    options: PackOptions,
     writer: ShardWriter,
     columns: _PackedColumns,
 ) -> PackedSamples:
     try:
-        for placed in place(read_batches(point.batches, placement, options), placement):
+        for placed in place(batches, placement):
             if isinstance(placed, PlacedBytes):
                 writer.write(placed)
                 columns.add(placed)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.store.write.files import PackFolder
     from paceline.store.write.journal import Checkpoint, Journal
-    from paceline.store.write.place import PlacedBytes
+    from paceline.store.write.placement import PlacedBytes
 
 _PENDING = 8  # calls that wait for the writing and syncing threads
 _WRITEBACK_BYTES = 32 << 20

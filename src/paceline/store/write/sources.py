@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import UsageError
 from paceline.native import gather
-from paceline.store.format.layout import ALIGNMENT
 from paceline.store.write.columns import SampleColumns
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ class SourceBatch:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def begins(self) -> NDArray[np.uint64]:
-        """Return where each sample lies when they stand one after the other, and the end."""
-        return aligned_begins(self.lengths)
 
     def drop(self, count: int) -> SourceBatch:
         """Return all but the first `count` samples."""
@@ -132,13 +127,6 @@ class PackSource(Protocol):
     def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
         """Open it for one packing."""
         ...
-
-
-def aligned_begins(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where each sample lies when they stand one after the other, and the end."""
-    begins = np.zeros(len(lengths) + 1, np.uint64)
-    np.cumsum((lengths + np.uint64(ALIGNMENT - 1)) & ~np.uint64(ALIGNMENT - 1), out=begins[1:])
-    return begins
 
 
 class FolderTree:
