@@ -80,7 +80,7 @@ def report_cost_s(size, rounds=3):
     """Return the seconds that the root takes to parse a report, handle it and write the answer."""
     root = RootMachine(job="j", run="r", world_size=size, deadlines=DEADLINES, begin_s=0.0)
     lines = [
-        messages.Report(
+        messages.TaskReport(
             job="j",
             run="",
             task=str(rank),

@@ -112,7 +112,7 @@ def test_a_good_run_leaves_nothing_behind(digits):
 @pytest.fixture
 def hello(tmp_path):
     path = tmp_path / "hello.py"
-    path.write_text("import sys; print('hello', sys.argv[1:])\n")
+    path.write_text("import sys; sys.stdout.write(f'hello {sys.argv[1:]}\\n')\n")
     return path
 
 

@@ -212,7 +212,8 @@ def test_only_rank_0_prints_the_result(tmp_path):
     assert (zero.code, one.code) == (0, 0), zero.err + one.err
     assert json.loads(zero.out) == json.loads((tmp_path / "RUN/result.json").read_text())
     assert one.out == ""
-    assert "steps" not in one.err
+    assert "next: paceline" in zero.err
+    assert "next: paceline" not in one.err
 
 
 def test_a_rank_killed_by_a_real_time_signal_is_named(tmp_path):

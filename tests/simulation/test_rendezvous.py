@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.processes import StopRequested
 from paceline.core.randomness import make_generator
-from paceline.launch.exits import Outcome, interrupted_exit
+from paceline.launch.exits import ExitOutcome, interrupted_exit
 from paceline.launch.rendezvous.member import RankEnded
 from paceline.launch.rendezvous.memory import NetworkFaults, SimulatedJob
 from paceline.launch.rendezvous.messages import JobEnd, JobPhase
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_is_named_and_stops_all(seed):
     simulation.at(100.0, fail)
     play(simulation)
     assert simulation.outcome.exits[0].rank == culprit
-    assert simulation.outcome.exits[0].outcome is Outcome.ENDED
+    assert simulation.outcome.exits[0].outcome is ExitOutcome.ENDED
     assert simulation.now_s < 300
     for task in simulation.tasks:
         assert task.leave is not None
@@ -137,7 +137,7 @@ def test_a_task_that_dies_is_lost_and_named(seed):
     simulation.at(200.0, lambda: simulation.kill_task(simulation.tasks_by_rank[victim].index))
     play(simulation)
     lost = simulation.outcome.exits[0]
-    assert (lost.rank, lost.outcome) == (victim, Outcome.LOST)
+    assert (lost.rank, lost.outcome) == (victim, ExitOutcome.LOST)
     assert simulation.now_s < 300
     assert all(task.leave for task in simulation.tasks if task.alive)
 
@@ -231,7 +231,7 @@ def test_a_task_that_restarts_after_the_start_is_lost():
     simulation.at(50.1, lambda: simulation.add_task(1))
     play(simulation)
     assert [(ended.rank, ended.outcome) for ended in simulation.outcome.exits] == [
-        (1, Outcome.LOST)
+        (1, ExitOutcome.LOST)
     ]
 
 
@@ -278,7 +278,7 @@ def test_an_interruption_stops_all_and_is_the_outcome(rank):
     )
     play(simulation)
     (outcome,) = simulation.outcome.exits
-    assert (outcome.outcome, outcome.signal) == (Outcome.INTERRUPTED, "SIGTERM")
+    assert (outcome.outcome, outcome.signal) == (ExitOutcome.INTERRUPTED, "SIGTERM")
     assert all(task.leave.end.exit_code == 130 for task in simulation.tasks)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import (
-    Outcome,
+    ExitOutcome,
     RankExit,
     combine,
     exit_of,
@@ -24,7 +24,7 @@ def test_a_killed_rank_that_reported_late_comes_first():
     raised = exit_of(0, 1, at_s=10.1)
     killed = exit_of(1, -9, at_s=10.0)
     stopped = exit_of(2, -9, stopped=True, at_s=13.0)
-    assert stopped.outcome is Outcome.STOPPED
+    assert stopped.outcome is ExitOutcome.STOPPED
     assert combine([raised, killed, stopped], []) == (killed, raised)
 
 

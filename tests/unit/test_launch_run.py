@@ -16,8 +16,9 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import run as run_module
+from paceline.launch.folder import refuse_taken
 from paceline.launch.options import RunConfig
-from paceline.launch.run import claim_folder, prepare, refuse_taken, summarize
+from paceline.launch.run import claim_folder, prepare, summarize
 from paceline.probe.machine_file import known_machine
 from paceline.runs.versions import versions
 

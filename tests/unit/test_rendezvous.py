@@ -1,6 +1,7 @@
 """The rendezvous over real sockets and files on this host, and what a stranger can send it."""
 
 import doctest
+import errno
 import json
 import os
 import resource
@@ -33,8 +34,8 @@ from paceline.launch.rendezvous.messages import (
     JobEnd,
     JobPhase,
     Notice,
-    Report,
     StartInfo,
+    TaskReport,
     parse_notice,
     parse_report,
 )
@@ -45,7 +46,7 @@ from paceline.runs.result import Failure
 FAST = Deadlines(
     rendezvous_timeout_s=60, heartbeat_interval_s=0.5, heartbeat_timeout_s=20, stop_timeout_s=20
 )
-HERE = Report(
+HERE = TaskReport(
     job="job", run="", task="t", rank=1, world_size=2, host="node", cores=(0, 1, 255), ended=None
 )
 
@@ -278,6 +279,22 @@ def test_agreed_ports_are_the_same_everywhere_and_not_ephemeral(name):
     assert all(20_000 <= port < 32_000 for port in ports)
 
 
+def test_a_root_without_descriptors_accepts_again_later(run, monkeypatch):
+    class Full(socket.socket):
+        refused = 0
+
+        def accept(self):
+            if Full.refused < 2:
+                Full.refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    listen = job.open_listener
+    monkeypatch.setattr(job, "open_listener", lambda *args: Full(fileno=listen(*args).detach()))
+    assert in_threads(root(task(run, 0)), member(task(run, 1))) == [(), None]
+    assert Full.refused == 2
+
+
 # --- strangers ----------------------------------------------------------------------------------
 
 
@@ -339,11 +356,11 @@ def test_any_bytes_are_a_message_or_refused(data):
 @given(st.data())
 def test_a_message_with_any_value_in_any_field_is_a_message_or_refused(data):
     ended = exit_of(1, -9, at_s=3.0)
-    message = data.draw(st.sampled_from([Report(**{**fields(HERE), "ended": ended}), NOTICE]))
+    message = data.draw(st.sampled_from([TaskReport(**{**fields(HERE), "ended": ended}), NOTICE]))
     plain = json.loads(message.to_line())
     plain[data.draw(st.sampled_from(sorted(plain)))] = data.draw(JSON)
     line = json.dumps(plain).encode()
-    parse = parse_report if isinstance(message, Report) else parse_notice
+    parse = parse_report if isinstance(message, TaskReport) else parse_notice
     with suppress(BadMessage):
         assert parse(line).to_line()
 
@@ -367,8 +384,8 @@ NOTICE = Notice(
     "report",
     [
         HERE,
-        Report(**{**fields(HERE), "ended": exit_of(1, -34, at_s=3.5), "leaving": True}),
-        Report(**{**fields(HERE), "ended": interrupted_exit(1, StopRequested("SIGTERM"), 2.0)}),
+        TaskReport(**{**fields(HERE), "ended": exit_of(1, -34, at_s=3.5), "leaving": True}),
+        TaskReport(**{**fields(HERE), "ended": interrupted_exit(1, StopRequested("SIGTERM"), 2.0)}),
     ],
 )
 def test_reports_round_trip(report):

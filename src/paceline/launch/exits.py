@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.core.processes import StopRequested
 
 
-class Outcome(StrEnum):
+class ExitOutcome(StrEnum):
     """Why a rank's process is no longer there."""
 
     ENDED = "ended"  # by itself: code and signal say how
@@ -39,7 +39,7 @@ class RankExit:
     rank: int | None
     code: int
     signal: str = ""
-    outcome: Outcome = Outcome.ENDED
+    outcome: ExitOutcome = ExitOutcome.ENDED
     at_s: float = 0.0
 
 
@@ -49,7 +49,7 @@ def exit_of(rank: int, code: int, *, stopped: bool = False, at_s: float = 0.0) -
         rank=rank,
         code=code,
         signal=signal_name(-code) if code < 0 else "",
-        outcome=Outcome.STOPPED if stopped and code else Outcome.ENDED,
+        outcome=ExitOutcome.STOPPED if stopped and code else ExitOutcome.ENDED,
         at_s=at_s,
     )
 
@@ -60,19 +60,19 @@ def interrupted_exit(rank: int | None, stop: StopRequested, at_s: float) -> Rank
         rank=rank,
         code=Interrupted.exit_code,
         signal=stop.signal,
-        outcome=Outcome.INTERRUPTED,
+        outcome=ExitOutcome.INTERRUPTED,
         at_s=at_s,
     )
 
 
 def lost_exit(rank: int) -> RankExit:
     """Return the exit of a rank whose task stopped reporting."""
-    return RankExit(rank=rank, code=RankLost.exit_code, outcome=Outcome.LOST)
+    return RankExit(rank=rank, code=RankLost.exit_code, outcome=ExitOutcome.LOST)
 
 
 def interruption(exits: Iterable[RankExit]) -> RankExit | None:
     """Return the exit that says that the run was interrupted; None if it was not."""
-    return next((ended for ended in exits if ended.outcome is Outcome.INTERRUPTED), None)
+    return next((ended for ended in exits if ended.outcome is ExitOutcome.INTERRUPTED), None)
 
 
 def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, ...]:
@@ -86,8 +86,8 @@ def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, .
         lost: ranks that did not.
     """
     bad = sorted((ended for ended in exits if ended.code), key=lambda ended: ended.at_s)
-    if bad and bad[0].outcome is Outcome.INTERRUPTED:
+    if bad and bad[0].outcome is ExitOutcome.INTERRUPTED:
         return (bad[0],)
-    causes = [ended for ended in bad if ended.outcome is Outcome.ENDED]
+    causes = [ended for ended in bad if ended.outcome is ExitOutcome.ENDED]
     causes += [lost_exit(rank) for rank in lost]
     return tuple(causes or bad)

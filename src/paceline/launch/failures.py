@@ -13,7 +13,7 @@ from paceline.core.errors import (
     RankLost,
     ScriptFailed,
 )
-from paceline.launch.exits import Outcome, interruption
+from paceline.launch.exits import ExitOutcome, interruption
 from paceline.runs.result import Failure
 from paceline.trace.files import read_status, trace_name
 
@@ -41,7 +41,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     silent = [
         ended
         for ended in exits
-        if ended.outcome is not Outcome.INTERRUPTED and ended.rank not in raised
+        if ended.outcome is not ExitOutcome.INTERRUPTED and ended.rank not in raised
     ]
     if not all(_LOST_A_PEER.search(str(report["traceback"])) for report in reports):
         silent = [
@@ -51,7 +51,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         assert silent[0].rank is not None
         rank, signal_name = silent[0].rank, silent[0].signal
         error = "" if signal_name else f"exit code {silent[0].code}"
-        error = _LOST if silent[0].outcome is Outcome.LOST else error
+        error = _LOST if silent[0].outcome is ExitOutcome.LOST else error
     elif reports:
         rank, signal_name, error = int(reports[0]["rank"]), "", str(reports[0]["error"])
     else:

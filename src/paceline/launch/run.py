@@ -16,9 +16,7 @@ import os
 import socket
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +24,10 @@ from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import (
     DeadlineExceeded,
-    DestinationExists,
     Interrupted,
     Missing,
     NotFound,
     PacelineError,
-    StorageError,
-    UsageError,
 )
 from paceline.core.files import commit_text
 from paceline.core.plan_file import PlanFile
@@ -44,19 +39,20 @@ from paceline.core.processes import (
     ended_on_signal,
 )
 from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.exits import Outcome, RankExit, interrupted_exit, interruption
+from paceline.launch.exits import ExitOutcome, RankExit, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
-from paceline.launch.rendezvous.addresses import FOLDER
 from paceline.launch.rendezvous.job import TaskRendezvous
 from paceline.launch.rendezvous.messages import JobEnd
 from paceline.launch.task import run_task
+from paceline.launch.watcher import StatusWatcher
 from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.runs.versions import versions
 from paceline.trace.analysis import Analysis, analyse
-from paceline.trace.files import read_status, trace_name
+from paceline.trace.files import read_status
 from paceline.trace.merge import load_run
 
 if TYPE_CHECKING:
@@ -65,11 +61,6 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
     from paceline.trace.header import Status
-
-# What rank 0 writes before all have arrived: in a folder with only these, a run is about to start.
-_WRITTEN_AT_START = frozenset(
-    ("config.json", "versions.json", "machine.json", PLAN_NAME, "trace", FOLDER)
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +130,7 @@ def prepare(
         warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
     chosen_name = run is None and allocation is None
     if run is None:
-        run = _default_run(script, allocation, clock)
+        run = default_folder(script, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
     return Job(
         script=script,
@@ -155,64 +146,10 @@ def prepare(
 
 
 def claim_folder(job: Job) -> Job:
-    """Make the run's folder, and return the job with it; of two runs only one can get a folder.
-
-    Where Paceline chose the folder's name, the next free name is taken instead.
-
-    Raises:
-        DestinationExists: another run was faster.
-        StorageError: the folder cannot be made.
-    """
+    """Make the run's folder, and return the job with it; see `folder.claim`."""
     if job.rank != 0:  # rank 0 makes it for all
         return job
-    run, count = job.run, 1
-    while True:
-        try:
-            run.mkdir(parents=True, exist_ok=not job.chosen_name)
-            (run / "trace").mkdir()  # this, and no check before it, decides who has the folder
-        except FileExistsError:
-            if not job.chosen_name:
-                raise _taken(run) from None
-            count += 1
-            run = job.run.with_name(f"{job.run.name}-{count}")
-        except OSError as problem:
-            raise StorageError(
-                "cannot make the run's folder",
-                where=str(run),
-                why=problem.strerror or "",
-                fix="Name another place: --out RUN",
-            ) from problem
-        else:
-            return dataclasses.replace(job, run=run)
-
-
-def refuse_taken(run: Path, rank: int) -> None:
-    """Refuse a folder that holds something already, on every task of a step.
-
-    A task other than rank 0 may find what rank 0 has just written for this run: that, and no more.
-
-    Raises:
-        DestinationExists: the folder is not for this run.
-    """
-    if not run.exists():
-        return
-    if not run.is_dir():
-        raise _taken(run)
-    names = {path.name for path in run.iterdir()}
-    if rank != 0:
-        names = {name for name in names if not name.endswith(".partial")} - _WRITTEN_AT_START
-        traces = run / "trace"
-        names |= {path.name for path in traces.iterdir()} if traces.is_dir() else set()
-    if names:
-        raise _taken(run)
-
-
-def _taken(run: Path) -> DestinationExists:
-    return DestinationExists(
-        "the run's folder exists and is not empty",
-        where=str(run),
-        fix="Choose another with --out, or remove it",
-    )
+    return dataclasses.replace(job, run=claim(job.run, chosen_name=job.chosen_name))
 
 
 def execute(
@@ -279,7 +216,7 @@ def _run_ranks(
     """Run this launcher's ranks; return the exits of those that did not end well."""
     before = frozenset(descendants(os.getpid()))
     become_reaper()
-    watch = _Watcher(job, clock, on_status)
+    watch = StatusWatcher(job.run, job.ranks, clock, on_status)
     # Removed when all have ended: a rank that is killed leaves its workers' sockets behind.
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
         try:
@@ -347,29 +284,6 @@ def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
         )
         for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )
-
-
-def _default_run(script: Path, allocation: Allocation | None, clock: Clock) -> Path:
-    folder = Path("paceline-runs")
-    if allocation is not None:
-        if not allocation.name:
-            raise UsageError(
-                "the tasks need one folder to write to",
-                why=f"{allocation.source} gives them no common name",
-                fix="Name it with --out",
-            )
-        return folder / f"{script.stem}-{allocation.name}"
-    stamp = _stamp(clock)
-    run = folder / f"{script.stem}-{stamp}"
-    count = 1
-    while run.exists():
-        count += 1
-        run = folder / f"{script.stem}-{stamp}-{count}"
-    return run
-
-
-def _stamp(clock: Clock) -> str:
-    return datetime.fromtimestamp(clock.wall_s(), UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
@@ -461,7 +375,7 @@ def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -
             exits = (interrupted_exit(None, stop, exits[0].at_s),)
         raise_failure(job.run, job.script, exits, end.failure)
     else:
-        rank_0_lost = exits[0].outcome is Outcome.STOPPED
+        rank_0_lost = exits[0].outcome is ExitOutcome.STOPPED
         failure = None if rank_0_lost else first_failure(job.run, exits)
         raise_failure(job.run, job.script, exits, failure)
     raise DeadlineExceeded(
@@ -470,40 +384,3 @@ def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -
         why="the run was stopped, and rank 0's task stopped answering",
         fix="See rank 0's output",
     )
-
-
-class _Watcher:
-    """Reads the ranks' live status while they run, and passes it to a callback."""
-
-    def __init__(
-        self, job: Job, clock: Clock, on_status: Callable[[list[Status]], None] | None
-    ) -> None:
-        self.paths = [job.run / "trace" / trace_name(rank) for rank in range(job.ranks)]
-        self.clock = clock
-        self.on_status = on_status
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
-
-    def __enter__(self) -> None:
-        if self.on_status:
-            self.thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        if self.on_status:
-            self.thread.join()
-
-    def _watch(self) -> None:
-        assert self.on_status is not None
-        while not self.clock.wait(self.ended, 0.25):
-            self.on_status(self._status())
-        self.on_status(self._status())
-
-    def _status(self) -> list[Status]:
-        statuses = []
-        for path in self.paths:
-            try:
-                statuses.append(read_status(path))
-            except (PacelineError, OSError):  # not there yet
-                continue
-        return statuses

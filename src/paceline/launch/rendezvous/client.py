@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from paceline.core.clock import Clock
     from paceline.launch.allocation import Allocation
-    from paceline.launch.rendezvous.links import Link
+    from paceline.launch.rendezvous.links import RootLink
     from paceline.launch.rendezvous.member import MemberAction, MemberEvent
     from paceline.launch.rendezvous.messages import StartInfo
 
@@ -65,7 +65,7 @@ class MemberClient:
         self._inbox: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
-        self._link: Link | None = None
+        self._link: RootLink | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
 
     def start(self) -> None:

@@ -6,7 +6,7 @@ import uuid
 from typing import TYPE_CHECKING, Self
 
 from paceline.core.errors import DeadlineExceeded, RankLost
-from paceline.launch.exits import Outcome, RankExit
+from paceline.launch.exits import ExitOutcome, RankExit
 from paceline.launch.rendezvous.addresses import (
     FOLDER,
     job_identity,
@@ -16,7 +16,7 @@ from paceline.launch.rendezvous.addresses import (
 )
 from paceline.launch.rendezvous.client import MemberClient
 from paceline.launch.rendezvous.member import CloseAsked, MemberMachine, RankEnded
-from paceline.launch.rendezvous.messages import JobEnd, Report
+from paceline.launch.rendezvous.messages import JobEnd, TaskReport
 from paceline.launch.rendezvous.root import ResultWritten, RootMachine, StopAsked
 from paceline.launch.rendezvous.server import RootServer
 from paceline.launch.rendezvous.shares import name_ranks
@@ -61,7 +61,7 @@ class TaskRendezvous:
         self._server: RootServer | None = None
         self._listens_at = ""
         self._announced = self.started = False
-        identity = Report(
+        identity = TaskReport(
             job=job_identity(allocation, run),
             run="",
             task=uuid.uuid4().hex,
@@ -92,7 +92,7 @@ class TaskRendezvous:
         if not self.started:
             return
         if kind is not None and self._client.leave is None:
-            stopped = RankExit(rank=self.rank, code=1, outcome=Outcome.STOPPED)
+            stopped = RankExit(rank=self.rank, code=1, outcome=ExitOutcome.STOPPED)
             self.report(stopped)
         if self._server is not None:
             if not self._announced:
@@ -189,7 +189,7 @@ class TaskRendezvous:
             event.clear()
 
     def _stopped_before_start(self) -> RankLost:
-        self.report(RankExit(rank=self.rank, code=RankLost.exit_code, outcome=Outcome.STOPPED))
+        self.report(RankExit(rank=self.rank, code=RankLost.exit_code, outcome=ExitOutcome.STOPPED))
         if self._server is not None and (outcome := self._outcome()).missing:
             return self._without_others(outcome)
         return RankLost(

@@ -13,7 +13,7 @@ from paceline.launch.rendezvous.messages import (
     MAX_MESSAGE_BYTES,
     BadMessage,
     Notice,
-    Report,
+    TaskReport,
     parse_notice,
 )
 
@@ -28,13 +28,13 @@ _FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only afte
 _FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
 
 
-class Link(Protocol):
+class RootLink(Protocol):
     """A connection of a member's; used by its thread alone."""
 
     def fileno(self) -> int:
         """Return what to select on; -1 for a link that must be polled."""
 
-    def send(self, report: Report) -> None:
+    def send(self, report: TaskReport) -> None:
         """Send a report.
 
         Raises:
@@ -66,7 +66,7 @@ class TcpLink:
         """Return the socket's descriptor."""
         return self._socket.fileno()
 
-    def send(self, report: Report) -> None:
+    def send(self, report: TaskReport) -> None:
         """Send a report; the root reads at once, or is gone."""
         self._socket.sendall(report.to_line())
 
@@ -97,7 +97,7 @@ class FolderLink:
         """Return that there is nothing to select on."""
         return -1
 
-    def send(self, report: Report) -> None:
+    def send(self, report: TaskReport) -> None:
         """Write the report, which replaces the last one."""
         try:
             commit_bytes(self._report, report.to_line())
@@ -119,7 +119,7 @@ class FolderLink:
         """Do nothing: the last report stays until the root, who removes the folder, has read it."""
 
 
-def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> Link | None:
+def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> RootLink | None:
     """Return a link to the root; None if it is not found now.
 
     Early attempts leave the run's folder alone where the address is known without it.

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.core.randomness import make_generator
 from paceline.launch.exits import RankExit
-from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, Report, StartInfo
+from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, StartInfo, TaskReport
 from paceline.launch.rendezvous.root import Deadlines, Tick
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
@@ -71,7 +71,7 @@ class Connect:
 class SendReport:
     """Action: send to the root."""
 
-    report: Report
+    report: TaskReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class MemberMachine:
         begin_s: when it began to look for the root.
     """
 
-    identity: Report
+    identity: TaskReport
     deadlines: Deadlines
     begin_s: float
     phase: JobPhase = JobPhase.GATHERING
@@ -247,9 +247,9 @@ class MemberMachine:
         last = [SendReport(self._report(leaving=True))] if self._linked else []
         return [*last, leave]
 
-    def _report(self, *, leaving: bool = False) -> Report:
+    def _report(self, *, leaving: bool = False) -> TaskReport:
         base = self.identity
-        return Report(
+        return TaskReport(
             job=base.job,
             run=self.run,
             task=base.task,

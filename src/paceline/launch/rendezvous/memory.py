@@ -29,7 +29,7 @@ from paceline.launch.rendezvous.member import (
     StartRank,
     StopRank,
 )
-from paceline.launch.rendezvous.messages import Report, parse_notice, parse_report
+from paceline.launch.rendezvous.messages import TaskReport, parse_notice, parse_report
 from paceline.launch.rendezvous.root import (
     AddressChosen,
     AllEnded,
@@ -148,7 +148,7 @@ class SimulatedJob:
 
     def add_task(self, rank: int, *, name: str = "", run_s: float = 1.0, code: int = 0) -> int:
         """Start a task now; return its index. Several may claim the same rank."""
-        identity = Report(
+        identity = TaskReport(
             job=self.job,
             run="",
             task=name or f"task-{len(self.tasks)}",

@@ -1,9 +1,9 @@
 r"""The two messages of a rendezvous, as frozen dataclasses and as lines of JSON.
 
-A member sends `Report`\ s, the root answers with `Notice`\ s. Each carries the whole state of its
-sender, and state only ever advances: a message that is lost is made good by the next one, and one
-that is repeated or late changes nothing. So no message needs to be acknowledged or numbered, and
-every transport that delivers the latest one now and then will do.
+A member sends `TaskReport`\ s, the root answers with `Notice`\ s. Each carries the whole state of
+its sender, and state only ever advances: a message that is lost is made good by the next one, and
+one that is repeated or late changes nothing. So no message needs to be acknowledged or numbered,
+and every transport that delivers the latest one now and then will do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.launch.exits import Outcome, RankExit
+from paceline.launch.exits import ExitOutcome, RankExit
 from paceline.runs.result import Failure
 
 MAX_MESSAGE_BYTES = 64 << 10  # a report names up to some thousand cores
@@ -61,7 +61,7 @@ class JobEnd:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class TaskReport:
     """A member's state.
 
     Attributes:
@@ -135,7 +135,7 @@ _NOTICE_PLAIN = (
 )
 
 
-def parse_report(line: bytes) -> Report:
+def parse_report(line: bytes) -> TaskReport:
     """Return the report in a line from the network.
 
     Raises:
@@ -144,7 +144,7 @@ def parse_report(line: bytes) -> Report:
     data = _object(line)
     ended = data.get("ended")
     try:
-        return Report(
+        return TaskReport(
             job=_text(data["job"]),
             run=_text(data["run"]),
             task=_text(data["task"]),
@@ -188,7 +188,7 @@ def _exit(data: dict[str, Any]) -> RankExit:
         rank=_count(data["rank"]),
         code=_code(data["code"]),
         signal=_text(data["signal"]),
-        outcome=Outcome(data["outcome"]),
+        outcome=ExitOutcome(data["outcome"]),
         at_s=_seconds(data["at_s"]),
     )
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from paceline.launch.exits import Outcome, RankExit, combine
-from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, Report, StartInfo
+from paceline.launch.exits import ExitOutcome, RankExit, combine
+from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, StartInfo, TaskReport
 from paceline.launch.rendezvous.shares import core_shares, name_ranks
 
 Peer = Hashable
@@ -50,7 +50,7 @@ class Received:
     """Event: a report came over `peer`, a connection of the shell's."""
 
     peer: Peer
-    report: Report
+    report: TaskReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 class _Task:
     """What the root knows of a task; `gone_s` is when its connection closed."""
 
-    report: Report
+    report: TaskReport
     peer: Peer
     heard_s: float
     ended: RankExit | None = None
@@ -197,7 +197,7 @@ class RootMachine:
         """Ranks whose tasks have arrived."""
         return tuple(sorted(self._tasks))
 
-    def _on_report(self, peer: Peer, report: Report, now_s: float) -> list[RootAction]:
+    def _on_report(self, peer: Peer, report: TaskReport, now_s: float) -> list[RootAction]:
         refusal = self._refusal(report, now_s)
         if refusal:
             notice = Notice(run=self.run, phase=self.phase, refusal=refusal)
@@ -225,7 +225,7 @@ class RootMachine:
         self._running.discard(rank)
         return self._stop(_stop_reason(ended), now_s) if ended.code else []
 
-    def _refusal(self, report: Report, now_s: float) -> str:
+    def _refusal(self, report: TaskReport, now_s: float) -> str:
         if report.job != self.job:
             return "this is the root of another job"
         if report.run and report.run != self.run:
@@ -355,10 +355,10 @@ def _advances(known: RankExit | None, reported: RankExit) -> bool:
     """Whether a report says more than is known: a launcher may be stopped after its rank's end."""
     if known is None:
         return True
-    return reported.outcome is Outcome.INTERRUPTED and not known.code
+    return reported.outcome is ExitOutcome.INTERRUPTED and not known.code
 
 
 def _stop_reason(ended: RankExit) -> str:
-    if ended.outcome is Outcome.INTERRUPTED:
+    if ended.outcome is ExitOutcome.INTERRUPTED:
         return f"rank {ended.rank} was interrupted by {ended.signal}"
     return f"rank {ended.rank} failed"

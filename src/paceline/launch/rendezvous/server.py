@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import selectors
 import shutil
 import socket
@@ -52,6 +53,7 @@ _TICK_S = 0.25
 _LOOK_S = 1.0  # between two looks for reports in the folder
 _GREETING_S = 20.0  # for a connection to send its first report
 _SPARE_CONNECTIONS = 64  # of strangers and reconnecting members, beside one per task
+_SPARE_DESCRIPTORS = 256  # that this process needs besides one for each task
 _MAX_UNSENT_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
@@ -104,10 +106,12 @@ class RootServer:
         self._connections: set[_Connection] = set()
         self._seen_reports: dict[str, tuple[int, int]] = {}
         self._finished = False
+        self._is_accepting = True
         self._thread = threading.Thread(target=self._run, name="paceline-root", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
+        _allow_descriptors(self._machine.world_size + _SPARE_DESCRIPTORS)
         for waiting in (self._listener, self._wake_reader):
             waiting.setblocking(False)
             self._selector.register(waiting, selectors.EVENT_READ)
@@ -133,6 +137,7 @@ class RootServer:
                     look_s = now_s + _LOOK_S
                     self._read_folder()
                     self._close_strangers(now_s)
+                    self._accept_again()
                 self._handle(Tick())
         finally:
             self._close()
@@ -184,7 +189,12 @@ class RootServer:
         for _ in range(limit):
             try:
                 accepted, _address = self._listener.accept()
-            except OSError:  # none left, or no descriptor: the listener's queue keeps the others
+            except BlockingIOError:  # no more for now
+                return
+            except OSError as problem:  # no descriptor: the others wait in the listener's queue
+                _logger.warning("cannot accept a task's connection: %s", problem)
+                self._selector.unregister(self._listener)  # it stays readable: do not spin
+                self._is_accepting = False
                 return
             if len(self._connections) >= limit:
                 accepted.close()
@@ -194,6 +204,11 @@ class RootServer:
             connection = _Connection(accepted, self._clock.now_s())
             self._connections.add(connection)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _accept_again(self) -> None:
+        if not self._is_accepting:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._is_accepting = True
 
     def _exchange(self, connection: _Connection, mask: int) -> None:
         if connection not in self._connections:
@@ -291,3 +306,14 @@ class RootServer:
             opened.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self.ended.set()
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raise the soft limit on open files if it is lower; what the hard limit leaves must do.
+
+    Tasks that then find no connection report through files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

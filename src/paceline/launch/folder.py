@@ -1,0 +1,109 @@
+"""The folder of a new run: its name, who gets it, and when it is refused."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import DestinationExists, StorageError, UsageError
+from paceline.launch.rendezvous.addresses import FOLDER
+from paceline.runs.folder import PLAN_NAME
+
+if TYPE_CHECKING:
+    from paceline.core.clock import Clock
+    from paceline.launch.allocation import Allocation
+
+# What rank 0 writes before all have arrived: in a folder with only these, a run is about to start.
+_WRITTEN_AT_START = frozenset(
+    ("config.json", "versions.json", "machine.json", PLAN_NAME, "trace", FOLDER)
+)
+
+
+def default_folder(script: Path, allocation: Allocation | None, clock: Clock) -> Path:
+    """Return where a run goes that the user did not name a folder for; all tasks choose the same.
+
+    Raises:
+        UsageError: the launcher gives its tasks no common name.
+    """
+    folder = Path("paceline-runs")
+    if allocation is not None:
+        if not allocation.name:
+            raise UsageError(
+                "the tasks need one folder to write to",
+                why=f"{allocation.source} gives them no common name",
+                fix="Name it with --out",
+            )
+        return folder / f"{script.stem}-{allocation.name}"
+    stamp = _stamp(clock)
+    run = folder / f"{script.stem}-{stamp}"
+    count = 1
+    while run.exists():
+        count += 1
+        run = folder / f"{script.stem}-{stamp}-{count}"
+    return run
+
+
+def _stamp(clock: Clock) -> str:
+    return datetime.fromtimestamp(clock.wall_s(), UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def claim(run: Path, *, chosen_name: bool) -> Path:
+    """Make the folder of a run, and return it; of two runs only one can get a folder.
+
+    Args:
+        run: the folder.
+        chosen_name: whether Paceline chose its name: then the next free name is taken instead.
+
+    Raises:
+        DestinationExists: another run was faster.
+        StorageError: the folder cannot be made.
+    """
+    wanted, count = run, 1
+    while True:
+        try:
+            run.mkdir(parents=True, exist_ok=not chosen_name)
+            (run / "trace").mkdir()  # this, and no check before it, decides who has the folder
+        except FileExistsError:
+            if not chosen_name:
+                raise _taken(run) from None
+            count += 1
+            run = wanted.with_name(f"{wanted.name}-{count}")
+        except OSError as problem:
+            raise StorageError(
+                "cannot make the run's folder",
+                where=str(run),
+                why=problem.strerror or "",
+                fix="Name another place: --out RUN",
+            ) from problem
+        else:
+            return run
+
+
+def refuse_taken(run: Path, rank: int) -> None:
+    """Refuse a folder that holds something already, on every task of a step.
+
+    A task other than rank 0 may find what rank 0 has just written for this run: that, and no more.
+
+    Raises:
+        DestinationExists: the folder is not for this run.
+    """
+    if not run.exists():
+        return
+    if not run.is_dir():
+        raise _taken(run)
+    names = {path.name for path in run.iterdir()}
+    if rank != 0:
+        names = {name for name in names if not name.endswith(".partial")} - _WRITTEN_AT_START
+        traces = run / "trace"
+        names |= {path.name for path in traces.iterdir()} if traces.is_dir() else set()
+    if names:
+        raise _taken(run)
+
+
+def _taken(run: Path) -> DestinationExists:
+    return DestinationExists(
+        "the run's folder exists and is not empty",
+        where=str(run),
+        fix="Choose another with --out, or remove it",
+    )
