@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 # Of log(predicted / measured) on 24 models that the estimate was not tuned on: 1.48 times the
 # median absolute error of each phase. Communication was not measured apart; it gets the largest.
 PRIOR_LOG_SD = {"forward": 0.44, "backward": 0.21, "optimizer": 0.36, "transfer": 0.44}
-# Of log(step time) between runs of one script on one machine, minutes apart: bench/calibrate.py.
+# Of log(step time) between runs of one script on one machine, a minute apart: bench/calibrate.py
+# found 0.07 for pairs of runs within 25 % of each other; beside other work it was 0.15 and more.
 DRIFT_LOG_SD = 0.08
 # What a phase that is predicted as zero may take, as a share of the predicted step.
 RESIDUAL_SHARE = 0.25
