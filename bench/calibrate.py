@@ -16,7 +16,6 @@ first run exactly would miss the second one by that much.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import statistics
@@ -37,17 +36,15 @@ def train(run, plan, machine, epochs):
     """Run the demo's training without a straggler under `plan`; return its undisturbed step."""
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.launch.run import RunConfig, execute, prepare
+    from paceline.launch.run import RunConfig, claim_folder, execute, prepare
     from paceline.report.model import gather
     from paceline.studies.demo import SCRIPT
 
     clock = SystemClock()
     args = ["--result", f"{run}.json", "--epochs", str(epochs)]
     resolved = resolve(RunConfig, environ={})
-    with contextlib.redirect_stdout(sys.stderr):
-        execute(
-            prepare(SCRIPT, args, resolved, run, clock, plan=plan), machine=machine, clock=clock
-        )
+    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
+    execute(claim_folder(job), machine=machine, clock=clock)
     comparison = gather(run).comparison
     assert not comparison.unfit, comparison.unfit
     return comparison.measured_step_s

@@ -107,7 +107,7 @@ def test_a_calibrated_machine_predicts_the_run_better(folder, planned):
     )
     assert after < before
     better = Machine.from_text((folder / "better.json").read_text())
-    assert {one.source for one in better.devices[0].rates} == {"datasheet", "fit"}
+    assert {rate.source for rate in better.devices[0].rates} == {"datasheet", "fit"}
 
 
 def test_another_model_or_machine_is_not_compared(folder):

@@ -179,14 +179,18 @@ def test_other_threads_and_machines_with_fewer_processes_keep_their_figures():
 
 def test_changed_figures_say_that_they_were_fitted_and_how_surely():
     better, _ = calibrate(MACHINE, WORKLOAD, PLAN, evidence({"forward": 1.6, "transfer": 1.5}))
-    fitted = [one for one in better.devices[0].rates if one.source == "fit"]
-    assert {(one.operator, one.phase, one.processes) for one in fitted} == {
+    fitted = [rate for rate in better.devices[0].rates if rate.source == "fit"]
+    assert {(rate.operator, rate.phase, rate.processes) for rate in fitted} == {
         ("matmul", "forward", 2)
     }
-    for one in fitted:
-        for point in one.points:
+    for rate in fitted:
+        for point in rate.points:
             assert point.low_per_s < point.rate_per_s < point.high_per_s
-    changed = [one.seconds for one in better.devices[0].framework_overheads if one.processes == 2]
+    changed = [
+        overhead.seconds
+        for overhead in better.devices[0].framework_overheads
+        if overhead.processes == 2
+    ]
     assert changed
     for quantity in changed:
         assert quantity.source == "fit"
@@ -200,7 +204,9 @@ def test_a_collective_that_took_longer_costs_more():
     unknown = dataclasses.replace(slow, operation="all_gather")
     run = evidence({"transfer": 1.7}, collectives=(slow, unknown))
     better, outcome = calibrate(MACHINE, WORKLOAD, PLAN, run)
-    before, after = (one.collective("all_reduce").points[0].seconds for one in (MACHINE, better))
+    before, after = (
+        machine.collective("all_reduce").points[0].seconds for machine in (MACHINE, better)
+    )
     assert after.value > before.value
     assert after.source == "fit"
     transfer = next(fit for fit in outcome.phases if fit.name == "transfer")
@@ -241,7 +247,8 @@ def test_the_verb_writes_a_machine_that_predicts_the_run(tmp_path):
     better = Machine.from_text(out.read_text())
     measured_s = 0.010
     before, after = (
-        abs(estimate(one, WORKLOAD, PLAN).step_time_s / measured_s - 1) for one in (MACHINE, better)
+        abs(estimate(machine, WORKLOAD, PLAN).step_time_s / measured_s - 1)
+        for machine in (MACHINE, better)
     )
     assert after < before / 2
     data = CliRunner().invoke(verb, [str(run), "--out", str(out), "--json"], catch_exceptions=False)

@@ -25,7 +25,6 @@ variance.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +52,8 @@ if TYPE_CHECKING:
 # Of log(predicted / measured) on 24 models that the estimate was not tuned on: 1.48 times the
 # median absolute error of each phase. Communication was not measured apart; it gets the largest.
 PRIOR_LOG_SD = {"forward": 0.44, "backward": 0.21, "optimizer": 0.36, "transfer": 0.44}
-# Of log(step time) between runs of one script on one machine, minutes apart: bench/calibrate.py.
+# Of log(step time) between runs of one script on one machine, a minute apart: bench/calibrate.py
+# found 0.07 for pairs of runs within 25 % of each other; beside other work it was 0.15 and more.
 DRIFT_LOG_SD = 0.08
 # What a phase that is predicted as zero may take, as a share of the predicted step.
 RESIDUAL_SHARE = 0.25
@@ -115,7 +115,8 @@ class PhaseFit(Record):
     Attributes:
         name: of the phase.
         prior_s: as the machine predicted it.
-        measured_s: by the run.
+        measured_s: by the run; ``other`` is what the step takes beyond the other phases, since the
+            median step is not the sum of its phases' medians.
         weight: of the measurement, 0 (the prior is kept) to 1.
         fitted_s: as the calibrated machine predicts it.
     """
@@ -186,25 +187,15 @@ def calibrate(
         for collective in evidence.collectives:
             fitter.fit_collective(collective)
         weights["transfer"] = fitter.fit_transfer(evidence.phases["transfer"])
+    measured = {**evidence.phases, "other": _rest_of_step(evidence)}
     for phase in RESIDUALS:
-        observed = evidence.phases[phase]
-        if phase == "other":
-            # The median step is not the sum of its phases' medians: the rest belongs here.
-            rest_s = sum(
-                observed_phase.seconds
-                for name, observed_phase in evidence.phases.items()
-                if name != phase
-            )
-            observed = dataclasses.replace(
-                observed, seconds=max(0.0, evidence.step.seconds - rest_s)
-            )
-        weights[phase] = fitter.fit_residual(phase, observed)
+        weights[phase] = fitter.fit_residual(phase, measured[phase])
     fitted = step_breakdown(fitter.machine, workload, plan)
     fits = tuple(
         PhaseFit(
             name=name,
             prior_s=seconds,
-            measured_s=evidence.phases[name].seconds,
+            measured_s=measured[name].seconds,
             weight=weights.get(name, 0.0),
             fitted_s=getattr(fitted, name),
         )
@@ -218,6 +209,13 @@ def calibrate(
         fitted_step_s=fitted.total_s,
         phases=fits,
     )
+
+
+def _rest_of_step(evidence: Evidence) -> Observed:
+    """Return what the median step takes beyond the medians of its phases, ``other`` aside."""
+    known_s = sum(phase.seconds for name, phase in evidence.phases.items() if name != "other")
+    rest_s = max(0.0, evidence.step.seconds - known_s)
+    return Observed(seconds=rest_s, error_s=evidence.step.error_s)
 
 
 class _Fitter:
