@@ -28,7 +28,7 @@ VERBS = {
     "calibrate": "Improve a machine's description by what a run showed.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "why": "Say who was late in a run, and why.",
-    "report": "Report a run: verdict, time, lateness, prediction beside measurement.",
+    "report": "Report a run: verdict, time, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
     "torture": "Damage packs, kill packing, fail calls: is it noticed on this file system?",
 }

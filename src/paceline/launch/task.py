@@ -88,7 +88,7 @@ def _run_rank(
     ended = threading.Event()
 
     def reap() -> None:
-        child.wait()  # the task's own time limit is the launcher's
+        child.wait()  # the launcher sets the time limit of a task
         ended.set()
 
     threading.Thread(target=reap, name="paceline-rank", daemon=True).start()

@@ -67,7 +67,9 @@ def _time_rounds(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[
         for (kernel, length), times in zip(chains, rounds, strict=True):
             effort.synchronize()
             times.append(time_phases(kernel, length, effort.budget_s))
-    by_phase = ({phase: [one[phase] for one in times] for phase in PHASES} for times in rounds)
+    by_phase = (
+        {phase: [sample[phase] for sample in times] for phase in PHASES} for times in rounds
+    )
     return [
         {phase: np.asarray([min(seconds), *seconds]) for phase, seconds in times.items()}
         for times in by_phase

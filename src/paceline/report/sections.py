@@ -395,6 +395,6 @@ def _clocks(report: Report) -> str:
     if any(clock.error_ns is None for clock in report.trace.clocks):
         note = (
             "No collective bounds the clocks whose error is unknown, or one of them was set during "
-            "the run: lateness and waiting between these nodes may be wrong by as much. "
+            "the run: skew and waiting between these nodes may be wrong by as much. "
         )
     return details("Traces and clocks", f"<p>{note}</p>" * bool(note) + table(heads, rows))

@@ -208,7 +208,7 @@ def run_demo(
 
 
 def _check_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    return tuple(f"{one.status:4} {one.topic:11} {one.what}" for one in findings)
+    return tuple(f"{finding.status:4} {finding.topic:11} {finding.what}" for finding in findings)
 
 
 def _predict_line(estimate: Estimate) -> str:

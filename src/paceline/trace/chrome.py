@@ -2,7 +2,7 @@
 
 Times are microseconds on the run's one clock, from 0. Events of a thread are nested, as the format
 wants them on one track. Collectives and messages overlap, so those that are under way at the same
-time get tracks of their own. The text comes in pieces, never as a whole: a trace may be larger than
+time get tracks of their own. The text comes in chunks, never at once: a trace may be larger than
 memory allows.
 
 Format: Trace Event Format, Google, 2016 (phases X, M and C).
