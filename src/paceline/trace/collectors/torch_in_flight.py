@@ -2,12 +2,14 @@
 
 Completion comes from the work's future where the backend has one, otherwise from the thread that
 waits. Where neither tells (NCCL), the event says that its completion is unknown. A work is held
-until it is waited for, so that its identity stays its own; what nobody waits for is let go of after
-a while, and at the end of the backward pass that issued it. DDP waits in C++ at the end of
-backward, where no wait can be seen. A callback queued in the autograd engine marks the moment when
-computing is done: what follows is the wait ("drain"). Threads: the main thread and the threads of a
-backward pass issue; the backend's threads complete. All of it runs under the GIL, and none of it
-blocks.
+until it is waited for, so that its identity stays its own; a work that nobody waits for is let go
+after a while, and at the end of the backward pass that issued it.
+
+DDP waits in C++ at the end of backward, where no wait can be seen. A callback queued in the
+autograd engine marks the moment when computing is done: what follows is the wait ("drain").
+
+Threads: the main thread and the threads of a backward pass issue; the backend's threads complete.
+All of it runs under the GIL, and none of it blocks.
 """
 
 from __future__ import annotations
