@@ -170,7 +170,7 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
     else:
         files = f", {len(wrong):,} of {checked:,} files" if shards else ""
         print(f"{len(damaged):,} of {sample_count:,} samples{files} are damaged", file=sys.stderr)
-        print(f"  do: {both[0].fix}", file=sys.stderr)
+        print(f"  fix: {both[0].fix}", file=sys.stderr)
     if both:
         sys.exit(both[0].exit_code)
 
@@ -212,7 +212,7 @@ def repair(
             print(f"{one.what} ({one.file}): {one.why}; cannot be mended", file=sys.stderr)
         print(_repair_words(len(report.mended), len(report.lost), len(report.litter)))
         if report.lost:
-            print("  do: give --source FOLDER or --replica COPY", file=sys.stderr)
+            print("  fix: give --source FOLDER or --replica COPY", file=sys.stderr)
     if report.lost:
         sys.exit(CorruptPack.exit_code)
 
