@@ -127,7 +127,7 @@ def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_links_have_a_deadline(monkeypatch):
-    monkeypatch.setattr("paceline.probe.links.sys.executable", "/bin/false")
+    monkeypatch.setattr("paceline.core.worker_process.sys.executable", "/bin/false")
     with pytest.raises(DeadlineExceeded, match="no answer"):
         measure_links(rounds=10, deadline_s=0.2)
 

@@ -22,15 +22,15 @@ VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
     "doctor": "Check what this machine offers a training job, and what to do about it.",
     "pack": "Pack a folder of samples into one checked data set.",
-    "store": "Look into packs, take samples out, verify and repair them (ls, verify, repair).",
+    "store": "List, extract, verify and repair packs (ls, extract, verify, repair).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
     "calibrate": "Improve a machine's description by what a run showed.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
-    "why": "Say who was late in a run, and why.",
+    "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
-    "torture": "Damage packs, kill packing, fail calls: is it noticed on this file system?",
+    "torture": "Damage packs, kill packing, fail calls: does this file system hide it?",
 }
 
 
@@ -109,7 +109,7 @@ def _drop_stdout() -> None:
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Return whether ``--json`` is ours: what follows a script's name is the script's."""
+    """Return whether Paceline's ``--json`` was given: what follows a script's name is its own."""
     if not argv or argv[0] != "run":
         return "--json" in argv
     command = importlib.import_module("paceline.cli.run").run

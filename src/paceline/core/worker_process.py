@@ -73,6 +73,7 @@ class WorkerCall(Generic[A]):
         answer: the record type that comes back.
         name: of this work in errors, for example ``capture of model.py:step``.
         show_output: whether what the worker prints is copied to this process's stderr.
+        pass_fds: descriptors that the worker inherits under the same numbers.
     """
 
     module: str
@@ -80,6 +81,7 @@ class WorkerCall(Generic[A]):
     answer: type[A]
     name: str
     show_output: bool = False
+    pass_fds: tuple[int, ...] = ()
 
 
 def call(work: WorkerCall[A], *, deadline_s: float) -> A:
@@ -174,7 +176,7 @@ class WorkerProcess(Generic[A]):
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), *work.pass_fds),
                     start_new_session=True,
                 )
         except OSError as problem:

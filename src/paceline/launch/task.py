@@ -88,7 +88,7 @@ def _run_rank(
     ended = threading.Event()
 
     def reap() -> None:
-        child.wait()  # the launcher sets the time limit of a task
+        child.wait()  # no deadline: the launcher of the task has its time limit
         ended.set()
 
     threading.Thread(target=reap, name="paceline-rank", daemon=True).start()

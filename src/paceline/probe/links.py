@@ -1,7 +1,7 @@
 """Latency and bandwidth between two processes of this node, by ping and pong. Standard library.
 
-One process is the caller, the other is this file run with ``-m``. Both loops are in Python, which
-adds about a microsecond to the latency of shared memory: what a framework in Python sees.
+One process is the caller, the other its worker, this file run with ``-m``. Both loops are in
+Python, which adds about a microsecond to the latency of shared memory: what a framework in Python sees.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import contextlib
 import mmap
 import os
 import socket
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import DeadlineExceeded
 from paceline.core.machine import Link
-from paceline.core.processes import die_with_parent
+from paceline.core.worker_process import WorkerCall, WorkerProcess, serve
 from paceline.probe.figures import ROUNDS, probed, typical_by_round
+from paceline.probe.protocol import LinkAnswer, LinkRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,18 +37,26 @@ def measure_links(*, rounds: int, deadline_s: float) -> tuple[Link, ...]:
     os.ftruncate(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(deadline_s)
-    command = [sys.executable, "-m", "paceline.probe.links"]
-    port = listener.getsockname()[1]
-    numbers = [descriptor, port, rounds, int(deadline_s) + 1, os.getpid()]
-    peer = subprocess.Popen(
-        [*command, *map(str, numbers)], pass_fds=[descriptor], start_new_session=True
+    request = LinkRequest(
+        descriptor=descriptor,
+        port=listener.getsockname()[1],
+        rounds=rounds,
+        deadline_s=deadline_s + 1,  # the caller gives up first, and says so
+    )
+    work = WorkerCall(
+        module="paceline.probe.links",
+        request=request,
+        answer=LinkAnswer,
+        name="the second process of the links",
+        pass_fds=(descriptor,),
     )
     try:
-        with listener, listener.accept()[0] as connection:
-            result = _exchange(descriptor, connection, rounds, deadline_s, leads=True)
-        peer.wait(deadline_s)
+        with WorkerProcess(work) as worker:
+            worker.send(deadline_s)
+            with listener, listener.accept()[0] as connection:
+                result = _exchange(descriptor, connection, rounds, deadline_s, leads=True)
         return tuple(sorted(result, key=lambda link: link.latency_s.value))
-    except (TimeoutError, subprocess.TimeoutExpired) as problem:
+    except TimeoutError as problem:
         raise DeadlineExceeded(
             "no answer between two processes",
             where="probe of links",
@@ -57,9 +64,16 @@ def measure_links(*, rounds: int, deadline_s: float) -> tuple[Link, ...]:
             fix="Probe when nothing else runs here",
         ) from problem
     finally:
-        peer.kill()
-        peer.wait()
+        listener.close()
         os.close(descriptor)
+
+
+def follow(request: LinkRequest) -> LinkAnswer:
+    """Answer the turns of the process that asks: the worker's part."""
+    address = ("127.0.0.1", request.port)
+    with socket.create_connection(address, timeout=request.deadline_s) as to_leader:
+        _exchange(request.descriptor, to_leader, request.rounds, request.deadline_s, leads=False)
+    return LinkAnswer()
 
 
 def _exchange(
@@ -127,7 +141,7 @@ class _Memory:
         self._view = memoryview(shared)
         self._flags = self._view[:FLAG_BYTES].cast("Q")
         # On cache lines of their own.
-        self._mine, self._theirs = (0, 64) if leads else (64, 0)
+        self._own, self._peers = (0, 64) if leads else (64, 0)
         out, into = (0, BLOCK_BYTES) if leads else (BLOCK_BYTES, 0)
         self._out = self._view[FLAG_BYTES + out : FLAG_BYTES + out + BLOCK_BYTES]
         self._into = self._view[FLAG_BYTES + into : FLAG_BYTES + into + BLOCK_BYTES]
@@ -149,13 +163,13 @@ class _Memory:
     def _send(self, block: memoryview | None) -> None:
         if block is not None:
             self._out[:] = block
-        self._flags[self._mine] = self._count
+        self._flags[self._own] = self._count
 
     def _wait(self) -> None:
         end = time.monotonic() + self._deadline_s
-        while self._flags[self._theirs] < self._count:
+        while self._flags[self._peers] < self._count:
             for _ in range(SPINS_PER_LOOK):
-                if self._flags[self._theirs] >= self._count:
+                if self._flags[self._peers] >= self._count:
                     return
             if time.monotonic() > end:
                 raise TimeoutError("the other process does not answer")
@@ -167,7 +181,4 @@ class _Memory:
 
 
 if __name__ == "__main__":
-    given, given_port, turns, limit_s, parent = map(int, sys.argv[1:])
-    die_with_parent(parent)
-    with socket.create_connection(("127.0.0.1", given_port), timeout=limit_s) as to_leader:
-        _exchange(given, to_leader, turns, limit_s, leads=False)
+    serve(LinkRequest, follow)

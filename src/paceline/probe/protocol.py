@@ -1,4 +1,4 @@
-"""The requests of `measure` and `doctor` to their workers, and the answers; imports no torch."""
+"""What `measure`, `links` and `doctor` send their workers, and the answers; imports no torch."""
 
 from __future__ import annotations
 
@@ -70,6 +70,28 @@ class WorkerMeasurement(WorkerMessage):
     torch: str
     compute: tuple[ComputeMeasurement, ...]
     communication: CommunicationMeasurement | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRequest(WorkerMessage):
+    """Asks a process to answer each turn of the caller's.
+
+    Attributes:
+        descriptor: of the memory that both map; inherited.
+        port: of this host, on which the caller listens.
+        rounds: number of small turns; a hundredth of it are large ones.
+        deadline_s: for each turn.
+    """
+
+    descriptor: int
+    port: int
+    rounds: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkAnswer(WorkerMessage):
+    """The end of all turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
