@@ -121,10 +121,16 @@ EVENTS_A_STEP = 14
 def write(folder, version, event_count):
     """Write the run's traces; return how many events they hold."""
     from paceline.native import crc32c
-    from paceline.trace.events import EVENT_DTYPE, Kind
-    from paceline.trace.files import trace_name
-    from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, HEADER_BYTES, LIVE_END
-    from paceline.trace.version1 import EVENT_DTYPE_V1
+    from paceline.trace.format.events import EVENT_DTYPE, Kind
+    from paceline.trace.format.files import trace_name
+    from paceline.trace.format.header import (
+        FIXED_CHECKSUM_AT,
+        FIXED_END,
+        HEADER,
+        HEADER_BYTES,
+        LIVE_END,
+    )
+    from paceline.trace.format.version1 import EVENT_DTYPE_V1
 
     steps = -(-event_count // RANKS // EVENTS_A_STEP)
     run = Run(steps)
@@ -195,10 +201,10 @@ def analyse_now(folder):
 def analyse_before(folder):
     from paceline.trace.arrivals import encounters
 
-    from paceline.trace.blame import blame, lateness_s
-    from paceline.trace.communication import communication
+    from paceline.trace.analysis.blame import blame, lateness_s
+    from paceline.trace.analysis.communication import communication
+    from paceline.trace.analysis.phases import phases
     from paceline.trace.merge import load_run
-    from paceline.trace.phases import phases
 
     begin = time.perf_counter()
     trace = load_run(folder)

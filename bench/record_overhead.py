@@ -101,7 +101,7 @@ def costs():
 
     from paceline.native import Recorder
     from paceline.trace.collectors.torch import TorchCollector
-    from paceline.trace.events import Kind
+    from paceline.trace.format.events import Kind
 
     class Nothing:
         def hooked(self):
@@ -230,7 +230,7 @@ def run_jobs(folder, number, rng, rounds, batches):
 
 def events_per_step(run):
     """Return how many events of each sort rank 0 recorded per step."""
-    from paceline.trace.events import Kind
+    from paceline.trace.format.events import Kind
     from paceline.trace.merge import load_run
 
     events = load_run(run).ranks[0].events

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.native import Recorder, crc32c
-from paceline.trace.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
-from paceline.trace.files import trace_name
-from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, HEADER_BYTES, LIVE_END
-from paceline.trace.version1 import EVENT_DTYPE_V1
+from paceline.trace.format.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
+from paceline.trace.format.files import trace_name
+from paceline.trace.format.header import (
+    FIXED_CHECKSUM_AT,
+    FIXED_END,
+    HEADER,
+    HEADER_BYTES,
+    LIVE_END,
+)
+from paceline.trace.format.version1 import EVENT_DTYPE_V1
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,8 @@ from paceline.trace.collectors import torch_operators as operators
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.events import COMPLETION_UNKNOWN, Kind
-from paceline.trace.files import read_trace
+from paceline.trace.format.events import COMPLETION_UNKNOWN, Kind
+from paceline.trace.format.files import read_trace
 
 SCRIPT = Path(__file__).parent / "scripts" / "missing_capabilities.py"
 TIMEOUT = timedelta(seconds=60)

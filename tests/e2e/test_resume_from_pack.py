@@ -9,7 +9,7 @@ from launching import SCRIPTS, paceline
 
 from paceline import store
 from paceline.store import open_pack
-from paceline.trace.events import Kind
+from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run
 
 COUNT, BATCH, SAMPLE_BYTES = 203, 16, 32

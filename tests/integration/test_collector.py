@@ -10,7 +10,7 @@ import pytest
 from launching import SCRIPTS, last_json, paceline
 
 from paceline.trace.analysis import analyse
-from paceline.trace.events import COMMUNICATION, DRAIN, MAIN, Kind
+from paceline.trace.format.events import COMMUNICATION, DRAIN, MAIN, Kind
 from paceline.trace.merge import load_run
 
 # --- collectives ---------------------------------------------------------------------------------

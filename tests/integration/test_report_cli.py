@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from traces import Late, data_parallel, write_run
 
-from paceline.trace.files import trace_name
+from paceline.trace.format.files import trace_name
 
 WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = None; sys.argv[0] = 'paceline'; "

@@ -12,7 +12,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
 from paceline.runs.folder import RunFolder
-from paceline.trace.files import read_status, trace_name
+from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
 DIGITS = EXAMPLES / "ddp_digits.py"

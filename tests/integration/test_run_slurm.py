@@ -9,8 +9,8 @@ import pytest
 from launching import await_true
 
 from paceline.core.errors import PacelineError
-from paceline.trace.events import Kind
-from paceline.trace.files import read_trace, trace_name
+from paceline.trace.format.events import Kind
+from paceline.trace.format.files import read_trace, trace_name
 
 spec = importlib.util.spec_from_file_location(
     "slurm", __file__.replace("integration/test_run_slurm", "slurm")

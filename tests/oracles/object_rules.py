@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.breakdown import PHASES
-from paceline.trace.communication import Traffic
-from paceline.trace.events import (
+from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.phases import _step_bounds
+from paceline.trace.format.events import (
     DRAIN,
     MAIN,
     ROOTED,
@@ -22,14 +23,13 @@ from paceline.trace.events import (
     TO_ROOT,
     Kind,
 )
-from paceline.trace.phases import _step_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.clocks import ClockCorrection as Clock
-    from paceline.trace.files import RankTrace
+    from paceline.trace.format.files import RankTrace
     from paceline.trace.merge import Trace
+    from paceline.trace.merge.clocks import ClockCorrection as Clock
 
 _PHASE_OF = {
     Kind.INPUT: PHASES.index("input"),

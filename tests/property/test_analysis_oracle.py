@@ -8,8 +8,8 @@ from oracles import object_rules
 from traces import MS, Event, set_boot_id, write_run
 
 from paceline.trace.analysis import analyse
-from paceline.trace.events import COMMUNICATION, DRAIN, MAIN, Kind
-from paceline.trace.files import trace_name
+from paceline.trace.format.events import COMMUNICATION, DRAIN, MAIN, Kind
+from paceline.trace.format.files import trace_name
 from paceline.trace.merge import load_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"

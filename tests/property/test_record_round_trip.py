@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.record import Record, nearest
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
-from paceline.trace.blame import Straggler
+from paceline.trace.analysis.blame import Straggler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

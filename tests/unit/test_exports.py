@@ -45,7 +45,10 @@ EXPORTS = {
     "store.write": [],
     "studies": [],
     "trace": [],
+    "trace.analysis": ["Analysis", "analyse"],
     "trace.collectors": [],
+    "trace.format": [],
+    "trace.merge": ["Trace", "load_run", "merge"],
     "training": [],
 }
 

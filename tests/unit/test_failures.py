@@ -11,8 +11,8 @@ from paceline.launch.exits import RankExit, exit_of, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.native import Recorder
 from paceline.runs.result import Failure
-from paceline.trace.events import Kind
-from paceline.trace.files import trace_name
+from paceline.trace.format.events import Kind
+from paceline.trace.format.files import trace_name
 
 RAISED = "RuntimeError('the loss is not finite')"
 LOST = "RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer')"

@@ -39,10 +39,10 @@ from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
 from paceline.runs.result import Failure, RunResult
-from paceline.trace.clocks import ClockCorrection
-from paceline.trace.events import Kind
-from paceline.trace.files import trace_name
-from paceline.trace.phases import RankPhases
+from paceline.trace.analysis.phases import RankPhases
+from paceline.trace.format.events import Kind
+from paceline.trace.format.files import trace_name
+from paceline.trace.merge.clocks import ClockCorrection
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'

@@ -9,11 +9,11 @@ import paceline.report.charts
 import paceline.report.svg
 import paceline.report.units
 import paceline.report.words
-import paceline.trace.communication
+import paceline.trace.analysis.communication
 from paceline.core.breakdown import Breakdown
 from paceline.report.words import summary_line, sync_place, verdict
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
-from paceline.trace.blame import Straggler
+from paceline.trace.analysis.blame import Straggler
 
 LATE = Straggler(
     rank=1, cause="data", late_ms=18.2, first_step=200, last_step=400, others_wait=0.243
@@ -165,7 +165,7 @@ def test_the_summary_is_one_line():
         paceline.report.svg,
         paceline.report.units,
         paceline.report.words,
-        paceline.trace.communication,
+        paceline.trace.analysis.communication,
     ],
     ids=lambda module: module.__name__,
 )

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
-from paceline.trace.blame import BlameRules, chance, excess_s, late_steps
-from paceline.trace.events import COMMUNICATION, DRAIN, NOT_RUNNING, RUNNING, Kind
+from paceline.trace.analysis.blame import BlameRules, chance, excess_s, late_steps
+from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, RUNNING, Kind
 from paceline.trace.merge import load_run
 
 STEPS = 120

@@ -7,7 +7,7 @@ import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.chrome import chrome_json
-from paceline.trace.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
+from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
 from paceline.trace.merge import load_run
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chrome.json"

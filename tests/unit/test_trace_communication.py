@@ -5,10 +5,10 @@ import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
-from paceline.trace.communication import size_classes_bytes
-from paceline.trace.events import COMMUNICATION, Kind
+from paceline.trace.analysis.communication import size_classes_bytes
+from paceline.trace.analysis.stats import TraceStats, summarize_trace
+from paceline.trace.format.events import COMMUNICATION, Kind
 from paceline.trace.merge import load_run
-from paceline.trace.stats import TraceStats, summarize_trace
 
 
 def test_transfer_begins_when_the_last_rank_is_there(tmp_path):

@@ -9,9 +9,9 @@ from traces import MS, Event, with_checksums, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound
 from paceline.native import Recorder, crc32c
-from paceline.trace.events import EVENT_DTYPE, Group, Kind, Location, LocationType
-from paceline.trace.files import read_status, read_trace, trace_name
-from paceline.trace.header import FIXED_END, HEADER_BYTES, LIVE_END
+from paceline.trace.format.events import EVENT_DTYPE, Group, Kind, Location, LocationType
+from paceline.trace.format.files import read_status, read_trace, trace_name
+from paceline.trace.format.header import FIXED_END, HEADER_BYTES, LIVE_END
 
 FIRST = [Event(Kind.FORWARD, i * MS, i * MS + 5, f"name {i}", step=i) for i in range(4)]
 

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from paceline.core import errors
-from paceline.trace.events import EVENT_DTYPE, FORMAT_VERSION, IDLE, Kind, LocationType
-from paceline.trace.files import BLOCK, LOCATION
-from paceline.trace.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, LIVE_END
-from paceline.trace.version1 import EVENT_DTYPE_V1
+from paceline.trace.format.events import EVENT_DTYPE, FORMAT_VERSION, IDLE, Kind, LocationType
+from paceline.trace.format.files import BLOCK, LOCATION
+from paceline.trace.format.header import FIXED_CHECKSUM_AT, FIXED_END, HEADER, LIVE_END
+from paceline.trace.format.version1 import EVENT_DTYPE_V1
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {"u8": 1, "u16": 2, "u32": 4, "i32": 4, "u64": 8, "8 bytes": 8, "40 bytes": 40}

@@ -20,11 +20,11 @@ from paceline.core.breakdown import PHASES
 from paceline.report.model import gather
 from paceline.report.terminal import render_stats
 from paceline.trace.analysis import analyse
-from paceline.trace.events import COMMUNICATION, COMPLETION_UNKNOWN, Kind
-from paceline.trace.files import read_trace, trace_name
-from paceline.trace.keys import row_ids
+from paceline.trace.analysis.stats import TraceStats, summarize_trace
+from paceline.trace.format.events import COMMUNICATION, COMPLETION_UNKNOWN, Kind
+from paceline.trace.format.files import read_trace, trace_name
 from paceline.trace.merge import load_run, merge
-from paceline.trace.stats import TraceStats, summarize_trace
+from paceline.trace.merge.keys import row_ids
 
 WORLD = (0, 1, 2)
 STEPS = 12

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, set_boot_id, write_run, write_trace
 
 from paceline.core.errors import CorruptTrace, NotFound, StorageError
-from paceline.trace.clocks import ClockCorrection, fit_clock
-from paceline.trace.events import COMMUNICATION, Kind
-from paceline.trace.files import read_trace, trace_name
+from paceline.trace.format.events import COMMUNICATION, Kind
+from paceline.trace.format.files import read_trace, trace_name
 from paceline.trace.merge import load_run, merge
+from paceline.trace.merge.clocks import ClockCorrection, fit_clock
 
 
 def _shifted(events, shift_ns):

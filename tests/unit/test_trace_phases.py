@@ -10,10 +10,10 @@ from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
 from paceline.report.compare import compare
 from paceline.trace.analysis import analyse
-from paceline.trace.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
-from paceline.trace.files import trace_name
+from paceline.trace.analysis.phases import step_time_s
+from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, Kind
+from paceline.trace.format.files import trace_name
 from paceline.trace.merge import load_run
-from paceline.trace.phases import step_time_s
 
 
 def _phases(tmp_path, by_rank):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.studies.demo import DemoResult, Stage
-    from paceline.trace.header import Status
+    from paceline.trace.format.header import Status
 
 _TITLES = {
     "check": "check    what this machine offers",

@@ -61,8 +61,8 @@ def stats(run: Path, as_json: bool) -> None:
     from paceline.report.terminal import render_stats
     from paceline.runs.folder import RunFolder
     from paceline.trace.analysis import analyse
+    from paceline.trace.analysis.stats import summarize_trace
     from paceline.trace.merge import load_run
-    from paceline.trace.stats import summarize_trace
 
     found = summarize_trace(analyse(load_run(RunFolder.open(run).path)))
     if as_json:

@@ -15,7 +15,7 @@ from paceline.core.errors import (
 )
 from paceline.launch.exits import ExitOutcome, interruption
 from paceline.runs.result import Failure
-from paceline.trace.files import read_status, trace_name
+from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:
     from pathlib import Path

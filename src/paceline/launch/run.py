@@ -52,7 +52,7 @@ from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.runs.versions import versions
 from paceline.trace.analysis import Analysis, analyse
-from paceline.trace.files import read_status
+from paceline.trace.format.files import read_status
 from paceline.trace.merge import load_run
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
-    from paceline.trace.header import Status
+    from paceline.trace.format.header import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

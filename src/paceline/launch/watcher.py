@@ -6,14 +6,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
-from paceline.trace.files import read_status, trace_name
+from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.trace.header import Status
+    from paceline.trace.format.header import Status
 
 
 class StatusWatcher:

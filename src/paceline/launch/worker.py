@@ -27,7 +27,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.config import environment
 from paceline.core.processes import die_with_parent
 from paceline.native import Recorder
-from paceline.trace.files import trace_name
+from paceline.trace.format.files import trace_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

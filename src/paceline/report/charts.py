@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.breakdown import Breakdown
-    from paceline.trace.blame import Straggler
+    from paceline.trace.analysis.blame import Straggler
 
 COLUMNS = 400
 ROWS = 64

@@ -12,13 +12,13 @@ import numpy as np
 
 from paceline.core.record import digest
 from paceline.report.units import format_bytes, plural
-from paceline.trace.events import TRAINED_BYTES, Kind
+from paceline.trace.format.events import TRAINED_BYTES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.estimate import Estimate
-    from paceline.trace.communication import Traffic
+    from paceline.trace.analysis.communication import Traffic
     from paceline.trace.merge import Trace
 
 # Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step

@@ -17,8 +17,8 @@ from paceline.core.record import Record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.blame import Straggler
-    from paceline.trace.phases import RankPhases
+    from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
 

@@ -23,11 +23,11 @@ from paceline.report.words import failure_words, gap_words, sync_place, verdict
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
-from paceline.trace.blame import Straggler
-from paceline.trace.communication import Traffic
-from paceline.trace.events import SYNCHRONISING
+from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.phases import RankPhases, step_time_s
+from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
-from paceline.trace.phases import RankPhases, step_time_s
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 

@@ -24,12 +24,12 @@ from paceline.report.units import (
     plural,
     significant,
 )
-from paceline.trace.blame import BlameRules
+from paceline.trace.analysis.blame import BlameRules
 
 if TYPE_CHECKING:
     from paceline.core.machine import Rate
     from paceline.report.model import Report
-    from paceline.trace.phases import RankPhases
+    from paceline.trace.analysis.phases import RankPhases
 
 _MAX_ROWS = 128
 

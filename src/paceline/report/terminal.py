@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from paceline.core.estimate import Estimate
     from paceline.perf.calibrate import Calibration
     from paceline.report.model import Report
-    from paceline.trace.communication import Traffic
-    from paceline.trace.matches import Mismatch
-    from paceline.trace.stats import TraceStats
+    from paceline.trace.analysis.communication import Traffic
+    from paceline.trace.analysis.stats import TraceStats
+    from paceline.trace.merge.matches import Mismatch
 
 _ROWS = 16
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.runs.result import Failure, RunResult
-    from paceline.trace.blame import Straggler
+    from paceline.trace.analysis.blame import Straggler
 
 BECAUSE = {
     "data": "because of data loading",

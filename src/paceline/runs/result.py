@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.record import Record
-from paceline.trace.blame import Straggler
+from paceline.trace.analysis.blame import Straggler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

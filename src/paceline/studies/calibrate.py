@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.core.machine import Machine
     from paceline.report.model import Report
-    from paceline.trace.communication import Traffic
+    from paceline.trace.analysis.communication import Traffic
 
 # Neighbouring steps are alike, so that the spread of single steps says too little of how far a
 # median may be off. The spread of the medians of blocks of steps does not.

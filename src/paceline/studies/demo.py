@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.core.plan_file import PlanFile
     from paceline.probe.doctor import Finding
     from paceline.report.model import Report
-    from paceline.trace.header import Status
+    from paceline.trace.format.header import Status
 
 RANKS = 2
 EPOCHS = 30

@@ -1,11 +1,14 @@
-"""What a run did: recorded while it runs, brought onto one clock, and turned into answers.
+"""What a run did: recorded while it runs, joined on one clock, and turned into answers.
 
-A collector puts hooks into a framework and records events (`events`) through the native recorder,
-one file per rank (`files`; docs/reference/trace-format.md). Afterwards `merge.load_run` gives the
-`Trace`: all ranks on one clock (`clocks`), and what they did together (`matching`). From it
-`analysis.analyse` makes, once, all that is known of the run: when ranks waited for each other
-(`waits`), seconds by phase and step (`phases`), skew (`skew`), stragglers and causes (`blame`) and
-traffic (`communication`). `chrome` writes Chrome's JSON.
+Four sub-packages and an export, with imports in one direction (an import contract checks it):
+
+    analysis     chrome      Analysis: waits, phases, skew, stragglers, traffic | Chrome's JSON
+        '----------'
+             merge           the ranks' files matched, on the run's one clock: Trace
+               |
+             format          the event schema; one rank's file
+               |
+           collectors        hooks in a framework, which record events; loaded in a rank's process
 
 Import the module that you need: the recording side must not load what only analyses need.
 """

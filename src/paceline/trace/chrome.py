@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.trace.events import MAIN, Kind, LocationType
+from paceline.trace.format.events import MAIN, Kind, LocationType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.trace.clocks import ClockCorrection
-    from paceline.trace.files import RankTrace
+    from paceline.trace.format.files import RankTrace
     from paceline.trace.merge import Trace
+    from paceline.trace.merge.clocks import ClockCorrection
 
 _FIRST_TRACK = 10_000  # of locations other than the main thread and communication
 

@@ -19,8 +19,8 @@ from paceline.native import Recorder
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch import TorchCollector
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.events import DRAIN, Kind
-from paceline.trace.files import read_trace
+from paceline.trace.format.events import DRAIN, Kind
+from paceline.trace.format.files import read_trace
 
 # What is missing from the trace without a capability: (kind, name).
 LOST = {

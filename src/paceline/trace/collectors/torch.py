@@ -22,7 +22,7 @@ from paceline.trace.collectors.torch_collectives import CollectiveRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_phases import PhaseRecorder, phase_of
 from paceline.trace.collectors.torch_steps import StepRecorder
-from paceline.trace.events import IDLE, MAIN, Kind
+from paceline.trace.format.events import IDLE, MAIN, Kind
 
 if TYPE_CHECKING:
     from paceline.native import Recorder

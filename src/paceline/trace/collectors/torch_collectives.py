@@ -20,7 +20,7 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.events import COMPLETION_UNKNOWN, RECV, Kind
+from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

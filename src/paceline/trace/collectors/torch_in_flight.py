@@ -23,7 +23,7 @@ from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_groups import GroupRecord, Groups
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.events import (
+from paceline.trace.format.events import (
     COMMUNICATION,
     COMPLETION_UNKNOWN,
     DRAIN,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
-from paceline.trace.events import RECV, SEND
+from paceline.trace.format.events import RECV, SEND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

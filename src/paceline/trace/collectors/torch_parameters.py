@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from paceline.native import monotonic_ns
-from paceline.trace.events import TRAINED_BYTES, Kind
+from paceline.trace.format.events import TRAINED_BYTES, Kind
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.events import IDLE, MAIN, Kind
+from paceline.trace.format.events import IDLE, MAIN, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
-from paceline.trace.events import Kind
+from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
     from paceline.native import Recorder

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
-from paceline.trace.clocks import ClockCorrection, fit_clocks
-from paceline.trace.files import RankTrace, read_trace
-from paceline.trace.matches import Matches
-from paceline.trace.matching import match
-from paceline.trace.timing import on_run_clock
+from paceline.trace.format.files import RankTrace, read_trace
+from paceline.trace.merge.clocks import ClockCorrection, fit_clocks
+from paceline.trace.merge.matches import Matches
+from paceline.trace.merge.matching import match
+from paceline.trace.merge.timing import on_run_clock
 
 if TYPE_CHECKING:
     from pathlib import Path

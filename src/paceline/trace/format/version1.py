@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.trace.events import (
+from paceline.trace.format.events import (
     COMMUNICATION,
     EVENT_DTYPE,
     MAIN,

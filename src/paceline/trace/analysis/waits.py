@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
-from paceline.trace.keys import collective_keys, row_ids
-from paceline.trace.matches import NO_TIME, NONE
+from paceline.trace.format.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
+from paceline.trace.merge.keys import collective_keys, row_ids
+from paceline.trace.merge.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.matches import Matches
     from paceline.trace.merge import Trace
+    from paceline.trace.merge.matches import Matches
 
 # Times on the run's clock. A drain ends when its data was there; what is done later is not waiting.
 WAIT_INTERVAL = np.dtype(

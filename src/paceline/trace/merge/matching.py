@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.events import COMPLETION_UNKNOWN, EQUAL_SIZES, Group, Kind
-from paceline.trace.keys import collective_keys, row_ids
-from paceline.trace.matches import CALL, INSTANCE, MESSAGE, NONE, Matches
+from paceline.trace.format.events import COMPLETION_UNKNOWN, EQUAL_SIZES, Group, Kind
+from paceline.trace.merge.keys import collective_keys, row_ids
+from paceline.trace.merge.matches import CALL, INSTANCE, MESSAGE, NONE, Matches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.files import RankTrace
+    from paceline.trace.format.files import RankTrace
 
 
 def match(ranks: Sequence[RankTrace]) -> Matches:

@@ -26,7 +26,7 @@ from paceline.core.record import Record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.phases import RankPhases
+    from paceline.trace.analysis.phases import RankPhases
 
 _PASSES = 2
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.native import crc32c
-from paceline.trace import version1
-from paceline.trace.events import EVENT_DTYPE, IDLE, Group, Kind, Location, LocationType
-from paceline.trace.header import HEADER_BYTES, Status, corrupt, parse_header
+from paceline.trace.format import version1
+from paceline.trace.format.events import EVENT_DTYPE, IDLE, Group, Kind, Location, LocationType
+from paceline.trace.format.header import HEADER_BYTES, Status, corrupt, parse_header
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace
 from paceline.native import crc32c
-from paceline.trace.events import FORMAT_VERSION, IDLE, Kind
+from paceline.trace.format.events import FORMAT_VERSION, IDLE, Kind
 
 if TYPE_CHECKING:
     from pathlib import Path

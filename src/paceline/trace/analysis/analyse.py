@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.blame import BlameRules, Straggler, find_stragglers
-from paceline.trace.communication import Traffic, traffic
-from paceline.trace.matches import Mismatch
+from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
+from paceline.trace.analysis.communication import Traffic, traffic
+from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
+from paceline.trace.analysis.skew import skew_s
+from paceline.trace.analysis.waits import wait_intervals
 from paceline.trace.merge import Trace
-from paceline.trace.phases import RankPhases, rank_phases, step_time_s
-from paceline.trace.skew import skew_s
-from paceline.trace.waits import wait_intervals
+from paceline.trace.merge.matches import Mismatch
 
 if TYPE_CHECKING:
-    from paceline.trace.matches import Matches
+    from paceline.trace.merge.matches import Matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.record import Record
-from paceline.trace.events import RECV, SEND
-from paceline.trace.keys import row_ids
-from paceline.trace.matches import NONE
+from paceline.trace.format.events import RECV, SEND
+from paceline.trace.merge.keys import row_ids
+from paceline.trace.merge.matches import NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.matches import Matches
+    from paceline.trace.merge.matches import Matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

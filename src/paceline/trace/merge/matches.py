@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.record import Record
-from paceline.trace.events import SYNCHRONISING, Group
+from paceline.trace.format.events import SYNCHRONISING, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,12 +16,12 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
-from paceline.trace.events import MAIN, NOT_RUNNING, RUNNING, Kind
+from paceline.trace.format.events import MAIN, NOT_RUNNING, RUNNING, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.files import RankTrace
+    from paceline.trace.format.files import RankTrace
 
 _PHASE_OF = {
     Kind.INPUT: PHASES.index("input"),

@@ -9,12 +9,12 @@ import numpy as np
 
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
-from paceline.trace.communication import Traffic
-from paceline.trace.events import Kind
-from paceline.trace.matches import Mismatch
+from paceline.trace.analysis.communication import Traffic
+from paceline.trace.format.events import Kind
+from paceline.trace.merge.matches import Mismatch
 
 if TYPE_CHECKING:
-    from paceline.trace.analysis import Analysis
+    from paceline.trace.analysis.analyse import Analysis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.trace.events import ROOTED
-from paceline.trace.matches import NO_TIME
+from paceline.trace.format.events import ROOTED
+from paceline.trace.merge.matches import NO_TIME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.clocks import ClockCorrection
-    from paceline.trace.matches import Matches
+    from paceline.trace.merge.clocks import ClockCorrection
+    from paceline.trace.merge.matches import Matches
 
 
 def on_run_clock(matches: Matches, clocks: Sequence[ClockCorrection]) -> Matches:
