@@ -1,7 +1,8 @@
 """Latency and bandwidth between two processes of this node, by ping and pong. Standard library.
 
 One process is the caller, the other its worker, this file run with ``-m``. Both loops are in
-Python, which adds about a microsecond to the latency of shared memory: what a framework in Python sees.
+Python, which adds about a microsecond to the latency of shared memory: what a framework in Python
+sees.
 """
 
 from __future__ import annotations
