@@ -44,11 +44,11 @@ def samples(count):
 
 def measure(count, folder):
     """Pack in this process; print what it took as JSON."""
-    from paceline.store import pack_samples
+    from paceline import store
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start_s = time.perf_counter()
-    summary = pack_samples(samples(count), Path(folder, "pack"))
+    summary = store.pack(store.Samples(samples(count)), Path(folder, "pack"))
     pack_s = time.perf_counter() - start_s
     start_s = time.perf_counter()
     for _ in samples(count):
@@ -96,10 +96,10 @@ def main():
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=1800)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        one = json.loads(done.stdout)
-        one["sample_us"] = (one["pack_s"] - one["make_s"]) / count * 1e6
-        report.row(**one)
-        results.append(one)
+        measured = json.loads(done.stdout)
+        measured["sample_us"] = (measured["pack_s"] - measured["make_s"]) / count * 1e6
+        report.row(**measured)
+        results.append(measured)
     small, large = results
     what = f"packing {largest:,} tiny samples"
     report.bar(f"{what}: peak memory, bytes", large["peak_bytes"], MAX_BYTES)

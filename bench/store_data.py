@@ -92,7 +92,9 @@ def make_files(folder, name):
 def listing(files):
     """Return the paths of all files of a set, sorted: sample k of every format is the k-th."""
     folders = sorted(entry.path for entry in os.scandir(files))
-    return [path for one in folders for path in sorted(entry.path for entry in os.scandir(one))]
+    return [
+        path for folder in folders for path in sorted(entry.path for entry in os.scandir(folder))
+    ]
 
 
 def make_pack(folder, name, paceline):

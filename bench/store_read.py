@@ -364,7 +364,7 @@ def _at_once(pair, number, limit_s):
     for rank, process in enumerate(pair):
         process.begin("copy", 2 * number + rank, limit_s=limit_s)
     found = [process.result() for process in pair]
-    return sum(one["samples"] / one["seconds"] for one in found)
+    return sum(turn["samples"] / turn["seconds"] for turn in found)
 
 
 def loader(report, folder, flags):

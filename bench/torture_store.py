@@ -31,11 +31,16 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         done = torture_store(Path(folder), quick if flags.quick else full)
     tell(f"on {done.file_system}, seed {done.seed}")
-    for one in done.campaigns:
-        report.row(campaign=one.name, cases=one.cases, elapsed_s=one.elapsed_s, **one.counts)
-        for failure in one.failures:
+    for campaign in done.campaigns:
+        report.row(
+            campaign=campaign.name,
+            cases=campaign.cases,
+            elapsed_s=campaign.elapsed_s,
+            **campaign.counts,
+        )
+        for failure in campaign.failures:
             tell(f"FAILED: {failure}")
-        report.bar(f"{NAMES[one.name]}, of {one.cases:,}", one.failure_count, 0)
+        report.bar(f"{NAMES[campaign.name]}, of {campaign.cases:,}", campaign.failure_count, 0)
     return report.print()
 
 

@@ -88,7 +88,7 @@ def _fields(cls: type[Record]) -> tuple[dataclasses.Field, ...]:
 def _value(hint: typing.Any, name: str) -> typing.Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _value(next(one for one in arguments if one is not type(None)), name)
+        return _value(next(option for option in arguments if option is not type(None)), name)
     if origin is typing.Literal:
         return arguments[0]
     if origin is tuple:

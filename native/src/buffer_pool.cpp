@@ -27,7 +27,7 @@ Free& free_buffers() {
   return *all;
 }
 
-// Few sizes, at most an eighth too large: batches differ a little, and buffers should fit.
+// Few sizes, at most an eighth too large: batches differ a little, and buffers should be reused.
 std::size_t rounded(std::size_t size) {
   const std::size_t step = std::max(min_bytes, std::bit_floor(size) / 8);
   return (size + step - 1) / step * step;
@@ -43,9 +43,9 @@ std::span<std::byte> acquire_buffer(std::size_t size) {
   {
     const std::lock_guard lock(all.mutex);
     auto best = all.buffers.end();
-    for (auto one = all.buffers.begin(); one != all.buffers.end(); ++one) {
-      const bool fits = one->size() >= wanted && one->size() <= 2 * wanted;
-      if (fits && (best == all.buffers.end() || one->size() < best->size())) best = one;
+    for (auto kept = all.buffers.begin(); kept != all.buffers.end(); ++kept) {
+      const bool fits = kept->size() >= wanted && kept->size() <= 2 * wanted;
+      if (fits && (best == all.buffers.end() || kept->size() < best->size())) best = kept;
     }
     if (best != all.buffers.end()) {
       const auto buffer = *best;
@@ -68,7 +68,7 @@ void release_buffer(std::span<std::byte> buffer) noexcept {
   std::unique_lock lock(all.mutex);
   all.bytes += buffer.size();
   all.buffers.push_back(buffer);
-  while (all.bytes > max_kept_bytes) {  // the oldest goes: it fitted nothing for longest
+  while (all.bytes > max_kept_bytes) {  // the oldest goes: it has been unused for longest
     const auto oldest = all.buffers.front();
     all.buffers.erase(all.buffers.begin());
     all.bytes -= oldest.size();

@@ -20,8 +20,8 @@ namespace paceline {
 namespace {
 
 constexpr std::size_t block_bytes = 64 * 1024;   // copied, then checked while still in the cache
-// What a thread takes of a batch at a time: small enough that all end together, large enough that
-// asking for faults (two system calls) costs a few percent.
+// What a thread takes of a batch at a time: small enough that all threads end together, large enough
+// that counting faults (two system calls) costs a few percent.
 constexpr std::size_t min_slice_bytes = 128 * 1024;
 constexpr std::size_t max_slice_bytes = 1024 * 1024;
 constexpr std::size_t slices_per_thread = 8;
@@ -53,7 +53,7 @@ std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source)
   return crc;
 }
 
-// Touches each page once, and has the compiler believe that this matters.
+// Touches each page once, in a way that the compiler cannot remove.
 void touch(std::span<const std::byte> bytes) {
   unsigned sum = 0;
   for (std::size_t at = 0; at < bytes.size(); at += page_size) {
@@ -135,8 +135,8 @@ void PackReader::open_shards(const std::string& folder) {
                    "format version " + std::to_string(header.version) + " is newer than " +
                        std::to_string(pack_format_version));
     }
-    // Samples are read in random order: what lies beside them is read for nothing. What is wanted
-    // is requested as a whole.
+    // Samples are read in random order: reading ahead beside them would be in vain. The extents of a
+    // batch are requested together.
     madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_RANDOM);
     shards_.push_back(std::make_unique<Shard>(std::move(mapping), options_.residency));
   }
@@ -218,7 +218,7 @@ void PackReader::look_up(std::vector<ExtentRead>& reads) const {
 }
 
 void PackReader::request(std::vector<ExtentRead>& reads) const {
-  const auto is_resident = [](const ExtentRead& one) { return one.resident; };
+  const auto is_resident = [](const ExtentRead& read) { return read.resident; };
   if (std::all_of(reads.begin(), reads.end(), is_resident)) return;
   const auto lies_before = [](const ExtentRead& left, const ExtentRead& right) {
     if (left.resident != right.resident) return left.resident;
@@ -398,18 +398,18 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   look_up(reads);
   request(reads);
   const FaultWatch faults;
-  auto read = reads.begin();
-  for (; read != reads.end() && read->resident; ++read) {
-    if (read->trusted || options_.verify == Verify::never) touch(read->stored);
+  auto next = reads.begin();
+  for (; next != reads.end() && next->resident; ++next) {
+    if (next->trusted || options_.verify == Verify::never) touch(next->stored);
   }
   const bool faulted = faults.struck();
   if (faulted) revalidate_.store(revalidated_batches, std::memory_order_relaxed);
-  for (ExtentRead& one : reads) {
-    if (faulted && one.resident) one.shard->residency->invalidate_around(one.stored);
+  for (ExtentRead& read : reads) {
+    if (faulted && read.resident) read.shard->residency->invalidate_around(read.stored);
     if (options_.verify == Verify::never) {
-      load(one);
-    } else if (faulted || !one.trusted) {
-      check_in_place(one);
+      load(read);
+    } else if (faulted || !read.trusted) {
+      check_in_place(read);
     }
   }
   return found;
@@ -426,7 +426,7 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
       }
       look_up(reads);
       request(reads);
-    } catch (const std::exception&) {  // a hint: whoever reads the sample gets the error
+    } catch (const std::exception&) {  // only a hint: reading the sample throws the error
     }
   });
 }

@@ -52,10 +52,10 @@ void in_parallel(std::size_t count, int threads, const Work& work) {
   const std::size_t wanted = std::min<std::size_t>(static_cast<std::size_t>(threads), count);
   try {
     while (helpers.size() + 1 < wanted) helpers.emplace_back(run);
-  } catch (const std::system_error&) {  // the system gives no more threads: fewer will do
+  } catch (const std::system_error&) {  // the system gives no more threads: fewer suffice
   }
   run();
-  for (auto& one : helpers) one.join();
+  for (auto& helper : helpers) helper.join();
   if (problem) std::rethrow_exception(problem);
 }
 

@@ -2,11 +2,11 @@
 //
 // A page is trusted from when its bytes were verified for as long as it stays in this process's
 // page table: the kernel takes a page out of every page table before it can drop its contents, so
-// what comes back from storage later, whoever brings it back, comes as a page that is not present.
+// what comes back from storage later, for whichever process, comes as a page that is not present.
 // A bit "verified" beside a page that is merely resident (mincore, or state shared with other
 // processes) would not tell a page that stayed from one that was dropped and read again.
 //
-// Two things make pages present that nobody verified. A fault maps what is resident around it
+// Two things make pages present that were not verified. A fault maps what is resident around it
 // ("fault-around", 64 KiB): before a fault, pages there that are gone are invalidated. And a page
 // that two samples share may be brought back for one of them: then the page beyond it is
 // invalidated, so that the other sample is verified as well.

@@ -57,7 +57,7 @@ class ParsedPack:
         self.folders = self.strings(10, 11, folders)
         self.classes = self.strings(12, 13, classes)
         assert self.names == sorted(set(self.names))
-        assert self.folders == sorted(set(self.folders), key=lambda one: one + b"/")
+        assert self.folders == sorted(set(self.folders), key=lambda name: name + b"/")
         assert len(self.sections[14]) == shards
         assert all(len(self.sections[k]) == samples for k in (5, 6, 7))
         assert set(self.sections[5].tolist()) <= set(range(-1, classes))
@@ -119,7 +119,7 @@ class ParsedPack:
             below = [n for n, name in enumerate(self.names) if name.startswith(folder + b"/")]
             assert samples[k][1] - samples[k][0] == len(below)
             assert not below or below == list(range(*samples[k]))
-            inside = [one for one in self.folders if one.startswith(folder + b"/")]
+            inside = [name for name in self.folders if name.startswith(folder + b"/")]
             assert self.folders[k + 1 : ends[k]] == inside
             assert folder not in self.names
 
@@ -164,9 +164,9 @@ class ParsedPack:
             assert data[:16] == struct.pack("<8sII", b"PACEPRTY", 2, k)
             assert hashlib.sha256(data).digest() == self.sections[23][32 * k : 32 * k + 32]
             members = shards[k * group : (k + 1) * group]
-            total = np.zeros(max(len(one) for one in members), np.uint8)
-            for one in members:
-                total[: len(one)] ^= np.frombuffer(one, np.uint8)
+            total = np.zeros(max(len(shard) for shard in members), np.uint8)
+            for shard in members:
+                total[: len(shard)] ^= np.frombuffer(shard, np.uint8)
             assert data[64:] == total.tobytes()
 
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import store
 from paceline.native import zstd_available
-from paceline.store import PackOptions, append_pack, open_pack, pack_archives, pack_samples
-from paceline.store.write import index as indexing_module
+from paceline.store import PackOptions, open_pack
+from paceline.store.write import index as index_module
 from paceline.store.write import name_table as table_module
-from paceline.store.write import sorted_runs as spool_module
+from paceline.store.write import sorted_runs as runs_module
 
 _spec = importlib.util.spec_from_file_location(
     "pack_parser", Path(__file__).with_name("pack_parser.py")
@@ -59,7 +60,7 @@ def check(path, expected):
         for name, body in expected.items():
             assert pack.read(pack.find(name)) == body
         assert list(pack.verify()) == []
-    assert not [one for one in path.iterdir() if one.name.endswith(".partial")]
+    assert not [entry for entry in path.iterdir() if entry.name.endswith(".partial")]
     return parsed
 
 
@@ -67,10 +68,10 @@ def check(path, expected):
 def few(request, monkeypatch):
     """Let runs, pieces of the merge and parts of the name table be tiny."""
     if request.param:
-        monkeypatch.setattr(spool_module, "RUN_SAMPLES", 3)
-        monkeypatch.setattr(indexing_module, "PIECE_SAMPLES", 4)
-        monkeypatch.setattr(table_module, "PART_SAMPLES", 2)
-        monkeypatch.setattr(table_module, "_PIECE_SLOTS", 8)
+        monkeypatch.setattr(runs_module, "RUN_SAMPLES", 3)
+        monkeypatch.setattr(index_module, "BLOCK_SAMPLES", 4)
+        monkeypatch.setattr(table_module, "BUCKET_SAMPLES", 2)
+        monkeypatch.setattr(table_module, "_BLOCK_SLOTS", 8)
 
 
 @pytest.mark.usefixtures("few")
@@ -80,14 +81,12 @@ def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut)
     first, second = samples[:cut], samples[cut:]
     with tempfile.TemporaryDirectory(dir=_memory()) as folder:
         path = Path(folder, "pack")
-        pack_samples(iter(first), path, options=options)
+        store.pack(store.Samples(iter(first)), path, options=options)
         parsed = check(path, dict(first))
         classes = sorted({name.split(b"/")[0] for name, _ in first if b"/" in name})
         assert parsed.classes == classes
         if second and first:
-            from paceline.store.write.sources import SampleSource
-
-            append_pack(SampleSource(second), path, options=options)
+            store.append(store.Samples(second), path, options=options)
             parsed = check(path, dict(samples))
             assert parsed.classes[: len(classes)] == classes
         for name, label in zip(parsed.names, parsed.sections[5].tolist(), strict=True):
@@ -108,7 +107,7 @@ def test_archives_of_all_formats(tmp_path, suffix):
                 entry.size, entry.mtime, entry.mode = len(body), 1_700_000_000 + k, 0o640
                 archive.addfile(entry, io.BytesIO(body))
                 expected[name.removeprefix("./").encode()] = body
-    pack_archives(tmp_path.glob(f"*.{suffix}"), tmp_path / "pack")
+    store.pack(store.Archives(tmp_path.glob(f"*.{suffix}")), tmp_path / "pack")
     parsed = check(tmp_path / "pack", expected)
     assert set(parsed.sections[6].tolist()) == {0o100640}
     assert {t // 10**9 for t in parsed.sections[7].tolist()} == {

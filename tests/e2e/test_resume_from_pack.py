@@ -7,7 +7,8 @@ from itertools import chain
 import pytest
 from launching import SCRIPTS, paceline
 
-from paceline.store import open_pack, pack_folder
+from paceline import store
+from paceline.store import open_pack
 from paceline.trace.events import Kind
 from paceline.trace.merge import load_run
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
     (folder / "source").mkdir()
     for number in range(COUNT):
         (folder / "source" / f"{number:03d}").write_bytes(bytes([number]) * SAMPLE_BYTES)
-    pack_folder(folder / "source", folder / "pack")
+    store.pack(store.Folder(folder / "source"), folder / "pack")
     return folder
 
 

@@ -165,13 +165,15 @@ class Section:
         return chosen[chosen["begin_ns"].argsort(kind="stable")]
 
     def names(self, kind):
-        return [self.rank.names[one] for one in self.of(kind)["name"].tolist()]
+        return [self.rank.names[number] for number in self.of(kind)["name"].tolist()]
 
     def inside(self, kind, outer):
         """Return how many events of `kind` lie within one of `outer`."""
         return sum(
-            any(o["begin_ns"] <= one["begin_ns"] and one["end_ns"] <= o["end_ns"] for o in outer)
-            for one in self.of(kind)
+            any(
+                o["begin_ns"] <= event["begin_ns"] and event["end_ns"] <= o["end_ns"] for o in outer
+            )
+            for event in self.of(kind)
         )
 
 
@@ -271,7 +273,7 @@ def test_clipping_and_clearing_gradients_is_of_the_optimizer(loops):
 def test_phases_of_the_main_lane_are_properly_nested(loops):
     rank = loops["lbfgs"].rank
     timed = [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.CHECKPOINT]
-    events = rank.events[[one in timed for one in rank.events["kind"].tolist()]]
+    events = rank.events[[kind in timed for kind in rank.events["kind"].tolist()]]
     open_until: list[int] = []
     for begin, end in sorted(
         zip(events["begin_ns"].tolist(), events["end_ns"].tolist(), strict=True),
@@ -301,6 +303,52 @@ def test_a_compiled_model_computes_the_same(tmp_path):
     assert json.loads(done.out) == last_json(plain.stdout)
     rank = load_run(tmp_path / "RUN").ranks[0]
     assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
+
+
+# --- call signatures -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def signatures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("signatures")
+    script = SCRIPTS / "signatures.py"
+    for name, flags in (("plain", ["--no-record"]), ("recorded", [])):
+        where = {"SIGNATURES": str(folder / name)}
+        done = paceline(folder, "run", "-n", 2, *flags, "--out", f"RUN-{name}", script, env=where)
+        assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_legal_call_does_recorded_what_it_does_unrecorded(signatures, rank):
+    plain, recorded = (
+        json.loads((signatures / f"{name}-{rank}" / "found.json").read_text())
+        for name in ("plain", "recorded")
+    )
+    assert recorded == plain
+    assert all(plain.values())
+
+
+def test_a_saved_file_has_its_bytes_however_it_is_named(signatures):
+    (rank, _) = load_run(signatures / "RUN-recorded").ranks
+    saved = [
+        (signatures / "recorded-0" / f"{name}.pt").stat().st_size
+        for name in ("plain", "keyword", "mixed", "protocol")
+    ]
+    assert rank.of(Kind.CHECKPOINT)["amount"].tolist() == [*saved, 0]  # a stream has no size
+
+
+def test_copies_between_devices_are_seen_however_they_are_called(signatures):
+    (rank, _) = load_run(signatures / "RUN-recorded").ranks
+    names = [rank.names[number] for number in rank.of(Kind.COPY)["name"]]
+    assert names == ["copy to", "copy to", "copy to", "copy copy_"]
+
+
+def test_messages_of_all_signatures_find_their_other_side(signatures):
+    matches = load_run(signatures / "RUN-recorded").matches
+    assert len(matches.messages) == 2 * 5
+    assert (matches.messages["partner"] >= 0).all()
+    assert matches.mismatches() == ()
 
 
 # --- gradients reduced by the script itself -------------------------------------------------------

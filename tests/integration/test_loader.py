@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from paceline import store
 from paceline.core.errors import (
     CorruptPack,
     DeadlineExceeded,
@@ -27,15 +28,7 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.store import (
-    Loader,
-    LoaderOptions,
-    PackDataset,
-    PackSampler,
-    SampleOrder,
-    open_pack,
-    pack_folder,
-)
+from paceline.store import Loader, LoaderOptions, PackDataset, PackSampler, SampleOrder, open_pack
 
 COUNT = 100
 DEADLINE_S = 60
@@ -50,7 +43,7 @@ def path(tmp_path_factory):
         inside = folder / "source" / f"class{k % 3}"
         inside.mkdir(parents=True, exist_ok=True)
         (inside / f"{k:03d}").write_bytes(bytes([k]) * (k + 1))
-    pack_folder(folder / "source", folder / "pack")
+    store.pack(store.Folder(folder / "source"), folder / "pack")
     return folder / "pack"
 
 
@@ -73,7 +66,7 @@ def options(**given):
 
 
 def loader_threads():
-    return [one for one in threading.enumerate() if one.name.startswith("paceline-loader")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("paceline-loader")]
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +85,15 @@ def test_raw_samples_are_views_of_one_buffer(pack):
     loader = Loader(pack, 8, options=options())
     for samples, labels, numbers in loader:
         bodies = [pack.read(number) for number in numbers.tolist()]
-        assert [bytes(one) for one in samples] == bodies
+        assert [bytes(body) for body in samples] == bodies
         assert [bytes(samples[k]) for k in range(-len(samples), 0)] == bodies
         assert list(map(bytes, samples[2:4])) == bodies[2:4]
-        assert [bytes(one.numpy()) for one in samples.tensors()] == bodies
+        assert [bytes(tensor.numpy()) for tensor in samples.tensors()] == bodies
         assert b"".join(bodies) == samples.buffer.numpy().tobytes()
         assert labels.dtype == numbers.dtype == torch.int64
         assert labels.tolist() == pack.labels[numbers.numpy()].tolist()
         again = pickle.loads(pickle.dumps(samples))
-        assert [bytes(one) for one in again] == bodies
+        assert [bytes(body) for body in again] == bodies
         with pytest.raises(IndexError):
             samples[len(samples)]
     address = samples.buffer.data_ptr()
@@ -145,7 +138,7 @@ def test_raw_samples_come_from_any_kind_of_worker(path, pack, kind):
 
 
 def test_a_collate_of_ones_own_gets_the_list_of_samples(pack):
-    loader = Loader(pack, 10, collate=lambda bodies: [len(one) for one in bodies])
+    loader = Loader(pack, 10, collate=lambda bodies: [len(body) for body in bodies])
     samples, labels = next(iter(loader))
     assert len(samples) == len(labels) == 10
     mixed = Loader(
@@ -160,7 +153,7 @@ def test_a_collate_of_ones_own_gets_the_list_of_samples(pack):
 
 def test_an_empty_pack_has_epochs_without_batches(tmp_path):
     (tmp_path / "source").mkdir()
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     for kind in KINDS:
         with Loader(tmp_path / "pack", 4, options=options(worker_kind=kind)) as loader:
             assert len(loader) == 0
@@ -217,7 +210,7 @@ def images(tmp_path_factory):
     for k, image in enumerate(pixels):
         Image.fromarray(image).save(folder / "source" / f"{k}.png")
     Image.fromarray(pixels[0, :, :, 0]).save(folder / "source" / "grey.png")
-    pack_folder(folder / "source", folder / "pack")
+    store.pack(store.Folder(folder / "source"), folder / "pack")
     return folder / "pack", pixels
 
 
@@ -275,7 +268,7 @@ def test_the_next_batch_has_a_name_for_errors(pack):
 def test_an_epoch_can_be_set_and_the_present_one_goes_on(pack):
     loader = Loader(pack, 10, options=options())
     epochs = [numbers_of(loader) for _ in range(3)]
-    assert len({json.dumps(one) for one in epochs}) == 3
+    assert len({json.dumps(epoch) for epoch in epochs}) == 3
     loader.set_epoch(1)
     assert numbers_of(itertools.islice(loader, 4)) == epochs[1][:4]
     loader.set_epoch(1)
@@ -286,7 +279,7 @@ def test_an_epoch_can_be_set_and_the_present_one_goes_on(pack):
     loader.set_epoch(0, 0)
     assert numbers_of(loader) == epochs[0]
     for wrong in ((-1,), (0, COUNT + 1), (0, -1)):
-        with pytest.raises(UsageError, match="there is no position"):
+        with pytest.raises(UsageError, match="is not in epoch"):
             loader.set_epoch(*wrong)
 
 
@@ -296,7 +289,7 @@ def test_a_pass_ends_when_the_loader_moves(pack, kind):
         batches = iter(loader)
         next(batches)
         loader.set_epoch(5)
-        with pytest.raises(UsageError, match="this pass over the loader is over"):
+        with pytest.raises(UsageError, match="this pass over the loader has ended"):
             next(batches)
         order = SampleOrder(sample_count=COUNT, epoch=5)
         assert next(iter(loader))[2].tolist() == order.samples(np.arange(10)).tolist()
@@ -306,7 +299,7 @@ def test_all_options_of_the_last_batch(pack):
     sizes = {}
     for last in ("pad", "drop", "join"):
         loader = Loader(pack, 16, options=options(last=last))
-        sizes[last] = [len(one) for one in numbers_of(loader)]
+        sizes[last] = [len(batch) for batch in numbers_of(loader)]
         assert len(sizes[last]) == len(loader)
         assert (loader.epoch, loader.position) == (1, 0)
     assert sizes == {"pad": [16] * 7, "drop": [16] * 6, "join": [16] * 6 + [4]}
@@ -367,7 +360,7 @@ def test_another_number_of_ranks_goes_on_exactly_where_the_first_was(path, befor
     first, states = deliver(path, before, None, 2)
     assert all(state == states[0] for state in states)
     rest, _ = deliver(path, after, states[-1], None)
-    assert [len(one) for one in first + rest] == [24] * 4 + [4]
+    assert [len(batch) for batch in first + rest] == [24] * 4 + [4]
     assert sorted(itertools.chain.from_iterable(first + rest)) == list(range(COUNT))
     order = SampleOrder(sample_count=COUNT, seed=1).samples(np.arange(COUNT)).tolist()
     assert list(itertools.chain.from_iterable(first + rest)) == order
@@ -379,22 +372,22 @@ def test_states_of_something_else_are_refused(path, pack, tmp_path):
     (tmp_path / "source").mkdir()
     for k in range(COUNT):
         (tmp_path / "source" / f"{k}").write_bytes(b"other")
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     refused = [
         (Loader(tmp_path / "pack", 8, options=options(seed=4)), state, "of another pack"),
         (Loader(pack, 8, options=options(seed=5)), state, "its seed is 4, and here it is 5"),
         (Loader(pack, 8, options=options(seed=4, shuffle="block")), state, "shuffle"),
-        (loader, {**state, "version": 99}, "version 99"),
-        (loader, {}, "version None"),
-        (loader, {**state, "position": COUNT + 1}, "in no epoch"),
-        (loader, {**state, "position": "7"}, "in no epoch"),
-        (loader, {**state, "epoch": -1}, "in no epoch"),
+        (loader, {**state, "version": 99}, "version is 99"),
+        (loader, {}, "version is None"),
+        (loader, {**state, "position": COUNT + 1}, "is not in an epoch"),
+        (loader, {**state, "position": "7"}, "is not in an epoch"),
+        (loader, {**state, "epoch": -1}, "is not in an epoch"),
     ]
-    for one, wrong, why in refused:
+    for resumed, wrong, why in refused:
         with pytest.raises(UsageError, match=why) as caught:
-            one.load_state_dict(wrong)
+            resumed.load_state_dict(wrong)
         assert caught.value.fix
-        assert (one.epoch, one.position) == (0, 0)
+        assert (resumed.epoch, resumed.position) == (0, 0)
     blocks = Loader(pack, 8, options=options(shuffle="block", block_samples=4))
     with pytest.raises(UsageError, match="block_samples"):
         blocks.load_state_dict({**blocks.state_dict(), "block_samples": 5})
@@ -417,7 +410,7 @@ def damaged(tmp_path):
     for k in range(20):
         (tmp_path / "source").mkdir(exist_ok=True)
         (tmp_path / "source" / f"{k:02d}").write_bytes(b"sample %02d" % k + bytes(100))
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     shard = tmp_path / "pack" / "shard-00000.pace"
     content = bytearray(shard.read_bytes())
     for k in (5, 8, 9, 10, 11):
@@ -547,7 +540,7 @@ def test_a_process_that_hangs_or_dies_is_told(path):
 
 def test_too_little_shared_memory_is_said_before_the_start(path, monkeypatch):
     monkeypatch.setattr(
-        "paceline.store.feed.loader._SHARED_MEMORY", "/proc"
+        "paceline.store.feed.capacity._SHARED_MEMORY", "/proc"
     )  # which has no room at all
     with (
         Loader(path, 10, options=options(worker_kind="process", workers=1)) as loader,
@@ -581,7 +574,7 @@ def test_options_that_cannot_be_are_refused(wrong, word):
 def test_ranks_that_cannot_share_the_batch_are_refused(path):
     with pytest.raises(UsageError, match="3 ranks cannot share a batch of 8"):
         Loader(path, 8, rank=0, world_size=3)
-    with pytest.raises(UsageError, match="only one was given"):
+    with pytest.raises(UsageError, match="must be given together"):
         Loader(path, 8, rank=0)
 
 

@@ -7,10 +7,11 @@ import tarfile
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import StorageError
-from paceline.store import PackOptions, open_pack, pack_archives, pack_folder
-from paceline.store.write import folder as scan_module
-from paceline.store.write import pipeline as packer_module
+from paceline.store import PackOptions, open_pack
+from paceline.store.write import folder as folder_module
+from paceline.store.write import pipeline as pipeline_module
 
 OPTIONS = PackOptions(shard_bytes=4096)
 
@@ -21,7 +22,7 @@ class Stop(Exception):
 
 @pytest.fixture(autouse=True)
 def _one_by_one(monkeypatch):
-    monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 1)
+    monkeypatch.setattr(folder_module, "BATCH_SAMPLES", 1)
 
 
 @pytest.fixture
@@ -42,9 +43,9 @@ def stop_at(count):
     return on_progress
 
 
-def stop_a_run(source, destination, count, pack=pack_folder, **kwargs):
+def stop_a_run(source, destination, count, kind=store.Folder, **kwargs):
     with pytest.raises(Stop):
-        pack(source, destination, options=OPTIONS, on_progress=stop_at(count), **kwargs)
+        store.pack(kind(source), destination, options=OPTIONS, on_progress=stop_at(count), **kwargs)
 
 
 def check(source, destination, whole):
@@ -59,13 +60,15 @@ def check(source, destination, whole):
 
 
 def test_a_resumed_pack_equals_one_that_was_packed_at_once(source, tmp_path):
-    whole = pack_folder(source, tmp_path / "whole", options=OPTIONS)
+    whole = store.pack(store.Folder(source), tmp_path / "whole", options=OPTIONS)
     reused = []
     for count in range(1, 20):
         destination = tmp_path / f"pack{count}"
         stop_a_run(source, destination, count)
         seen = []
-        summary = pack_folder(source, destination, options=OPTIONS, on_progress=seen.append)
+        summary = store.pack(
+            store.Folder(source), destination, options=OPTIONS, on_progress=seen.append
+        )
         check(source, destination, tmp_path / "whole")
         reused.append(summary.reused_sample_count)
         assert summary.reused_sample_count <= count
@@ -121,9 +124,9 @@ def test_only_what_is_still_true_is_kept(source, tmp_path, change):
         data[-1] ^= 1
         (partial / name).write_bytes(data)
         expected = entries[1]["samples"]
-    summary = pack_folder(source, tmp_path / "pack", options=options)
+    summary = store.pack(store.Folder(source), tmp_path / "pack", options=options)
     assert summary.reused_sample_count == expected
-    pack_folder(source, tmp_path / "whole", options=options)
+    store.pack(store.Folder(source), tmp_path / "whole", options=options)
     check(source, tmp_path / "pack", tmp_path / "whole")
 
 
@@ -141,9 +144,9 @@ def test_a_journal_that_cannot_be_read_is_no_obstacle(source, tmp_path, spoil):
         journal.write_bytes(b"")
     else:
         journal.unlink()
-    summary = pack_folder(source, tmp_path / "pack", options=OPTIONS)
+    summary = store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS)
     assert summary.reused_sample_count == (count if spoil in ("torn", "nonsense") else 0)
-    pack_folder(source, tmp_path / "whole", options=OPTIONS)
+    store.pack(store.Folder(source), tmp_path / "whole", options=OPTIONS)
     check(source, tmp_path / "pack", tmp_path / "whole")
 
 
@@ -153,8 +156,10 @@ def test_a_source_that_changed_is_mended_and_packing_goes_on(source, tmp_path):
             (source / "c2" / "17").write_bytes(b"other")
 
     with pytest.raises(StorageError, match="changed while"):
-        pack_folder(source, tmp_path / "pack", options=OPTIONS, on_progress=spoil)
-    assert pack_folder(source, tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
+        store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS, on_progress=spoil)
+    assert (
+        store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
+    )
 
 
 def test_an_interrupt_while_it_is_passed_over_keeps_what_was_packed(source, tmp_path, monkeypatch):
@@ -163,10 +168,12 @@ def test_an_interrupt_while_it_is_passed_over_keeps_what_was_packed(source, tmp_
 
     stop_a_run(source, tmp_path / "pack", 15)
     with monkeypatch.context() as patched:
-        patched.setattr(packer_module.Packer, "_pass_over", interrupt)
+        patched.setattr(pipeline_module, "resume", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            pack_folder(source, tmp_path / "pack", options=OPTIONS)
-    assert pack_folder(source, tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
+            store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS)
+    assert (
+        store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS).reused_sample_count > 0
+    )
 
 
 def test_archives_resume_when_they_are_the_same(source, tmp_path, monkeypatch):
@@ -174,13 +181,13 @@ def test_archives_resume_when_they_are_the_same(source, tmp_path, monkeypatch):
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as file:
         file.add(source, "root")
-    pack_archives(archive, tmp_path / "whole", options=OPTIONS)
-    stop_a_run(archive, tmp_path / "pack", 15, pack_archives)
+    store.pack(store.Archives(archive), tmp_path / "whole", options=OPTIONS)
+    stop_a_run(archive, tmp_path / "pack", 15, store.Archives)
     shutil.copytree(tmp_path / "pack.partial", tmp_path / "other.partial")
-    summary = pack_archives(archive, tmp_path / "pack", options=OPTIONS)
+    summary = store.pack(store.Archives(archive), tmp_path / "pack", options=OPTIONS)
     assert summary.reused_sample_count > 8
     check(archive, tmp_path / "pack", tmp_path / "whole")
     os.utime(archive, ns=(1, 1))
-    summary = pack_archives(archive, tmp_path / "other", options=OPTIONS)
+    summary = store.pack(store.Archives(archive), tmp_path / "other", options=OPTIONS)
     assert summary.reused_sample_count == 0
     check(archive, tmp_path / "other", tmp_path / "whole")

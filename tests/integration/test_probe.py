@@ -61,6 +61,20 @@ def test_measures_compute_links_and_storage(outcome):
     assert {link.level for link in machine.links} == {"shared-memory", "loopback"}
     costs = {(cost.backend, cost.operation, cost.ranks) for cost in machine.collectives}
     assert costs == {("gloo", "all_reduce", 2), ("gloo", "broadcast", 2)}
+    for cost in machine.collectives:
+        seconds = [point.seconds.value for point in cost.points]
+        assert len(seconds) >= 5
+        assert seconds == sorted(seconds)
+    measured = [
+        *(one.seconds for one in device.overheads),
+        *(one.latency_s for one in machine.links),
+        *(point.seconds for one in machine.collectives for point in one.points),
+        device.bandwidth_bytes_per_s,
+    ]
+    assert all(one.low <= one.value <= one.high for one in measured)
+    points = [point for one in device.rates for point in one.points]
+    assert all(one.low_per_s <= one.rate_per_s <= one.high_per_s for one in points)
+    assert any(one.low_per_s < one.high_per_s for one in points)
     (tier,) = machine.tiers
     assert tier.bandwidth_bytes_per_s.value > 0
     assert tier.open_latency_s.value > 0
@@ -106,7 +120,7 @@ def test_what_fails_is_named(monkeypatch):
 def test_a_worker_that_fails_says_why(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("raise SystemExit('no luck')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(probe, "measure_links", lambda **_: {})
+    monkeypatch.setattr(probe, "measure_links", lambda **_: ())
     monkeypatch.setattr(probe, "WORKER", "broken")
     machine = probe.measure(tmp_path, quick=True)
     assert "no luck" in machine.missing[0]

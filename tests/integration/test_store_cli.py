@@ -49,7 +49,7 @@ def test_pack_ls_cat_verify(folder):
     done = paceline(folder, "pack", "source", "pack", "--shard-size", "1KiB")
     assert done.returncode == 0, done.stderr
     text = done.stdout.decode()
-    assert "packed 3 samples in 2 classes, 263 bytes, into 1 shards" in text
+    assert "packed 3 samples in 2 classes, 263 B, into 1 shards" in text
     assert "files/s" in text
     assert "MB/s" in text
     assert "opens per epoch: 3 -> 2" in text
@@ -73,7 +73,7 @@ def test_pack_ls_cat_verify(folder):
     assert body.stdout == bytes(range(256))
     assert paceline(folder, "store", "cat", "pack", os.fsencode(ODD)).stdout == b"odd"
     whole = paceline(folder, "store", "verify", "pack")
-    assert (whole.returncode, whole.stdout) == (0, b"3 samples, 263 bytes: all whole\n")
+    assert (whole.returncode, whole.stdout) == (0, b"3 samples, 263 B: all intact\n")
 
 
 def test_json_is_one_object_with_a_version(folder):
@@ -105,7 +105,7 @@ def test_stat_says_what_is_there_and_where(folder):
     paceline(folder, "pack", "source", "pack")
     text = paceline(folder, "store", "stat", "pack").stdout.decode()
     assert "3 in 2 classes and 2 folders" in text
-    assert "263 bytes, stored as 263 bytes (ratio 1.00)" in text
+    assert "263 B, stored as 263 B (ratio 1.00)" in text
     stat = json.loads(paceline(folder, "store", "stat", "pack", "--json").stdout)
     with open_pack(folder / "pack") as pack:
         assert stat["identity"] == pack.identity
@@ -119,7 +119,7 @@ def test_stat_says_what_is_there_and_where(folder):
     assert (one["bytes"], one["class_name"], len(one["extents"])) == (3, "cat", 1)
     below = json.loads(paceline(folder, "store", "stat", "pack", "cat", "--json").stdout)
     assert (below["sample_count"], below["sample_bytes"]) == (2, 259)
-    assert b"2, 259 bytes" in paceline(folder, "store", "stat", "pack", "cat").stdout
+    assert b"2, 259 B" in paceline(folder, "store", "stat", "pack", "cat").stdout
     missing = paceline(folder, "store", "stat", "pack", "cow")
     assert missing.returncode == 2
     assert b"no sample or folder named 'cow'" in missing.stderr
@@ -147,7 +147,7 @@ def test_damage_is_named_with_exit_code_4(folder):
     assert done.returncode == 4
     report = json.loads(done.stdout)
     assert not report["ok"]
-    assert [one["code"] for one in report["damaged"]] == ["CorruptPack", "CorruptPack"]
+    assert [error["code"] for error in report["damaged"]] == ["CorruptPack", "CorruptPack"]
     done = paceline(folder, "store", "cat", "pack", "dog/b.txt")
     assert (done.returncode, done.stdout) == (4, b"")
     assert b"expected" in done.stderr
@@ -169,7 +169,7 @@ def test_damage_is_named_with_exit_code_4(folder):
         (("pack", "source", "source"), 2, b"the destination exists"),
         (("pack", "source", "source/pack"), 2, b"inside the source"),
         (("pack", "source", "pack", "--shard-size", "huge"), 2, b"not a size"),
-        (("pack", "source", "pack", "--shard-size", "1"), 2, b"holds no sample"),
+        (("pack", "source", "pack", "--shard-size", "1"), 2, b"cannot hold a sample"),
         (("store", "ls", "nowhere"), 2, b"no pack here"),
         (("store", "cat", "source", "x"), 2, b"no pack here"),
         (("store", "verify", "nowhere"), 2, b"no pack here"),
@@ -207,7 +207,7 @@ def test_archives_codec_parity_append_and_resume(folder):
     done = paceline(folder, "pack", "--append", "more", "pack", "--codec", "auto")
     assert done.returncode == 0, done.stderr
     assert b"appended 1 samples to 3 in 3 classes" in done.stdout
-    assert b"zstd: 100.0 kB less" in done.stdout
+    assert b"zstd: 97.6 KiB less" in done.stdout
     assert b"opens per epoch: 4 -> 3" in done.stdout
     whole = paceline(folder, "store", "verify", "pack")
     assert whole.returncode == 0
@@ -219,15 +219,16 @@ def test_archives_codec_parity_append_and_resume(folder):
         assert done.returncode == 2
         assert f"--append and {other[0]}" in json.loads(done.stdout)["error"]["what"]
     script = (
-        "import os; from paceline.store.write import pack as packing\n"
-        "packing.build_index = lambda *a: os._exit(9)\n"
-        "packing.pack_folder('source', 'killed')"
+        "import os; from paceline import store\n"
+        "from paceline.store.write import pack as packing\n"
+        "packing.write_index = lambda *a: os._exit(9)\n"
+        "store.pack(store.Folder('source'), 'killed')"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=folder).returncode == 9
     done = paceline(folder, "pack", "source", "killed")
     assert done.returncode == 0, done.stderr
-    assert b"going on behind 3 samples" in done.stderr
-    assert b"3 samples were there from a run that was killed" in done.stdout
+    assert b"resuming after 3 samples" in done.stderr
+    assert b"3 samples were packed by an earlier run" in done.stdout
 
 
 def test_a_terminal_gets_a_bar_on_stderr_alone(folder):
@@ -255,7 +256,7 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds(capsys):
     assert captured.out == ""
     lines = captured.err.splitlines()
     assert [line.split()[1] for line in lines] == ["10", "20", "30", "40"]
-    assert lines[0] == "packing: 10 of 40 samples, 10.0 kB of 40.0 kB, 0.0 MB/s, 30 s left"
+    assert lines[0] == "packing: 10 of 40 samples, 9.77 KiB of 39.1 KiB, 0.0 MB/s, 30 s left"
 
 
 def test_sizes_read_and_written():
@@ -266,5 +267,33 @@ def test_sizes_read_and_written():
         1 << 30,
         1536,
     ]
-    assert pack_verb.format_bytes(1_500_000) == "1.5 MB"
-    assert pack_verb.format_bytes(10**16) == "10000.0 TB"
+
+
+INTERRUPTED = """
+import sys
+from paceline.store.write import append, pack
+def interrupt(*_):
+    raise KeyboardInterrupt
+append.write_index = pack.write_index = interrupt
+from paceline.cli.app import main
+main()
+"""
+
+
+def test_an_interrupted_packing_says_that_the_same_command_resumes(folder):
+    command = [sys.executable, "-c", INTERRUPTED, "pack", "source", "pack", "--shard-size", "300"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    assert done.returncode == 130
+    assert b"pack.partial" in done.stderr
+    assert b"Run the same command again to resume" in done.stderr
+    done = paceline(folder, *command[3:])
+    assert done.returncode == 0
+    assert b"resuming after 3 samples" in done.stderr
+
+
+def test_an_interrupt_that_leaves_nothing_promises_nothing(folder):
+    command = [sys.executable, "-c", INTERRUPTED, "pack", "--append", "source", "pack"]
+    assert paceline(folder, "pack", "source/cat", "pack").returncode == 0
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    assert done.returncode == 130
+    assert done.stderr.strip() == b"interrupted"

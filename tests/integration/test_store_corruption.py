@@ -7,9 +7,10 @@ import struct
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
 from paceline.native import crc32c
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.store.format.header import parse_sections, resealed
 
 BODIES = {
@@ -27,7 +28,9 @@ def pack_path(tmp_path):
         path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=PackOptions(shard_bytes=896))
+    store.pack(
+        store.Folder(tmp_path / "source"), tmp_path / "pack", options=PackOptions(shard_bytes=896)
+    )
     assert len(list((tmp_path / "pack").iterdir())) == 4
     return tmp_path / "pack"
 
@@ -203,7 +206,7 @@ def test_hostile_indices_are_refused_or_harmless(pack_path):
 def test_folders_that_do_not_nest_cannot_make_a_walk_endless(tmp_path):
     for k in range(40):  # c0/g, c1/g, ...: 2 ** 40 ways, if each g claimed all that follows
         (tmp_path / "source" / f"c{k:02d}" / "g").mkdir(parents=True)
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     content = bytearray((tmp_path / "pack" / "index.pace").read_bytes())
     place = parse_sections(content)[20]
     ends = list(struct.unpack_from(f"<{place.length // 8}Q", content, place.offset))
@@ -222,7 +225,7 @@ def test_a_pack_that_was_replaced_is_noticed_after_unpickling(pack_path, tmp_pat
         make, arguments = pack.__reduce__()
     shutil.rmtree(pack_path)
     (tmp_path / "source" / "new").write_bytes(b"new")
-    pack_folder(tmp_path / "source", pack_path)
+    store.pack(store.Folder(tmp_path / "source"), pack_path)
     again = make(*arguments)
     with pytest.raises(UsageError, match="another pack"):
         len(again)

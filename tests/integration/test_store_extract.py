@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, DestinationExists, NotFound, StorageError
-from paceline.store import open_pack, pack_folder
+from paceline.store import open_pack
 from paceline.store.format.header import parse_sections, resealed
 from paceline.store.read.extract import extract
 
@@ -28,7 +29,7 @@ def made(tmp_path):
     (tmp_path / "source" / "cat" / "a.bin").chmod(0o751)
     (tmp_path / "source" / "root").chmod(0o4444)
     (tmp_path / "source" / "empty" / "below").mkdir(parents=True)
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     return tmp_path
 
 
@@ -112,11 +113,11 @@ def test_hostile_names_write_nothing(tmp_path, hostile, place):
     (tmp_path / "a" / "source" / "zz").write_bytes(b"good")
     victim = tmp_path / "a" / "source" / ("y" * len(hostile))
     victim.mkdir() if place == "folder" else victim.write_bytes(b"evil")
-    pack_folder(tmp_path / "a" / "source", tmp_path / "a" / "pack")
+    store.pack(store.Folder(tmp_path / "a" / "source"), tmp_path / "a" / "pack")
     rename_in_index(tmp_path / "a" / "pack", b"y" * len(hostile), hostile)
     before = tree(tmp_path)
     with open_pack(tmp_path / "a" / "pack") as pack:
-        with pytest.raises(CorruptPack, match="cannot be a file's"):
+        with pytest.raises(CorruptPack, match="cannot name a file"):
             extract(pack, tmp_path / "a" / "out")
         assert tree(tmp_path) == before
         if place == "sample":
@@ -224,7 +225,7 @@ def test_the_verb(made):
         return subprocess.run(command, cwd=made, capture_output=True, timeout=120)
 
     done = paceline("extract", "pack", "out", "--dry-run")
-    assert done.stdout == b"would extract 4 samples, 264 bytes, in 5 folders\n"
+    assert done.stdout == b"would extract 4 samples, 264 B, in 5 folders\n"
     done = paceline("extract", "pack", "out", "cat", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sample_count"] == 3

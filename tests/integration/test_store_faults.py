@@ -20,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
-from paceline.store import PackOptions, append_pack, open_pack, pack_folder
-from paceline.store.write import folder as scan_module
+from paceline.store import PackOptions, open_pack
+from paceline.store.write import folder as folder_module
 from paceline.studies.faults import Faults
 
 pytestmark = pytest.mark.campaign("faults")
@@ -64,12 +65,12 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
-    monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 2)
+    monkeypatch.setattr(folder_module, "BATCH_SAMPLES", 2)
 
 
 def count_calls(source, destination, names=CALLS):
     with Faults(names=names) as faults:
-        pack_folder(source, destination, options=OPTIONS)
+        store.pack(store.Folder(source), destination, options=OPTIONS)
     return faults.seen
 
 
@@ -115,7 +116,7 @@ def half_write_and_kill(function, *args, **kwargs):
 
 def pack_with_fault(source, destination, at, action, names=CALLS):
     with Faults(at, action, names):
-        pack_folder(source, destination, options=OPTIONS)
+        store.pack(store.Folder(source), destination, options=OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_sigkill_at_each_call_leaves_the_old_or_the_new_state(source, tmp_path, 
         assert in_child(lambda run=run: pack_with_fault(*run)) == -signal.SIGKILL
         outcomes.append(assert_old_or_new(source, destination))
         if not outcomes[-1]:  # the next run finds what the killed one left, and succeeds
-            pack_folder(source, destination, options=OPTIONS)
+            store.pack(store.Folder(source), destination, options=OPTIONS)
             assert assert_old_or_new(source, destination)
     assert outcomes == sorted(outcomes)  # from none to whole, once
 
@@ -153,9 +154,10 @@ def test_sigkill_while_clearing_a_leftover(source, tmp_path):
 
 SCRIPT = """
 import sys
-from paceline.store import PackOptions, pack_folder
+from paceline import store
+from paceline.store import PackOptions
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
-pack_folder(sys.argv[1], sys.argv[2], options=PackOptions(shard_bytes=1024))
+store.pack(store.Folder(sys.argv[1]), sys.argv[2], options=PackOptions(shard_bytes=1024))
 """
 
 
@@ -172,7 +174,7 @@ def test_sigkill_at_random_moments(source, tmp_path):
                 process.wait(generator.uniform(0, 0.03))
             process.kill()
         if not assert_old_or_new(source, destination):
-            pack_folder(source, destination, options=OPTIONS)
+            store.pack(store.Folder(source), destination, options=OPTIONS)
             assert assert_old_or_new(source, destination)
 
 
@@ -192,7 +194,7 @@ def test_each_call_failing_is_an_error_and_leaves_what_the_next_run_goes_on_from
     for at in range(total):
         destination = tmp_path / f"pack{at}"
         with pytest.raises(StorageError) as caught, Faults(at, fail, FALLIBLE) as faults:
-            pack_folder(source, destination, options=OPTIONS)
+            store.pack(store.Folder(source), destination, options=OPTIONS)
         assert os.strerror(code) in str(caught.value)
         assert caught.value.where
         if faults.seen[at][0] == "write" and code == errno.ENOSPC:
@@ -201,7 +203,7 @@ def test_each_call_failing_is_an_error_and_leaves_what_the_next_run_goes_on_from
             is_kept = list(tmp_path.glob("*.partial")) != []
             if "cannot read the source" not in str(caught.value):
                 assert is_kept == ("is kept in" in str(caught.value))
-            summary = pack_folder(source, destination, options=OPTIONS)
+            summary = store.pack(store.Folder(source), destination, options=OPTIONS)
             assert (summary.reused_sample_count > 0) == is_kept
             resumed += is_kept
             assert assert_old_or_new(source, destination)
@@ -212,7 +214,7 @@ def test_each_call_failing_is_an_error_and_leaves_what_the_next_run_goes_on_from
 @pytest.fixture
 def packed(source, tmp_path):
     """A pack of `source`, and a folder of samples to append to it."""
-    pack_folder(source, tmp_path / "pack", options=replace(OPTIONS, parity_group=2))
+    store.pack(store.Folder(source), tmp_path / "pack", options=replace(OPTIONS, parity_group=2))
     more = tmp_path / "more"
     for k in range(4):
         (more / f"class{k}").mkdir(parents=True)
@@ -222,7 +224,7 @@ def packed(source, tmp_path):
 
 def append_with_fault(more, destination, at, action, names):
     with Faults(at, action, names) as faults:
-        append_pack(more, destination, options=OPTIONS)
+        store.append(store.Folder(more), destination, options=OPTIONS)
     return faults.seen
 
 
@@ -262,7 +264,7 @@ def test_sigkill_at_each_call_of_an_append(source, packed, tmp_path, names, acti
             run = (more, destination, at, action, names)
             assert in_child(lambda run=run: append_with_fault(*run)) == -signal.SIGKILL
             if not assert_appended_or_not(source, more, destination, before):
-                append_pack(more, destination, options=OPTIONS)
+                store.append(store.Folder(more), destination, options=OPTIONS)
                 assert assert_appended_or_not(source, more, destination, before)
                 assert files_of(destination) == files_of(whole)
 
@@ -284,7 +286,7 @@ def test_each_call_of_an_append_failing(source, packed, tmp_path, code):
                 append_with_fault(more, destination, at, fail, FALLIBLE)
             if not assert_appended_or_not(source, more, destination, before):
                 assert files_of(destination) == files_of(original)
-                append_pack(more, destination, options=OPTIONS)
+                store.append(store.Folder(more), destination, options=OPTIONS)
                 assert files_of(destination) == files_of(whole)
 
 
@@ -331,7 +333,7 @@ def test_everything_is_on_storage_before_the_rename(source, tmp_path, monkeypatc
     replacements = (opened, written("write"), written("pwrite"), fsynced, closed)
     for name, function in zip(originals, replacements, strict=True):
         monkeypatch.setattr(os, name, function)
-    pack_folder(source, tmp_path / "pack", options=OPTIONS)
+    store.pack(store.Folder(source), tmp_path / "pack", options=OPTIONS)
     monkeypatch.undo()
     partial = tmp_path / "pack.partial"
     names = {path.name for path in (tmp_path / "pack").iterdir()}
@@ -353,7 +355,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
         for k in range(40):
             (source / f"{k}.bin").write_bytes(os.urandom(10_000))
         with pytest.raises(StorageError, match="the disk is full"):
-            pack_folder(source, mount / "pack")
+            store.pack(store.Folder(source), mount / "pack")
         assert list(mount.iterdir()) == []
     finally:
         subprocess.run(["umount", str(mount)], check=True)

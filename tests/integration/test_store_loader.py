@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch.utils.data
 
+from paceline import store
 from paceline.core.errors import CorruptPack
-from paceline.store import PackDataset, open_pack, pack_folder
+from paceline.store import PackDataset, open_pack
 
 COUNT = 40
 
@@ -18,7 +19,7 @@ def pack_path(tmp_path):
         folder = tmp_path / "source" / f"class{k % 3}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{k:03d}").write_bytes(bytes([k]) * (k * 50))
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     return tmp_path / "pack"
 
 

@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
-from paceline.store import open_pack, pack_folder
+from paceline.store import open_pack
 
 MTIME_NS = 1_700_000_000_123_456_789
 BODIES = {
@@ -31,7 +32,7 @@ def path(tmp_path):
         file.write_bytes(body)
         os.utime(file, ns=(0, MTIME_NS))
     (tmp_path / "source" / "empty" / "folder").mkdir(parents=True)
-    pack_folder(tmp_path / "source", tmp_path / "pack")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     return tmp_path / "pack"
 
 
@@ -89,8 +90,8 @@ def test_a_buffer_of_a_batch_serves_again_only_when_nobody_has_it(path):
 @pytest.mark.parametrize(
     "out", [np.zeros(10, np.uint8), np.zeros(2_000_000, np.uint8)[::2], b"0" * 1_000_000]
 )
-def test_a_buffer_that_cannot_take_the_samples_is_refused(path, out):
-    with open_pack(path) as pack, pytest.raises(UsageError, match="buffer cannot take"):
+def test_a_buffer_that_cannot_hold_the_samples_is_refused(path, out):
+    with open_pack(path) as pack, pytest.raises(UsageError, match="buffer cannot hold"):
         pack.read_batch([0, 4], out)
 
 
@@ -192,7 +193,7 @@ def test_processes_read_the_pack_that_they_were_given(path, method):
 def test_copies_share_an_identity_and_others_do_not(path, tmp_path):
     shutil.copytree(path, tmp_path / "copy")
     (tmp_path / "source" / "more.bin").write_bytes(b"more")
-    pack_folder(tmp_path / "source", tmp_path / "other")
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "other")
     first, copy, other = (open_pack(tmp_path / name) for name in ("pack", "copy", "other"))
     assert first.identity == copy.identity != other.identity
     assert len(first.identity) == 32

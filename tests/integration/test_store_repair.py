@@ -1,4 +1,4 @@
-"""Packs that are mended: from the source, from a copy; what cannot be is named; nothing is left."""
+"""Packs that are repaired from their source or a copy; what cannot be is named; nothing is left."""
 
 import contextlib
 import errno
@@ -13,8 +13,9 @@ import sys
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 from paceline.store.format.index import IndexFile
@@ -26,7 +27,7 @@ def make(folder, options):
         path = folder / "source" / f"class{k % 3}" / f"{k}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(generator.randbytes(k * 700) if k % 2 else b"compressible " * 50 * k)
-    pack_folder(folder / "source", folder / "pack", options=options)
+    store.pack(store.Folder(folder / "source"), folder / "pack", options=options)
     shutil.copytree(folder / "pack", folder / "copy")
     assert len(shards(folder)) >= 5
     return folder
@@ -86,7 +87,7 @@ def damage_everything(folder):
 
 
 @pytest.mark.parametrize("origin", ["source", "replica"])
-def test_all_kinds_of_damage_are_mended_byte_for_byte(made, origin):
+def test_all_kinds_of_damage_are_repaired_byte_for_byte(made, origin):
     name = damage_everything(made)
     given = {origin: made / ("source" if origin == "source" else "copy")}
     planned = repair_pack(made / "pack", **given, dry_run=True)
@@ -94,23 +95,64 @@ def test_all_kinds_of_damage_are_mended_byte_for_byte(made, origin):
     report = repair_pack(made / "pack", **given)
     assert report.ok
     assert is_as_before(made)
-    assert (report.mended, report.litter) == (planned.mended, planned.litter)
-    assert len(report.litter) == 3
-    assert any(repr(name) in one.what and one.mended_from == origin for one in report.mended)
+    assert (report.repaired, report.stale_files) == (planned.repaired, planned.stale_files)
+    assert len(report.stale_files) == 3
+    assert any(
+        repr(name) in finding.what and finding.recovered_from == origin
+        for finding in report.repaired
+    )
     again = repair_pack(made / "pack")
-    assert (again.mended, again.lost, again.litter) == ((), (), ())
+    assert (again.repaired, again.lost, again.stale_files) == ((), (), ())
 
 
 def is_as_before_or_smaller(folder):
     return len(list((folder / "pack").iterdir())) <= len(list((folder / "copy").iterdir()))
 
 
-def test_what_cannot_be_mended_is_named_and_the_rest_is_mended(made):
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_parity_that_a_killed_append_left_pending_repairs_a_shard(rich, dry_run):
+    """Between its two renames: the new index is in place, the new parity is not."""
+    old = {path.name: path.read_bytes() for path in (rich / "pack").glob("parity-*.pace")}
+    more = rich / "more" / "z"
+    more.mkdir(parents=True)
+    (more / "new").write_bytes(random.Random(6).randbytes(9_000))
+    store.append(
+        store.Folder(rich / "more"), rich / "pack", options=PackOptions(shard_bytes=12_000)
+    )
+    shutil.rmtree(rich / "copy")
+    shutil.copytree(rich / "pack", rich / "copy")
+    pending = {
+        path.name: path
+        for path in (rich / "pack").glob("parity-*.pace")
+        if old.get(path.name) != path.read_bytes()
+    }
+    assert pending
+    for name, path in pending.items():
+        path.rename(path.with_name(name + ".partial"))
+        if name in old:
+            path.write_bytes(old[name])
+    shards(rich)[-1].unlink()  # only the pending parity can bring it back
+    report = repair_pack(rich / "pack", dry_run=dry_run)
+    assert report.ok, report.lost
+    assert report.stale_files == ()
+    found = {finding.file: finding.recovered_from for finding in report.repaired}
+    assert found == {**dict.fromkeys(pending, "append"), shards_name(rich): "parity"}
+    if dry_run:
+        assert sorted((rich / "pack").glob("*.partial"))
+        report = repair_pack(rich / "pack")
+    assert is_as_before(rich)
+
+
+def shards_name(folder):
+    return sorted(path.name for path in (folder / "copy").glob("shard-*.pace"))[-1]
+
+
+def test_what_cannot_be_repaired_is_named_and_the_rest_is_repaired(made):
     name = damage_everything(made)
     (made / "source" / name).write_bytes(b"changed since")
     report = repair_pack(made / "pack", source=made / "source")
     assert not report.ok
-    assert [one.file for one in report.lost] == ["shard-00000.pace"]
+    assert [finding.file for finding in report.lost] == ["shard-00000.pace"]
     assert name in report.lost[0].what
     with open_pack(made / "pack") as pack:  # it opens again, and says so itself
         assert [problem.what for problem in pack.verify()] == [report.lost[0].what + " is damaged"]
@@ -121,12 +163,12 @@ def test_what_cannot_be_mended_is_named_and_the_rest_is_mended(made):
 def test_a_shard_of_which_nothing_is_left_stays_missing(made):
     shards(made)[1].unlink()
     report = repair_pack(made / "pack")
-    assert [one.what for one in report.lost] == ["shard 1"]
+    assert [finding.what for finding in report.lost] == ["shard 1"]
     assert not (made / "pack" / "shard-00001.pace").exists()
     assert not list((made / "pack").glob("*.partial"))
 
 
-def test_two_copies_that_are_damaged_in_different_places_mend_each_other(made):
+def test_two_copies_that_are_damaged_in_different_places_repair_each_other(made):
     index = IndexFile.open(made / "pack")
     flip(shards(made)[0], int(index.offsets[1]))
     flip(made / "copy" / "shard-00001.pace", 64)
@@ -150,13 +192,15 @@ def test_the_index_comes_from_a_copy_that_fits(made, how):
         repair_pack(made / "pack", source=made / "source")
     assert repair_pack(made / "pack", replica=made / "copy", dry_run=True).ok
     report = repair_pack(made / "pack", replica=made / "copy")
-    assert [one.file for one in report.mended] == ["index.pace"]
+    assert [finding.file for finding in report.repaired] == ["index.pace"]
     assert is_as_before(made)
 
 
 def test_a_copy_of_another_pack_is_refused(made):
     (made / "source" / "new").write_bytes(b"new")
-    pack_folder(made / "source", made / "other", options=PackOptions(shard_bytes=30_000))
+    store.pack(
+        store.Folder(made / "source"), made / "other", options=PackOptions(shard_bytes=30_000)
+    )
     with pytest.raises(UsageError, match="of another pack"):
         repair_pack(made / "pack", replica=made / "other")
     (made / "pack" / "index.pace").unlink()
@@ -187,7 +231,7 @@ def test_a_pack_that_somebody_writes_to_is_left_alone(made):
         os.close(descriptor)
 
 
-def test_an_open_pack_reads_what_was_mended(made):
+def test_an_open_pack_reads_what_was_repaired(made):
     index = IndexFile.open(made / "pack")
     last = len(index.offsets) - 1
     with open_pack(made / "pack") as pack:
@@ -273,7 +317,7 @@ def paceline(folder, *args):
     return subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
 
 
-def test_the_verb_mends_and_reports(made):
+def test_the_verb_repairs_and_reports(made):
     name = damage_everything(made)
     done = paceline(made, "repair", "pack", "--source", "source", "--dry-run", "--json")
     assert done.returncode == 0
@@ -283,15 +327,15 @@ def test_the_verb_mends_and_reports(made):
     assert not json.loads(done.stdout)["ok"]
     done = paceline(made, "repair", "pack", "--source", "source")
     assert done.returncode == 0, done.stderr
-    assert b"mended from source" in done.stdout
-    assert paceline(made, "repair", "pack").stdout == b"the pack is whole\n"
+    assert b"recovered from source" in done.stdout
+    assert paceline(made, "repair", "pack").stdout == b"the pack is intact\n"
     assert name
     done = paceline(made, "verify", "pack", "--shards")
     assert done.returncode == 0
-    assert b"all whole" in done.stdout
+    assert b"all intact" in done.stdout
 
 
-def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
+def test_damage_beside_the_samples_is_seen_by_digests_alone_and_repaired(made):
     index = IndexFile.open(made / "pack")
     extents = next(index.extents_by_shard())
     gap = int(index.offsets[extents[0]]) + int(index.stored_lengths[extents[0]])
@@ -308,7 +352,7 @@ def test_damage_beside_the_samples_is_seen_by_digests_alone_and_mended(made):
 
 
 @pytest.mark.parametrize("origin", ["source", "replica", None])
-def test_chunks_and_encoded_samples_are_mended(rich, origin):
+def test_chunks_and_encoded_samples_are_repaired(rich, origin):
     index = IndexFile.open(rich / "pack")
     places = {"source": rich / "source", "replica": rich / "copy"}
     given = {origin: places[origin]} if origin else {}
@@ -321,7 +365,7 @@ def test_chunks_and_encoded_samples_are_mended(rich, origin):
     report = repair_pack(rich / "pack", **given)
     assert report.ok, report.lost
     assert is_as_before(rich)
-    assert {one.mended_from for one in report.mended} == {origin or "parity"}
+    assert {finding.recovered_from for finding in report.repaired} == {origin or "parity"}
 
 
 def test_parity_makes_each_lost_shard_again(rich):
@@ -335,13 +379,13 @@ def test_of_two_lost_shards_of_a_group_one_must_come_from_elsewhere(rich):
     for shard in shards(rich)[:2]:
         shard.unlink()
     report = repair_pack(rich / "pack")
-    assert [one.what for one in report.lost] == ["shard 0", "shard 1"]
+    assert [finding.what for finding in report.lost] == ["shard 0", "shard 1"]
     shutil.copy(rich / "copy" / "shard-00001.pace", rich / "pack")
     assert repair_pack(rich / "pack").ok
     assert is_as_before(rich)
 
 
-def test_different_places_of_one_group_mend_each_other(rich):
+def test_different_places_of_one_group_repair_each_other(rich):
     index = IndexFile.open(rich / "pack")
     firsts = list(index.extents_by_shard())
     first, second = int(firsts[0][0]), int(firsts[1][-1])
@@ -351,13 +395,13 @@ def test_different_places_of_one_group_mend_each_other(rich):
     assert is_as_before(rich)
 
 
-def test_the_last_shard_comes_from_a_copy_and_then_parity_mends_the_first(rich):
+def test_the_last_shard_comes_from_a_copy_and_then_parity_repairs_the_first(rich):
     shards(rich)[0].unlink()
     shards(rich)[1].unlink()
     (rich / "copy" / "shard-00000.pace").unlink()
     report = repair_pack(rich / "pack", replica=rich / "copy")
     assert report.ok
-    assert [one.mended_from for one in report.mended] == ["replica", "parity"]
+    assert [finding.recovered_from for finding in report.repaired] == ["replica", "parity"]
     assert repair_pack(rich / "copy").ok
     assert is_as_before(rich)
 
@@ -371,10 +415,12 @@ def test_parity_files_are_made_anew(rich, how):
         os.truncate(parity, 70)
     else:
         parity.unlink()
-    assert [one.what for one in verify_files(rich / "pack")[1]] == ["parity-00001.pace is damaged"]
+    assert [problem.what for problem in verify_files(rich / "pack")[1]] == [
+        "parity-00001.pace is damaged"
+    ]
     assert repair_pack(rich / "pack", dry_run=True).ok
     report = repair_pack(rich / "pack")
-    assert [one.what for one in report.mended] == ["parity file 1"]
+    assert [finding.what for finding in report.repaired] == ["parity file 1"]
     assert is_as_before(rich)
 
 
@@ -383,13 +429,16 @@ def test_a_damaged_shard_and_its_damaged_parity(rich):
     flip(shards(rich)[0], int(index.offsets[next(index.extents_by_shard())[0]]))
     (rich / "pack" / "parity-00000.pace").unlink()
     report = repair_pack(rich / "pack")
-    assert sorted(one.file for one in report.lost) == ["parity-00000.pace", "shard-00000.pace"]
+    assert sorted(finding.file for finding in report.lost) == [
+        "parity-00000.pace",
+        "shard-00000.pace",
+    ]
     assert not list((rich / "pack").glob("*.partial"))
     assert repair_pack(rich / "pack", source=rich / "source").ok
     assert is_as_before(rich)
 
 
-def test_a_pack_of_version_1_is_mended(root, tmp_path):
+def test_a_pack_of_version_1_is_repaired(root, tmp_path):
     for name in ("pack", "copy"):
         shutil.copytree(root / "tests" / "golden" / "pack-v1", tmp_path / name)
     index = IndexFile.open(tmp_path / "pack")

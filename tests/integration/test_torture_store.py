@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import NotFound
-from paceline.store import PackOptions, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.studies import torture_corruption, torture_store
 from paceline.studies.faults import Faults
-from paceline.studies.torture_interruptions import compare, litter
+from paceline.studies.torture_interruptions import compare, stale_files
 from paceline.studies.torture_parts import Tally, TortureOptions, make_source, pack_options
 
 
@@ -23,7 +24,7 @@ def test_nothing_goes_unnoticed(tmp_path):
     for campaign in report.campaigns:
         assert campaign.failures == (), campaign.name
     assert report.ok
-    counts = {one.name: one for one in report.campaigns}
+    counts = {campaign.name: campaign for campaign in report.campaigns}
     assert counts["corruptions"].cases == 160
     assert counts["corruptions"].counts["after a good read and eviction"] > 50
     assert counts["kills"].cases == 8
@@ -38,7 +39,7 @@ def test_nothing_goes_unnoticed(tmp_path):
 @pytest.fixture
 def victim(tmp_path):
     make_source(tmp_path / "source", 1, "class")
-    pack_folder(tmp_path / "source", tmp_path / "pack", options=pack_options())
+    store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack", options=pack_options())
     return torture_corruption.Victim(tmp_path / "pack", tmp_path / "source")
 
 
@@ -54,19 +55,21 @@ def test_a_reader_that_names_the_wrong_sample_is_found_out(victim, monkeypatch):
     assert any("was refused" in problem for problem in problems)
 
 
-def test_a_repair_that_mends_nothing_is_found_out(victim, monkeypatch, tmp_path):
+def test_a_repair_that_does_nothing_is_noticed(victim, monkeypatch, tmp_path):
     (tmp_path / "empty").mkdir()
-    pack_folder(victim.source, tmp_path / "plain", options=PackOptions(shard_bytes=60_000))
+    store.pack(
+        store.Folder(victim.source), tmp_path / "plain", options=PackOptions(shard_bytes=60_000)
+    )
     plain = torture_corruption.Victim(tmp_path / "plain", tmp_path / "empty")
     monkeypatch.setattr(torture_corruption, "_REPAIR_EVERY", 1)
     problems = [torture_corruption.run_case(plain, 1, case).problem for case in range(40)]
-    assert any("not mended" in problem for problem in problems)
+    assert any("not repaired" in problem for problem in problems)
 
 
 def test_a_case_is_the_same_each_time(victim):
     outcomes = [torture_corruption.run_case(victim, 7, case) for case in range(10)]
     assert outcomes == [torture_corruption.run_case(victim, 7, case) for case in range(10)]
-    assert {one.problem for one in outcomes} == {""}
+    assert {outcome.problem for outcome in outcomes} == {""}
     with open_pack(victim.path) as pack:  # put back as it was
         assert list(pack.verify()) == []
 
@@ -99,11 +102,11 @@ def test_a_crash_of_the_reader_is_a_failure_and_not_the_end(tmp_path, monkeypatc
 def test_what_is_lost_or_left_is_found(victim, tmp_path):
     source, pack = tmp_path / "source", victim.path
     assert compare(source, pack) == ""
-    assert litter(pack) == ""
+    assert stale_files(pack) == ""
     (source / "class0" / "new").write_bytes(b"new")
     assert "lost or changed" in compare(source, pack)
     (pack / "shard-00099.pace").write_bytes(b"")
-    assert "shard-00099.pace" in litter(pack)
+    assert "shard-00099.pace" in stale_files(pack)
     content = victim.files["shard-00000.pace"]
     victim.write("shard-00000.pace", content[:80] + b"\0\1\2\3" + content[84:])
     assert "cannot be read" in compare(source, pack)
@@ -126,7 +129,7 @@ def test_the_verb(tmp_path):
     options = {"capture_output": True, "timeout": 120, "check": False, "cwd": tmp_path}
     done = subprocess.run([*command, *small], **options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().count("all as due") == 4
+    assert done.stdout.decode().count("all as expected") == 4
     command += ["--dir", str(tmp_path)]
     done = subprocess.run([*command, *small, "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["ok"]

@@ -102,7 +102,7 @@ def test_all_permutations_of_a_small_set_are_equally_frequent(count):
     )
     kinds = list(itertools.permutations(range(count)))
     expected = draws / len(kinds)
-    chi_square = sum((seen[one] - expected) ** 2 / expected for one in kinds)
+    chi_square = sum((seen[kind] - expected) ** 2 / expected for kind in kinds)
     degrees = len(kinds) - 1
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5 + 15
 
@@ -219,7 +219,7 @@ def ranks(world, **settings):
 
 def steps(world, position, count, **settings):
     """Return the global batches from a position on, as the ranks' parts side by side."""
-    parts = [one.positions(position, count) for one in ranks(world, **settings)]
+    parts = [rank.positions(position, count) for rank in ranks(world, **settings)]
     return [
         np.concatenate([part[step] for part in parts if step < len(part)]).tolist()
         for step in range(max(map(len, parts)))
@@ -240,9 +240,9 @@ def test_a_restart_on_another_number_of_ranks_loses_and_repeats_nothing(
     settings, before, after, done
 ):
     first = steps(before, 0, done, **settings)
-    one = ranks(before, **settings)[0]
-    position = one.after(0, len(first))
-    rest = steps(after, position, 1000, **settings) if position < one.sample_count else []
+    rank_0 = ranks(before, **settings)[0]
+    position = rank_0.after(0, len(first))
+    rest = steps(after, position, 1000, **settings) if position < rank_0.sample_count else []
     assert first + rest == steps(1, 0, 1000, **settings)
     seen = list(itertools.chain.from_iterable(first + rest))
     count, batch = settings["sample_count"], settings["global_batch_size"]
@@ -268,8 +268,8 @@ def test_all_pairs_of_world_sizes_give_each_sample_exactly_once(before, after):
 
 @given(shares, st.sampled_from(WORLDS))
 def test_ranks_have_equally_many_batches_of_equal_size_but_for_join(settings, world):
-    parts = [one.positions(0, 1000) for one in ranks(world, **settings)]
-    counts = [one.count() for one in ranks(world, **settings)]
+    parts = [rank.positions(0, 1000) for rank in ranks(world, **settings)]
+    counts = [rank.count() for rank in ranks(world, **settings)]
     assert counts == [len(part) for part in parts]
     sizes = [{len(batch) for batch in part} for part in parts]
     if settings["last"] == "join" and max(counts):
@@ -284,10 +284,10 @@ def test_ranks_have_equally_many_batches_of_equal_size_but_for_join(settings, wo
 
 @given(shares, st.sampled_from(WORLDS), st.integers(0, 20))
 def test_several_batches_at_once_are_those_one_by_one(settings, world, count):
-    for one in ranks(world, **settings):
-        together = one.positions(0, count)
+    for rank in ranks(world, **settings):
+        together = rank.positions(0, count)
         for step, batch in enumerate(together):
-            (alone,) = one.positions(one.after(0, step))
+            (alone,) = rank.positions(rank.after(0, step))
             assert np.array_equal(alone, batch)
 
 
@@ -296,8 +296,8 @@ def test_several_batches_at_once_are_those_one_by_one(settings, world, count):
     [
         ({"world_size": 5}, "5 ranks cannot share a batch of 48"),
         ({"global_batch_size": 0}, "batch of 0"),
-        ({"rank": 3, "world_size": 3}, "no rank 3"),
-        ({"rank": -1}, "no rank -1"),
+        ({"rank": 3, "world_size": 3}, "rank 3 is not in a world"),
+        ({"rank": -1}, "rank -1 is not in a world"),
         ({"world_size": 0}, "of 0"),
         ({"last": "wrap"}, "wrap"),
     ],

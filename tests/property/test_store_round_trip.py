@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import store
 from paceline.core.errors import NotFound
 from paceline.native import crc32c
-from paceline.store import PackOptions, open_pack, pack_folder, plan_pack
+from paceline.store import PackOptions, open_pack
 
 names = st.one_of(
     st.sampled_from([b"a", b"a-", b"a.", b"a0", b"b", b" ", b"\n", b"\\", b"\xff\xfe", b"-rf"]),
@@ -62,8 +63,8 @@ def test_a_pack_holds_exactly_its_tree(tree, shard_bytes, data):
         source, destination = Path(temporary, "source"), Path(temporary, "pack")
         write_tree(source, tree)
         options = PackOptions(shard_bytes=shard_bytes)
-        planned = plan_pack(source, destination, options=options)
-        summary = pack_folder(source, destination, options=options)
+        planned = store.plan_pack(store.Folder(source), destination, options=options)
+        summary = store.pack(store.Folder(source), destination, options=options)
         assert planned.pack_bytes == summary.pack_bytes
         assert planned.shard_count == summary.shard_count
         with open_pack(destination) as pack:

@@ -61,3 +61,24 @@ def test_json_and_text_carry_what_where_why_fix(cls):
     assert str(error) == "it broke (rank 3): too hot. Cool it"
     assert str(cls("it broke")) == "it broke"
     assert error.args == ("it broke",)
+
+
+def test_errors_of_the_system_are_translated_once():
+    with (
+        pytest.raises(errors.StorageError) as caught,
+        errors.storage_errors("cannot write", where="/data", fix="Free space"),
+    ):
+        raise OSError(28, "No space left on device")
+    assert str(caught.value) == "cannot write (/data): No space left on device. Free space"
+    assert isinstance(caught.value.__cause__, OSError)
+    with (
+        pytest.raises(errors.NotFound, match="mine"),
+        errors.storage_errors("cannot write", where="/data", fix="Free space"),
+    ):
+        raise errors.NotFound("mine")  # an OSError too, but one of ours
+    with (
+        pytest.raises(errors.NotFound, match="gone: 2"),
+        errors.os_errors_as(lambda problem: errors.NotFound(f"gone: {problem.errno}")),
+    ):
+        raise FileNotFoundError(2, "No such file")
+    assert errors.reason(OSError("no errno")) == "no errno"

@@ -9,7 +9,16 @@ from machines import collective, framework, sheet
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate
-from paceline.core.machine import Device, FrameworkOverhead, Machine, Overhead, Point, Rate
+from paceline.core.machine import (
+    CollectiveCost,
+    CollectivePoint,
+    Device,
+    FrameworkOverhead,
+    Machine,
+    Overhead,
+    Point,
+    Rate,
+)
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Dataset, Layer, Operation, Workload
 from paceline.perf import estimate
@@ -17,6 +26,7 @@ from paceline.perf.communication import (
     Bucket,
     all_reduce_s,
     broadcast_s,
+    curve_s,
     exposed_s,
     make_buckets,
 )
@@ -50,9 +60,9 @@ def make_machine(overheads=(), collectives=True, **device):
         "cores": 4,
         "memory_bytes": sheet(1 << 30),
         "rates": (rate("matmul", 1e9), rate("elementwise", 1e8)),
-        "overheads": tuple(one for one in overheads if isinstance(one, Overhead)),
+        "overheads": tuple(overhead for overhead in overheads if isinstance(overhead, Overhead)),
         "framework_overheads": tuple(
-            one for one in overheads if isinstance(one, FrameworkOverhead)
+            overhead for overhead in overheads if isinstance(overhead, FrameworkOverhead)
         ),
     }
     gloo = (collective("all_reduce"), collective("broadcast")) if collectives else ()
@@ -221,7 +231,7 @@ def test_frozen_parameters_need_no_gradients_buckets_or_all_reduce():
         optimizer_bytes=MIB,
     )
     plan = Plan(mesh=Mesh(data=2))
-    found, alone = (estimate(make_machine(), one, plan) for one in (frozen, head))
+    found, alone = (estimate(make_machine(), workload, plan) for workload in (frozen, head))
     assert found.breakdown.transfer == pytest.approx(alone.breakdown.transfer)
     assert found.breakdown.transfer == pytest.approx(1e-3 + MIB / 1e9)
     assert found.link_bytes == alone.link_bytes
@@ -279,8 +289,8 @@ POSITIVE = st.floats(1.0, 1e12)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=5, unique_by=lambda p: p[0]))
 def test_a_rate_lies_between_its_points(pairs):
     points = tuple(Point(work=work, rate_per_s=per_s) for work, per_s in sorted(pairs))
-    lowest = min(one.rate_per_s for one in points)
-    highest = max(one.rate_per_s for one in points)
+    lowest = min(point.rate_per_s for point in points)
+    highest = max(point.rate_per_s for point in points)
     for point in points:
         assert rate_at(points, point.work) == pytest.approx(point.rate_per_s, rel=1e-6)
         for work in (point.work / 3, point.work * 1.5, point.work * 100):
@@ -290,9 +300,9 @@ def test_a_rate_lies_between_its_points(pairs):
 def test_costs_are_kept():
     device = make_machine().devices[0]
     costs = CostModel(device, threads=1, processes=1, step_bytes=0.0, precision="float32")
-    one = operation("forward", flops=10**9)
-    assert costs.cost(one) == costs.cost(one)
-    assert costs.cost(one).times(3).total_s == pytest.approx(3.0)
+    work = operation("forward", flops=10**9)
+    assert costs.cost(work) == costs.cost(work)
+    assert costs.cost(work).times(3).total_s == pytest.approx(3.0)
 
 
 COST = collective("all_reduce")
@@ -302,10 +312,10 @@ COST = collective("all_reduce")
 def test_buckets_keep_every_byte_in_order(sizes):
     gradients = [(size, float(index)) for index, size in enumerate(sizes)]
     buckets = make_buckets(gradients, bucket_bytes=3 * MIB, first_bucket_bytes=MIB)
-    assert sum(one.bytes for one in buckets) == sum(sizes)
-    ready = [one.ready_s for one in buckets]
+    assert sum(bucket.bytes for bucket in buckets) == sum(sizes)
+    ready = [bucket.ready_s for bucket in buckets]
     assert ready == sorted(ready)
-    assert all(one.bytes >= 3 * MIB for one in buckets[1:-1])
+    assert all(bucket.bytes >= 3 * MIB for bucket in buckets[1:-1])
 
 
 def test_an_all_reduce_between_two_is_the_measurement_itself():
@@ -316,6 +326,50 @@ def test_an_all_reduce_between_two_is_the_measurement_itself():
     assert move_s == pytest.approx(2.0, rel=0.01)
     assert broadcast_s(COST, 0, 1) == 0.0
     assert broadcast_s(COST, 0, 8) == pytest.approx(3e-3)
+
+
+def curve(*points, ranks=2):
+    return CollectiveCost(
+        backend="gloo",
+        operation="all_reduce",
+        level="network",
+        ranks=ranks,
+        points=tuple(CollectivePoint(bytes=size, seconds=sheet(s)) for size, s in points),
+    )
+
+
+def test_a_curve_is_followed_by_lines_and_goes_on_with_the_last_one():
+    cost = curve((100.0, 1.0), (200.0, 2.0), (300.0, 5.0))
+    sizes = (0, 100, 150, 250, 400)
+    assert [curve_s(cost, size) for size in sizes] == pytest.approx([1.0, 1.0, 1.5, 3.5, 8.0])
+    alone = curve((100.0, 1.0))
+    assert [curve_s(alone, size) for size in (10, 100, 300)] == pytest.approx([1.0, 1.0, 3.0])
+
+
+@given(st.integers(2, 512), st.floats(1, 1e8), st.floats(0, 1e-6))
+def test_between_as_many_ranks_as_were_measured_the_curve_itself_holds(ranks, size, added):
+    cost = curve((1.0, 1e-4), (1e6, 1e-2), (1e7, 5e-2), ranks=ranks)
+    expected_s = curve_s(cost, size) + size * added
+    assert sum(all_reduce_s(cost, size, ranks, added)) == pytest.approx(expected_s)
+    assert broadcast_s(cost, size, ranks) == pytest.approx(curve_s(cost, size))
+    assert broadcast_s(cost, 0, ranks, 7e-3) == pytest.approx(7e-3)
+    more = sum(all_reduce_s(cost, size, 2 * ranks, added))
+    assert more > expected_s
+
+
+def test_residuals_of_a_calibrated_machine_are_part_of_the_step():
+    residuals = [
+        framework("loop", "residual", phase, seconds)
+        for phase, seconds in (("other", 1e-3), ("waiting", 2e-3), ("input", -5e-3))
+    ]
+    machine = make_machine(residuals)
+    data = Dataset(samples_count=100, sample_bytes=10, seconds_per_sample=1e-3)
+    pair = estimate(machine, make_workload(STEP, dataset=data), Plan(mesh=Mesh(data=2)))
+    assert (pair.breakdown.other, pair.breakdown.waiting) == (1e-3, 2e-3)
+    assert pair.breakdown.input == pytest.approx(8e-3 - 5e-3)
+    assert "what a run showed" in pair.sources["other"]
+    alone = estimate(machine, make_workload(STEP), Plan())
+    assert (alone.breakdown.waiting, alone.breakdown.input) == (0.0, 0.0)
 
 
 def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():
@@ -330,7 +384,7 @@ def test_communication_hides_behind_the_backward_pass_unless_the_cpu_moves_it():
 @given(st.lists(st.tuples(st.integers(1, MIB), st.floats(0, 1)), max_size=8), st.integers(2, 64))
 def test_exposed_time_is_at_most_all_of_it(pairs, ranks):
     buckets = [Bucket(bytes=size, ready_s=at) for size, at in sorted(pairs, key=lambda p: p[1])]
-    total_s = sum(math.fsum(all_reduce_s(COST, one.bytes, ranks)) for one in buckets)
+    total_s = sum(math.fsum(all_reduce_s(COST, bucket.bytes, ranks)) for bucket in buckets)
     for cpu_moves in (False, True):
         exposed = exposed_s(buckets, 1.0, COST, ranks, cpu_moves=cpu_moves)
         assert -1e-9 <= exposed <= total_s * (2 if cpu_moves else 1) + 1e-9

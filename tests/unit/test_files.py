@@ -1,6 +1,7 @@
 """A committed file is the old one or the new one, whatever stops the writing; nothing is left."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,8 +9,19 @@ import sys
 
 import pytest
 
+from paceline.core import files
 from paceline.core.errors import NotFound, StorageError
-from paceline.core.files import commit_bytes, commit_chunks, commit_text, prepare_file, read_text
+from paceline.core.files import (
+    LockOutcome,
+    commit_bytes,
+    commit_chunks,
+    commit_text,
+    prepare_file,
+    read_text,
+    try_lock,
+    write_all,
+    write_all_at,
+)
 
 
 @pytest.fixture
@@ -20,7 +32,7 @@ def old(tmp_path):
 
 
 def names(path):
-    return sorted(one.name for one in path.parent.iterdir())
+    return sorted(entry.name for entry in path.parent.iterdir())
 
 
 def test_new_content_replaces_old(old):
@@ -52,7 +64,7 @@ def test_a_destination_that_is_a_folder_stays(tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError):
         commit_bytes(tmp_path / "taken", b"x")
-    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
 def test_content_that_fails_on_its_way_leaves_the_old(old):
@@ -111,4 +123,42 @@ def test_a_place_is_prepared_or_refused_before_work_begins(tmp_path):
         with pytest.raises(StorageError, match="Name a file") as caught:
             prepare_file(wrong)
         assert caught.value.where == str(wrong)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "new"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "new"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    descriptors = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
+    yield descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_a_lock_is_acquired_once(folders):
+    assert try_lock(folders[0]) is LockOutcome.ACQUIRED
+    assert try_lock(folders[1]) is LockOutcome.HELD
+
+
+def test_a_file_system_without_locks_is_said_once(folders, monkeypatch, caplog):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    files._warn_of_no_locks.cache_clear()
+    assert [try_lock(folder) for folder in folders] == [LockOutcome.UNSUPPORTED] * 2
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "has no locks (No locks available)" in record.getMessage()
+    assert "one run at a time" in record.getMessage()
+    files._warn_of_no_locks.cache_clear()
+
+
+def test_short_writes_go_on_until_all_is_written(tmp_path, monkeypatch):
+    write, pwrite = os.write, os.pwrite
+    monkeypatch.setattr(os, "write", lambda d, data: write(d, data[:3]))
+    monkeypatch.setattr(os, "pwrite", lambda d, data, at: pwrite(d, data[:3], at))
+    with (tmp_path / "file").open("wb") as file:
+        assert write_all(file.fileno(), b"0123456789") == 10
+        assert write_all_at(file.fileno(), b"abcdefgh", 1) == 8
+        assert write_all(file.fileno(), b"") == 0
+    assert (tmp_path / "file").read_bytes() == b"0abcdefgh9"

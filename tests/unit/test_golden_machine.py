@@ -16,10 +16,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 MACHINE = Machine.from_text((GOLDEN / "machine-v1.json").read_text())
 # What the committed code of version 1 predicted from that machine.
 WRITTEN = json.loads((GOLDEN / "predictions-v1.json").read_text())
-WORKLOADS = {one.name: one for one in map(Workload.from_json, WRITTEN["workloads"])}
+WORKLOADS = {workload.name: workload for workload in map(Workload.from_json, WRITTEN["workloads"])}
 
 
-@pytest.mark.parametrize("written", WRITTEN["predictions"], ids=lambda one: one["workload"])
+@pytest.mark.parametrize(
+    "written", WRITTEN["predictions"], ids=lambda prediction: prediction["workload"]
+)
 def test_an_upgraded_machine_predicts_what_it_did(written):
     plan = Plan.from_json(written["plan"])
     found = estimate(MACHINE, WORKLOADS[written["workload"]], plan)

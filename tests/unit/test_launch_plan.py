@@ -28,7 +28,7 @@ def ready(tmp_path, monkeypatch):
     script.write_text("")
 
     def prepared(plan, **flags):
-        resolved = resolve(RunConfig, "run", flags=flags)
+        resolved = resolve(RunConfig, flags=flags)
         return prepare(script, [], resolved, None, ManualClock(), plan=PlanFile(plan=plan))
 
     return prepared
@@ -42,10 +42,20 @@ def test_a_run_takes_its_ranks_from_the_plan(ready):
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [
-        (TWO, {"ranks": 4}, {}, "4 ranks by --ranks, 2 ranks by the plan"),
-        (TWO, {}, {"PACELINE_RUN__RANKS": "3"}, "3 ranks by PACELINE_RUN__RANKS, 2 ranks"),
-        (TWO, {}, {"OMP_NUM_THREADS": "1"}, "1 threads by OMP_NUM_THREADS, 3 threads per rank"),
-        (Plan(mesh=Mesh(data=4)), {}, MPICH, "2 ranks on this node by the mpich step, 4 ranks"),
+        (TWO, {"ranks": 4}, {}, "--ranks is 4, the plan's mesh.data is 2"),
+        (
+            TWO,
+            {},
+            {"PACELINE_RUN__RANKS": "3"},
+            "PACELINE_RUN__RANKS is 3, the plan's mesh.data is 2",
+        ),
+        (TWO, {}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS is 1, the plan's threads is 3"),
+        (
+            Plan(mesh=Mesh(data=4)),
+            {},
+            MPICH,
+            "the mpich step's ranks per node is 2, the plan's ranks_per_node is 4",
+        ),
         (Plan(mesh=Mesh(data=2), nodes=2), {}, {}, "over 2 nodes"),
         (Plan(mesh=Mesh(pipeline=2)), {}, {}, "2 x 1"),
     ],

@@ -37,7 +37,7 @@ def drain(work):
 
 
 def alive():
-    return [one for one in threading.enumerate() if one.name.startswith("test-worker")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("test-worker")]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def no_thread_is_left():
 def test_results_come_in_the_order_of_tasks(count, threads, ahead):
     pieces = [Piece(number) for number in range(count)]
     work = start(pieces, threads=threads, ahead=ahead)
-    assert [one.number for one in drain(work)] == list(range(count))
+    assert [result.number for result in drain(work)] == list(range(count))
     with pytest.raises(StopIteration):
         work.next()
 
@@ -73,7 +73,7 @@ def test_a_slow_first_task_does_not_let_others_past():
     for _ in range(3):  # the other thread makes what there is room for
         assert later.acquire(timeout=DEADLINE_S)
     release.set()
-    assert [one.number for one in drain(work)] == list(range(6))
+    assert [result.number for result in drain(work)] == list(range(6))
 
 
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5), st.integers(1, 150))

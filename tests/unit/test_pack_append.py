@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, UsageError
-from paceline.store import PackOptions, append_pack, open_pack, pack_folder
+from paceline.store import PackOptions, open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 
@@ -26,7 +27,11 @@ def write(root, files):
 @pytest.fixture
 def pack_path(tmp_path):
     source = write(tmp_path / "source", {"b/1": b"one" * 100, "d/2": b"two", "root": b"r"})
-    pack_folder(source, tmp_path / "pack", options=PackOptions(shard_bytes=512, parity_group=2))
+    store.pack(
+        store.Folder(source),
+        tmp_path / "pack",
+        options=PackOptions(shard_bytes=512, parity_group=2),
+    )
     return tmp_path / "pack"
 
 
@@ -39,7 +44,7 @@ def test_samples_are_added_and_labels_stay(pack_path, tmp_path):
     with open_pack(pack_path) as before:
         old = content(before)
         classes = before.class_names
-        summary = append_pack(more, pack_path, options=PackOptions(shard_bytes=512))
+        summary = store.append(store.Folder(more), pack_path, options=PackOptions(shard_bytes=512))
         assert content(before) == old  # it keeps the version that it opened
         assert before.class_names == classes == ("b", "d")
     assert (summary.sample_count, summary.reused_sample_count) == (6, 3)
@@ -64,7 +69,7 @@ def test_a_name_that_is_there_is_refused_and_nothing_changes(pack_path, tmp_path
     for names in ({"new": b"", "d/2": b"again"}, {"d": b"like a folder"}):
         more = write(tmp_path / f"more{len(names)}", names)
         with pytest.raises(UsageError, match=r"one name|named like a folder"):
-            append_pack(more, pack_path)
+            store.append(store.Folder(more), pack_path)
         assert {path.name: path.read_bytes() for path in pack_path.iterdir()} == files
 
 
@@ -79,7 +84,7 @@ def test_what_a_killed_append_left_is_removed(pack_path, tmp_path):
     mine = {"README", "My notes.partial"}
     for name in mine:
         (pack_path / name).write_bytes(b"mine")
-    append_pack(write(tmp_path / "more", {"new": b"1"}), pack_path)
+    store.append(store.Folder(write(tmp_path / "more", {"new": b"1"})), pack_path)
     names = {path.name for path in pack_path.iterdir()}
     assert mine <= names
     names -= mine
@@ -90,12 +95,12 @@ def test_parity_that_was_not_renamed_is_finished(pack_path, tmp_path):
     """The index of an append is there, but its parity still has the name of before."""
     more = write(tmp_path / "more", {"new": b"1" * 300})
     old = (pack_path / "parity-00000.pace").read_bytes()
-    append_pack(more, pack_path, options=PackOptions(shard_bytes=512))
+    store.append(store.Folder(more), pack_path, options=PackOptions(shard_bytes=512))
     new = (pack_path / "parity-00000.pace").read_bytes()
     last = sorted(pack_path.glob("parity-*.pace"))[-1]
     (pack_path / f"{last.name}.partial").write_bytes(last.read_bytes())
     last.write_bytes(old)
-    append_pack(_empty(tmp_path), pack_path)
+    store.append(store.Folder(_empty(tmp_path)), pack_path)
     assert (pack_path / "parity-00000.pace").read_bytes() == new
     assert not list(pack_path.glob("*.partial"))
 
@@ -113,12 +118,12 @@ def test_an_interrupt_right_behind_the_rename_keeps_what_was_committed(
     more = write(tmp_path / "more", {"new": b"1" * 300})
     monkeypatch.setattr(os, "rename", rename_then_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        append_pack(more, pack_path, options=PackOptions(shard_bytes=512))
+        store.append(store.Folder(more), pack_path, options=PackOptions(shard_bytes=512))
     monkeypatch.undo()
     with open_pack(pack_path) as pack:
         assert "new" in list(pack.names)
         assert list(pack.verify()) == []
-    append_pack(_empty(tmp_path), pack_path)
+    store.append(store.Folder(_empty(tmp_path)), pack_path)
     assert verify_files(pack_path)[1] == []
     assert not list(pack_path.glob("*.partial"))
 
@@ -129,10 +134,10 @@ def test_no_parity_is_made_of_a_damaged_shard(pack_path, tmp_path):
     shard.write_bytes(whole[:70] + b"?" + whole[71:])
     more = write(tmp_path / "more", {"new": b"1"})
     with pytest.raises(CorruptPack, match=r"shard-00000\.pace is damaged"):
-        append_pack(more, pack_path)
+        store.append(store.Folder(more), pack_path)
     assert repair_pack(pack_path).ok  # the parity of before still has it
     assert shard.read_bytes() == whole
-    append_pack(more, pack_path)
+    store.append(store.Folder(more), pack_path)
     assert verify_files(pack_path)[1] == []
 
 
@@ -144,7 +149,7 @@ def test_no_digest_is_made_of_a_damaged_shard(tmp_path):
     shard.write_bytes(damaged)
     index = (tmp_path / "pack" / "index.pace").read_bytes()
     with pytest.raises(CorruptPack, match="is damaged"):
-        append_pack(write(tmp_path / "more", {"new": b"1"}), tmp_path / "pack")
+        store.append(store.Folder(write(tmp_path / "more", {"new": b"1"})), tmp_path / "pack")
     assert (tmp_path / "pack" / "index.pace").read_bytes() == index
 
 
@@ -157,7 +162,7 @@ def test_a_pack_of_version_1_becomes_one_of_version_2(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "pack")
     with open_pack(GOLDEN) as golden:
         expected = content(golden)
-    append_pack(write(tmp_path / "more", {"cat/new": b"meow"}), tmp_path / "pack")
+    store.append(store.Folder(write(tmp_path / "more", {"cat/new": b"meow"})), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert content(pack) == {**expected, "cat/new": b"meow"}
         assert list(pack.folder_names) == ["cat", "cat/kitten", "dog", "empty", "empty/within"]
@@ -167,16 +172,16 @@ def test_a_pack_of_version_1_becomes_one_of_version_2(tmp_path):
 def test_what_is_no_whole_pack_is_refused(pack_path, tmp_path):
     more = write(tmp_path / "more", {"new": b"1"})
     with pytest.raises(NotFound, match="no pack here"):
-        append_pack(more, tmp_path / "nowhere")
+        store.append(store.Folder(more), tmp_path / "nowhere")
     with pytest.raises(NotFound, match="no such folder to pack"):
-        append_pack(tmp_path / "nowhere", pack_path)
+        store.append(store.Folder(tmp_path / "nowhere"), pack_path)
     descriptor = os.open(pack_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UsageError, match="another run"):
-        append_pack(more, pack_path)
+        store.append(store.Folder(more), pack_path)
     os.close(descriptor)
     index = bytearray((pack_path / "index.pace").read_bytes())
     index[100] ^= 1
     (pack_path / "index.pace").write_bytes(index)
     with pytest.raises(CorruptPack):
-        append_pack(more, pack_path)
+        store.append(store.Folder(more), pack_path)

@@ -5,10 +5,11 @@ import tarfile
 
 import pytest
 
+from paceline import store
 from paceline.core.errors import NotFound, StorageError, UsageError
-from paceline.store import PackOptions, open_pack, pack_archives, pack_paths, plan_pack
-from paceline.store.write import archives
-from paceline.store.write import pipeline as packer_module
+from paceline.store import PackOptions, open_pack
+from paceline.store.write import archives, tar
+from paceline.store.write import options as limits_module
 
 
 def write_tar(path, members, **kwargs):
@@ -37,8 +38,8 @@ def entry_of(name, kind, **fields):
 def test_names_that_lead_out_are_refused(tmp_path, name):
     path = write_tar(tmp_path / "a.tar", [("fine", b"1"), (name, b"2")])
     with pytest.raises(UsageError, match="cannot name a sample"):
-        pack_archives(path, tmp_path / "pack")
-    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+        store.pack(store.Archives(path), tmp_path / "pack")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar"]
 
 
 def test_a_name_with_nul_is_refused(tmp_path):
@@ -46,7 +47,7 @@ def test_a_name_with_nul_is_refused(tmp_path):
     entry.pax_headers = {"path": "a\0b"}
     write_tar(tmp_path / "a.tar", [entry], format=tarfile.PAX_FORMAT)
     with pytest.raises(UsageError, match="cannot name a sample"):
-        pack_archives(tmp_path / "a.tar", tmp_path / "pack")
+        store.pack(store.Archives(tmp_path / "a.tar"), tmp_path / "pack")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_name_with_nul_is_refused(tmp_path):
 def test_what_is_neither_file_nor_folder_is_refused(tmp_path, kind, text):
     path = write_tar(tmp_path / "a.tar", [entry_of("odd", kind, linkname="target")])
     with pytest.raises(UsageError, match=rf"neither a file nor a folder.*a\.tar.*odd.*{text}"):
-        pack_archives(path, tmp_path / "pack")
+        store.pack(store.Archives(path), tmp_path / "pack")
 
 
 def test_names_are_normalised_and_folders_kept(tmp_path):
@@ -72,7 +73,7 @@ def test_names_are_normalised_and_folders_kept(tmp_path):
         ("./a//b/./c", b"1"),
         ("d", b"2"),
     ]
-    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert list(pack.names) == ["a/b/c", "d"]
         assert list(pack.folder_names) == ["a", "a/b", "empty", "empty/within"]
@@ -84,11 +85,11 @@ def test_two_samples_of_one_name_are_refused(tmp_path):
     one = write_tar(tmp_path / "a.tar", [("x/y", b"1"), ("x/z", b"1")])
     two = write_tar(tmp_path / "b.tar", [("./x/y", b"2")])
     with pytest.raises(UsageError, match=r"two samples have one name.*x/y"):
-        pack_archives([one, two], tmp_path / "pack")
+        store.pack(store.Archives([one, two]), tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
     three = write_tar(tmp_path / "c.tar", [("x", b"2")])
     with pytest.raises(UsageError, match="named like a folder"):
-        pack_archives([one, three], tmp_path / "other")
+        store.pack(store.Archives([one, three]), tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "b.tar", "c.tar"]
 
 
@@ -96,30 +97,31 @@ def test_damage_is_named(tmp_path):
     path = write_tar(tmp_path / "a.tar", [("x", b"1" * 3000), ("y", b"2" * 3000)])
     whole = path.read_bytes()
     cases = {
-        "cut off amid a member": whole[:2000],
-        "without its end mark": whole[: 2 * (512 + 3072)],
+        "truncated within a member": whole[:2000],
+        "its end mark is missing": whole[: 2 * (512 + 3072)],
         "checksum": whole[:3584] + b"\1" + whole[3585:],
-        "no number": whole[: 3584 + 148] + b"zz" + whole[3584 + 150 :],
+        "not hold a number": whole[: 3584 + 148] + b"zz" + whole[3584 + 150 :],
     }
     for k, (text, data) in enumerate(cases.items()):
         path.write_bytes(data)
         with pytest.raises(StorageError, match=rf"archive is damaged.*a\.tar.*{text}"):
-            pack_archives(path, tmp_path / f"pack{k}")
+            store.pack(store.Archives(path), tmp_path / f"pack{k}")
     write_tar(tmp_path / "b.tar", [("x" * 200, b"")], format=tarfile.PAX_FORMAT)
     data = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(data[:512] + b"9" + data[513:])
     with pytest.raises(StorageError, match="malformed"):
-        pack_archives(tmp_path / "b.tar", tmp_path / "pack")
+        store.pack(store.Archives(tmp_path / "b.tar"), tmp_path / "pack")
     compressed = tmp_path / "c.tar.gz"
     with tarfile.open(compressed, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("x"))
     compressed.write_bytes(compressed.read_bytes()[:-20])
     with pytest.raises(StorageError, match=r"archive is damaged.*c\.tar\.gz"):
-        pack_archives(compressed, tmp_path / "pack")
+        store.pack(store.Archives(compressed), tmp_path / "pack")
 
 
 def test_compressed_archives_are_checked_to_their_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "_READ_BYTES", 512)  # so that the end mark is not the stream's
+    for module in (archives, tar):
+        monkeypatch.setattr(module, "READ_BYTES", 512)  # the end mark is not the stream's
     path = tmp_path / "a.tar.gz"
     with tarfile.open(path, "w:gz", compresslevel=0) as archive:
         entry = tarfile.TarInfo("x")
@@ -129,32 +131,54 @@ def test_compressed_archives_are_checked_to_their_end(tmp_path, monkeypatch):
     data[data.index(b"1" * 3000) + 1500] ^= 1  # stored as it is: only the checksum tells
     path.write_bytes(data)
     with pytest.raises(StorageError, match=r"archive is damaged.*a\.tar\.gz.*CRC"):
-        pack_archives(path, tmp_path / "pack")
+        store.pack(store.Archives(path), tmp_path / "pack")
 
 
 @pytest.mark.parametrize(
     ("text", "headers"),
     [
         ("negative length", {"size": "-1"}),
-        ("impossible time", {"mtime": "1e30"}),
-        ("infinity", {"mtime": "inf"}),
-        ("NaN", {"mtime": "nan"}),
+        ("impossible time", {"mtime": "9" * 30}),
+        ("malformed time", {"mtime": "1e30"}),
+        ("malformed time", {"mtime": "inf"}),
+        ("malformed time", {"mtime": "nan"}),
+        ("malformed time", {"mtime": ".5"}),
     ],
 )
 def test_impossible_numbers_are_damage(tmp_path, text, headers):
     entry = entry_of("x", tarfile.REGTYPE, pax_headers=headers)
     path = write_tar(tmp_path / "a.tar", [entry, ("y", b"1")], format=tarfile.PAX_FORMAT)
     with pytest.raises(StorageError, match=rf"archive is damaged.*{text}"):
-        pack_archives(path, tmp_path / "pack")
+        store.pack(store.Archives(path), tmp_path / "pack")
 
 
 def test_times_before_1970_are_kept(tmp_path):
     entry = entry_of("x", tarfile.REGTYPE, mtime=-5)
-    pack_archives(
-        write_tar(tmp_path / "a.tar", [entry], format=tarfile.GNU_FORMAT), tmp_path / "pack"
+    store.pack(
+        store.Archives(write_tar(tmp_path / "a.tar", [entry], format=tarfile.GNU_FORMAT)),
+        tmp_path / "pack",
     )
     with open_pack(tmp_path / "pack") as pack:
         assert pack.mtimes_ns.tolist() == [-5_000_000_000]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected_ns"),
+    [
+        ("1700000000.123456789", 1_700_000_000_123_456_789),
+        ("1700000000.1", 1_700_000_000_100_000_000),
+        ("1700000000.1234567899", 1_700_000_000_123_456_789),
+        ("1700000000.", 1_700_000_000_000_000_000),
+        ("-1.000000001", -1_000_000_001),
+        ("9007199254.740993001", 9_007_199_254_740_993_001),
+    ],
+)
+def test_pax_times_are_exact_to_the_nanosecond(tmp_path, text, expected_ns):
+    entry = entry_of("x", tarfile.REGTYPE, pax_headers={"mtime": text})
+    path = write_tar(tmp_path / "a.tar", [entry], format=tarfile.PAX_FORMAT)
+    store.pack(store.Archives(path), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert pack.mtimes_ns.tolist() == [expected_ns]
 
 
 def group(key, label, **others):
@@ -170,7 +194,7 @@ def test_cls_members_label_their_group(tmp_path):
         ("d.x/3.jpg", b"q"),
         ("d.x/4.cls", b"alone"),
     ]
-    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert pack.class_names == ("9", "10")
         labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
@@ -186,7 +210,7 @@ def test_cls_members_label_their_group(tmp_path):
 
 def test_classes_that_are_words_are_sorted(tmp_path):
     members = group("1", b"dog", jpg=b"") + group("2", b"10", jpg=b"") + group("3", b"9", jpg=b"")
-    pack_archives(write_tar(tmp_path / "a.tar", members), tmp_path / "pack")
+    store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert pack.class_names == ("10", "9", "dog")
         assert pack.labels.tolist() == [2, 0, 1]
@@ -197,11 +221,11 @@ def test_numbered_members_do_not_gather_in_memory(tmp_path, monkeypatch):
     frames = [(f"shot/frame.{k:03d}.png", b"x" * 900) for k in range(12)]
     path = write_tar(tmp_path / "a.tar", [*frames, *group("shot/key", b"7", jpg=b"j")])
     held = []
-    take = archives.ArchiveSource._take_group
+    take = archives.OpenArchives._take_group
     monkeypatch.setattr(
-        archives.ArchiveSource, "_take_group", lambda *a: (held.append(len(a[1])), take(*a))[1]
+        archives.OpenArchives, "_take_group", lambda *a: (held.append(len(a[1])), take(*a))[1]
     )
-    pack_archives(path, tmp_path / "pack")
+    store.pack(store.Archives(path), tmp_path / "pack")
     assert max(held) < 4
     with open_pack(tmp_path / "pack") as pack:
         assert pack.class_names == ("7",)
@@ -209,24 +233,24 @@ def test_numbered_members_do_not_gather_in_memory(tmp_path, monkeypatch):
     assert labels == {**{name: -1 for name, _ in frames}, "shot/key.jpg": 0}
     late = write_tar(tmp_path / "b.tar", [*frames, ("shot/frame.cls", b"7")])
     with pytest.raises(UsageError, match=r"frame\.cls.* too large a group"):
-        pack_archives(late, tmp_path / "other")
+        store.pack(store.Archives(late), tmp_path / "other")
 
 
 @pytest.mark.parametrize("label", [b"", b"x" * 300, b"a\0b"])
 def test_a_cls_member_that_names_no_class_is_refused(tmp_path, label):
     path = write_tar(tmp_path / "a.tar", group("1", label, jpg=b""))
     with pytest.raises(UsageError, match="names no class"):
-        pack_archives(path, tmp_path / "pack")
+        store.pack(store.Archives(path), tmp_path / "pack")
 
 
 def test_large_members_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(packer_module, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(limits_module, "BATCH_BYTES", 1000)
     bodies = {f"{k}.bin": bytes([k]) * (700 * k) for k in range(6)}
     path = write_tar(tmp_path / "a.tar", bodies.items())
     options = PackOptions(shard_bytes=2048)
-    planned = plan_pack(path, tmp_path / "pack", options=options)
-    summary = pack_paths([str(path)], tmp_path / "pack", options=options)
+    planned = store.plan_pack(store.find_source(path), tmp_path / "pack", options=options)
+    summary = store.pack(store.find_source([str(path)]), tmp_path / "pack", options=options)
     assert (planned.pack_bytes, planned.shard_count) == (summary.pack_bytes, summary.shard_count)
     with open_pack(tmp_path / "pack") as pack:
         assert {name: pack.read(k) for k, name in enumerate(pack.names)} == bodies
@@ -245,15 +269,18 @@ def test_paths_name_archives(tmp_path):
     assert archives.find_archives([str(shards / "s-*.tar")]) == every
     assert archives.find_archives([str(shards / "s-{008,010}.tar")]) == every[::2]
     assert archives.find_archives([str(tmp_path)]) == []
-    assert pack_paths([str(shards)], tmp_path / "pack").sample_count == 4
+    assert store.pack(store.find_source([str(shards)]), tmp_path / "pack").sample_count == 4
     with pytest.raises(UsageError, match="only if all are archives"):
-        pack_paths([str(shards), str(tmp_path)], tmp_path / "other")
-    with pytest.raises(UsageError, match="no archives"):
-        pack_archives(tmp_path, tmp_path / "other")
+        store.pack(store.find_source([str(shards), str(tmp_path)]), tmp_path / "other")
+    with pytest.raises(UsageError, match="not a tar archive"):
+        store.pack(store.Archives(tmp_path), tmp_path / "other")
     with pytest.raises(NotFound, match="no such archive"):
-        pack_archives(tmp_path / "none.tar", tmp_path / "other")
+        store.pack(store.Archives(tmp_path / "none.tar"), tmp_path / "other")
     with pytest.raises(NotFound, match="nothing matches the pattern"):
-        pack_paths([str(shards / "s-008.tar"), str(shards / "t-*.tar")], tmp_path / "other")
+        store.pack(
+            store.find_source([str(shards / "s-008.tar"), str(shards / "t-*.tar")]),
+            tmp_path / "other",
+        )
     odd = tmp_path / "odd [v2]"
     odd.mkdir()
     alone = write_tar(odd / "a.tar", [("x", b"1")])

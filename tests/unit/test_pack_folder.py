@@ -20,10 +20,10 @@ from paceline.core.errors import (
     StorageError,
     UsageError,
 )
-from paceline.store import Pack, PackOptions, open_pack, pack_folder, plan_pack
-from paceline.store.write import folder as scan_module
-from paceline.store.write import pipeline as packer_module
-from paceline.store.write import shards as writing_module
+from paceline.store import Pack, PackOptions, open_pack
+from paceline.store.write import encoding as encoding_module
+from paceline.store.write import folder as folder_module
+from paceline.store.write import options as limits_module
 
 
 @pytest.fixture
@@ -52,13 +52,15 @@ def test_the_store_offers_no_other_names():
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Let every batch have one sample, so that progress is told between any two."""
-    monkeypatch.setattr(scan_module, "BATCH_SAMPLES", 1)
+    monkeypatch.setattr(folder_module, "BATCH_SAMPLES", 1)
 
 
 @pytest.mark.usefixtures("one_by_one")
 def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tmp_path):
     seen = []
-    summary = pack_folder(source, tmp_path / "pack", on_progress=seen.append, clock=ManualClock())
+    summary = store.pack(
+        store.Folder(source), tmp_path / "pack", on_progress=seen.append, clock=ManualClock()
+    )
     assert summary.to_json() == {
         "version": 1,
         "source": str(source),
@@ -75,7 +77,7 @@ def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tm
         "reused_sample_count": 0,
         "elapsed_s": 0.0,
     }
-    assert [one.sample_count for one in seen] == [1, 2, 3, 4, 5]
+    assert [progress.sample_count for progress in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1].byte_count, seen[-1].byte_total, seen[-1].sample_total) == (1017, 1017, 5)
     with open_pack(tmp_path / "pack") as pack:
         # As whole paths compare: '-' and '.' come before '/'.
@@ -100,8 +102,8 @@ def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tm
 
 
 def test_two_packs_of_one_source_are_equal(source, tmp_path):
-    pack_folder(source, tmp_path / "one")
-    pack_folder(source, tmp_path / "two")
+    store.pack(store.Folder(source), tmp_path / "one")
+    store.pack(store.Folder(source), tmp_path / "two")
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 
@@ -109,9 +111,11 @@ def test_two_packs_of_one_source_are_equal(source, tmp_path):
 @pytest.mark.parametrize("shard_bytes", [128, 192, 600, 1 << 20])
 def test_shards_stay_below_their_size_unless_one_sample_is_larger(source, tmp_path, shard_bytes):
     options = PackOptions(shard_bytes=shard_bytes)
-    planned = plan_pack(source, tmp_path / "pack", options=options)
+    planned = store.plan_pack(store.Folder(source), tmp_path / "pack", options=options)
     assert left_behind(tmp_path) == []
-    summary = pack_folder(source, tmp_path / "pack", options=options, clock=ManualClock())
+    summary = store.pack(
+        store.Folder(source), tmp_path / "pack", options=options, clock=ManualClock()
+    )
     assert planned == summary
     shards = sorted((tmp_path / "pack").glob("shard-*.pace"))
     assert len(shards) == summary.shard_count
@@ -123,7 +127,7 @@ def test_shards_stay_below_their_size_unless_one_sample_is_larger(source, tmp_pa
 
 def test_an_empty_folder_makes_an_empty_pack(tmp_path):
     (tmp_path / "source" / "class").mkdir(parents=True)
-    summary = pack_folder(tmp_path / "source", tmp_path / "pack")
+    summary = store.pack(store.Folder(tmp_path / "source"), tmp_path / "pack")
     assert (summary.sample_count, summary.shard_count, summary.class_count) == (0, 0, 1)
     with open_pack(tmp_path / "pack") as pack:
         assert len(pack) == 0
@@ -146,9 +150,9 @@ def test_an_existing_destination_is_not_touched(source, tmp_path, kind):
         destination.mkdir()
     if kind == "full folder":
         (destination / "index.pace").write_bytes(b"mine")
-    for function in (pack_folder, plan_pack):
+    for function in (store.pack, store.plan_pack):
         with pytest.raises(DestinationExists, match="the destination exists"):
-            function(source, destination)
+            function(store.Folder(source), destination)
     assert left_behind(tmp_path) == ["pack"]
     if kind == "full folder":
         assert (destination / "index.pace").read_bytes() == b"mine"
@@ -164,20 +168,20 @@ def test_a_destination_that_appears_meanwhile_is_not_touched(source, tmp_path):
             (destination / "mine").write_bytes(b"mine")
 
     with pytest.raises(DestinationExists):
-        pack_folder(source, destination, on_progress=interfere)
+        store.pack(store.Folder(source), destination, on_progress=interfere)
     assert left_behind(tmp_path) == ["pack"]
     assert [path.name for path in destination.iterdir()] == ["mine"]
 
 
 def test_a_missing_source_or_parent_is_named(source, tmp_path):
     with pytest.raises(NotFound, match="nowhere"):
-        pack_folder(tmp_path / "nowhere", tmp_path / "pack")
+        store.pack(store.Folder(tmp_path / "nowhere"), tmp_path / "pack")
     with pytest.raises(NotFound, match="mkdir -p"):
-        pack_folder(source, tmp_path / "no" / "pack")
+        store.pack(store.Folder(source), tmp_path / "no" / "pack")
     with pytest.raises(UsageError, match="only a folder"):
-        pack_folder(source / "cat.txt", tmp_path / "pack")
+        store.pack(store.Folder(source / "cat.txt"), tmp_path / "pack")
     with pytest.raises(StorageError, match="cannot read"):
-        pack_folder(source / "cat.txt" / "below", tmp_path / "pack")
+        store.pack(store.Folder(source / "cat.txt" / "below"), tmp_path / "pack")
     assert left_behind(tmp_path) == []
 
 
@@ -185,18 +189,18 @@ def test_a_destination_inside_the_source_is_refused(source, tmp_path):
     (tmp_path / "link").symlink_to(source / "cat")
     for destination in (source / "pack", source / "cat" / "pack", tmp_path / "link" / "pack"):
         with pytest.raises(UsageError, match="inside the source"):
-            pack_folder(source, destination)
+            store.pack(store.Folder(source), destination)
     with pytest.raises(UsageError, match="cannot be named"):
-        pack_folder(source, tmp_path / "pack.partial")
+        store.pack(store.Folder(source), tmp_path / "pack.partial")
 
 
 def test_symbolic_links_are_refused_unless_asked_for(source, tmp_path):
     (source / "dog" / "link.txt").symlink_to(source / "cat" / "b.txt")
     (source / "dog" / "more").symlink_to(source / "cat" / "kitten")
     with pytest.raises(UsageError, match=r"symbolic link.*follow-symlinks"):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
     assert left_behind(tmp_path) == []
-    pack_folder(source, tmp_path / "pack", options=PackOptions(follow_symlinks=True))
+    store.pack(store.Folder(source), tmp_path / "pack", options=PackOptions(follow_symlinks=True))
     with open_pack(tmp_path / "pack") as pack:
         assert pack.read(pack.find("dog/link.txt")) == b"meow"
         assert pack.read(pack.find("dog/more/a.txt")) == b"m" * 1000
@@ -207,30 +211,30 @@ def test_links_that_lead_nowhere_or_back_are_named(source, tmp_path):
     broken = source / "dog" / "broken"
     broken.symlink_to("nowhere")
     with pytest.raises(UsageError, match=r"leads nowhere.*broken"):
-        pack_folder(source, tmp_path / "pack", options=options)
+        store.pack(store.Folder(source), tmp_path / "pack", options=options)
     broken.unlink()
     (source / "dog" / "loop").symlink_to(source)
     with pytest.raises(UsageError, match="leads back"):
-        pack_folder(source, tmp_path / "pack", options=options)
+        store.pack(store.Folder(source), tmp_path / "pack", options=options)
     assert left_behind(tmp_path) == []
 
 
 def test_pipes_sockets_and_devices_are_refused(source, tmp_path):
     os.mkfifo(source / "dog" / "pipe")
     with pytest.raises(UsageError, match="named pipe"):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
     (source / "dog" / "pipe").unlink()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.path.relpath(source / "dog" / "socket"))
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind(os.path.relpath(source / "dog" / "socket"))
         with pytest.raises(UsageError, match="socket"):
-            pack_folder(source, tmp_path / "pack")
+            store.pack(store.Folder(source), tmp_path / "pack")
     (source / "dog" / "socket").unlink()
     try:
         os.mknod(source / "dog" / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     except PermissionError:
         return  # only root makes devices
     with pytest.raises(UsageError, match="device"):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
 
 
 def change_before(sample, action):
@@ -252,7 +256,7 @@ def test_a_source_file_that_vanishes_is_named(source, tmp_path, turns_into):
             (source / "dog" / "a.txt").symlink_to(source / "cat.txt")
 
     with pytest.raises(StorageError, match=r"changed while.*dog/a\.txt"):
-        pack_folder(source, tmp_path / "pack", on_progress=change_before(4, spoil))
+        store.pack(store.Folder(source), tmp_path / "pack", on_progress=change_before(4, spoil))
     assert left_behind(tmp_path) == []
 
 
@@ -262,8 +266,8 @@ def test_a_source_file_that_turns_into_a_pipe_is_named(source, tmp_path):
         (source / "dog" / "a.txt").unlink()
         os.mkfifo(source / "dog" / "a.txt")
 
-    with pytest.raises(StorageError, match=r"dog/a\.txt.*no file any more"):
-        pack_folder(source, tmp_path / "pack", on_progress=change_before(4, spoil))
+    with pytest.raises(StorageError, match=r"dog/a\.txt.*not a regular file any more"):
+        store.pack(store.Folder(source), tmp_path / "pack", on_progress=change_before(4, spoil))
 
 
 @pytest.mark.parametrize("change", ["grows", "shrinks", "is touched"])
@@ -272,8 +276,8 @@ def test_a_source_file_that_changes_while_it_is_read_is_named(
 ):
     victim = source / "cat" / "kitten" / "a.txt"
     os_readv = os.readv
-    monkeypatch.setattr(packer_module, "BATCH_BYTES", 100)  # it is large, hence read in pieces
-    monkeypatch.setattr(writing_module, "BATCH_BYTES", 100)  # of this size
+    monkeypatch.setattr(limits_module, "BATCH_BYTES", 100)  # it is large, hence read in chunks
+    monkeypatch.setattr(encoding_module, "BATCH_BYTES", 100)  # of this size
 
     def readv(descriptor, buffers):
         count = os_readv(descriptor, buffers)
@@ -289,7 +293,7 @@ def test_a_source_file_that_changes_while_it_is_read_is_named(
 
     monkeypatch.setattr(os, "readv", readv)
     with pytest.raises(StorageError, match=r"changed while.*kitten/a\.txt"):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
     assert left_behind(tmp_path) == []
 
 
@@ -308,7 +312,7 @@ def test_a_source_file_that_changed_since_it_was_listed_is_named(source, tmp_pat
 
     why = "written to" if change == "is touched" else "had 4 bytes"
     with pytest.raises(StorageError, match=rf"changed while.*dog/a\.txt.*{why}"):
-        pack_folder(source, tmp_path / "pack", on_progress=change_before(4, spoil))
+        store.pack(store.Folder(source), tmp_path / "pack", on_progress=change_before(4, spoil))
     assert left_behind(tmp_path) == []
 
 
@@ -318,21 +322,21 @@ def test_a_leftover_is_replaced_but_nothing_else_is_removed(source, tmp_path):
     (partial / "shard-00000.pace").write_bytes(b"old")
     (partial / "shard-00017.pace").write_bytes(b"old")
     (partial / "index.pace").write_bytes(b"old")
-    pack_folder(source, tmp_path / "pack")
+    store.pack(store.Folder(source), tmp_path / "pack")
     assert left_behind(tmp_path) == ["pack"]
     assert len(list((tmp_path / "pack").iterdir())) == 2
     mine = tmp_path / "second.partial"
     mine.mkdir()
     (mine / "thesis.tex").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"thesis\.tex"):
-        pack_folder(source, tmp_path / "second")
+        store.pack(store.Folder(source), tmp_path / "second")
     assert (mine / "thesis.tex").read_bytes() == b"mine"
     (tmp_path / "third.partial").write_bytes(b"mine")
     with pytest.raises(UsageError, match="not a folder"):
-        pack_folder(source, tmp_path / "third")
+        store.pack(store.Folder(source), tmp_path / "third")
     (tmp_path / "fourth.partial").symlink_to(mine)
     with pytest.raises(UsageError, match="not a folder"):
-        pack_folder(source, tmp_path / "fourth")
+        store.pack(store.Folder(source), tmp_path / "fourth")
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -342,10 +346,10 @@ def test_two_runs_to_one_destination_do_not_mix(source, tmp_path):
     def second_run(progress):
         if progress.sample_count == 2:
             with pytest.raises(UsageError, match="another run") as caught:
-                pack_folder(source, tmp_path / "pack")
+                store.pack(store.Folder(source), tmp_path / "pack")
             problems.append(caught.value)
 
-    pack_folder(source, tmp_path / "pack", on_progress=second_run)
+    store.pack(store.Folder(source), tmp_path / "pack", on_progress=second_run)
     assert len(problems) == 1
     with open_pack(tmp_path / "pack") as pack:
         assert list(pack.verify()) == []
@@ -360,7 +364,7 @@ def test_a_rival_that_finishes_between_open_and_lock_wins(source, tmp_path, monk
 
     monkeypatch.setattr(fcntl, "flock", finish_then_lock)
     with pytest.raises(DestinationExists):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
     assert left_behind(tmp_path) == ["pack"]
 
 
@@ -375,7 +379,7 @@ def test_a_leftover_that_vanishes_before_it_is_opened_is_made_again(source, tmp_
         return os_open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", vanish_then_open)
-    pack_folder(source, tmp_path / "pack")
+    store.pack(store.Folder(source), tmp_path / "pack")
     assert vanished
     assert left_behind(tmp_path) == ["pack"]
 
@@ -385,7 +389,7 @@ def test_a_file_system_without_locks_still_packs(source, tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    pack_folder(source, tmp_path / "pack")
+    store.pack(store.Folder(source), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert list(pack.verify()) == []
 
@@ -395,7 +399,7 @@ def test_an_interrupted_run_cleans_up(source, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack_folder(source, tmp_path / "pack", on_progress=interrupt)
+        store.pack(store.Folder(source), tmp_path / "pack", on_progress=interrupt)
     assert left_behind(tmp_path) == []
 
 
@@ -408,7 +412,7 @@ def test_an_interrupt_right_behind_the_rename_keeps_the_pack(source, tmp_path, m
 
     monkeypatch.setattr(Path, "rename", rename_then_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        pack_folder(source, tmp_path / "pack")
+        store.pack(store.Folder(source), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert len(pack) > 0
         assert list(pack.verify()) == []
@@ -429,7 +433,7 @@ def test_a_tree_deeper_than_pythons_stack_is_packed(tmp_path):
             below = os.open("d", os.O_RDONLY, dir_fd=here)
             os.close(here)
             here = below
-        pack_folder(root, tmp_path / "pack")
+        store.pack(store.Folder(root), tmp_path / "pack")
         with open_pack(tmp_path / "pack") as pack:
             assert len(pack.folder_names) == 1100
     finally:
@@ -438,7 +442,7 @@ def test_a_tree_deeper_than_pythons_stack_is_packed(tmp_path):
 
 
 def test_reading_refuses_what_is_not_there(source, tmp_path):
-    pack_folder(source, tmp_path / "pack")
+    store.pack(store.Folder(source), tmp_path / "pack")
     with open_pack(tmp_path / "pack") as pack:
         assert repr(pack) == f"Pack({str(tmp_path / 'pack')!r})"
         with pytest.raises(NotFound, match=r"no sample named 'cat/x\\n'"):

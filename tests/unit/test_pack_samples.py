@@ -5,17 +5,16 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from paceline import store
 from paceline.core.errors import ConfigError, Missing, UsageError
 from paceline.native import zstd_available
-from paceline.store import PackOptions, open_pack, pack_samples
-from paceline.store.write import index as indexing_module
+from paceline.store import PackOptions, open_pack
+from paceline.store.write import index as index_module
 from paceline.store.write import name_table as table_module
 from paceline.store.write import options as options_module
-from paceline.store.write import pipeline as packer_module
-from paceline.store.write import sorted_runs as spool_module
-from paceline.store.write.options import shard_limits
-from paceline.store.write.shards import ShardLimits
-from paceline.store.write.sources import SampleSource, Totals
+from paceline.store.write import sorted_runs as runs_module
+from paceline.store.write.options import ShardLimits, shard_limits
+from paceline.store.write.sources import SourceTotals
 
 
 def content(path):
@@ -27,23 +26,23 @@ def content(path):
 @pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a\0", "x" * 4096])
 def test_names_that_are_no_paths_are_refused(tmp_path, name):
     with pytest.raises(UsageError, match="cannot name a sample"):
-        pack_samples([("fine", b""), (name, b"")], tmp_path / "pack")
+        store.pack(store.Samples([("fine", b""), (name, b"")]), tmp_path / "pack")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["x" * 4095, "a.b/..c/.d", "é", "\udcff", "\n"])
 def test_names_that_are_paths_are_taken(tmp_path, name):
-    pack_samples([(name, b"1")], tmp_path / "pack")
+    store.pack(store.Samples([(name, b"1")]), tmp_path / "pack")
     assert content(tmp_path / "pack") == {name: b"1"}
 
 
 def test_what_is_no_pair_or_comes_twice_is_refused(tmp_path):
     with pytest.raises(UsageError, match="it is a str"):
-        pack_samples([("a", "text")], tmp_path / "pack")
+        store.pack(store.Samples([("a", "text")]), tmp_path / "pack")
     with pytest.raises(UsageError, match=r"two samples have one name.*'a/b'"):
-        pack_samples([("a/b", b""), ("c", b""), (b"a/b", b"")], tmp_path / "pack")
+        store.pack(store.Samples([("a/b", b""), ("c", b""), (b"a/b", b"")]), tmp_path / "pack")
     with pytest.raises(UsageError, match=r"named like a folder.*'a'"):
-        pack_samples([("a/b", b""), ("a", b""), ("a-b", b"")], tmp_path / "pack")
+        store.pack(store.Samples([("a/b", b""), ("a", b""), ("a-b", b"")]), tmp_path / "pack")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -53,7 +52,7 @@ def test_an_error_of_the_iterator_comes_through(tmp_path):
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
-        pack_samples(samples(), tmp_path / "pack")
+        store.pack(store.Samples(samples()), tmp_path / "pack")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,16 +66,16 @@ def test_codecs(tmp_path, monkeypatch):
         "slightly": noise + bytes(300),  # saves less than a tenth
         "large": bytes(50_000),
     }
-    monkeypatch.setattr(packer_module, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(options_module, "BATCH_BYTES", 20_000)
     codecs = {}
     for codec in ("none", "zstd", "auto"):
         path = tmp_path / codec
-        summary = pack_samples(samples.items(), path, options=PackOptions(codec=codec))
+        summary = store.pack(store.Samples(samples.items()), path, options=PackOptions(codec=codec))
         assert content(path) == samples
         with open_pack(path) as pack:
             extents = {name: pack.extents(k)[0] for k, name in enumerate(pack.names)}
-        codecs[codec] = {name for name, one in extents.items() if one.codec == 1}
-        assert summary.stored_bytes == sum(one.stored_length for one in extents.values())
+        codecs[codec] = {name for name, extent in extents.items() if extent.codec == 1}
+        assert summary.stored_bytes == sum(extent.stored_length for extent in extents.values())
     assert codecs == {
         "none": set(),
         "zstd": {"flat", "slightly", "large"},
@@ -87,7 +86,9 @@ def test_codecs(tmp_path, monkeypatch):
 def test_a_codec_that_is_missing_is_said_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(options_module, "zstd_available", lambda: False)
     with pytest.raises(Missing, match=r"libzstd.*--codec none"):
-        pack_samples([("a", b"")], tmp_path / "pack", options=PackOptions(codec="auto"))
+        store.pack(
+            store.Samples([("a", b"")]), tmp_path / "pack", options=PackOptions(codec="auto")
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,28 +104,23 @@ def test_options_that_cannot_be_are_refused(options):
 def test_samples_larger_than_a_shard_are_chunked(tmp_path):
     samples = {f"{k}": bytes([k]) * (k * 90) for k in range(12)}
     options = PackOptions(shard_bytes=256)
-    pack_samples(samples.items(), tmp_path / "pack", options=options)
+    store.pack(store.Samples(samples.items()), tmp_path / "pack", options=options)
     assert content(tmp_path / "pack") == samples
-    assert all(one.stat().st_size <= 256 for one in tmp_path.glob("pack/shard-*"))
+    assert all(file.stat().st_size <= 256 for file in tmp_path.glob("pack/shard-*"))
     with open_pack(tmp_path / "pack") as pack:
         extents = pack.extents(pack.find("11"))
-        assert [one.length for one in extents] == [192] * 5 + [30]
+        assert [extent.length for extent in extents] == [192] * 5 + [30]
         assert pack.lengths[pack.find("11")] == 990
 
 
 def test_large_packs_get_larger_shards():
-    class Known(SampleSource):
-        def __init__(self, byte_count):
-            super().__init__([])
-            self.byte_count = byte_count
+    def known(byte_count):
+        return SourceTotals(sample_count=10, byte_count=byte_count, is_exact=True)
 
-        def totals(self):
-            return Totals(sample_count=10, byte_count=self.byte_count, is_exact=True)
-
-    sizes = [shard_limits(Known(n << 30), PackOptions()).shard_bytes for n in (1, 60, 100, 10**6)]
+    sizes = [shard_limits(known(n << 30), PackOptions()).shard_bytes for n in (1, 60, 100, 10**6)]
     assert sizes == [256 << 20, 256 << 20, 512 << 20, 16 << 30]
-    assert shard_limits(Known(1 << 50), PackOptions(shard_bytes=4096)).shard_bytes == 4096
-    unknown = shard_limits(SampleSource([]), PackOptions())
+    assert shard_limits(known(1 << 50), PackOptions(shard_bytes=4096)).shard_bytes == 4096
+    unknown = shard_limits(SourceTotals(), PackOptions())
     assert unknown.limit(63) == 256 << 20
     assert unknown.limit(64) == 512 << 20
     assert unknown.limit(1 << 40) == 16 << 30
@@ -137,16 +133,16 @@ def peak_bytes(count, path):
             yield b"c%d/%08x" % (k % 7, k * 2654435761 % (1 << 32)), b"%d" % k
 
     tracemalloc.start()
-    pack_samples(samples(), path)
+    store.pack(store.Samples(samples()), path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
 
 
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(spool_module, "RUN_SAMPLES", 4096)
-    monkeypatch.setattr(indexing_module, "PIECE_SAMPLES", 4096)
-    monkeypatch.setattr(table_module, "PART_SAMPLES", 4096)
+    monkeypatch.setattr(runs_module, "RUN_SAMPLES", 4096)
+    monkeypatch.setattr(index_module, "BLOCK_SAMPLES", 4096)
+    monkeypatch.setattr(table_module, "BUCKET_SAMPLES", 4096)
     few, many = (peak_bytes(count, tmp_path / f"{count}") for count in (20_000, 100_000))
     assert many < 1.2 * few
     with open_pack(tmp_path / "100000") as pack:

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +34,7 @@ from paceline.core.estimate import Estimate
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import PlanFile
-from paceline.report.charts import blocks, late_map, late_scale_s, step_lines, worst
+from paceline.report.charts import blocks, skew_map, skew_scale_s, step_lines, worst
 from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.terminal import render_terminal
@@ -43,11 +44,12 @@ from paceline.trace.events import Kind
 from paceline.trace.files import trace_name
 from paceline.trace.phases import RankPhases
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 HOSTILE = '<script>alert("x")</script>&\'<img src=x onerror=y>'
 LATE = (Late(1, 18, 40, 80),)
 SECTIONS = [
     "Time by phase",
-    "Lateness",
+    "Skew",
     "Step time",
     "Prediction beside measurement",
     "Collectives",
@@ -183,14 +185,16 @@ def _long(report, ranks, steps):
         )
         for rank in range(ranks)
     )
-    late_s = generator.exponential(0.01, (ranks, steps))
+    skew_s = generator.exponential(0.01, (ranks, steps))
     traffic = report.traffic * 500
     traces = tuple(
         SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
         for rank in range(ranks)
     )
     trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)
-    return dataclasses.replace(report, parts=parts, late_s=late_s, traffic=traffic, trace=trace)
+    return dataclasses.replace(
+        report, rank_phases=parts, skew_s=skew_s, traffic=traffic, trace=trace
+    )
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(64, 5000), (1500, 700), (2, 200_000)])
@@ -220,12 +224,12 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     assert report.missing_ranks == (1,)
     # One rank alone cannot be late, and nothing is known of the other one.
     assert report.words.startswith(
-        "Rank 1 left no trace, so this is of the others alone. One rank took 30 steps: "
+        "Rank 1 left no trace, so only the other ranks are described. One rank took 30 steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text
     assert "1 rank left no trace" in text
-    assert "ends early" in text
+    assert "truncated" in text
 
 
 def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
@@ -346,11 +350,11 @@ def test_bounding_a_heat_map_keeps_the_worst():
 
 def test_noise_looks_pale_and_a_straggler_full():
     noise = np.abs(np.random.default_rng(0).normal(0, 1e-4, (4, 300)))
-    assert late_scale_s(noise, (), 0.001) == 0.002
-    assert "heat-" not in re.sub("heat-none", "", late_map(noise, range(4), (), 0.02))
+    assert skew_scale_s(noise, (), 0.001) == 0.002
+    assert "heat-" not in re.sub("heat-none", "", skew_map(noise, range(4), (), 0.02))
     late = noise.copy()
     late[2, 100:150] = 0.02
-    assert 'class="heat-8"' in late_map(late, range(4), (), 0.02)
+    assert 'class="heat-8"' in skew_map(late, range(4), (), 0.02)
 
 
 def test_steps_beyond_the_scale_are_marked():
@@ -411,6 +415,19 @@ def test_gradients_that_are_reduced_several_times_per_step_fit(tmp_path):
         estimate = dataclasses.replace(_estimate(), trained_parameter_bytes=size)
         (run / "estimate.json").write_text(estimate.to_text())
         assert (gather(run).comparison.unfit == "") == fits, size
+
+
+def test_a_run_that_an_earlier_paceline_planned_is_compared(tmp_path):
+    run = write_run(tmp_path, data_parallel(2, 60, amount=350_000))
+    for name in ("machine", "estimate"):
+        (run / f"{name}.json").write_text((GOLDEN / f"{name}-v1.json").read_text())
+    report = gather(run)
+    assert report.machine.collective("all_reduce") is not None
+    assert report.comparison.step_time_error is not None
+    (run / "machine.json").unlink()
+    larger = write_run(tmp_path / "larger", data_parallel(2, 60, amount=1 << 20))
+    (larger / "estimate.json").write_text((GOLDEN / "estimate-v1.json").read_text())
+    assert "of gradients per step, the run reduced 1.00 MiB" in gather(larger).comparison.unfit
 
 
 def test_the_demos_folder_stands_for_its_run(tmp_path):

@@ -11,7 +11,7 @@ import paceline.report.units
 import paceline.report.words
 import paceline.trace.communication
 from paceline.core.breakdown import Breakdown
-from paceline.report.words import meeting_place, summary_line, verdict
+from paceline.report.words import summary_line, sync_place, verdict
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.trace.blame import Straggler
 
@@ -78,14 +78,16 @@ def test_waiting_for_nobody_in_particular_is_said():
 
 def test_ranks_without_a_trace_are_not_called_punctual():
     assert _verdict(missing=(3, 4)).startswith(
-        "2 ranks left no trace (first: 3), so this is of the others. No rank was late"
+        "2 ranks left no trace (first: 3), so only the other ranks are described. No rank was late"
     )
     assert "One rank took 700 steps" in _verdict(world_size=2, missing=(1,))
 
 
-def test_ranks_that_never_meet_are_told_so():
+def test_ranks_without_a_common_collective_are_named_so():
     text = _verdict(world_size=2, place="")
-    assert text.startswith("The ranks never met in a collective: each trained a model of its own")
+    assert text.startswith(
+        "The ranks took part in no common collective: each trained a model of its own"
+    )
     assert "DistributedDataParallel" in text
     assert text.endswith(
         "In 700 steps most of a step goes to the backward pass (50 %), then to "
@@ -97,7 +99,7 @@ def test_ranks_that_never_meet_are_told_so():
 def test_a_run_without_steps_says_why_nothing_can_be_said():
     assert "optimizer's step()" in _verdict(steps=0)
     killed = Failure(rank=1, signal="SIGKILL", step=11)
-    assert "were not written yet" in _verdict(steps=0, failure=killed)
+    assert "before its steps were written" in _verdict(steps=0, failure=killed)
     assert "optimizer's step()" in _verdict(steps=0, failure=Failure(rank=1, error="x"))
 
 
@@ -117,9 +119,9 @@ def test_a_failure_comes_first():
 
 
 def test_the_place_of_lateness_depends_on_what_meets():
-    assert meeting_place(frozenset({"all_reduce"}), 1.0) == "at every all-reduce"
-    assert meeting_place(frozenset({"all_reduce"}), 4.0) == "in every step"
-    assert meeting_place(frozenset({"all_gather", "reduce_scatter"}), 1.0) == "in every step"
+    assert sync_place(frozenset({"all_reduce"}), 1.0) == "at every all-reduce"
+    assert sync_place(frozenset({"all_reduce"}), 4.0) == "in every step"
+    assert sync_place(frozenset({"all_gather", "reduce_scatter"}), 1.0) == "in every step"
     assert "late in every step between" in _verdict((LATE,), place="in every step")
 
 

@@ -1,4 +1,4 @@
-"""Who was late: the right rank, cause, size and window; and nobody when it is noise."""
+"""Who was late: the right rank, cause, size and step range; and nobody when it is noise."""
 
 import numpy as np
 import pytest
@@ -103,9 +103,9 @@ def test_noise_is_not_accused(seed, world_size, scale_ms, shape):
     excess = excess_s(late)
     accused = 0
     for i in range(world_size):
-        window = late_steps(excess[i], rules.min_late_s, rules)
-        if window is not None:
-            accused += chance(excess > rules.min_late_s, i, window) <= rules.max_chance / 100
+        steps = late_steps(excess[i], rules.min_late_s, rules)
+        if steps is not None:
+            accused += chance(excess > rules.min_late_s, i, steps) <= rules.max_chance / 100
     assert accused == 0
 
 

@@ -77,14 +77,14 @@ def test_what_is_exported_follows_the_format(tmp_path, by_rank):
         assert not stack or event["ts"] + event["dur"] <= stack[-1] + 1e-3, "not nested"
         stack.append(event["ts"] + event["dur"])
     assert min(begins) == 0
-    count = sum(one.kind is not Kind.COUNTER for events in by_rank for one in events)
+    count = sum(event.kind is not Kind.COUNTER for events in by_rank for event in events)
     assert len(begins) == count
 
 
 def test_collectives_carry_what_they_moved(tmp_path):
     events = json.loads(_export(tmp_path, _small_run()))["traceEvents"]
     first, second, third = (
-        one for one in events if one.get("cat") == "collective" and one["pid"] == 0
+        event for event in events if event.get("cat") == "collective" and event["pid"] == 0
     )
     assert first["args"] == {"step": 0, "bytes": 4096, "group": "group 0", "sequence": 1}
     assert third["args"]["peer"] == 1
@@ -95,4 +95,4 @@ def test_collectives_carry_what_they_moved(tmp_path):
 
 def test_an_empty_trace_is_valid_json(tmp_path):
     events = json.loads(_export(tmp_path, [[]]))["traceEvents"]
-    assert {one["ph"] for one in events} == {"M"}
+    assert {event["ph"] for event in events} == {"M"}

@@ -45,13 +45,13 @@ def test_sizes_groups_and_operations_are_kept_apart(tmp_path):
         event("barrier", "a", 4, 0),
     ]
     found = analyse(load_run(write_run(tmp_path, [events, events]))).traffic
-    assert {(one.operation, one.group, one.size_class_bytes, one.count) for one in found} == {
+    assert {(line.operation, line.group, line.size_class_bytes, line.count) for line in found} == {
         ("all_reduce", "a", 1024, 2),
         ("all_reduce", "a", 8192, 1),
         ("all_reduce", "b", 1024, 1),
         ("barrier", "a", 0, 1),
     }
-    assert next(one for one in found if one.operation == "barrier").bandwidth_bytes_per_s is None
+    assert next(line for line in found if line.operation == "barrier").bandwidth_bytes_per_s is None
     assert found[0].count == 2  # the costliest first
 
 

@@ -36,8 +36,8 @@ def test_events_and_names_come_back(tmp_path):
     path = write_trace(tmp_path / trace_name(2), 2, 4, FIRST)
     trace = read_trace(path)
     assert (trace.rank, trace.status.world_size, trace.complete) == (2, 4, True)
-    assert [trace.names[i] for i in trace.events["name"]] == [one.name for one in FIRST]
-    assert trace.events["begin_ns"].tolist() == [one.begin_ns for one in FIRST]
+    assert [trace.names[i] for i in trace.events["name"]] == [event.name for event in FIRST]
+    assert trace.events["begin_ns"].tolist() == [event.begin_ns for event in FIRST]
     assert trace.events["step"].tolist() == [0, 1, 2, 3]
     assert trace.status.recorded_count == 4
     assert trace.status.peak_memory_bytes > 0

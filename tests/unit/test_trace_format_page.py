@@ -72,8 +72,8 @@ def test_every_exit_code_is_explained():
     page = (DOCS / "reference/exit-codes.md").read_text()
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)}
     raised = {
-        one.exit_code
-        for one in vars(errors).values()
-        if isinstance(one, type) and issubclass(one, errors.PacelineError)
+        error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.PacelineError)
     }
     assert raised <= listed

@@ -1,7 +1,11 @@
 """What the ranks did together: collectives by group, messages by peer and tag, and disagreement."""
 
+import io
+import re
+
 import numpy as np
 import pytest
+from rich.console import Console
 from traces import (
     MS,
     Event,
@@ -13,10 +17,12 @@ from traces import (
 )
 
 from paceline.core.breakdown import PHASES
+from paceline.report.model import gather
+from paceline.report.terminal import render_stats
 from paceline.trace.analysis import analyse
 from paceline.trace.events import COMMUNICATION, COMPLETION_UNKNOWN, Kind
 from paceline.trace.files import read_trace, trace_name
-from paceline.trace.matching import row_ids
+from paceline.trace.keys import row_ids
 from paceline.trace.merge import load_run, merge
 from paceline.trace.stats import TraceStats, summarize_trace
 
@@ -330,3 +336,27 @@ def test_a_trace_that_was_cut_short_joins_what_it_has(tmp_path):
     analysis = analyse(merge([first, second]))
     assert analysis.steps == 5
     assert analysis.matches.instances["ranks"].tolist() == [2] * 5 + [1] * 5
+
+
+def test_what_the_trace_leaves_open_is_said_in_the_verdict_and_the_stats(tmp_path):
+    unknown = {"flags": COMPLETION_UNKNOWN}
+    first = [
+        *_collective("all_reduce", 1, 1.1, 1, **unknown),
+        *_collective("all_gather", 2, 3, 2),
+        _step(10),
+    ]
+    second = [
+        *_collective("all_reduce", 1, 1.1, 1, **unknown),
+        *_collective("all_reduce", 2, 3, 2),
+        _step(10),
+    ]
+    run = write_run(tmp_path, [first, second])
+    words = gather(run).words
+    assert "does not show when 1 collective completed" in words
+    assert "In 1 collective the ranks do not agree" in words
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_stats(summarize_trace(analyse(load_run(run)))))
+    text = console.export_text()
+    assert "does not show when 1 collective completed" in text
+    assert re.search(r"^0 +2 +0 +all_gather +64 B", text, re.M)
+    assert re.search(r"^0 +2 +1 +all_reduce +64 B", text, re.M)

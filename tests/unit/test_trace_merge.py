@@ -15,8 +15,14 @@ from paceline.trace.merge import load_run, merge
 
 def _shifted(events, shift_ns):
     return [
-        Event(**{**vars(one), "begin_ns": one.begin_ns + shift_ns, "end_ns": one.end_ns + shift_ns})
-        for one in events
+        Event(
+            **{
+                **vars(event),
+                "begin_ns": event.begin_ns + shift_ns,
+                "end_ns": event.end_ns + shift_ns,
+            }
+        )
+        for event in events
     ]
 
 
@@ -39,17 +45,17 @@ def test_collectives_give_the_offset_of_another_node(tmp_path, shift_ns):
 
 @given(st.lists(st.integers(0, 5 * MS), min_size=4, max_size=12), st.integers(-(10**9), 10**9))
 def test_the_true_offset_lies_within_the_error_whoever_is_late(tmp_path_factory, waits, shift_ns):
-    """Ranks arrive at random times; each collective ends 1 ms after the later one."""
+    """Ranks enter at random times; each collective ends 1 ms after the later one."""
     ranks = [[], []]
     at = 10**12
     for i, wait_ns in enumerate(waits):
-        arrive = [at + wait_ns if i % 2 else at, at if i % 2 else at + wait_ns]
-        end = max(arrive) + MS
+        enter = [at + wait_ns if i % 2 else at, at if i % 2 else at + wait_ns]
+        end = max(enter) + MS
         for rank in (0, 1):
             ranks[rank].append(
                 Event(
                     Kind.COLLECTIVE,
-                    arrive[rank],
+                    enter[rank],
                     end,
                     "all_reduce",
                     i,
@@ -125,7 +131,7 @@ def test_a_clock_that_was_set_has_an_unknown_error():
 
 def test_ranks_of_one_node_get_one_clock(tmp_path):
     by_rank = data_parallel(3, 20, late=(Late(1, 3, 0, 20),))
-    moved = [by_rank[0], *(_shifted(one, 10**9) for one in by_rank[1:])]
+    moved = [by_rank[0], *(_shifted(events, 10**9) for events in by_rank[1:])]
     run = write_run(tmp_path, moved)
     for rank in (1, 2):
         set_boot_id(run / "trace" / trace_name(rank), "another node")
@@ -152,7 +158,7 @@ def test_one_way_operations_do_not_set_clocks(tmp_path):
     ]
     run = write_run(tmp_path, events)
     set_boot_id(run / "trace" / trace_name(1), "another node")
-    assert [one.error_ns for one in load_run(run).clocks] == [0, None]
+    assert [clock.error_ns for clock in load_run(run).clocks] == [0, None]
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path):

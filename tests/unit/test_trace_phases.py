@@ -97,8 +97,8 @@ def test_what_runs_behind_compute_is_not_counted(tmp_path):
             _step(10),
         ]
 
-    for one in _phases(tmp_path, [rank(), rank()]):
-        _close(one.breakdown(), backward=9, transfer=1)
+    for phases in _phases(tmp_path, [rank(), rank()]):
+        _close(phases.breakdown(), backward=9, transfer=1)
 
 
 def test_a_drain_waits_for_all_collectives_of_its_backward_and_no_longer(tmp_path):
@@ -191,7 +191,7 @@ def test_steps_out_of_order_are_refused(tmp_path):
 def test_steps_that_a_full_buffer_lost_keep_totals_and_medians(tmp_path, lost):
     events = data_parallel(2, 20)
     (whole, _) = _phases(tmp_path / "whole", events)
-    events[1] = [one for one in events[1] if one.kind != Kind.STEP or one.step not in lost]
+    events[1] = [event for event in events[1] if event.kind != Kind.STEP or event.step not in lost]
     run = write_run(tmp_path / "run", events)
     set_dropped_count(run / "trace" / trace_name(1), len(lost))
     first, second = analyse(load_run(run)).phases
@@ -294,8 +294,8 @@ def test_phases_add_up_to_wall_time(tmp_path_factory, world_size, steps, late):
     run = tmp_path_factory.mktemp("run")
     parts = _phases(run, data_parallel(world_size, steps, late=(late,)))
     assert len(parts) == world_size
-    for one in parts:
-        assert one.seconds.sum(axis=1) == pytest.approx(one.step_s, abs=1e-9)
-        assert (one.seconds >= 0).all()
-        assert one.breakdown().other == pytest.approx(0, abs=1e-9)
+    for rank in parts:
+        assert rank.seconds.sum(axis=1) == pytest.approx(rank.step_s, abs=1e-9)
+        assert (rank.seconds >= 0).all()
+        assert rank.breakdown().other == pytest.approx(0, abs=1e-9)
     assert step_time_s(parts) >= 0.01

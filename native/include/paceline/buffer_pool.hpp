@@ -9,7 +9,7 @@ namespace paceline {
 
 // Returns at least `size` bytes (0 for 0) whose pages exist. Throws std::bad_alloc.
 std::span<std::byte> acquire_buffer(std::size_t size);
-// Takes back what acquire_buffer returned, whole.
+// Takes back exactly what acquire_buffer returned.
 void release_buffer(std::span<std::byte> buffer) noexcept;
 
 }  // namespace paceline

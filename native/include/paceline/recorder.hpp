@@ -68,8 +68,8 @@ struct Event {  // little-endian on disk, 48 bytes
 };
 static_assert(sizeof(Event) == 48);
 
-// The first page of the file, mapped: the live part is updated in place, so that whoever outlives
-// this process can say in which step and phase it ended.
+// The first page of the file, mapped: the live part is updated in place, so that a process that
+// outlives this one can say in which step and phase it ended.
 struct TraceHeader {
   char magic[8];  // "PACETRCE"
   std::uint32_t version;

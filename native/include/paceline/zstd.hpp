@@ -20,7 +20,7 @@ std::size_t zstd_bound(std::size_t size) noexcept;
 std::size_t zstd_compress(std::span<const std::byte> source, std::span<std::byte> target,
                           int level) noexcept;
 
-// Decodes `source`, which nobody trusts, into `target`. Returns true when it filled `target`
+// Decodes `source`, which is not trusted, into `target`. Returns true when it filled `target`
 // exactly. Allocates nothing that depends on `source`; otherwise `why`, if given, says what is wrong.
 bool zstd_decompress(std::span<const std::byte> source, std::span<std::byte> target,
                      std::string* why = nullptr);

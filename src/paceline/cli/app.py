@@ -25,9 +25,10 @@ VERBS = {
     "store": "List, extract, verify and repair packs (ls, extract, verify, repair).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
+    "calibrate": "Improve a machine's description by what a run showed.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "why": "Say which rank was late in a run, and why.",
-    "report": "Report a run: verdict, time, lateness, prediction beside measurement.",
+    "report": "Report a run: verdict, time, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
     "torture": "Damage packs, kill packing, fail calls: does this file system hide it?",
 }

@@ -68,7 +68,7 @@ class _Screen:
         self.console = Console(stderr=True, highlight=False)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
         self.trained = False
-        self.told_s = now_s
+        self.printed_s = now_s
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +93,9 @@ class _Screen:
                 self.live.start()
         if self.console.is_terminal:
             self.live.update(_table(ranks), refresh=True)
-        elif now_s - self.told_s >= self.line_every_s:
-            self.told_s = now_s
-            steps = ", ".join(f"rank {one.rank} in step {one.step}" for one in ranks)
+        elif now_s - self.printed_s >= self.line_every_s:
+            self.printed_s = now_s
+            steps = ", ".join(f"rank {status.rank} in step {status.step}" for status in ranks)
             self.console.print(f"  {steps}", markup=False)
 
     def show_result(self, result: DemoResult) -> None:
@@ -134,12 +134,12 @@ def _table(ranks: list[Status]) -> Table:
     from rich.table import Table
 
     table = Table("  rank", "step", "in", "events", "peak memory", box=None, pad_edge=False)
-    for one in ranks:
+    for status in ranks:
         table.add_row(
-            f"  {one.rank}",
-            str(one.step),
-            one.phase_name,
-            str(one.recorded_count),
-            f"{one.peak_memory_bytes / 2**20:.0f} MiB",
+            f"  {status.rank}",
+            str(status.step),
+            status.phase_name,
+            str(status.recorded_count),
+            f"{status.peak_memory_bytes / 2**20:.0f} MiB",
         )
     return table

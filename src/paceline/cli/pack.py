@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from paceline.core.errors import Interrupted
+from paceline.report.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +61,7 @@ def size_bytes(text: str) -> int:
     "--parity",
     type=int,
     metavar="K",
-    help="Add a parity file for every K shards, to mend a lost or damaged one.",
+    help="Add a parity file for every K shards, from which a lost or damaged one is repaired.",
 )
 @click.option(
     "--follow-symlinks",
@@ -70,7 +74,7 @@ def size_bytes(text: str) -> int:
     "--restart",
     is_flag=True,
     default=None,
-    help="Throw away what a killed run left, instead of going on from it.",
+    help="Discard what a killed run left, instead of resuming from it.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -90,12 +94,12 @@ def pack(
     """Pack the folder or the tar archives SRC into the new pack DST.
 
     Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed
-    at any moment, this leaves nothing, a DST.partial that the next run goes on from, or the whole
-    pack.
+    at any moment, this leaves nothing, a DST.partial from which the next run resumes, or the
+    complete pack.
     """
+    from paceline import store
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.store import PackOptions, append_pack, pack_paths, plan_pack
 
     flags = {
         "shard_bytes": shard_size,
@@ -105,19 +109,37 @@ def pack(
         "follow_symlinks": follow_symlinks,
         "restart": restart,
     }
-    options = resolve(PackOptions, flags=flags).config
+    options = resolve(store.PackOptions, flags=flags).config
     if append:
         _refuse_beside_append(dry_run=dry_run, parity=parity, restart=restart)
+    source = store.find_source(sources)
     if dry_run:
-        summary = plan_pack(sources, destination, options=options)
+        summary = store.plan_pack(source, destination, options=options)
     else:
-        action = append_pack if append else pack_paths
-        with _progress(SystemClock()) as on_progress:
-            summary = action(sources, destination, options=options, on_progress=on_progress)
+        action = store.append if append else store.pack
+        with _interrupted(destination, append=append), _progress(SystemClock()) as on_progress:
+            summary = action(source, destination, options=options, on_progress=on_progress)
     if as_json:
         print(json.dumps({**summary.to_json(), "dry_run": dry_run}))
     else:
         _print_summary(summary, dry_run=dry_run, append=append)
+
+
+@contextlib.contextmanager
+def _interrupted(destination: str, *, append: bool) -> Iterator[None]:
+    """Say what Ctrl-C leaves behind, and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        partial = Path(destination + ".partial")
+        if append or not partial.is_dir():
+            raise
+        raise Interrupted(
+            "packing was interrupted",
+            where=str(partial),
+            why="what is packed so far is kept there",
+            fix="Run the same command again to resume (--restart to begin anew)",
+        ) from None
 
 
 def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | None) -> None:
@@ -163,21 +185,8 @@ def _rate(summary: PackSummary) -> str:
     megabytes_per_s = summary.sample_bytes * share / summary.elapsed_s / 1e6
     text = f"in {summary.elapsed_s:.1f} s: {files_per_s:,.0f} files/s, {megabytes_per_s:,.1f} MB/s"
     if reused:
-        text += f"; {reused:,} samples were there from a run that was killed"
+        text += f"; {reused:,} samples were packed by an earlier run"
     return text
-
-
-def format_bytes(count: int) -> str:
-    """Return `count` bytes as people read them.
-
-    >>> format_bytes(999), format_bytes(1_500_000)
-    ('999 bytes', '1.5 MB')
-    """
-    if count < 1000:
-        return f"{count} bytes"
-    units = ("kB", "MB", "GB", "TB")
-    power = min((len(str(count)) - 1) // 3, len(units))
-    return f"{count / 1000**power:.1f} {units[power - 1]}"
 
 
 @contextlib.contextmanager
@@ -203,7 +212,7 @@ def _progress(clock: Clock) -> Iterator[Callable[[PackProgress], None]]:
 
         def show(progress: PackProgress) -> None:
             nonlocal shown_s
-            _tell_reused(progress)
+            _show_reused(progress)
             if clock.now_s() - shown_s >= 0.1:
                 shown_s = clock.now_s()
                 total = progress.byte_total or None
@@ -219,7 +228,7 @@ def _line_printer(clock: Clock) -> Callable[[PackProgress], None]:
 
     def show(progress: PackProgress) -> None:
         nonlocal shown_s
-        _tell_reused(progress)
+        _show_reused(progress)
         now_s = clock.now_s()
         if now_s - shown_s >= _LINE_INTERVAL_S:
             shown_s = now_s
@@ -236,12 +245,12 @@ def _line_printer(clock: Clock) -> Callable[[PackProgress], None]:
     return show
 
 
-def _tell_reused(progress: PackProgress) -> None:
+def _show_reused(progress: PackProgress) -> None:
     """Say once, on the first report, what a killed run left."""
     if progress.reused_byte_count and progress.byte_count == progress.reused_byte_count:
         print(
-            f"going on behind {progress.sample_count:,} samples, "
-            f"{format_bytes(progress.byte_count)}, that a killed run packed (--restart to begin "
+            f"resuming after {progress.sample_count:,} samples, "
+            f"{format_bytes(progress.byte_count)}, that an earlier run packed (--restart to begin "
             "anew)",
             file=sys.stderr,
             flush=True,

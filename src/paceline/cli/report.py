@@ -17,7 +17,7 @@ import click
 def report(run: Path, out: Path | None, as_json: bool) -> None:
     """Summarise RUN here, and write it as one HTML page that needs nothing else.
 
-    The page has the verdict, time by phase, lateness, collectives, memory, prediction beside
+    The page has the verdict, time by phase, skew, collectives, memory, prediction beside
     measurement, and what the numbers rest on.
     """
     from rich.console import Console

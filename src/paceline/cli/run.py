@@ -61,7 +61,7 @@ def run(
     from paceline.launch.options import RunConfig
     from paceline.launch.run import claim_folder, execute, prepare, trace_warnings
     from paceline.probe.machine_file import known_machine
-    from paceline.report.fit import machine_difference
+    from paceline.report.comparable import machine_difference
 
     clock = SystemClock()
     flags = {"ranks": ranks, "record": record, "bind": bind}

@@ -1,4 +1,4 @@
-"""``paceline store``: look into packs, take samples out, verify them, mend them."""
+"""``paceline store``: look into packs, extract samples, verify packs, repair them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.report.units import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.store import Pack
+    from paceline.store.care.findings import RepairReport
     from paceline.store.read.describe import FolderStat, PackStat, SampleStat
 
 _JSON_HELP = "Print one JSON object on stdout."
@@ -20,7 +23,7 @@ _JSON_HELP = "Print one JSON object on stdout."
 
 @click.group(epilog="Example: paceline store ls train.pack")
 def store() -> None:
-    """Look into packs, take samples out, verify them, mend them."""
+    """Look into packs, extract samples, verify packs, repair them."""
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")
@@ -35,16 +38,16 @@ def stat(path: str, name: str | None, as_json: bool) -> None:
     from paceline.store.read.describe import FolderStat, describe_name, describe_pack
 
     if name is None:
-        whole = describe_pack(path)
-        _print_record(whole) if as_json else _print_pack_stat(whole)
+        pack_stat = describe_pack(path)
+        _print_record(pack_stat) if as_json else _print_pack_stat(pack_stat)
         return
-    one = describe_name(path, name)
+    name_stat = describe_name(path, name)
     if as_json:
-        _print_record(one)
-    elif isinstance(one, FolderStat):
-        _print_folder_stat(one)
+        _print_record(name_stat)
+    elif isinstance(name_stat, FolderStat):
+        _print_folder_stat(name_stat)
     else:
-        _print_sample_stat(one)
+        _print_sample_stat(name_stat)
 
 
 @store.command(epilog="Example: paceline store ls train.pack cats")
@@ -57,7 +60,6 @@ def ls(path: str, folder: str, recursive: bool, as_json: bool) -> None:
 
     Costs what is listed, however large the pack is. Folders end in a slash.
     """
-    from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
 
     with open_pack(path, index_only=True) as pack:
@@ -113,10 +115,9 @@ def extract(
 ) -> None:
     """Write samples of PACK as files below the new folder DEST.
 
-    NAME is a sample, or a folder for all below it; without any, the whole pack. Permissions and
-    times come back as they were packed. Killed at any moment, DEST is not there, or whole.
+    NAME is a sample, or a folder for all below it; without NAME, all samples. Permissions and times
+    are restored as they were packed. Killed at any moment, DEST is not there, or complete.
     """
-    from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
     from paceline.store.read.extract import extract as extract_samples
 
@@ -135,15 +136,13 @@ def extract(
 
 @store.command(epilog="Example: paceline store verify train.pack --shards")
 @click.argument("path", metavar="PACK")
-@click.option("--shards", is_flag=True, help="Compare whole files with their digests as well.")
+@click.option("--shards", is_flag=True, help="Compare files with their digests as well.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def verify(path: str, shards: bool, as_json: bool) -> None:
     """Read all of PACK and name every damaged sample; exit code 4 if there is one.
 
-    With --shards every byte counts: of shards also what lies between samples, and of the parity
-    files all.
+    With --shards every byte counts: what lies between samples as well, and the parity files.
     """
-    from paceline.cli.pack import format_bytes
     from paceline.store import open_pack
     from paceline.store.care.damage import verify_files
 
@@ -157,37 +156,37 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
     checked, wrong = verify_files(path, _progress("compared", "files")) if shards else (0, [])
     for problem in wrong if not as_json else ():
         print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
-    both = [*damaged, *wrong]
+    errors = [*damaged, *wrong]
     if as_json:
         fields = {"path": path, "sample_count": sample_count, "sample_bytes": byte_count}
-        errors = [problem.to_json()["error"] for problem in both]
-        _print_json({**fields, "file_count": checked, "ok": not both, "damaged": errors})
-    elif not both:
+        fields |= {"file_count": checked, "ok": not errors}
+        _print_json({**fields, "damaged": [problem.to_json()["error"] for problem in errors]})
+    elif not errors:
         files = f" and {checked:,} files" if shards else ""
-        print(f"{sample_count:,} samples, {format_bytes(byte_count)}{files}: all whole")
+        print(f"{sample_count:,} samples, {format_bytes(byte_count)}{files}: all intact")
         if shards and not checked:
             print("a pack of format version 1 has no digests of files", file=sys.stderr)
     else:
         files = f", {len(wrong):,} of {checked:,} files" if shards else ""
         print(f"{len(damaged):,} of {sample_count:,} samples{files} are damaged", file=sys.stderr)
-        print(f"  fix: {both[0].fix}", file=sys.stderr)
-    if both:
-        sys.exit(both[0].exit_code)
+        print(f"  fix: {errors[0].fix}", file=sys.stderr)
+    if errors:
+        sys.exit(errors[0].exit_code)
 
 
 @store.command(epilog="Example: paceline store repair train.pack --source imagenet/train")
 @click.argument("path", metavar="PACK")
 @click.option("--source", metavar="FOLDER", help="The folder that was packed.")
 @click.option("--replica", metavar="PACK", help="A copy of the pack; it may be damaged elsewhere.")
-@click.option("--dry-run", is_flag=True, help="Say what would be mended; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be repaired; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def repair(
     path: str, source: str | None, replica: str | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Mend PACK: wrong bytes, shards missing or cut off, parity, the index; and remove litter.
+    """Repair PACK: wrong bytes, missing or truncated shards, parity, the index, stale files.
 
     Bytes come from the folder that was packed, from a copy of the pack, or from its parity files,
-    and are written only where they match their checksum. What cannot be mended is named, and the
+    and are written only where they match their checksum. What cannot be repaired is named, and the
     exit code is 4.
     """
     from paceline.core.errors import CorruptPack
@@ -204,23 +203,30 @@ def repair(
         _print_json({**report.to_json(), "ok": report.ok})
     else:
         would = "would be " if dry_run else ""
-        for one in report.mended:
-            print(f"{one.what} ({one.file}): {one.why}; {would}mended from {one.mended_from}")
-        for name in report.litter:
-            print(f"{name}: belongs to no version of the pack; {would}removed")
-        for one in report.lost:
-            print(f"{one.what} ({one.file}): {one.why}; cannot be mended", file=sys.stderr)
-        print(_repair_words(len(report.mended), len(report.lost), len(report.litter)))
+        for finding in report.repaired:
+            print(
+                f"{finding.what} ({finding.file}): {finding.why}; "
+                f"{would}recovered from {finding.recovered_from}"
+            )
+        for name in report.stale_files:
+            print(f"{name}: stale, it belongs to no version of the pack; {would}removed")
+        for finding in report.lost:
+            print(
+                f"{finding.what} ({finding.file}): {finding.why}; cannot be repaired",
+                file=sys.stderr,
+            )
+        print(_repair_words(report))
         if report.lost:
             print("  fix: give --source FOLDER or --replica COPY", file=sys.stderr)
     if report.lost:
         sys.exit(CorruptPack.exit_code)
 
 
-def _repair_words(mended: int, lost: int, litter: int) -> str:
-    if not mended and not lost:
-        return "the pack is whole" + (f"; {litter:,} stray files" if litter else "")
-    return f"{mended:,} mended, {lost:,} not, {litter:,} stray files"
+def _repair_words(report: RepairReport) -> str:
+    repaired, lost, stale = map(len, (report.repaired, report.lost, report.stale_files))
+    if not repaired and not lost:
+        return "the pack is intact" + (f"; {stale:,} stale files" if stale else "")
+    return f"{repaired:,} repaired, {lost:,} not, {stale:,} stale files"
 
 
 def _listed(pack: Pack, folder: str, *, recursive: bool) -> Iterator[tuple[str, Any]]:
@@ -247,7 +253,7 @@ def _print_listing(pack: Pack, path: str, folder: str, *, recursive: bool) -> No
             "folder": _text(folder.strip("/")),
             "recursive": recursive,
             "sample_count": len(samples),
-            "sample_bytes": sum(one["bytes"] for one in samples),
+            "sample_bytes": sum(sample["bytes"] for sample in samples),
             "shard_count": pack.shard_count,
             "class_names": [_text(name) for name in pack.class_names],
             "folder_names": folders,
@@ -257,7 +263,6 @@ def _print_listing(pack: Pack, path: str, folder: str, *, recursive: bool) -> No
 
 
 def _print_pack_stat(stat: PackStat) -> None:
-    from paceline.cli.pack import format_bytes
 
     codecs = ", ".join(f"{name}: {count:,}" for name, count in stat.codecs.items())
     parity = "none"
@@ -293,16 +298,15 @@ def _print_sample_stat(stat: SampleStat) -> None:
         "mode": f"{stat.mode:o}",
         "written": written.isoformat(timespec="seconds"),
     }
-    for k, one in enumerate(stat.extents):
+    for k, extent in enumerate(stat.extents):
         rows[f"extent {k}" if len(stat.extents) > 1 else "lies in"] = (
-            f"{one.shard} at {one.offset:,}: {one.stored_bytes:,} bytes, codec {one.codec}, "
-            f"checksum {one.checksum}"
+            f"{extent.shard} at {extent.offset:,}: {extent.stored_bytes:,} bytes, "
+            f"codec {extent.codec}, checksum {extent.checksum}"
         )
     _print_rows(rows)
 
 
 def _print_folder_stat(stat: FolderStat) -> None:
-    from paceline.cli.pack import format_bytes
 
     folders = f"{stat.folder_count:,} below it"
     samples = f"{stat.sample_count:,}, {format_bytes(stat.sample_bytes)}"
@@ -334,9 +338,9 @@ def _print_record(record: Any) -> None:
 def _texts(value: Any) -> Any:
     """Return plain JSON data in which every string is one that JSON can hold."""
     if isinstance(value, dict):
-        return {key: _texts(one) for key, one in value.items()}
+        return {key: _texts(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_texts(one) for one in value]
+        return [_texts(item) for item in value]
     return _text(value) if isinstance(value, str) else value
 
 
@@ -358,13 +362,13 @@ def _safe(name: str) -> str:
     a\nb\\c\xff plain.png
     """
     encoding = sys.stdout.encoding or "ascii"
-    escaped = "".join(_escaped(one) for one in name)
+    escaped = "".join(_escaped(character) for character in name)
     return escaped.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _escaped(one: str) -> str:
-    if 0xDC80 <= ord(one) <= 0xDCFF:  # how os.fsdecode passes on a byte that is not UTF-8
-        return f"\\x{ord(one) - 0xDC00:02x}"
-    if one.isprintable() and one != "\\":
-        return one
-    return one.encode("unicode_escape").decode()
+def _escaped(character: str) -> str:
+    if 0xDC80 <= ord(character) <= 0xDCFF:  # how os.fsdecode returns a byte that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    if character.isprintable() and character != "\\":
+        return character
+    return character.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""``paceline torture``: what breaks on this file system, and is it seen?"""
+"""``paceline torture``: fault campaigns on this file system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(epilog="Example: paceline torture store --dir /scratch")
 def torture() -> None:
-    """Damage, kill and starve what Paceline does, and count what is noticed."""
+    """Damage, kill and starve what Paceline does, and count what goes unnoticed."""
 
 
 def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int | None:
@@ -49,9 +49,9 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
 def store(
     folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
 ) -> None:
-    """Damage packs, kill packing, fail calls, plant hostile names; half a minute or more.
+    """Damage packs, kill packing, fail calls, extract hostile names; half a minute or more.
 
-    All happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
+    Everything happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
     """
     from paceline.studies.torture_parts import TortureOptions
     from paceline.studies.torture_store import torture_store
@@ -75,7 +75,9 @@ def _print_report(report: TortureReport) -> None:
         _show("")
     print(f"{report.folder} ({report.file_system}), seed {report.seed}")
     for campaign in report.campaigns:
-        verdict = f"{campaign.failure_count:,} FAILED" if campaign.failure_count else "all as due"
+        verdict = (
+            f"{campaign.failure_count:,} FAILED" if campaign.failure_count else "all as expected"
+        )
         print(f"{campaign.name}: {campaign.cases:,} cases in {campaign.elapsed_s:.1f} s, {verdict}")
         for name, count in campaign.counts.items():
             print(f"{count:>9,}  {name}")

@@ -24,6 +24,13 @@ Each carries what failed, where (rank, file, sample), why, and what to do about 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
 
 class PacelineError(Exception):
     """What failed, where, why, and what to do: the root of every error raised on purpose."""
@@ -140,3 +147,37 @@ class Interrupted(PacelineError, RuntimeError):
     """Stopped by Ctrl-C or SIGTERM."""
 
     exit_code = 130
+
+
+def reason(problem: OSError) -> str:
+    """Return what the system says, in its words."""
+    return problem.strerror or str(problem)
+
+
+@contextmanager
+def storage_errors(what: str, *, where: str | os.PathLike[str], fix: str) -> Iterator[None]:
+    """Let an OSError leave the context as a StorageError; errors of this tree pass unchanged.
+
+    Args:
+        what: cannot be done.
+        where: the file or folder.
+        fix: what to do about it.
+    """
+    with os_errors_as(
+        lambda problem: StorageError(what, where=str(where), why=reason(problem), fix=fix)
+    ):
+        yield
+
+
+@contextmanager
+def os_errors_as(make_error: Callable[[OSError], PacelineError]) -> Iterator[None]:
+    """Let an OSError leave the context as what `make_error` makes of it.
+
+    For messages that depend on the problem; otherwise `storage_errors`.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except OSError as problem:
+        raise make_error(problem) from problem

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import NotFound, StorageError
+from paceline.core.errors import NotFound, StorageError, reason, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 
 def commit_bytes(path: Path, data: bytes) -> None:
@@ -26,39 +31,71 @@ def commit_bytes(path: Path, data: bytes) -> None:
 def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     """Write `chunks` one after the other, for what is too large to hold; see `commit_bytes`."""
     partial = _partial(path)
+    fix = "Free space or choose another place; what was there is unchanged"
     try:
-        with partial.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
-    except OSError as problem:
-        raise StorageError(
-            "cannot write",
-            where=str(path),
-            why=problem.strerror or str(problem),
-            fix="Free space or choose another place; what was there is unchanged",
-        ) from problem
+        with storage_errors("cannot write", where=path, fix=fix):
+            with partial.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            sync_folder(path.parent)
     finally:  # also when making the chunks failed; after the rename there is nothing left
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder against other runs; False if one has it.
+class LockOutcome(Enum):
+    """What came of the attempt to lock a file or folder."""
 
-    Closing the descriptor, or its owner's death, unlocks. Where a file system has no locks this
-    says True: one run at a time is then up to the user.
+    ACQUIRED = auto()
+    HELD = auto()  # by another run
+    UNSUPPORTED = auto()  # the file system has no locks
+
+
+def try_lock(descriptor: int) -> LockOutcome:
+    """Lock an open file or folder against other runs, without waiting.
+
+    Closing the descriptor, or the death of its owner, unlocks. Where a file system has no locks a
+    warning says so, once for each reason: the user must then see to it that one run at a time
+    writes there.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+        return LockOutcome.HELD
+    except OSError as problem:
+        _warn_of_no_locks(reason(problem))
+        return LockOutcome.UNSUPPORTED
+    return LockOutcome.ACQUIRED
+
+
+@cache
+def _warn_of_no_locks(why: str) -> None:
+    _log.warning(
+        "this file system has no locks (%s): make sure that only one run at a time writes to the "
+        "same destination",
+        why,
+    )
+
+
+def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> int:
+    """Write all of `data` where the file stands; return how many bytes that is."""
+    with memoryview(data) as rest:
+        done = 0
+        while done < len(rest):
+            done += os.write(descriptor, rest[done:])
+    return done
+
+
+def write_all_at(descriptor: int, data: bytes | bytearray | memoryview, position: int) -> int:
+    """Write all of `data` at `position` of the file; return how many bytes that is."""
+    with memoryview(data) as rest:
+        done = 0
+        while done < len(rest):
+            done += os.pwrite(descriptor, rest[done:], position + done)
+    return done
 
 
 def commit_text(path: Path, text: str) -> None:
@@ -73,19 +110,13 @@ def prepare_file(path: Path) -> None:
         StorageError: it cannot.
     """
     partial = _partial(path)
-    try:
+    fix = "Name a file in a folder that you may write to"
+    with storage_errors("cannot write", where=path, fix=fix):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
         partial.touch()
         partial.unlink()
-    except OSError as problem:
-        raise StorageError(
-            "cannot write",
-            where=str(path),
-            why=problem.strerror or str(problem),
-            fix="Name a file in a folder that you may write to",
-        ) from problem
 
 
 def sync_folder(path: Path) -> None:

@@ -42,7 +42,7 @@ class Layer(Record):
         name: path in the model, for example ``body.0.conv``; ``""`` is the model itself.
         kind: name of the module's class.
         parameter_bytes: one number for each parameter, in order of registration; a parameter that
-            two layers share stands with the first one.
+            two layers share is counted in the first of them.
         frozen: positions in `parameter_bytes` of the parameters that get no gradient.
         buffer_bytes: of buffers, for example running means.
         saved_bytes: activations kept for the backward pass, each storage counted once.

@@ -1,8 +1,8 @@
 """Takes a Plan to a run: what it settles, what contradicts it, and what a script must do itself.
 
 An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
-loader workers stand in its own code; a plan that names them is followed as far as it can be, and
-the rest is said in one warning.
+loader workers are set in the script's own code: a plan that has them is followed in the rest, and
+one warning names them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def check_plan(
         places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
         provenance = resolved.provenance["ranks"]
         place = places.get(provenance, provenance)
-        raise _conflict(f"{ranks} ranks", place, f"{plan.mesh.world_size} ranks")
+        raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
-        raise _conflict(f"{threads} threads", "OMP_NUM_THREADS", f"{plan.threads} threads per rank")
+        raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
     if allocation is None and plan.nodes > 1:
         raise UsageError(
             f"the plan spreads its ranks over {plan.nodes} nodes",
@@ -61,11 +61,8 @@ def check_plan(
             fix="Start it with srun or mpirun, or plan for 1 node",
         )
     if allocation is not None and allocation.local_world_size != plan.ranks_per_node:
-        raise _conflict(
-            f"{allocation.local_world_size} ranks on this node",
-            f"the {allocation.source} step",
-            f"{plan.ranks_per_node} ranks per node",
-        )
+        here = f"the {allocation.source} step's ranks per node"
+        raise _conflict(here, allocation.local_world_size, "ranks_per_node", plan.ranks_per_node)
 
 
 def plan_warnings(plan: Plan) -> tuple[str, ...]:
@@ -81,9 +78,9 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     return (f"the plan has {', '.join(names)}: only the script itself can set that",)
 
 
-def _conflict(value: str, place: str, planned: str) -> UsageError:
+def _conflict(place: str, value: object, field: str, planned: int) -> UsageError:
     return UsageError(
-        f"{value} by {place}, {planned} by the plan",
+        f"{place} is {value}, the plan's {field} is {planned}",
         where=f"{place} and --plan",
         fix="Leave one of the two out, or make them agree",
     )

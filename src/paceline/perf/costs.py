@@ -174,12 +174,13 @@ class CostModel:
         )
 
     def _find_rates(self, operator: str, phase: str, dtype: str) -> list[tuple[Rate, float]]:
-        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, int, float]:
+        def distance(rate: Rate) -> tuple[bool, bool, bool, bool, bool, int, float]:
             return (
                 rate.operator != operator,
                 rate.operator != "elementwise",
                 rate.dtype != dtype,
                 rate.phase != phase,
+                rate.phase == "optimizer",  # what a calibration fitted to updates is of them alone
                 *self._distance(rate),
             )
 

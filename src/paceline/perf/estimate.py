@@ -17,7 +17,7 @@ from paceline.perf.communication import broadcast_s, exposed_s, make_buckets
 from paceline.perf.costs import CostModel, OperatorCost, total_cost
 
 if TYPE_CHECKING:
-    from paceline.core.machine import CollectiveCost, Device, Machine
+    from paceline.core.machine import CollectiveCost, Device, Machine, StepPhase
     from paceline.core.plan import Plan
     from paceline.core.workload import Layer, Workload
 
@@ -29,6 +29,7 @@ SPREAD = 0.25  # half of the interval, relative; bench/predict_small.py is what 
 KEPT_FACTOR, FRESH_FACTOR = 2.0, 1.5
 LARGEST_BYTES = 32 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+RESIDUALS: tuple[StepPhase, ...] = ("input", "copy", "waiting", "checkpoint", "other")
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
 
 
@@ -68,6 +69,11 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
     )
 
 
+def step_breakdown(machine: Machine, workload: Workload, plan: Plan) -> Breakdown:
+    """Return only the seconds by phase of `estimate`; errors as there."""
+    return _breakdown(cost_model(machine, workload, plan), machine, workload, plan)[0]
+
+
 def cost_model(machine: Machine, workload: Workload, plan: Plan) -> CostModel:
     """Return the costs of operators of `workload` under `plan` on the machine's first device.
 
@@ -98,10 +104,9 @@ def _breakdown(
     compute = _compute(costs, machine.devices[0], workload, plan)
     transfer_s, sync_s = _communication_s(costs, machine, workload, plan, compute)
     phases_s = {phase: compute.phases[phase].total_s for phase in COMPUTE_PHASES}
-    residual_s = {
-        phase: costs.framework_s("loop", "residual", phase)
-        for phase in ("input", "copy", "waiting", "checkpoint", "other")
-    }
+    residual_s = {phase: costs.framework_s("loop", "residual", phase) for phase in RESIDUALS}
+    if plan.mesh.data == 1:
+        residual_s["waiting"] = 0.0  # there is nobody to wait for
     busy_s = sum(phases_s.values()) + transfer_s + sync_s
     factor = _oversubscription(machine.devices[0], plan)
     input_s = _input_s(workload, plan, busy_s, factor, residual_s["input"])
@@ -217,9 +222,9 @@ def _input_s(
     Without workers the loop prepares it itself; with w workers a batch comes every 1/w of its
     cost, and only what exceeds the rest of the step is waited for.
     """
-    if workload.dataset is None:
-        return 0.0
-    batch_s = max(0.0, workload.batch * workload.dataset.seconds_per_sample * factor + residual_s)
+    dataset = workload.dataset
+    loading_s = workload.batch * dataset.seconds_per_sample * factor if dataset else 0.0
+    batch_s = max(0.0, loading_s + residual_s)
     if plan.loader_workers == 0:
         return batch_s
     return max(0.0, batch_s / plan.loader_workers - busy_s)
@@ -277,6 +282,12 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
     measured = workload.dataset is not None and workload.dataset.seconds_per_sample > 0
     sources = dict.fromkeys(COMPUTE_PHASES, rates)
     sources["input"] = "measured cost per sample" if measured else "data in memory"
+    residuals = {
+        overhead.phase for overhead in device.framework_overheads if overhead.what == "residual"
+    }
+    for phase in residuals:
+        known = f"{sources[phase]}; " if phase in sources else ""
+        sources[phase] = f"{known}what a run showed besides"
     if plan.mesh.data > 1:
         cost = _collective(machine, "all_reduce", plan.mesh.data)
         source = cost.points[0].seconds.source

@@ -2,12 +2,12 @@
 
 A tiny chain of length n costs ``step + n * (sum of its operators' overheads)``, so two lengths
 give the slope; what other classes in the chain cost is known already and taken off. A larger kernel
-then costs its overheads plus work over rate.
+then costs its overheads plus work over rate. All arithmetic is on arrays that hold the value over
+all rounds first, then that of each round alone: each result has the same shape, and so an interval.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.machine import FrameworkOverhead, Overhead, Point, Quantity, Rate
+from paceline.core.machine import FrameworkOverhead, Overhead, Point, Rate
+from paceline.probe.figures import probed, typical_by_round
 from paceline.probe.kernels import (
     Kernel,
     operations_of,
@@ -25,7 +26,6 @@ from paceline.probe.kernels import (
     time_calls,
     time_phases,
     tiny_kernels,
-    typical_s,
 )
 from paceline.probe.protocol import MemoryRates
 
@@ -37,7 +37,8 @@ SHORT, LONG = 1, 9
 FLOPS = ("matmul", "convolution", "attention")  # the others are bound by memory
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 LEAST_OVERHEAD_S = 1e-7
-Costs = dict[tuple[str, str], float]
+Figure = np.ndarray  # a value over all rounds, then that of each round alone
+Costs = dict[tuple[str, str], Figure]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,23 +60,28 @@ class Effort:
     synchronize: Callable[[], None] = lambda: None
 
 
-def _best_times(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[Phase, float]]:
-    """Return for each chain (kernel, length) the least typical seconds by phase."""
-    best: list[dict[Phase, float]] = [dict.fromkeys(PHASES, math.inf) for _ in chains]
+def _time_rounds(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[Phase, Figure]]:
+    """Return the seconds of each chain (kernel, length) by phase: the least, then each round's."""
+    rounds: list[list[dict[Phase, float]]] = [[] for _ in chains]
     for _ in range(effort.rounds):
-        for (kernel, length), known in zip(chains, best, strict=True):
+        for (kernel, length), times in zip(chains, rounds, strict=True):
             effort.synchronize()
-            for phase, seconds in time_phases(kernel, length, effort.budget_s).items():
-                known[phase] = min(known[phase], seconds)
-    return best
+            times.append(time_phases(kernel, length, effort.budget_s))
+    by_phase = (
+        {phase: [sample[phase] for sample in times] for phase in PHASES} for times in rounds
+    )
+    return [
+        {phase: np.asarray([min(seconds), *seconds]) for phase, seconds in times.items()}
+        for times in by_phase
+    ]
 
 
 def measure_overheads(effort: Effort) -> Costs:
     """Return seconds per operator by (class, phase), ``step`` included."""
-    costs: Costs = {("step", phase): 0.0 for phase in PHASES}
-    steps: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
+    costs: Costs = {}
+    steps: dict[Phase, list[Figure]] = {phase: [] for phase in PHASES}
     kernels = tiny_kernels()
-    times = _best_times(
+    times = _time_rounds(
         [(kernel, length) for kernel in kernels for length in (SHORT, LONG)], effort
     )
     for kernel, short, long in zip(kernels, times[::2], times[1::2], strict=True):
@@ -90,10 +96,11 @@ def measure_overheads(effort: Effort) -> Costs:
             )
             if own:
                 each_s = (slope_s - others_s) / own
-                costs[kernel.operator, phase] = max(LEAST_OVERHEAD_S, each_s)
-            steps[phase].append(max(0.0, short[phase] - slope_s / (LONG - SHORT)))
+                costs[kernel.operator, phase] = np.maximum(LEAST_OVERHEAD_S, each_s)
+            steps[phase].append(np.maximum(0.0, short[phase] - slope_s / (LONG - SHORT)))
     for phase in PHASES:
-        costs["step", phase] = typical_s(steps[phase])
+        by_kernel = np.sort(np.stack(steps[phase]), axis=0)
+        costs["step", phase] = by_kernel[len(by_kernel) // 5]  # as `typical_s`, in every round
     return costs
 
 
@@ -109,10 +116,10 @@ def _added(short: tuple[Operation, ...], long: tuple[Operation, ...]) -> dict[tu
 def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int) -> list[Rate]:
     """Return the curve of each class, dtype and phase; `costs` from `measure_overheads`."""
     points: dict[tuple[str, str, str], list[Point]] = {}
-    convolutions: dict[Phase, list[tuple[float, float, float]]] = {phase: [] for phase in PHASES}
+    convolutions: dict[Phase, list[tuple[int, int, Figure]]] = {phase: [] for phase in PHASES}
     kernels = rate_kernels(quick=effort.quick)
     for kernel, times in zip(
-        kernels, _best_times([(kernel, SHORT) for kernel in kernels], effort), strict=True
+        kernels, _time_rounds([(kernel, SHORT) for kernel in kernels], effort), strict=True
     ):
         operations = operations_of(kernel)
         for phase in PHASES:
@@ -131,8 +138,7 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
                     continue
                 calls = sum(operation.count for operation in own)
                 key = (kernel.operator, phase, str(kernel.dtype).removeprefix("torch."))
-                point = Point(work=work / calls, rate_per_s=work / busy_s)
-                points.setdefault(key, []).append(point)
+                points.setdefault(key, []).append(_point(work / calls, work / busy_s))
     rates = _fit_convolutions(convolutions, threads=threads, processes=processes)
     return rates + [
         Rate(
@@ -150,7 +156,7 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
 
 
 def _fit_convolutions(
-    samples: dict[Phase, list[tuple[float, float, float]]], *, threads: int, processes: int
+    samples: dict[Phase, list[tuple[int, int, Figure]]], *, threads: int, processes: int
 ) -> list[Rate]:
     """Return two rates per phase: a convolution computes, and rearranges its tensors to do so.
 
@@ -161,10 +167,13 @@ def _fit_convolutions(
     for phase, rows in samples.items():
         work = np.asarray([row[:2] for row in rows])
         seconds = np.asarray([row[2] for row in rows])
-        per_unit = nonnegative_fit(work / seconds[:, None])
+        # One fit to the best times, then one to those of each round.
+        fits = np.asarray([nonnegative_fit(work / column[:, None]) for column in seconds.T])
         for index, unit in enumerate(("flops", "bytes")):
-            if per_unit[index] > 0:
-                point = Point(work=float(work[:, index].max()), rate_per_s=1 / per_unit[index])
+            per_unit = fits[:, index]
+            if per_unit[0] > 0:
+                largest = float(work[:, index].max())
+                point = _point(largest, 1 / per_unit[per_unit > 0])
                 rates.append(
                     Rate(
                         operator="convolution",
@@ -198,24 +207,35 @@ def nonnegative_fit(columns_NU: np.ndarray) -> tuple[float, float]:  # noqa: N80
 def _busy_s(
     kernel: Kernel,
     phase: Phase,
-    total_s: float,
+    total_s: Figure,
     operations: tuple[Operation, ...],
     costs: Costs,
     points: dict[tuple[str, str, str], list[Point]],
-) -> float:
+) -> Figure:
     """Return seconds that the kernel's own class computed: total less overheads and the others."""
     busy_s = total_s - costs["step", phase]
     for operation in operations:
         if operation.phase != phase:
             continue
-        busy_s -= operation.count * costs.get((operation.operator, phase), 0.0)
+        busy_s = busy_s - operation.count * costs.get((operation.operator, phase), 0.0)
         if operation.operator != kernel.operator and operation.bytes:
             known = points.get((operation.operator, phase, "float32"), [])
             at_least = [point for point in known if point.work >= operation.bytes] or known[-1:]
             rate = at_least[0].rate_per_s if at_least else TYPICAL_BYTES_PER_S
-            busy_s -= operation.count * operation.bytes / rate
+            busy_s = busy_s - operation.count * operation.bytes / rate
     # A call that is mostly overhead says little of the rate; its rate is at least finite.
-    return max(busy_s, 0.1 * total_s)
+    at_least_s: Figure = np.maximum(busy_s, 0.1 * total_s)
+    return at_least_s
+
+
+def _point(work: float, rates_per_s: Figure) -> Point:
+    """Return a curve's point from its rate and that of each round."""
+    return Point(
+        work=work,
+        rate_per_s=float(rates_per_s[0]),
+        low_per_s=float(rates_per_s.min()),
+        high_per_s=float(rates_per_s.max()),
+    )
 
 
 TYPICAL_BYTES_PER_S = 50e9  # before the elementwise rates are known
@@ -227,7 +247,7 @@ def measure_optimizer(effort: Effort) -> Costs:
     for make, per_parameter in ((_sgd, 2), (_adam, 9)):
         few, many = (_update_s(make, count, effort) for count in (4, 40))
         each_s = (many - few) / 36
-        lines.append((each_s / per_parameter, max(0.0, few - 4 * each_s)))
+        lines.append((each_s / per_parameter, np.maximum(0.0, few - 4 * each_s)))
     return {
         ("elementwise", "optimizer"): sum(line[0] for line in lines) / 2,
         ("step", "optimizer"): sum(line[1] for line in lines) / 2,
@@ -244,7 +264,7 @@ def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _update_s(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], count: int, effort: Effort
-) -> float:
+) -> Figure:
     """Return seconds of an update that comes, as in training, when other data fill the caches."""
     parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(count)]
     for parameter in parameters:
@@ -257,7 +277,7 @@ def _update_s(
         begin = time.perf_counter()
         optimizer.step()
         samples.append(time.perf_counter() - begin)
-    return typical_s(samples[2:])
+    return np.asarray(typical_by_round(samples[2:]))
 
 
 def measure_memory(effort: Effort) -> MemoryRates:
@@ -278,9 +298,11 @@ def measure_memory(effort: Effort) -> MemoryRates:
     def touch() -> None:
         torch.empty(fresh // 4).fill_(1.0)
 
+    moved_s = np.asarray(typical_by_round(samples))
+    touched_s = np.asarray(typical_by_round(time_calls(touch, effort.budget_s)))
     return MemoryRates(
-        bandwidth_bytes_per_s=2 * 4 * count / typical_s(samples),
-        first_touch_bytes_per_s=fresh / time_calls(touch, effort.budget_s),
+        bandwidth_bytes_per_s=probed(2 * 4 * count / moved_s),
+        first_touch_bytes_per_s=probed(fresh / touched_s),
     )
 
 
@@ -292,7 +314,7 @@ def overhead_records(costs: Costs, threads: int, processes: int) -> list[Overhea
             phase=phase,  # type: ignore[arg-type]
             threads=threads,
             processes=processes,
-            seconds=Quantity(value=seconds, source="probe"),
+            seconds=probed(seconds),
         )
         for (operator, phase), seconds in costs.items()
         if operator != "step"
@@ -308,7 +330,7 @@ def framework_records(costs: Costs, threads: int, processes: int) -> list[Framew
             phase=phase,  # type: ignore[arg-type]
             threads=threads,
             processes=processes,
-            seconds=Quantity(value=seconds, source="probe"),
+            seconds=probed(seconds),
         )
         for (operator, phase), seconds in costs.items()
         if operator == "step"

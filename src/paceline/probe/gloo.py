@@ -1,7 +1,8 @@
 """What communication between two ranks costs as training pays for it. Imports torch.
 
-Each figure is fitted to ``latency + bytes / bandwidth`` by relative least squares, so that small
-messages, which decide for small models, count as much as long ones.
+A collective is measured at several sizes, which become the curve of a CollectiveCost. What
+DistributedDataParallel adds is the difference between steps with and without it. Every figure is an
+array: the value over all rounds first, then that of each round alone (`figures`).
 """
 
 from __future__ import annotations
@@ -14,39 +15,49 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.probe.kernels import typical_s
-from paceline.probe.protocol import DdpCost, LatencyBandwidth
+from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
+from paceline.probe.figures import probed, typical_by_round
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SIZES_BYTES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 LEAST_LATENCY_S, LEAST_S_PER_BYTE = 1e-7, 1e-13
 CALLS, STEPS = 16, 60  # both ranks must make the same number of calls: no budget of time decides
 
 
-def fit_line(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """Return (latency_s, bandwidth_bytes_per_s) of the line with the least relative error."""
-    sizes, times = np.asarray(sizes_bytes), np.asarray(seconds)
-    weighted = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
-    latency_s, per_byte = np.linalg.lstsq(weighted, np.ones_like(times), rcond=None)[0]
-    return max(float(latency_s), LEAST_LATENCY_S), 1.0 / max(float(per_byte), LEAST_S_PER_BYTE)
+def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Return (latency_s, s_per_byte) of the line with the least relative error."""
+    weighted = np.stack([np.ones_like(sizes_bytes), sizes_bytes], axis=1) / seconds[:, None]
+    latency_s, per_byte = np.linalg.lstsq(weighted, np.ones_like(seconds), rcond=None)[0]
+    return max(float(latency_s), LEAST_LATENCY_S), max(float(per_byte), LEAST_S_PER_BYTE)
 
 
-def measure_collectives(*, quick: bool) -> dict[str, LatencyBandwidth]:
-    """Return latency and bandwidth of all-reduce and broadcast over gloo."""
+def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
+    """Return the costs of all-reduce and broadcast over gloo between two ranks."""
     calls = CALLS // 4 if quick else CALLS
-    result = {}
+    costs = []
     for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
-        seconds = []
+        figures = []
         for size in SIZES_BYTES:
             data = torch.zeros(size // 4)
             dist.barrier()
             operation(data)
-            seconds.append(typical_s([_timed(operation, data) for _ in range(calls)]) / per_call)
-        latency_s, bandwidth = fit_line(list(SIZES_BYTES), seconds)
-        result[name] = LatencyBandwidth(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
-    return result
+            figures.append(typical_by_round([_timed(operation, data) for _ in range(calls)]))
+        # More bytes never take less time: what looks so is noise.
+        seconds = np.maximum.accumulate(np.asarray(figures) / per_call, axis=0)
+        costs.append(
+            CollectiveCost(
+                backend="gloo",
+                operation=name,
+                level="loopback",
+                points=tuple(
+                    CollectivePoint(bytes=float(size), seconds=probed(row))
+                    for size, row in zip(SIZES_BYTES, seconds, strict=True)
+                ),
+            )
+        )
+    return tuple(costs)
 
 
 def _timed(operation: Callable[[torch.Tensor], object], data: torch.Tensor) -> float:
@@ -65,16 +76,24 @@ def _broadcast(data: torch.Tensor) -> None:
     dist.broadcast(data, 1)
 
 
-def measure_ddp(all_reduce: LatencyBandwidth, *, quick: bool) -> DdpCost:
-    """Return what DistributedDataParallel adds to a step.
+def measure_ddp(
+    all_reduce: CollectiveCost, *, threads: int, quick: bool
+) -> tuple[FrameworkOverhead, ...]:
+    """Return what DistributedDataParallel adds to a step on two ranks.
 
-    Gradients are reduced inside it at fewer bytes per second than in a bare all-reduce, since they
-    are copied into buckets and back and compete with the backward pass for the core.
+    ``wrapper``: seconds per step besides the collectives. ``reduction``: seconds for each byte of
+    gradients beyond the bare all-reduce, since they are copied into buckets and back and compete
+    with the backward pass for the core. ``buffer_broadcast``: one of the two broadcasts of small
+    buffers (running means, and the counters of batches) before a forward pass.
 
     Args:
-        all_reduce: latency and bandwidth of the bare collective.
+        all_reduce: the bare collective.
+        threads: compute threads of each rank.
         quick: with fewer steps.
     """
+    sizes = np.asarray([point.bytes for point in all_reduce.points[1:]])
+    times = np.asarray([point.seconds.value for point in all_reduce.points[1:]])
+    latency_s, bare_s_per_byte = fit_line(sizes, times)
     steps = STEPS // 4 if quick else STEPS
     small = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     large = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
@@ -84,25 +103,38 @@ def measure_ddp(all_reduce: LatencyBandwidth, *, quick: bool) -> DdpCost:
     forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
     normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
     _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
-    sizes = [sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large)]
-    per_byte = max(
-        1 / all_reduce.bandwidth_bytes_per_s, (large_s - backward_s) / (sizes[1] - sizes[0])
-    )
-    return DdpCost(
-        forward_s=max(0.0, forward_s),
-        backward_s=max(0.0, backward_s - all_reduce.latency_s - sizes[0] * per_byte),
-        bandwidth_bytes_per_s=1 / per_byte,
-        buffers_s=max(0.0, normed_s - forward_s),
+    few, many = (sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large))
+    s_per_byte = np.maximum(bare_s_per_byte, (large_s - backward_s) / (many - few))
+    where = {"framework": "ddp", "threads": threads, "processes": 2}
+    return tuple(
+        FrameworkOverhead.from_json({**where, "what": what, "phase": phase, unit: figure.to_json()})
+        for what, phase, unit, figure in (
+            ("wrapper", "forward", "seconds", probed(np.maximum(0.0, forward_s))),
+            (
+                "wrapper",
+                "backward",
+                "seconds",
+                probed(np.maximum(0.0, backward_s - latency_s - few * s_per_byte)),
+            ),
+            ("reduction", "backward", "seconds_per_byte", probed(s_per_byte - bare_s_per_byte)),
+            (
+                "buffer_broadcast",
+                "forward",
+                "seconds",
+                probed(np.maximum(0.0, (normed_s - forward_s) / 2)),
+            ),
+        )
     )
 
 
-def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[float, float]:
+def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
     plain_s = _phases_s(module, inputs, steps)
     ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
     return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 
-def _phases_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[float, float]:
+def _phases_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of forward and of backward, by round."""
     forward, backward = [], []
     for _ in range(steps):
         module.zero_grad()
@@ -112,4 +144,4 @@ def _phases_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[floa
         loss.backward()
         forward.append(middle - begin)
         backward.append(time.perf_counter() - middle)
-    return typical_s(forward), typical_s(backward)
+    return np.asarray(typical_by_round(forward)), np.asarray(typical_by_round(backward))

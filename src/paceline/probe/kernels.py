@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import nn
 
 from paceline.core.machine import Operator
+from paceline.probe.figures import typical_s
 from paceline.training.capture import TrainingStep, capture
 
 if TYPE_CHECKING:
@@ -157,15 +158,6 @@ def _chain(kernel: Kernel, length: int) -> nn.Module:
     return nn.Sequential(*(kernel.layer() for _ in range(length))).to(kernel.dtype)
 
 
-def typical_s(samples: list[float]) -> float:
-    """Return the 20th percentile of the samples: what a call takes when nothing disturbs it.
-
-    The median would be right on an idle node; a neighbour that takes the core for some of the time
-    must not be measured as a property of the machine.
-    """
-    return sorted(samples)[len(samples) // 5]
-
-
 def time_phases(kernel: Kernel, length: int, budget_s: float) -> dict[Phase, float]:
     """Return seconds of forward and of backward of a chain of the kernel.
 
@@ -193,8 +185,8 @@ def time_phases(kernel: Kernel, length: int, budget_s: float) -> dict[Phase, flo
     return {"forward": typical_s(forward), "backward": typical_s(backward)}
 
 
-def time_calls(function: Callable[[], Any], budget_s: float) -> float:
-    """Return the typical seconds of one call."""
+def time_calls(function: Callable[[], Any], budget_s: float) -> list[float]:
+    """Return the seconds of each call after the first few."""
     samples = []
     end = time.perf_counter() + budget_s
     count = 0
@@ -204,4 +196,4 @@ def time_calls(function: Callable[[], Any], budget_s: float) -> float:
         if count >= WARMUP_COUNT:
             samples.append(time.perf_counter() - begin)
         count += 1
-    return typical_s(samples)
+    return samples

@@ -15,7 +15,9 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import DeadlineExceeded
+from paceline.core.machine import Link
 from paceline.core.worker_process import WorkerCall, WorkerProcess, serve
+from paceline.probe.figures import ROUNDS, probed, typical_by_round
 from paceline.probe.protocol import LinkAnswer, LinkRequest
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ FLAG_BYTES = 4096
 SPINS_PER_LOOK = 10_000
 
 
-def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, float]]:
-    """Return (latency_s, bandwidth_bytes_per_s) of ``shared-memory`` and ``loopback``.
+def measure_links(*, rounds: int, deadline_s: float) -> tuple[Link, ...]:
+    """Return the links ``shared-memory`` and ``loopback``, the faster one first.
 
     Raises:
         DeadlineExceeded: the second process did not answer in time.
@@ -53,7 +55,8 @@ def measure_links(*, rounds: int, deadline_s: float) -> dict[str, tuple[float, f
         with WorkerProcess(work) as worker:
             worker.send(deadline_s)
             with listener, listener.accept()[0] as connection:
-                return _exchange(descriptor, connection, rounds, deadline_s, leads=True)
+                result = _exchange(descriptor, connection, rounds, deadline_s, leads=True)
+        return tuple(sorted(result, key=lambda link: link.latency_s.value))
     except TimeoutError as problem:
         raise DeadlineExceeded(
             "no answer between two processes",
@@ -76,41 +79,40 @@ def follow(request: LinkRequest) -> LinkAnswer:
 
 def _exchange(
     descriptor: int, connection: socket.socket, rounds: int, deadline_s: float, *, leads: bool
-) -> dict[str, tuple[float, float]]:
+) -> list[Link]:
     connection.settimeout(deadline_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     block = memoryview(bytearray(BLOCK_BYTES))
-    blocks = max(3, rounds // 100)
-    result = {}
+    result = []
     with (
         mmap.mmap(descriptor, FLAG_BYTES + 2 * BLOCK_BYTES) as shared,
         contextlib.closing(_Memory(shared, deadline_s, leads=leads)) as memory,
     ):
-        result["loopback"] = _measure(
-            _socket_turn(connection, memoryview(bytearray(1)), leads=leads),
-            _socket_turn(connection, block, leads=leads),
-            rounds,
-            blocks,
-        )
-        result["shared-memory"] = _measure(memory.turn, lambda: memory.turn(block), rounds, blocks)
+        ping = _socket_turn(connection, memoryview(bytearray(1)), leads=leads)
+        carry = _socket_turn(connection, block, leads=leads)
+        result.append(_measure("loopback", ping, carry, rounds))
+        result.append(_measure("shared-memory", memory.turn, lambda: memory.turn(block), rounds))
     return result
 
 
-def _measure(
-    ping: Callable[[], None], carry: Callable[[], None], rounds: int, blocks: int
-) -> tuple[float, float]:
-    latency_s = _least_s(ping, rounds) / 2
-    return latency_s, BLOCK_BYTES / (_least_s(carry, blocks) / 2)
+def _measure(level: str, ping: Callable[[], None], carry: Callable[[], None], rounds: int) -> Link:
+    latencies_s = [turn_s / 2 for turn_s in _time_turns(ping, rounds)]
+    blocks_s = [turn_s / 2 for turn_s in _time_turns(carry, max(ROUNDS, rounds // 100))]
+    return Link(
+        level=level,
+        latency_s=probed(latencies_s),
+        bandwidth_bytes_per_s=probed(BLOCK_BYTES / block_s for block_s in blocks_s),
+    )
 
 
-def _least_s(turn: Callable[[], None], count: int) -> float:
+def _time_turns(turn: Callable[[], None], count: int) -> list[float]:
     turn()
     samples = []
     for _ in range(count):
         begin = time.perf_counter()
         turn()
         samples.append(time.perf_counter() - begin)
-    return sorted(samples)[count // 5]
+    return typical_by_round(samples)
 
 
 def _socket_turn(connection: socket.socket, data: memoryview, *, leads: bool) -> Callable[[], None]:

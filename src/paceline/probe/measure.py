@@ -7,6 +7,7 @@ What cannot be measured here is named in `Machine.missing` instead of being gues
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import platform
 import tempfile
@@ -18,7 +19,6 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import Missing, NotFound, PacelineError
 from paceline.core.machine import (
     CollectiveCost,
-    CollectivePoint,
     Device,
     FrameworkOverhead,
     Link,
@@ -35,7 +35,7 @@ from paceline.probe.storage import measure_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.machine import Phase, Tier
+    from paceline.core.machine import Tier
 
 DEADLINE_S = 60.0
 PAIR = 2
@@ -87,20 +87,12 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     )
 
 
-def _probed(value: float) -> Quantity:
-    return Quantity(value=value, source="probe")
-
-
 def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:
     try:
-        measured = measure_links(rounds=300 if quick else 2000, deadline_s=DEADLINE_S / 4)
+        return measure_links(rounds=300 if quick else 2000, deadline_s=DEADLINE_S / 4)
     except (PacelineError, OSError) as problem:
         missing.append(f"links between processes: {problem}")
         return ()
-    return tuple(
-        Link(level=level, latency_s=_probed(latency_s), bandwidth_bytes_per_s=_probed(bandwidth))
-        for level, (latency_s, bandwidth) in sorted(measured.items(), key=lambda item: item[1][0])
-    )
 
 
 def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]:
@@ -166,11 +158,11 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
         name=node.cpu_name(),
         kind="cpu",
         cores=cores,
-        memory_bytes=_probed(float(node.memory_bytes())),
+        memory_bytes=Quantity(value=float(node.memory_bytes()), source="datasheet"),
         cache_bytes=Quantity(value=float(cache), source="datasheet") if cache else None,
-        bandwidth_bytes_per_s=_probed(alone.bandwidth_bytes_per_s) if alone else None,
-        bandwidth_shared_bytes_per_s=_probed(shared.bandwidth_bytes_per_s) if shared else None,
-        first_touch_bytes_per_s=_probed(alone.first_touch_bytes_per_s) if alone else None,
+        bandwidth_bytes_per_s=alone.bandwidth_bytes_per_s if alone else None,
+        bandwidth_shared_bytes_per_s=shared.bandwidth_bytes_per_s if shared else None,
+        first_touch_bytes_per_s=alone.first_touch_bytes_per_s if alone else None,
         rates=tuple(rate for measured in compute for rate in measured.rates),
         overheads=tuple(overheads),
         framework_overheads=(*frameworks, *_ddp(workers[1:])),
@@ -178,73 +170,31 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
 
 
 def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[FrameworkOverhead, ...]:
-    """Return what DistributedDataParallel adds on each of two ranks, the mean of both."""
-    communications = [worker.communication for worker in pair if worker.communication]
-    if not communications:
-        return ()
-    costs = [communication.ddp for communication in communications]
-    threads = pair[0].compute[0].threads
-    bandwidth = _mean([cost.bandwidth_bytes_per_s for cost in costs])
-    bare_bandwidth = communications[0].collectives["all_reduce"].bandwidth_bytes_per_s
-    wrapper_s: dict[Phase, float] = {
-        "forward": _mean([cost.forward_s for cost in costs]),
-        "backward": _mean([cost.backward_s for cost in costs]),
-    }
-    return (
-        *(
-            FrameworkOverhead(
-                framework="ddp",
-                what="wrapper",
-                phase=phase,
-                threads=threads,
-                processes=PAIR,
-                seconds=_probed(seconds),
-            )
-            for phase, seconds in wrapper_s.items()
-        ),
-        FrameworkOverhead(
-            framework="ddp",
-            what="reduction",
-            phase="backward",
-            threads=threads,
-            processes=PAIR,
-            seconds_per_byte=_probed(max(0.0, 1 / bandwidth - 1 / bare_bandwidth)),
-        ),
-        # Buffers go in one broadcast per dtype: floats, and the counters of batches.
-        FrameworkOverhead(
-            framework="ddp",
-            what="buffer_broadcast",
-            phase="forward",
-            threads=threads,
-            processes=PAIR,
-            seconds=_probed(_mean([cost.buffers_s for cost in costs]) / 2),
-        ),
+    """Return what DDP adds, the mean of both ranks."""
+    by_rank = [worker.communication.ddp for worker in pair if worker.communication]
+    return tuple(_mean(overheads) for overheads in zip(*by_rank, strict=True))
+
+
+def _mean(overheads: tuple[FrameworkOverhead, ...]) -> FrameworkOverhead:
+    """Return one overhead of several ranks; its interval covers theirs."""
+    per_call = [overhead.seconds for overhead in overheads if overhead.seconds]
+    per_byte = [overhead.seconds_per_byte for overhead in overheads if overhead.seconds_per_byte]
+    quantities = per_call or per_byte
+    mean = Quantity(
+        value=sum(quantity.value for quantity in quantities) / len(quantities),
+        source="probe",
+        low=min(quantity.low or 0.0 for quantity in quantities),
+        high=max(quantity.high or 0.0 for quantity in quantities),
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    if per_call:
+        return dataclasses.replace(overheads[0], seconds=mean)
+    return dataclasses.replace(overheads[0], seconds_per_byte=mean)
 
 
 def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[CollectiveCost, ...]:
-    if not pair or pair[0].communication is None:
-        return ()
-    return tuple(
-        CollectiveCost(
-            backend="gloo",
-            operation=operation,
-            ranks=PAIR,
-            level="loopback",
-            points=(
-                CollectivePoint(bytes=0.0, seconds=_probed(line.latency_s)),
-                CollectivePoint(
-                    bytes=float(1 << 24),
-                    seconds=_probed(line.latency_s + (1 << 24) / line.bandwidth_bytes_per_s),
-                ),
-            ),
-        )
-        for operation, line in pair[0].communication.collectives.items()
-    )
+    # Both ranks of a collective measure the same calls: the first one speaks for both.
+    communication = pair[0].communication if pair else None
+    return communication.collectives if communication else ()
 
 
 def summary(machine: Machine) -> list[str]:

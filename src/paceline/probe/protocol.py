@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.machine import FrameworkOverhead, Overhead, Rate
+from paceline.core.machine import CollectiveCost, FrameworkOverhead, Overhead, Quantity, Rate
 from paceline.core.worker_process import WorkerMessage
 
 
@@ -39,8 +39,8 @@ class MeasureRequest(WorkerMessage):
 class MemoryRates(WorkerMessage):
     """Bytes per second out of cache, and of memory that is touched for the first time."""
 
-    bandwidth_bytes_per_s: float
-    first_touch_bytes_per_s: float
+    bandwidth_bytes_per_s: Quantity
+    first_touch_bytes_per_s: Quantity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,36 +56,11 @@ class ComputeMeasurement(WorkerMessage):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatencyBandwidth(WorkerMessage):
-    """The line ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DdpCost(WorkerMessage):
-    """What DistributedDataParallel adds to a step.
-
-    Attributes:
-        forward_s: per step, besides the collectives.
-        backward_s: per step, besides the collectives.
-        bandwidth_bytes_per_s: at which gradients are reduced inside it.
-        buffers_s: of sending small buffers (running means) before a forward pass.
-    """
-
-    forward_s: float
-    backward_s: float
-    bandwidth_bytes_per_s: float
-    buffers_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationMeasurement(WorkerMessage):
-    """Collectives of two ranks over gloo, by operation, and DDP on top of them."""
+    """Collectives of two ranks over gloo, and what DDP adds on top of them."""
 
-    collectives: dict[str, LatencyBandwidth]
-    ddp: DdpCost
+    collectives: tuple[CollectiveCost, ...]
+    ddp: tuple[FrameworkOverhead, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

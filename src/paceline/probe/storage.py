@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from paceline.core.errors import StorageError
+from paceline.core.errors import storage_errors
 from paceline.core.machine import Quantity, Tier
+from paceline.probe.figures import ROUNDS, probed
 from paceline.probe.node import mount_of, read_mounts
 
 CHUNK_BYTES = 1 << 20
@@ -25,23 +27,19 @@ def measure_folder(folder: Path, *, quick: bool) -> Tier:
     """
     mount = mount_of(str(folder.resolve()), read_mounts())
     kind = mount.kind if mount else "unknown"
-    try:
-        with tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name:
-            place = Path(name)
-            bandwidth = _read_long(place / "long", QUICK_BYTES if quick else LONG_BYTES)
-            latency_s = _open_small(place)
-    except OSError as problem:
-        raise StorageError(
-            "cannot measure the folder",
-            where=str(folder),
-            why=problem.strerror or str(problem),
-            fix="Name a folder that can be written, with --folder",
-        ) from problem
+    fix = "Name a folder that can be written, with --folder"
+    with (
+        storage_errors("cannot measure the folder", where=folder, fix=fix),
+        tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name,
+    ):
+        place = Path(name)
+        bandwidth = _read_long(place / "long", QUICK_BYTES if quick else LONG_BYTES)
+        open_latency_s = _open_small(place)
     return Tier(
         name="local",
         kind=kind,
         bandwidth_bytes_per_s=Quantity(value=bandwidth, source="probe"),
-        open_latency_s=Quantity(value=latency_s, source="probe"),
+        open_latency_s=open_latency_s,
         cached=kind in IN_MEMORY,
     )
 
@@ -65,8 +63,8 @@ def _read_long(path: Path, size: int) -> float:
         os.close(descriptor)
 
 
-def _open_small(folder: Path) -> float:
-    """Return the median seconds of opening a small file and asking for its size."""
+def _open_small(folder: Path) -> Quantity:
+    """Return the seconds of opening a small file and asking for its size."""
     paths = [folder / f"{number:04d}" for number in range(SMALL_COUNT)]
     for path in paths:
         path.write_bytes(b"\0" * SMALL_BYTES)
@@ -77,4 +75,5 @@ def _open_small(folder: Path) -> float:
         os.fstat(descriptor)
         samples.append(time.perf_counter() - begin)
         os.close(descriptor)
-    return sorted(samples)[len(samples) // 2]
+    parts = [samples[i::ROUNDS] for i in range(ROUNDS)]
+    return probed(statistics.median(part) for part in (samples, *parts))

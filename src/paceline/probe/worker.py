@@ -66,7 +66,7 @@ def _measure_all(request: MeasureRequest, synchronize: Callable[[], None]) -> Wo
     if request.ranks > 1:
         torch.set_num_threads(request.threads[0])
         collectives = measure_collectives(quick=request.quick)
-        ddp = measure_ddp(collectives["all_reduce"], quick=request.quick)
+        ddp = measure_ddp(collectives[0], threads=request.threads[0], quick=request.quick)
         communication = CommunicationMeasurement(collectives=collectives, ddp=ddp)
     return WorkerMeasurement(
         torch=str(torch.__version__), compute=compute, communication=communication

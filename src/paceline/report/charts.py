@@ -49,7 +49,7 @@ def worst(values: np.ndarray, rows: int = ROWS, columns: int = COLUMNS) -> np.nd
 
 def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> str:
     """Return one stacked bar per rank: seconds by phase, shares written where they fit."""
-    top = max((one.total_s for one in times), default=0.0) or 1.0
+    top = max((spent.total_s for spent in times), default=0.0) or 1.0
     height, gap = (22.0, 6.0) if len(ranks) <= 16 else (11.0, 3.0)
     bottom = len(ranks) * (height + gap) + 4
     parts = []
@@ -57,13 +57,13 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> str:
         x = _LEFT + at / top * _PLOT
         parts.append(svg.line((x, 0), (x, bottom), "grid"))
         parts.append(svg.text(x, bottom + 16, f"{at:g}", "tick", "middle"))
-    for i, (rank, one) in enumerate(zip(ranks, times, strict=True)):
+    for i, (rank, spent) in enumerate(zip(ranks, times, strict=True)):
         y = i * (height + gap) + gap / 2
         parts.append(svg.text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", "label", "end"))
         x = _LEFT
-        for name, seconds in one.items():
+        for name, seconds in spent.items():
             width = seconds / top * _PLOT
-            share = seconds / max(one.total_s, 1e-12)
+            share = seconds / max(spent.total_s, 1e-12)
             if width < 0.2:
                 x += width
                 continue
@@ -81,49 +81,49 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> str:
 def legend(present: Sequence[str]) -> str:
     """Return the phases that occur, each with its colour, as HTML."""
     items = []
-    for one in PHASES:
-        if one in present:
-            swatch = svg.rect(0, 0, 12, 12, f"phase {one}")
+    for phase in PHASES:
+        if phase in present:
+            swatch = svg.rect(0, 0, 12, 12, f"phase {phase}")
             box = f'<svg viewBox="0 0 12 12" aria-hidden="true">{swatch}</svg>'
-            items.append(f"<span>{box}{one}</span>")
+            items.append(f"<span>{box}{phase}</span>")
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def late_scale_s(late_s: np.ndarray, stragglers: Sequence[Straggler], floor_s: float) -> float:
-    """Return the lateness that gets the strongest colour.
+def skew_scale_s(skew_s: np.ndarray, stragglers: Sequence[Straggler], floor_s: float) -> float:
+    """Return the skew that gets the strongest colour.
 
     It is what all but 1 % of steps stay below or what stragglers typically reach, whichever is
     more: a single hiccup must not make everything else look pale. Nor must noise look like
     trouble in a run without any: hence `floor_s`, below which nobody would be blamed.
     """
     typical = [late.late_ms / 1e3 * 1.25 for late in stragglers]
-    usual = float(np.percentile(late_s, 99)) if late_s.size else 0.0
+    usual = float(np.percentile(skew_s, 99)) if skew_s.size else 0.0
     return max([usual, 2 * floor_s, *typical])
 
 
-def late_map(
-    late_s: np.ndarray, ranks: Sequence[int], stragglers: Sequence[Straggler], top_s: float
+def skew_map(
+    skew_s: np.ndarray, ranks: Sequence[int], stragglers: Sequence[Straggler], top_s: float
 ) -> str:
-    """Return lateness by rank and step as a heat map, stragglers' windows framed.
+    """Return skew by rank and step as a heat map, stragglers' windows framed.
 
     Args:
-        late_s: shape (ranks, steps).
+        skew_s: shape (ranks, steps).
         ranks: numbers of the rows.
         stragglers: to frame.
-        top_s: lateness that gets the strongest colour.
+        top_s: skew that gets the strongest colour.
     """
-    count, steps = late_s.shape
-    cells = worst(late_s)
+    count, steps = skew_s.shape
+    cells = worst(skew_s)
     rows, columns = cells.shape
     row_px = 26.0 if rows <= 8 else max(7.0, 260.0 / rows)
     width, height = _PLOT / columns, rows * row_px
     level = np.rint(np.clip(cells / top_s, 0, 1) * LEVELS).astype(int)
     parts = [svg.rect(_LEFT, 4, _PLOT, height, "heat-none")]
     scale = f"translate({_LEFT:g} 4) scale({width:.5f} {row_px:.5f})"
-    for one in range(1, LEVELS + 1):
-        shape = _runs(level == one)
+    for strength in range(1, LEVELS + 1):
+        shape = _runs(level == strength)
         if shape:
-            parts.append(svg.path(shape, f"heat-{one}", scale))
+            parts.append(svg.path(shape, f"heat-{strength}", scale))
     every = max(1, -(-rows // 16))
     edges = blocks(count, ROWS)
     for row in range(0, rows, every):
@@ -136,10 +136,10 @@ def late_map(
         title = f"rank {late.rank}, steps {late.first_step} to {late.last_step}"
         parts.append(svg.rect(x, 4 + row * row_px, wide, row_px, "frame", title))
     parts += _step_axis(steps, 4 + height)
-    return svg.drawing(_WIDTH, height + 46, parts, "Lateness by rank and step")
+    return svg.drawing(_WIDTH, height + 46, parts, "Skew by rank and step")
 
 
-def late_key(top_s: float) -> str:
+def skew_key(top_s: float) -> str:
     """Return the heat map's colours with what they stand for, as HTML."""
     swatches = "".join(svg.rect((i - 1) * 14, 0, 14, 12, f"heat-{i}") for i in range(1, LEVELS + 1))
     box = svg.rect(0, 0, LEVELS * 14, 12, "heat-none")
@@ -214,9 +214,9 @@ def _step_axis(steps: int, y: float) -> list[str]:
 
 def _runs(chosen: np.ndarray) -> str:
     """Return a path in cells: one rectangle for each run of chosen cells in a row."""
-    pieces = []
+    paths = []
     for row, cells in enumerate(chosen):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], cells.astype(np.int8), [0]])))
         for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            pieces.append(f"M{begin} {row}h{end - begin}v1h{begin - end}z")
-    return "".join(pieces)
+            paths.append(f"M{begin} {row}h{end - begin}v1h{begin - end}z")
+    return "".join(paths)

@@ -68,7 +68,7 @@ class Comparison(Record):
 
 
 def compare(
-    parts: Sequence[RankPhases],
+    rank_phases: Sequence[RankPhases],
     stragglers: Sequence[Straggler],
     predicted: Breakdown | None = None,
     predicted_step_s: float | None = None,
@@ -78,23 +78,21 @@ def compare(
     """Return a run's undisturbed step beside its prediction.
 
     Args:
-        parts: from `trace.phases`.
-        stragglers: from `trace.blame`; their windows are left out.
+        rank_phases: of an `Analysis`.
+        stragglers: of an `Analysis`; their windows are left out.
         predicted: one step's seconds by phase.
         predicted_step_s: in place of the sum of `predicted`.
         unfit: why the prediction is of something else, so that it must not be compared.
     """
-    steps = min((one.steps for one in parts), default=0)
-    chosen = undisturbed(steps, stragglers)
-    for one in parts:
-        chosen &= one.recorded[:steps]
+    chosen = undisturbed_steps(rank_phases, stragglers)
+    steps = len(chosen)
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
-        for one in parts:
-            measured += one.median_breakdown(_padded(chosen, one.steps))
-        measured = measured.scaled(1 / len(parts))
-        slowest = np.max([one.step_s[:steps] for one in parts], axis=0)
+        for rank in rank_phases:
+            measured += rank.median_breakdown(padded(chosen, rank.steps))
+        measured = measured.scaled(1 / len(rank_phases))
+        slowest = np.max([rank.step_s[:steps] for rank in rank_phases], axis=0)
         step_s = float(np.median(slowest[chosen]))
     if unfit:
         predicted = predicted_step_s = None
@@ -129,6 +127,17 @@ def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     return chosen
 
 
-def _padded(chosen: np.ndarray, steps: int) -> np.ndarray:
+def undisturbed_steps(
+    rank_phases: Sequence[RankPhases], stragglers: Sequence[Straggler]
+) -> np.ndarray:
+    """Return a mask over the steps that all ranks completed: undisturbed, and recorded by all."""
+    steps = min((rank.steps for rank in rank_phases), default=0)
+    chosen = undisturbed(steps, stragglers)
+    for rank in rank_phases:
+        chosen &= rank.recorded[:steps]
+    return chosen
+
+
+def padded(chosen: np.ndarray, steps: int) -> np.ndarray:
     """Return the mask for a rank that completed more steps than others."""
     return np.concatenate([chosen, np.zeros(steps - len(chosen), dtype=bool)])

@@ -51,7 +51,7 @@ def render_html(report: Report) -> str:
             _head(report),
             sections.key_figures(report),
             sections.time_by_phase(report),
-            sections.lateness(report),
+            sections.skew(report),
             sections.step_times(report),
             sections.prediction(report),
             sections.collectives(report),

@@ -22,8 +22,8 @@ def markup(content: object) -> str:
 
 def section(title: str, note: object, *parts: str) -> str:
     """Return a section with its heading and a line on how to read it."""
-    told = f'<p class="note">{markup(note)}</p>' if note else ""
-    return f"<section><h2>{markup(title)}</h2>{told}{''.join(parts)}</section>"
+    note_html = f'<p class="note">{markup(note)}</p>' if note else ""
+    return f"<section><h2>{markup(title)}</h2>{note_html}{''.join(parts)}</section>"
 
 
 def table(
@@ -39,8 +39,8 @@ def table(
     """
     styles = ["name" if i < names else "n" for i in range(len(heads))]
     head = "".join(
-        f'<th scope="col" class="{style}">{markup(one)}</th>'
-        for style, one in zip(styles, heads, strict=True)
+        f'<th scope="col" class="{style}">{markup(head)}</th>'
+        for style, head in zip(styles, heads, strict=True)
     )
     lines = [
         "".join(
@@ -51,8 +51,8 @@ def table(
     ]
     last = len(lines) - 1
     body = "".join(
-        f"<tr{' class=total' if total and i == last else ''}>{one}</tr>"
-        for i, one in enumerate(lines)
+        f"<tr{' class=total' if total and i == last else ''}>{line}</tr>"
+        for i, line in enumerate(lines)
     )
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>'

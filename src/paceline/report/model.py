@@ -17,9 +17,9 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.fit import difference
-from paceline.report.words import failure_words, meeting_place, verdict
+from paceline.report.words import failure_words, gap_words, sync_place, verdict
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
@@ -40,8 +40,8 @@ class Report:
         run: its folder.
         words: the verdict.
         trace: its events on one clock.
-        parts: seconds by step and phase, one for each rank that left a trace.
-        late_s: skew, shape (ranks, steps).
+        rank_phases: seconds by step and phase of each rank that left a trace.
+        skew_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
@@ -55,8 +55,8 @@ class Report:
     run: Path
     words: str
     trace: Trace
-    parts: tuple[RankPhases, ...]
-    late_s: np.ndarray
+    rank_phases: tuple[RankPhases, ...]
+    skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
     traffic: tuple[Traffic, ...]
     comparison: Comparison
@@ -74,17 +74,17 @@ class Report:
     @property
     def steps(self) -> int:
         """Steps that every rank completed."""
-        return min((one.steps for one in self.parts), default=0)
+        return min((rank.steps for rank in self.rank_phases), default=0)
 
     @property
     def step_time_s(self) -> float:
         """Median over steps of the slowest rank's step time."""
-        return step_time_s(self.parts)
+        return step_time_s(self.rank_phases)
 
     @property
     def total(self) -> Breakdown:
         """Seconds of the whole loop by phase, the mean over ranks."""
-        return mean_of(self.parts)
+        return mean_of(self.rank_phases)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -94,12 +94,12 @@ class Report:
     @property
     def dropped_count(self) -> int:
         """Events that were not recorded or written."""
-        return sum(one.status.dropped_count for one in self.trace.ranks)
+        return sum(rank.status.dropped_count for rank in self.trace.ranks)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The largest rank's peak resident memory."""
-        return max(one.status.peak_memory_bytes for one in self.trace.ranks)
+        return max(rank.status.peak_memory_bytes for rank in self.trace.ranks)
 
 
 def gather(run: Path) -> Report:
@@ -115,13 +115,13 @@ def gather(run: Path) -> Report:
     result = folder.read_result()
     trace = _traces(run, result)
     analysis = analyse(trace)
-    parts, stragglers, traffic = analysis.phases, analysis.stragglers, analysis.traffic
-    steps, late_s = analysis.steps, analysis.skew_s
+    stragglers, traffic = analysis.stragglers, analysis.traffic
+    steps, skew_s = analysis.steps, analysis.skew_s
     config = folder.read_config()
     planned = folder.read_plan()
     estimate = planned.estimate if planned else None
     comparison = compare(
-        parts,
+        analysis.phases,
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
@@ -140,18 +140,20 @@ def gather(run: Path) -> Report:
         stragglers,
         world_size=trace.world_size,
         steps=steps,
-        total=mean_of(parts),
+        total=mean_of(analysis.phases),
         failure=result.failure if result else None,
         place=_place(traffic, steps),
-        latest=_latest(trace, late_s),
+        latest=_latest(trace, skew_s),
         missing=trace.missing_ranks,
     )
+    gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
+    words = " ".join([words, *gaps])
     return Report(
         run=run,
         words=words,
         trace=trace,
-        parts=parts,
-        late_s=late_s,
+        rank_phases=analysis.phases,
+        skew_s=skew_s,
         stragglers=stragglers,
         traffic=traffic,
         comparison=comparison,
@@ -178,33 +180,35 @@ def _traces(run: Path, result: RunResult | None) -> Trace:
 
 
 def _place(traffic: tuple[Traffic, ...], steps: int) -> str:
-    """Return where ranks notice that one is late, in words; nothing if they never met."""
-    if all(one.ranks < 2 for one in traffic):
+    """Return where ranks notice that one is late, in words; empty if no collective joins them."""
+    if all(line.ranks < 2 for line in traffic):
         return ""
-    meetings = [
-        one for one in traffic if one.operation in SYNCHRONISING and 2 * one.count >= max(1, steps)
+    syncs = [
+        line
+        for line in traffic
+        if line.operation in SYNCHRONISING and 2 * line.count >= max(1, steps)
     ]
-    return meeting_place(
-        frozenset(one.operation for one in meetings),
-        sum(one.count for one in meetings) / max(1, steps),
+    return sync_place(
+        frozenset(line.operation for line in syncs),
+        sum(line.count for line in syncs) / max(1, steps),
     )
 
 
-def _latest(trace: Trace, late_s: np.ndarray) -> int | None:
-    """Return the rank that two thirds of all lateness are of, if there is one."""
-    by_rank = late_s.sum(axis=1)
+def _latest(trace: Trace, skew_s: np.ndarray) -> int | None:
+    """Return the rank with at least two thirds of all skew, if there is one."""
+    by_rank = skew_s.sum(axis=1)
     worst = int(by_rank.argmax())
     if by_rank.sum() <= 0 or by_rank[worst] < 2 / 3 * by_rank.sum():
         return None
     return trace.ranks[worst].rank
 
 
-def mean_of(parts: tuple[RankPhases, ...]) -> Breakdown:
+def mean_of(rank_phases: tuple[RankPhases, ...]) -> Breakdown:
     """Return the seconds of all steps by phase, the mean over ranks."""
     total = Breakdown()
-    for one in parts:
-        total += one.breakdown()
-    return total.scaled(1 / max(1, len(parts)))
+    for rank in rank_phases:
+        total += rank.breakdown()
+    return total.scaled(1 / max(1, len(rank_phases)))
 
 
 def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
@@ -235,30 +239,32 @@ def to_json(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "steps": report.steps,
         "step_time_s": report.step_time_s,
-        "stragglers": [_plain(one) for one in report.stragglers],
+        "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "ranks": [
             {
-                "rank": part.rank,
-                "steps": part.steps,
-                "loop_wall_s": part.loop_wall_s,
+                "rank": spent.rank,
+                "steps": spent.steps,
+                "loop_wall_s": spent.loop_wall_s,
                 "peak_memory_bytes": rank.status.peak_memory_bytes,
                 "dropped_count": rank.status.dropped_count,
                 "clock_offset_ns": report.trace.clocks[i].offset_ns,
                 "clock_drift": report.trace.clocks[i].drift,
                 "clock_error_ns": report.trace.clocks[i].error_ns,
-                "phases": dict(part.breakdown().items()),
+                "phases": dict(spent.breakdown().items()),
             }
-            for i, (rank, part) in enumerate(zip(report.trace.ranks, report.parts, strict=True))
+            for i, (rank, spent) in enumerate(
+                zip(report.trace.ranks, report.rank_phases, strict=True)
+            )
         ],
         "collectives": [
             {
-                **_plain(one),
-                "bandwidth_bytes_per_s": one.bandwidth_bytes_per_s,
-                "modelled_s": modelled_s(one, report.machine),
+                **_plain(line),
+                "bandwidth_bytes_per_s": line.bandwidth_bytes_per_s,
+                "modelled_s": modelled_s(line, report.machine),
             }
-            for one in report.traffic
+            for line in report.traffic
         ],
-        "phases": [_plain(one) for one in report.comparison.phases],
+        "phases": [_plain(phase) for phase in report.comparison.phases],
         "undisturbed_steps": report.comparison.undisturbed_steps,
         "unfit": report.comparison.unfit,
         "step_time_error": report.comparison.step_time_error,

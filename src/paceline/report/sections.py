@@ -1,4 +1,4 @@
-"""The parts of the HTML report, each from the `Report` to a piece of markup.
+"""The parts of the HTML report, each from the `Report` to markup.
 
 Each chart has its numbers in a folded table, for those who can't or won't read them from a drawing.
 """
@@ -61,7 +61,7 @@ def key_figures(report: Report) -> str:
 def _step_range_s(report: Report) -> tuple[float, float]:
     if not report.steps:
         return 0.0, 0.0
-    slowest = np.max([one.step_s[: report.steps] for one in report.parts], axis=0)
+    slowest = np.max([rank.step_s[: report.steps] for rank in report.rank_phases], axis=0)
     low, high = np.percentile(slowest, [5, 95])
     return float(low), float(high)
 
@@ -74,36 +74,38 @@ def _missing_words(report: Report) -> str:
 def time_by_phase(report: Report) -> str:
     """Return where each rank's time went."""
     shown = _shown_parts(report)
-    times = [one.breakdown() for one in shown]
-    present = [name for name in PHASES if any(getattr(one, name) > 0 for one in times)]
+    times = [rank.breakdown() for rank in shown]
+    present = [name for name in PHASES if any(getattr(spent, name) > 0 for spent in times)]
     rows = [
         [
-            f"rank {part.rank}",
-            *(_seconds_and_share(getattr(one, name), one.total_s) for name in present),
-            format_seconds(one.total_s),
+            f"rank {rank.rank}",
+            *(_seconds_and_share(getattr(spent, name), spent.total_s) for name in present),
+            format_seconds(spent.total_s),
         ]
-        for part, one in zip(shown, times, strict=True)
+        for rank, spent in zip(shown, times, strict=True)
     ]
     note = (
         "The training loop of each rank, from its first phase to the end of its last step. Phases "
         "exclude each other. Waiting is time inside a collective before the last rank came, "
         "transfer is the time after that; what runs behind compute is in neither."
     )
-    if len(shown) < len(report.parts):
-        note += f" {len(shown)} of {len(report.parts)} ranks are shown, the late ones among them."
-    chart = charts.time_bars([one.rank for one in shown], times)
+    if len(shown) < len(report.rank_phases):
+        note += (
+            f" {len(shown)} of {len(report.rank_phases)} ranks are shown, the late ones among them."
+        )
+    chart = charts.time_bars([rank.rank for rank in shown], times)
     numbers = details("Numbers", table(["rank", *present, "loop"], rows))
     return section("Time by phase", note, charts.legend(present), chart, numbers)
 
 
 def _shown_parts(report: Report) -> list[RankPhases]:
     """Return at most `charts.ROWS` ranks: spread over all of them, and those that were late."""
-    count = len(report.parts)
+    count = len(report.rank_phases)
     if count <= charts.ROWS:
-        return list(report.parts)
-    late = {one.rank for one in report.stragglers[: charts.ROWS // 2]}
+        return list(report.rank_phases)
+    late = {straggler.rank for straggler in report.stragglers[: charts.ROWS // 2]}
     spread = charts.blocks(count, charts.ROWS - len(late))[:-1].tolist()
-    return [one for i, one in enumerate(report.parts) if i in spread or one.rank in late]
+    return [rank for i, rank in enumerate(report.rank_phases) if i in spread or rank.rank in late]
 
 
 def _seconds_and_share(seconds: float, total_s: float) -> str:
@@ -112,18 +114,18 @@ def _seconds_and_share(seconds: float, total_s: float) -> str:
     return f"{format_seconds(seconds)} ({format_share(seconds / max(total_s, 1e-12))})"
 
 
-def lateness(report: Report) -> str:
-    """Return who was late when."""
+def skew(report: Report) -> str:
+    """Return how late each rank was in each step."""
     if report.world_size < 2 or not report.steps:
         return ""
     floor_s = max(
         BlameRules().min_late_s, BlameRules().min_late_share * report.comparison.measured_step_s
     )
-    top_s = charts.late_scale_s(report.late_s, report.stragglers, floor_s)
-    ranks = [one.rank for one in report.parts]
+    top_s = charts.skew_scale_s(report.skew_s, report.stragglers, floor_s)
+    ranks = [rank.rank for rank in report.rank_phases]
     note = (
-        "How much later than the fastest rank each rank came to the step's collectives, by its own "
-        "doing: what it spent waiting for others is taken off. "
+        "How much longer than the fastest rank each rank took from one synchronising collective of "
+        "the step to the next; time spent waiting for other ranks is not counted. "
     )
     if report.stragglers:
         note += "Frames mark the steps for which a rank is blamed. "
@@ -132,24 +134,24 @@ def lateness(report: Report) -> str:
         note += f"A column shows the worst of up to {plural(each, 'step')}. "
     if len(ranks) > charts.ROWS:
         note += f"A row shows the worst of up to {plural(-(-len(ranks) // charts.ROWS), 'rank')}. "
-    late_ms = report.late_s * 1e3
-    order = np.argsort(-late_ms.sum(axis=1), kind="stable")[:_MAX_ROWS]
+    skew_ms = report.skew_s * 1e3
+    order = np.argsort(-skew_ms.sum(axis=1), kind="stable")[:_MAX_ROWS]
     rows = [
         [
             f"rank {ranks[i]}",
-            f"{significant(float(np.median(late_ms[i])))} ms",
-            f"{significant(float(np.percentile(late_ms[i], 95)))} ms",
-            f"{significant(float(late_ms[i].max()))} ms",
-            f"{int(late_ms[i].argmax()):,}",
+            f"{significant(float(np.median(skew_ms[i])))} ms",
+            f"{significant(float(np.percentile(skew_ms[i], 95)))} ms",
+            f"{significant(float(skew_ms[i].max()))} ms",
+            f"{int(skew_ms[i].argmax()):,}",
         ]
         for i in order.tolist()
     ]
     heads = ["rank", "median", "95th percentile", "largest", "in step"]
     return section(
-        "Lateness",
+        "Skew",
         note,
-        charts.late_key(top_s),
-        charts.late_map(report.late_s, ranks, report.stragglers, top_s),
+        charts.skew_key(top_s),
+        charts.skew_map(report.skew_s, ranks, report.stragglers, top_s),
         _blamed(report),
         details("Numbers", table(heads, rows)),
     )
@@ -168,7 +170,7 @@ def _blamed(report: Report) -> str:
         ]
         for late in report.stragglers[:_MAX_ROWS]
     ]
-    heads = ["late", "cause", "steps", "typical lateness", "others wait, of these steps"]
+    heads = ["late", "cause", "steps", "typical skew", "others wait, of these steps"]
     return table(heads, rows, names=2)
 
 
@@ -176,8 +178,8 @@ def step_times(report: Report) -> str:
     """Return how step time went over the run."""
     if not report.steps:
         return ""
-    times = np.array([one.step_s[: report.steps] for one in report.parts])
-    ranks = [one.rank for one in report.parts]
+    times = np.array([rank.step_s[: report.steps] for rank in report.rank_phases])
+    ranks = [rank.rank for rank in report.rank_phases]
     note = "From the end of one optimizer step to the end of the next."
     if len(ranks) > 8:
         note += " The line is the median of the ranks, the band their range."
@@ -199,20 +201,20 @@ def collectives(report: Report) -> str:
     if not report.traffic:
         return ""
     rows = []
-    for one in report.traffic[:_MAX_ROWS]:
-        model_s = modelled_s(one, report.machine)
-        promised = one.typical_bytes / model_s if model_s and one.typical_bytes else None
-        achieved = one.bandwidth_bytes_per_s
+    for line in report.traffic[:_MAX_ROWS]:
+        model_s = modelled_s(line, report.machine)
+        promised = line.typical_bytes / model_s if model_s and line.typical_bytes else None
+        achieved = line.bandwidth_bytes_per_s
         rows.append(
             [
-                one.operation,
-                one.group.removeprefix("group "),
-                f"{one.ranks:,}",
-                format_size_class(one.size_class_bytes),
-                f"{one.count:,}",
-                format_bytes(one.bytes),
-                format_seconds(one.spread_s),
-                format_seconds(one.transfer_s),
+                line.operation,
+                line.group.removeprefix("group "),
+                f"{line.ranks:,}",
+                format_size_class(line.size_class_bytes),
+                f"{line.count:,}",
+                format_bytes(line.bytes),
+                format_seconds(line.spread_s),
+                format_seconds(line.transfer_s),
                 format_seconds(model_s),
                 format_rate(achieved),
                 format_rate(promised),
@@ -232,8 +234,8 @@ def collectives(report: Report) -> str:
 def memory(report: Report) -> str:
     """Return predicted memory by kind beside what was measured."""
     measured = [
-        (one.rank, one.status.peak_memory_bytes)
-        for one in sorted(report.trace.ranks, key=lambda one: -one.status.peak_memory_bytes)
+        (rank.rank, rank.status.peak_memory_bytes)
+        for rank in sorted(report.trace.ranks, key=lambda rank: -rank.status.peak_memory_bytes)
     ]
     parts = []
     note = (
@@ -254,43 +256,44 @@ def memory(report: Report) -> str:
 
 def prediction(report: Report) -> str:
     """Return the undisturbed step, predicted and measured."""
-    found = report.comparison
-    if not found.undisturbed_steps:
+    comparison = report.comparison
+    if not comparison.undisturbed_steps:
         return section("Prediction beside measurement", "No step was undisturbed.")
     note = (
-        f"A typical undisturbed step: {found.undisturbed_steps:,} of {plural(found.steps, 'step')}"
-        ", those after the warm-up and outside every late rank's window. Each phase is the median "
-        "over steps, then the mean over ranks; the step is that of the slowest rank. "
+        f"A typical undisturbed step: {comparison.undisturbed_steps:,} of "
+        f"{plural(comparison.steps, 'step')}, those after the warm-up and outside every "
+        "straggler's window. Each phase is the median over steps, then the mean over ranks; the "
+        "step is that of the slowest rank. "
     )
-    if found.unfit:
-        note += f"Only the measurement is shown, since {found.unfit}."
-    elif found.predicted_step_s is None:
+    if comparison.unfit:
+        note += f"Only the measurement is shown, since {comparison.unfit}."
+    elif comparison.predicted_step_s is None:
         note += (
             "The run was not predicted (paceline plan --out, paceline run --plan), so only the "
             "measurement is shown."
         )
     else:
         note += "Ratio is predicted over measured. Upper bar: predicted; lower bar: measured."
-    top_s = max(max(one.predicted_s or 0.0, one.measured_s) for one in found.phases)
+    top_s = max(max(phase.predicted_s or 0.0, phase.measured_s) for phase in comparison.phases)
     rows: list[list[object]] = [
         [
-            one.name,
-            Html(charts.pair_bar(one.predicted_s, one.measured_s, top_s)),
-            format_seconds(one.predicted_s),
-            format_seconds(one.measured_s),
-            "-" if one.ratio is None else f"{one.ratio:.2f}",
+            phase.name,
+            Html(charts.pair_bar(phase.predicted_s, phase.measured_s, top_s)),
+            format_seconds(phase.predicted_s),
+            format_seconds(phase.measured_s),
+            "-" if phase.ratio is None else f"{phase.ratio:.2f}",
         ]
-        for one in found.phases
-        if one.measured_s > 0 or one.predicted_s
+        for phase in comparison.phases
+        if phase.measured_s > 0 or phase.predicted_s
     ]
-    ratio = None if found.step_time_error is None else found.predicted_step_s
+    ratio = None if comparison.step_time_error is None else comparison.predicted_step_s
     rows.append(
         [
             "step",
             "",
-            format_seconds(found.predicted_step_s),
-            format_seconds(found.measured_step_s),
-            "-" if ratio is None else f"{ratio / found.measured_step_s:.2f}",
+            format_seconds(comparison.predicted_step_s),
+            format_seconds(comparison.measured_step_s),
+            "-" if ratio is None else f"{ratio / comparison.measured_step_s:.2f}",
         ]
     )
     heads = ["phase", "", "predicted", "measured", "ratio"]
@@ -309,8 +312,8 @@ def _limit(report: Report) -> str:
         for name, share in sorted(known.shares.items(), key=lambda item: -item[1])
     ]
     interval = f"{format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
-    told = f"Expected step time {interval}; predicted to be limited by {known.limit}"
-    return details(told, table(["resource", "share of the predicted step"], rows))
+    summary = f"Expected step time {interval}; predicted to be limited by {known.limit}"
+    return details(summary, table(["resource", "share of the predicted step"], rows))
 
 
 def provenance(report: Report) -> str:
@@ -325,9 +328,9 @@ def provenance(report: Report) -> str:
     ]
     values = config.get("values", {})
     settings = [
-        [name, json.dumps(one.get("value")), one.get("provenance")]
-        for name, one in (values.items() if isinstance(values, dict) else ())
-        if isinstance(one, dict)
+        [name, json.dumps(setting.get("value")), setting.get("provenance")]
+        for name, setting in (values.items() if isinstance(values, dict) else ())
+        if isinstance(setting, dict)
     ]
     known = [table(["what", "value"], rows, names=2)]
     if settings:
@@ -343,8 +346,8 @@ def _machine(report: Report) -> str:
         return ""
     rows = [["machine", machine.name, plural(machine.nodes, "node")]]
     rows += [
-        [f"device {i}", one.name, f"{plural(one.cores, 'core')}, {_sources(one.rates)}"]
-        for i, one in enumerate(machine.devices)
+        [f"device {i}", device.name, f"{plural(device.cores, 'core')}, {_sources(device.rates)}"]
+        for i, device in enumerate(machine.devices)
     ]
     rows += [
         [
@@ -365,12 +368,12 @@ def _machine(report: Report) -> str:
         ]
         for cost in machine.collectives
     ]
-    rows += [["missing", one, ""] for one in machine.missing]
+    rows += [["missing", text, ""] for text in machine.missing]
     return table(["machine", "value", "source"], rows, names=3)
 
 
 def _sources(rates: tuple[Rate, ...]) -> str:
-    sources = sorted({one.source for one in rates})
+    sources = sorted({rate.source for rate in rates})
     return f"rates: {', '.join(sources)}" if sources else "no rates"
 
 
@@ -383,7 +386,7 @@ def _clocks(report: Report) -> str:
             format_clock_error(report.trace.clocks[i].error_ns),
             f"{rank.status.recorded_count:,}",
             f"{rank.status.dropped_count:,}",
-            "whole" if rank.complete else "ends early",
+            "complete" if rank.complete else "truncated",
         ]
         for i, rank in enumerate(report.trace.ranks[:_MAX_ROWS])
     ]
@@ -392,6 +395,6 @@ def _clocks(report: Report) -> str:
     if any(clock.error_ns is None for clock in report.trace.clocks):
         note = (
             "No collective bounds the clocks whose error is unknown, or one of them was set during "
-            "the run: lateness and waiting between these nodes may be wrong by as much. "
+            "the run: skew and waiting between these nodes may be wrong by as much. "
         )
     return details("Traces and clocks", f"<p>{note}</p>" * bool(note) + table(heads, rows))

@@ -24,7 +24,7 @@ from paceline.report.units import (
     plural,
     significant,
 )
-from paceline.report.words import printable
+from paceline.report.words import gap_words, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from paceline.core.estimate import Estimate
+    from paceline.perf.calibrate import Calibration
     from paceline.report.model import Report
     from paceline.trace.communication import Traffic
+    from paceline.trace.matches import Mismatch
     from paceline.trace.stats import TraceStats
 
 _ROWS = 16
@@ -53,11 +55,11 @@ def render_terminal(report: Report) -> Group:
         ),
     ]
     if report.dropped_count:
-        lost = f"{plural(report.dropped_count, 'event')} could not be recorded"
-        parts.append(Text(lost, style="yellow"))
+        dropped = f"{plural(report.dropped_count, 'event')} could not be recorded"
+        parts.append(Text(dropped, style="yellow"))
     if report.steps:
         parts += [Text(), _phases(report)]
-        left = len(report.parts) - _ROWS
+        left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
     if report.comparison.predicted_step_s is not None:
@@ -83,18 +85,38 @@ def render_stats(stats: TraceStats) -> Group:
             f"{rank.clock_drift * 1e6:.2f} ppm",
             format_clock_error(rank.clock_error_ns),
             f"{rank.dropped_count:,}",
-            "whole" if rank.complete else "ends early",
+            "complete" if rank.complete else "truncated",
         )
     # Without units in its cells, and its steps among the events, this table fits 80 columns.
-    present = [one for one in PHASES if any(getattr(r.breakdown, one) for r in stats.ranks)]
+    present = [name for name in PHASES if any(getattr(r.breakdown, name) for r in stats.ranks)]
     times = _table("seconds", [*present, "loop"])
     for rank in stats.ranks:
-        spent = [significant(getattr(rank.breakdown, one)) for one in present]
+        spent = [significant(getattr(rank.breakdown, name)) for name in present]
         times.add_row(f"rank {rank.rank}", *spent, significant(rank.loop_wall_s))
     parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
+    untimed = sum(line.untimed_count for line in stats.traffic)
+    for sentence in gap_words(untimed, stats.mismatch_count):
+        parts += [Text(), Text(sentence, style="yellow")]
+    if stats.mismatches:
+        parts += [Text(), _mismatches(stats.mismatches)]
     return Group(*parts)
+
+
+def _mismatches(mismatches: Iterable[Mismatch]) -> Table:
+    shown = _table("mismatch", ["number", "rank", "operation", "size"])
+    for mismatch in mismatches:
+        columns = zip(mismatch.ranks, mismatch.operations, mismatch.bytes, strict=True)
+        for rank, operation, size in list(columns)[:_ROWS]:
+            shown.add_row(
+                Text(printable(mismatch.group.removeprefix("group "))),
+                f"{mismatch.sequence:,}",
+                f"{rank:,}",
+                Text(printable(operation)),
+                format_bytes(size),
+            )
+    return shown
 
 
 def render_estimate(estimate: Estimate) -> Group:
@@ -129,34 +151,67 @@ def render_estimate(estimate: Estimate) -> Group:
     )
 
 
+def render_calibration(calibration: Calibration) -> Group:
+    """Return what ``paceline calibrate`` shows."""
+    shown = _table("phase", ["before", "measured", "now", "weight of the run"])
+    for fit in calibration.phases:
+        if fit.prior_s or fit.measured_s or fit.fitted_s:
+            shown.add_row(
+                fit.name,
+                format_seconds(fit.prior_s),
+                format_seconds(fit.measured_s),
+                format_seconds(fit.fitted_s),
+                format_share(fit.weight),
+            )
+    shown.add_row(
+        Text("step", style="bold"),
+        format_seconds(calibration.prior_step_s),
+        format_seconds(calibration.measured_step_s),
+        format_seconds(calibration.fitted_step_s),
+        "",
+    )
+    return Group(
+        Text(
+            f"{printable(calibration.machine)}: fitted to "
+            f"{plural(calibration.steps, 'undisturbed step')}",
+            style="bold",
+        ),
+        Text(),
+        shown,
+    )
+
+
 def _phases(report: Report) -> Table:
     total = report.total
     present = [name for name in PHASES if getattr(total, name) > 0]
     shown = _table("share", [*present, "loop"])
-    late = {one.rank for one in report.stragglers}
-    parts = sorted(report.parts, key=lambda one: (one.rank not in late, one.rank))[:_ROWS]
-    for part in sorted(parts, key=lambda one: one.rank):
-        spent = part.breakdown()
+    late = {straggler.rank for straggler in report.stragglers}
+    late_first = sorted(report.rank_phases, key=lambda rank: (rank.rank not in late, rank.rank))
+    for rank in sorted(late_first[:_ROWS], key=lambda rank: rank.rank):
+        spent = rank.breakdown()
         wall_s = max(spent.total_s, 1e-12)
         shares = [format_share(getattr(spent, name) / wall_s) for name in present]
-        name = Text(f"rank {part.rank}", style="bold" if part.rank in late else "")
+        name = Text(f"rank {rank.rank}", style="bold" if rank.rank in late else "")
         shown.add_row(name, *shares, format_seconds(spent.total_s))
     return shown
 
 
 def _comparison(report: Report) -> Table:
     shown = _table("undisturbed step", ["predicted", "measured", "ratio"])
-    for one in report.comparison.phases:
-        if one.measured_s > 0 or one.predicted_s:
-            ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
-            predicted, measured = format_seconds(one.predicted_s), format_seconds(one.measured_s)
-            shown.add_row(one.name, predicted, measured, ratio)
-    found = report.comparison
-    error = format_share(found.step_time_error)
+    for phase in report.comparison.phases:
+        if phase.measured_s > 0 or phase.predicted_s:
+            ratio = "-" if phase.ratio is None else f"{phase.ratio:.2f}"
+            predicted, measured = (
+                format_seconds(phase.predicted_s),
+                format_seconds(phase.measured_s),
+            )
+            shown.add_row(phase.name, predicted, measured, ratio)
+    comparison = report.comparison
+    error = format_share(comparison.step_time_error)
     shown.add_row(
         Text("step", style="bold"),
-        format_seconds(found.predicted_step_s),
-        format_seconds(found.measured_step_s),
+        format_seconds(comparison.predicted_step_s),
+        format_seconds(comparison.measured_step_s),
         f"error {error}",
     )
     return shown
@@ -165,15 +220,15 @@ def _comparison(report: Report) -> Table:
 def _traffic(traffic: Iterable[Traffic]) -> Table:
     heads = ["group", "ranks", "size", "count", "transfer", "bandwidth"]
     shown = _table("collective", heads)
-    for one in list(traffic)[:_ROWS]:
+    for line in list(traffic)[:_ROWS]:
         shown.add_row(
-            Text(printable(one.operation)),
-            Text(printable(one.group.removeprefix("group "))),
-            f"{one.ranks:,}",
-            format_size_class(one.size_class_bytes),
-            f"{one.count:,}",
-            format_seconds(one.transfer_s),
-            format_rate(one.bandwidth_bytes_per_s),
+            Text(printable(line.operation)),
+            Text(printable(line.group.removeprefix("group "))),
+            f"{line.ranks:,}",
+            format_size_class(line.size_class_bytes),
+            f"{line.count:,}",
+            format_seconds(line.transfer_s),
+            format_rate(line.bandwidth_bytes_per_s),
         )
     return shown
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+# Binary units for memory and files, decimal units for rates, as the field has them.
+_DECIMAL = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -79,12 +81,19 @@ def format_size_class(count: int) -> str:
 
 
 def format_rate(bytes_per_s: float | None) -> str:
-    """Return a bandwidth; ``-`` where there is none.
+    """Return a bandwidth with a decimal unit; ``-`` where there is none.
 
-    >>> format_rate(1.5e9)
-    '1.40 GiB/s'
+    >>> format_rate(1.5e9), format_rate(2.5e4), format_rate(12)
+    ('1.50 GB/s', '25.0 kB/s', '12.0 B/s')
     """
-    return "-" if bytes_per_s is None else f"{format_bytes(bytes_per_s)}/s"
+    if bytes_per_s is None or not math.isfinite(bytes_per_s):
+        return "-"
+    value = float(bytes_per_s)
+    for unit in _DECIMAL[:-1]:
+        if abs(value) < 999.5:
+            return f"{significant(value)} {unit}"
+        value /= 1000
+    return f"{significant(value)} {_DECIMAL[-1]}"
 
 
 def format_share(share: float | None) -> str:

@@ -35,16 +35,13 @@ DOING = {
 }
 _NOTABLE_WAITING = 0.1
 _NO_STEP = (
-    "No step was recorded, so nothing can be said of who was late: "
+    "No step was recorded, so nothing is known about stragglers: "
     "a step ends with each call of an optimizer's step()."
 )
-_NOT_WRITTEN = (
-    "The steps of some rank were not written yet when it ended, so nothing can be said of who was "
-    "late."
-)
-_STRANGERS = (
-    "The ranks never met in a collective: each trained a model of its own, unless they communicate "
-    "without torch.distributed. DistributedDataParallel trains one model on all of them."
+_NOT_WRITTEN = "A rank ended before its steps were written, so nothing is known about stragglers."
+_SEPARATE = (
+    "The ranks took part in no common collective: each trained a model of its own, unless they "
+    "communicate without torch.distributed. DistributedDataParallel trains one model on all ranks."
 )
 
 
@@ -54,7 +51,7 @@ def summary_line(result: RunResult, run: Path) -> str:
     if result.failure is not None:
         parts.append(failure_words(result.failure).rstrip("."))
     parts.append(plural(result.world_size, "rank"))
-    steps = min((one.steps for one in result.ranks), default=0)
+    steps = min((rank.steps for rank in result.ranks), default=0)
     if steps:
         parts.append(f"{plural(steps, 'step')} of {format_seconds(result.step_time_s)}")
         total = mean_breakdown(result)
@@ -90,14 +87,14 @@ def verdict(
     """Return what to say of a run first, in one or two sentences after its failure, if any.
 
     Args:
-        stragglers: from `trace.blame`, the costliest first.
+        stragglers: of an `Analysis`, the costliest first.
         world_size: ranks of the run.
         steps: that all ranks completed.
         total: seconds by phase, the mean over ranks.
         failure: of the rank that failed first.
-        place: where lateness shows; see `meeting_place`. Empty when the ranks never met.
-        latest: the rank that most lateness is of, if one stands out.
-        missing: ranks that left no trace: nothing is known of them, nor of who waited for them.
+        place: where skew shows; see `sync_place`. Empty when no collective joins the ranks.
+        latest: the rank with most of the skew, if one rank stands out.
+        missing: ranks that left no trace; nothing is known about them or about who waited for them.
     """
     sentences = [] if failure is None else [failure_words(failure)]
     if missing:
@@ -111,21 +108,42 @@ def verdict(
     else:
         present = world_size - len(missing)
         if present > 1 and not place:
-            sentences.append(f"{_STRANGERS} In {plural(steps, 'step')} {_spent_words(total)}")
+            sentences.append(f"{_SEPARATE} In {plural(steps, 'step')} {_spent_words(total)}")
         else:
             sentences.append(_even_words(present, steps, total, latest))
     return " ".join(sentences)
 
 
-def meeting_place(operations: frozenset[str], meetings_per_step: float) -> str:
-    """Return where ranks notice that one is late, in words.
+def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
+    """Return a sentence for each thing that the trace leaves open.
+
+    Args:
+        untimed_count: collectives and messages whose completion was not seen.
+        mismatch_count: collectives on which the ranks that joined do not agree.
+    """
+    sentences = []
+    if untimed_count:
+        sentences.append(
+            f"The backend does not show when {plural(untimed_count, 'collective')} completed "
+            "(it queues them on the device), so how long they took is not known."
+        )
+    if mismatch_count:
+        sentences.append(
+            f"In {plural(mismatch_count, 'collective')} the ranks do not agree on operation or "
+            "size: these are left out (paceline trace stats lists them)."
+        )
+    return sentences
+
+
+def sync_place(operations: frozenset[str], syncs_per_step: float) -> str:
+    """Return where other ranks notice that a rank is late, in words.
 
     Args:
         operations: names of the synchronising collectives of the run.
-        meetings_per_step: how many times per step ranks become equal again; several add up to
-            a step's lateness, so that a single one does not show all of it.
+        syncs_per_step: synchronising collectives per step; where there are several, their skews
+            add up to that of the step, so that none of them shows all of it.
     """
-    if operations == {"all_reduce"} and meetings_per_step < 1.5:
+    if operations == {"all_reduce"} and syncs_per_step < 1.5:
         return "at every all-reduce"
     return "in every step"
 
@@ -148,7 +166,9 @@ def printable(text: str) -> str:
     >>> printable("red \x1b[31m")
     'red \\x1b[31m'
     """
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 def _late_words(late: Straggler, world_size: int, place: str) -> str:
@@ -162,8 +182,9 @@ def _late_words(late: Straggler, world_size: int, place: str) -> str:
 
 def _missing_words(missing: tuple[int, ...]) -> str:
     if len(missing) == 1:
-        return f"Rank {missing[0]} left no trace, so this is of the others alone."
-    return f"{len(missing)} ranks left no trace (first: {missing[0]}), so this is of the others."
+        return f"Rank {missing[0]} left no trace, so only the other ranks are described."
+    left = f"{len(missing)} ranks left no trace (first: {missing[0]})"
+    return f"{left}, so only the other ranks are described."
 
 
 def _more_words(more: tuple[Straggler, ...]) -> str:

@@ -1,8 +1,16 @@
 """The data path: a folder of small files becomes a pack, and a pack feeds training.
 
-`pack_folder` writes a pack (docs/reference/pack-format.md), `open_pack` reads it, and `Loader` (or
-`PackDataset`, for torch's own DataLoader) feeds PyTorch from it. Only these two import torch, and
-only when they are asked for.
+Five sub-packages, with imports in one direction (an import contract checks it):
+
+    write    feed    care     pack, append | order, batches, loader | damage, repair
+       '------|-------'
+             read             open, describe, extract
+              |
+            format            what lies on disk: layout, header, index
+
+`pack` writes a pack of a source (`Folder`, `Archives` or `Samples`; docs/reference/pack-format.md),
+`open_pack` reads it, and `Loader` (or `PackDataset`, for torch's own DataLoader) feeds PyTorch from
+it. Only these two import torch, and only when they are asked for.
 """
 
 from typing import Any
@@ -11,17 +19,16 @@ from paceline.store.feed.options import LoaderOptions
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
 from paceline.store.read.pack import Pack, open_pack
-from paceline.store.write.append import append_pack
+from paceline.store.write.append import append
+from paceline.store.write.archives import Archives
+from paceline.store.write.folder import Folder
 from paceline.store.write.options import PackOptions, PackProgress, PackSummary
-from paceline.store.write.pack import (
-    pack_archives,
-    pack_folder,
-    pack_paths,
-    pack_samples,
-    plan_pack,
-)
+from paceline.store.write.pack import find_source, pack, plan_pack
+from paceline.store.write.samples import Samples
 
 __all__ = [
+    "Archives",
+    "Folder",
     "Loader",
     "LoaderOptions",
     "Pack",
@@ -31,12 +38,11 @@ __all__ = [
     "PackSampler",
     "PackSummary",
     "SampleOrder",
-    "append_pack",
+    "Samples",
+    "append",
+    "find_source",
     "open_pack",
-    "pack_archives",
-    "pack_folder",
-    "pack_paths",
-    "pack_samples",
+    "pack",
     "plan_pack",
 ]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from paceline import store
 from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
@@ -25,7 +26,7 @@ from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
 from paceline.report.html import write_html
 from paceline.report.model import gather
-from paceline.store import PackOptions, pack_folder
+from paceline.store import PackOptions
 from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
 from paceline.studies.predict import predict
 
@@ -180,7 +181,7 @@ def run_demo(
     make_folder()
     on_stage(Stage(name="check", lines=_check_lines(diagnose(Path.cwd()))))
     images = write_images()
-    packed = pack_folder(IMAGES, PACK, options=PackOptions())
+    packed = store.pack(store.Folder(IMAGES), PACK, options=PackOptions())
     line = (
         f"{packed.sample_count} images in {packed.class_count} classes: "
         f"files to open per epoch {packed.opens_before} -> {packed.opens_after}"
@@ -207,7 +208,7 @@ def run_demo(
 
 
 def _check_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    return tuple(f"{one.status:4} {one.topic:11} {one.what}" for one in findings)
+    return tuple(f"{finding.status:4} {finding.topic:11} {finding.what}" for finding in findings)
 
 
 def _predict_line(estimate: Estimate) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from paceline.core.errors import DestinationExists, Missing, StorageError
+from paceline.core.errors import DestinationExists, Missing, storage_errors
 
 FOLDER = Path("paceline-demo")
 IMAGES = FOLDER / "images"
@@ -29,19 +29,12 @@ def make_folder() -> None:
             where=str(FOLDER),
             fix="Move it away, or start the demo elsewhere",
         )
-    try:
+    fix = "Start the demo in a folder that you may write to"
+    with storage_errors("cannot make the demo's folder", where=FOLDER, fix=fix):
         if FOLDER.exists():
             shutil.rmtree(FOLDER)
         FOLDER.mkdir()
         _MARK.touch()
-    except OSError as problem:
-        why = problem.strerror or str(problem)
-        raise StorageError(
-            "cannot make the demo's folder",
-            where=str(FOLDER),
-            why=why,
-            fix="Start the demo in a folder that you may write to",
-        ) from problem
 
 
 def write_images() -> int:

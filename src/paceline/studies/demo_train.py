@@ -195,7 +195,7 @@ def _finish(
     with torch.no_grad():
         images, labels = next(iter(DataLoader(Subset(data, test), len(test))))
         accuracy = (module(images).argmax(1) == labels).float().mean().item()
-    found = next((one for one in everybody if one), None)
+    found = next((report for report in everybody if report), None)
     result.write_text(json.dumps({"test_accuracy": round(accuracy, 4), "injected": found}))
 
 

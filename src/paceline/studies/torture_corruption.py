@@ -1,4 +1,4 @@
-"""Damages a pack at random and looks whether its reader notices: the first fault campaign.
+"""Damages a pack at random and checks that its reader notices: the first fault campaign.
 
 Runs as a process of its own, so that a crash (SIGBUS, SIGSEGV) is an outcome and not the end of the
 campaign. A case: bytes of one file are flipped, zeroed, swapped or cut off, in every other case
@@ -59,7 +59,7 @@ class Victim:
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
         self.source = source
-        self.files = {one.name: one.read_bytes() for one in sorted(path.iterdir())}
+        self.files = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
         # Mapped from a copy: the campaign damages the index itself, too.
         copy = path.with_name(path.name + "-index")
         copy.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ class Victim:
         return samples
 
     def refuses_to_open(self, name: str, content: bytes) -> bool:
-        """Return whether a pack with this file must be refused as a whole."""
+        """Return whether opening a pack with this file must fail."""
         before = self.files[name]
         if name.startswith("parity"):
             return False
@@ -124,10 +124,10 @@ def damaged(content: bytes, kind: str, generator: random.Random) -> bytes:
         at = generator.randrange(len(new) - size + 1)
         new[at : at + size] = bytes(size)
     elif kind == "swapped blocks":
-        one, other = (generator.randrange(len(new) // size) * size for _ in range(2))
-        new[one : one + size], new[other : other + size] = (
-            new[other : other + size],
-            new[one : one + size],
+        first, second = (generator.randrange(len(new) // size) * size for _ in range(2))
+        new[first : first + size], new[second : second + size] = (
+            new[second : second + size],
+            new[first : first + size],
         )
     else:
         for _ in range(1 if kind == "bit flip" else generator.randint(2, 40)):
@@ -145,7 +145,9 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
     content = damaged(victim.files[name], kind, generator)
     is_direct = victim.takes_direct and generator.random() < _DIRECT_SHARE
     how: dict[str, Any] = {"verify": generator.choice(_POLICIES), "direct": is_direct, "threads": 1}
-    after_good_read = case % 2 == 1 and name != _INDEX  # who has the index open goes by it
+    after_good_read = (
+        case % 2 == 1 and name != _INDEX
+    )  # an open reader keeps the index that it mapped
     open_before = open_pack(victim.path, **how) if after_good_read else None
     try:
         if open_before is not None:
@@ -154,7 +156,7 @@ def run_case(victim: Victim, seed: int, case: int) -> Outcome:
         else:
             problem = ""
         victim.write(name, content)
-        result = "changed nothing" if content == victim.files[name] else _beside(name)
+        result = "changed nothing" if content == victim.files[name] else _unseen_by_readers(name)
         found = _look(victim, name, content, open_before, how)
         problem = problem or found[1]
         result = found[0] or result
@@ -181,8 +183,8 @@ def _takes_direct(path: Path) -> bool:
     return True
 
 
-def _beside(name: str) -> str:
-    """Say what damage is that reaches no reader, which digests of files show all the same."""
+def _unseen_by_readers(name: str) -> str:
+    """Say how damage that no reader meets is detected all the same."""
     return "seen by the file's digest" if name != _INDEX else "between sections"
 
 
@@ -226,7 +228,7 @@ def _look(
 
 
 def _files_wrong(victim: Victim, name: str, content: bytes) -> str:
-    """Compare the whole files with their digests: exactly the one that was changed must differ."""
+    """Compare files with their digests: exactly the file that was changed must differ."""
     if name == _INDEX or not victim.index.shard_digests:
         return ""
     _, found = verify_files(victim.path)
@@ -238,7 +240,7 @@ def _files_wrong(victim: Victim, name: str, content: bytes) -> str:
 def _read_all(
     victim: Victim, pack: Pack, harmed: set[int], shard_gone: Path | None
 ) -> tuple[str, str]:
-    """Read each sample in every way; `shard_gone` may be refused as a whole."""
+    """Read each sample in every way; `shard_gone` may be refused for all samples."""
     for k, body in enumerate(victim.bodies):
         for read in (_read_one, _view_one, _read_in_batch):
             try:
@@ -284,14 +286,14 @@ def _read_in_batch(pack: Pack, sample: int) -> bytes:
 
 
 def _repair(victim: Victim) -> str:
-    """Mend the damage, from parity where there is some, and compare every byte."""
+    """Repair the damage, from parity where there is some, and compare every byte."""
     source = None if victim.index.parity_group else victim.source
     report = repair_pack(victim.path, source=source)
     if not report.ok:
-        return f"not mended: {report.lost[0].what}"
+        return f"not repaired: {report.lost[0].what}"
     for name, content in victim.files.items():
         if (victim.path / name).read_bytes() != content:
-            return f"{name} is not as before after mending"
+            return f"{name} is not as before after the repair"
     return ""
 
 
@@ -299,7 +301,7 @@ def run_cases(path: Path, source: Path, seed: int, cases: Iterable[int]) -> None
     """Run these cases on the pack at `path`; write a JSON line before and after each."""
     victim = Victim(path, source)
     for case in cases:
-        _tell({"begun": case})
+        _send({"begun": case})
         try:
             outcome = run_case(victim, seed, case)
         except PacelineError as problem:
@@ -308,10 +310,10 @@ def run_cases(path: Path, source: Path, seed: int, cases: Iterable[int]) -> None
             text = f"{type(problem).__name__}: {problem}"
             outcome = Outcome(case=case, kind="?", file="?", result="", problem=text)
         fields = {key: getattr(outcome, key) for key in Outcome.__slots__}
-        _tell(fields)
+        _send(fields)
 
 
-def _tell(fields: dict[str, Any]) -> None:
+def _send(fields: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 

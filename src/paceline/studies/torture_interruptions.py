@@ -1,8 +1,8 @@
 """Kills packing and appending, and lets their calls fail: the old state or the new, never between.
 
 After each kill or failure the disk must show what was there before, or what was to come, and what
-was committed before must be whole. The next run, or a repair, must find what it needs and leave no
-litter. Killed processes are forked; calls fail in this process, one a run (`studies/faults.py`).
+was committed before must be complete. The next run, or a repair, must find what it needs and leave
+no stale files. Killed processes are forked; calls fail in this process, one a run (`faults.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
+from paceline import store
 from paceline.core.clock import SystemClock
 from paceline.core.errors import CorruptPack, PacelineError
-from paceline.store import append_pack, open_pack, pack_folder
+from paceline.store import open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 from paceline.studies.faults import Faults, fail_with
@@ -34,15 +35,19 @@ _DEADLINE_S = 600.0  # for what takes well below a second: a child that hangs is
 
 
 def run_kills(
-    place: Path, source: Path, options: TortureOptions, tally: Tally, tell: Callable[[str], None]
+    place: Path,
+    source: Path,
+    options: TortureOptions,
+    tally: Tally,
+    on_progress: Callable[[str], None],
 ) -> None:
     """Kill every other time a packing, every other time an appending, at a random moment."""
     more = source.with_name("more")
-    pack_folder(source, place / "base", options=pack_options())
+    store.pack(store.Folder(source), place / "base", options=pack_options())
     generator = random.Random(options.seed)
     usual_s = {kind: _usual_s(place, kind, source, more) for kind in ("pack", "append")}
     for k in range(options.kills):
-        tell(f"kills: {k:,} of {options.kills:,}")
+        on_progress(f"kills: {k:,} of {options.kills:,}")
         kind = ("pack", "append")[k % 2]
         target = place / f"{kind}{k}"
         if kind == "append":
@@ -57,7 +62,7 @@ def run_kills(
 
 
 def _usual_s(place: Path, kind: str, source: Path, more: Path) -> float:
-    """Return how long it takes when nobody kills it."""
+    """Return how long it takes without a kill."""
     target = place / f"trial-{kind}"
     if kind == "append":
         shutil.copytree(place / "base", target)
@@ -69,8 +74,8 @@ def _usual_s(place: Path, kind: str, source: Path, more: Path) -> float:
 
 def _work(kind: str, source: Path, more: Path, target: Path) -> Callable[[], Any]:
     if kind == "append":
-        return lambda: append_pack(more, target, options=pack_options())
-    return lambda: pack_folder(source, target, options=pack_options())
+        return lambda: store.append(store.Folder(more), target, options=pack_options())
+    return lambda: store.pack(store.Folder(source), target, options=pack_options())
 
 
 def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> int:
@@ -101,20 +106,20 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> int:
 def _after_pack(source: Path, target: Path) -> tuple[str, str]:
     """Return in which state a pack is after its packing was interrupted, and what is wrong."""
     partial = target.with_name(target.name + ".partial")
-    result = "whole" if target.exists() else "partial" if partial.exists() else "absent"
+    result = "complete" if target.exists() else "partial" if partial.exists() else "absent"
     problem = ""
     if result == "partial":
         with contextlib.suppress(CorruptPack):
             open_pack(partial).close()
             problem = "an unfinished pack was opened"
-    if result != "whole":
+    if result != "complete":
         try:
-            pack_folder(source, target, options=pack_options())
+            store.pack(store.Folder(source), target, options=pack_options())
         except PacelineError as error:
             return result, f"the next packing failed: {error}"
     elif partial.exists():
-        problem = "the pack is whole, but its partial folder is left"
-    return result, problem or compare(source, target) or litter(target)
+        problem = "the pack is complete, but its partial folder is left"
+    return result, problem or compare(source, target) or stale_files(target)
 
 
 def _after_append(source: Path, target: Path) -> tuple[str, str]:
@@ -124,14 +129,14 @@ def _after_append(source: Path, target: Path) -> tuple[str, str]:
         with open_pack(target) as pack:
             result = "new" if len(pack) != _file_count(source) else "old"
         before = compare(source, target, *([more] if result == "new" else []), digests=False)
-        repaired = repair_pack(target)  # from parity alone: all else must be whole
-        problem = before or ("" if repaired.ok else f"not mended: {repaired.lost[0].what}")
-        problem = problem or litter(target)
+        repaired = repair_pack(target)  # from parity alone: all else must be intact
+        problem = before or ("" if repaired.ok else f"not repaired: {repaired.lost[0].what}")
+        problem = problem or stale_files(target)
         if result == "old":
-            append_pack(more, target, options=pack_options())
+            store.append(store.Folder(more), target, options=pack_options())
     except PacelineError as error:
         return "unusable", str(error)
-    return result, problem or compare(source, target, more) or litter(target)
+    return result, problem or compare(source, target, more) or stale_files(target)
 
 
 def _files(sources: tuple[Path, ...]) -> dict[str, bytes]:
@@ -163,17 +168,21 @@ def compare(source: Path, target: Path, *more: Path, digests: bool = True) -> st
     return f"silent damage: {wrong[0].what}" if wrong else ""
 
 
-def litter(target: Path) -> str:
-    """Return what lies about that belongs to no pack, "" if nothing does."""
+def stale_files(target: Path) -> str:
+    """Return which stale files are left, "" if none."""
     left = [path.name for path in target.parent.glob("*.partial")]
     planned = repair_pack(target, dry_run=True)
-    if left or planned.litter or planned.mended or planned.lost:
-        return f"left behind: {left + list(planned.litter)}"
+    if left or planned.stale_files or planned.repaired or planned.lost:
+        return f"left behind: {left + list(planned.stale_files)}"
     return ""
 
 
 def run_faults(
-    place: Path, source: Path, options: TortureOptions, tally: Tally, tell: Callable[[str], None]
+    place: Path,
+    source: Path,
+    options: TortureOptions,
+    tally: Tally,
+    on_progress: Callable[[str], None],
 ) -> None:
     """Let each call that changes the disk fail once, with each errno; then a storm of signals."""
     few = place / "few"
@@ -181,22 +190,22 @@ def run_faults(
     make_source(place / "more", options.seed + 1, "more", 5)
     for code in _CODES:
         for name, operation in _FAULTED.items():
-            tell(f"faults: {name}, {errno.errorcode[code]} in each call")
+            on_progress(f"faults: {name}, {errno.errorcode[code]} in each call")
             at = 0
             while options.fault_limit is None or at < options.fault_limit:
-                one = operation(place / f"{name}-{code}-{at}", few)
+                case = operation(place / f"{name}-{code}-{at}", few)
                 with Faults(at, fail_with(code)) as faults:
-                    problem = one.run()
+                    problem = case.run()
                 if not faults.struck:
-                    one.clean()
+                    case.clean()
                     break
                 call = faults.seen[at][0]
-                problem = problem or one.check()
-                one.clean()
+                problem = problem or case.check()
+                case.clean()
                 how = f"{name}: {errno.errorcode[code]} in call {at}, os.{call}"
                 tally.note(f"{name}: {errno.errorcode[code]}", problem and f"{how}: {problem}")
                 at += 1
-    tell("faults: a storm of signals")
+    on_progress("faults: a storm of signals")
     for k in range(10):
         ended = _in_child(lambda k=k: _pack_amid_signals(source, place / f"storm{k}"), None)  # type: ignore[misc]  # a default binds k
         problem = compare(source, place / f"storm{k}") if ended == 0 else f"ended with {ended}"
@@ -216,10 +225,10 @@ class _PackFault:
 
     def do(self) -> None:
         """Pack."""
-        pack_folder(self.source, self.target, options=pack_options())
+        store.pack(store.Folder(self.source), self.target, options=pack_options())
 
     def run(self) -> str:
-        """Do it; an error of ours is what must come, if any."""
+        """Do it; only an error of our tree may come."""
         try:
             self.do()
         except PacelineError as problem:
@@ -243,11 +252,13 @@ class _AppendFault(_PackFault):
 
     def __init__(self, place: Path, source: Path) -> None:
         super().__init__(place, source)
-        pack_folder(source, self.target, options=pack_options())
+        store.pack(store.Folder(source), self.target, options=pack_options())
 
     def do(self) -> None:
         """Append."""
-        append_pack(self.source.with_name("more"), self.target, options=pack_options())
+        store.append(
+            store.Folder(self.source.with_name("more")), self.target, options=pack_options()
+        )
 
     def check(self) -> str:
         """Return what is wrong afterwards."""
@@ -262,9 +273,9 @@ class _RepairFault(_PackFault):
 
     def __init__(self, place: Path, source: Path) -> None:
         super().__init__(place, source)
-        pack_folder(source, self.target, options=pack_options())
+        store.pack(store.Folder(source), self.target, options=pack_options())
         shards = sorted(self.target.glob("shard-*.pace"))
-        self.whole = {path.name: path.read_bytes() for path in self.target.iterdir()}
+        self.before = {path.name: path.read_bytes() for path in self.target.iterdir()}
         shards[0].write_bytes(shards[0].read_bytes()[:64] + b"?" + shards[0].read_bytes()[65:])
         shards[1].unlink()
         os.truncate(shards[2], 100)
@@ -276,9 +287,9 @@ class _RepairFault(_PackFault):
     def check(self) -> str:
         """Return what is wrong after it was done again."""
         if not repair_pack(self.target, source=self.source).ok:
-            return "it could not be mended afterwards"
+            return "it could not be repaired afterwards"
         found = {path.name: path.read_bytes() for path in self.target.iterdir()}
-        return "" if found == self.whole else "files differ after mending"
+        return "" if found == self.before else "files differ after the repair"
 
 
 _FAULTED = {"pack": _PackFault, "append": _AppendFault, "repair": _RepairFault}
@@ -288,5 +299,5 @@ def _pack_amid_signals(source: Path, target: Path) -> None:
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.siginterrupt(signal.SIGALRM, True)  # the function's own way
     signal.setitimer(signal.ITIMER_REAL, _SIGNAL_INTERVAL_S, _SIGNAL_INTERVAL_S)
-    pack_folder(source, target, options=pack_options())
+    store.pack(store.Folder(source), target, options=pack_options())
     signal.setitimer(signal.ITIMER_REAL, 0)

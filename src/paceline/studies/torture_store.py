@@ -1,11 +1,11 @@
-"""Fault campaigns against the store, on the user's own file system: what breaks, and is it seen?
+"""Fault campaigns against the store, on the user's own file system: is all damage noticed?
 
 Four campaigns, each with its counts; a seed gives the same damage again. ::
 
     corruptions  bytes of a pack are damaged: each sample whose bytes changed must be refused by
                  name (`torture_corruption.py`, in processes of their own)
-    kills        packing and appending are killed at random moments: what was committed is whole,
-                 and the next run leaves no litter (`torture_interruptions.py`)
+    kills        packing and appending are killed at random moments: what was committed is
+                 complete, and the next run leaves no stale files (`torture_interruptions.py`)
     faults       each call that changes the disk fails once: the old state or the new, never between
     names        packs with hostile names write nothing outside the folder of an extraction
 """
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline import store
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.core.record import Record
-from paceline.store import open_pack, pack_folder
+from paceline.store import open_pack
 from paceline.store.format.header import parse_sections, resealed
 from paceline.store.read.extract import extract
 from paceline.studies.torture_interruptions import run_faults, run_kills
@@ -73,7 +74,7 @@ class TortureReport(Record):
     @property
     def ok(self) -> bool:
         """Whether nothing went wrong."""
-        return not any(one.failure_count for one in self.campaigns)
+        return not any(campaign.failure_count for campaign in self.campaigns)
 
 
 def torture_store(
@@ -100,7 +101,6 @@ def torture_store(
     if not folder.is_dir():
         raise NotFound("no such folder", where=str(folder), fix="Name one on the disk to test")
     folder = folder.absolute()  # errors name files so
-    tell = on_progress or (lambda _line: None)
     work = Path(tempfile.mkdtemp(prefix="paceline-torture-", dir=folder))
     try:
         source = work / "source"
@@ -117,7 +117,7 @@ def torture_store(
             place.mkdir()
             start_s = clock.now_s()
             tally = Tally()
-            run(place, source, options, tally, tell)
+            run(place, source, options, tally, on_progress or (lambda _line: None))
             campaigns.append(tally.campaign(name, clock.now_s() - start_s))
             shutil.rmtree(place)
     finally:
@@ -131,16 +131,20 @@ def torture_store(
 
 
 def _corruptions(
-    place: Path, source: Path, options: TortureOptions, tally: Tally, tell: Callable[[str], None]
+    place: Path,
+    source: Path,
+    options: TortureOptions,
+    tally: Tally,
+    on_progress: Callable[[str], None],
 ) -> None:
-    pack_folder(source, place / "pack", options=pack_options())
-    whole = {path.name: path.read_bytes() for path in (place / "pack").iterdir()}
+    store.pack(store.Folder(source), place / "pack", options=pack_options())
+    intact = {path.name: path.read_bytes() for path in (place / "pack").iterdir()}
     case = 0
     while case < options.corruptions:
-        tell(f"corruptions: {case:,} of {options.corruptions:,}")
+        on_progress(f"corruptions: {case:,} of {options.corruptions:,}")
         end = min(case + _CASES_PER_PROCESS, options.corruptions)
         case = _corrupt_in_child(place / "pack", source, options.seed, range(case, end), tally)
-        for name, content in whole.items():  # also after a crash amid a case
+        for name, content in intact.items():  # also after a crash amid a case
             (place / "pack" / name).write_bytes(content)
 
 
@@ -167,7 +171,7 @@ def _corrupt_in_child(path: Path, source: Path, seed: int, cases: range, tally: 
         tally.note(f"{fields['kind']}: {fields['result']}", problem)
         warm = fields["case"] % 2 == 1 and fields["file"] != "index.pace"
         tally.counts["after a good read and eviction"] += warm
-        tally.counts["mended again"] += fields["repaired"]
+        tally.counts["repaired again"] += fields["repaired"]
     if done.returncode == 0:
         return cases.stop
     where = cases.start if begun is None else begun
@@ -180,9 +184,13 @@ def _corrupt_in_child(path: Path, source: Path, seed: int, cases: range, tally: 
 
 
 def _names(
-    place: Path, _source: Path, _options: TortureOptions, tally: Tally, tell: Callable[[str], None]
+    place: Path,
+    _source: Path,
+    _options: TortureOptions,
+    tally: Tally,
+    on_progress: Callable[[str], None],
 ) -> None:
-    tell("names")
+    on_progress("names")
     for hostile in HOSTILE_NAMES:
         for kind in ("sample", "folder"):
             with tempfile.TemporaryDirectory(dir=place) as inner:
@@ -198,7 +206,7 @@ def _extract_hostile(place: Path, hostile: bytes, kind: str) -> str:
     (deep / "source" / "good").write_bytes(b"good")
     victim = deep / "source" / os.fsdecode(plain)
     victim.mkdir() if kind == "folder" else victim.write_bytes(b"hostile")
-    pack_folder(deep / "source", deep / "pack")
+    store.pack(store.Folder(deep / "source"), deep / "pack")
     index = deep / "pack" / "index.pace"
     content = index.read_bytes()
     for number in (9, 11):

@@ -13,14 +13,14 @@ import numpy as np
 
 from paceline.trace.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.communication import Traffic, traffic
-from paceline.trace.matching import Mismatch
+from paceline.trace.matches import Mismatch
 from paceline.trace.merge import Trace
 from paceline.trace.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.skew import skew_s
 from paceline.trace.waits import wait_intervals
 
 if TYPE_CHECKING:
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -152,7 +152,7 @@ def late_steps(excess: np.ndarray, least_s: float, rules: BlameRules) -> tuple[i
 
     The range is the one that maximises the sum of (excess - threshold), with the excess cut at
     a few thresholds so that a single hiccup cannot make a range. The threshold is half of what
-    is typical for late steps, so that the edges fall where lateness begins and ends; a second pass
+    is typical for late steps, so that the edges fall where the skew begins and ends; a second pass
     takes what is typical from the range itself, where noise does not dilute it.
     Source: maximum subarray, J. Bentley, Programming Pearls (1984).
     """

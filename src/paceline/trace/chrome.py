@@ -2,7 +2,7 @@
 
 Times are microseconds on the run's one clock, from 0. Events of a thread are nested, as the format
 wants them on one track. Collectives and messages overlap, so those that are under way at the same
-time get tracks of their own. The text comes in pieces, never as a whole: a trace may be larger than
+time get tracks of their own. The text comes in chunks, never at once: a trace may be larger than
 memory allows.
 
 Format: Trace Event Format, Google, 2016 (phases X, M and C).
@@ -29,7 +29,7 @@ _FIRST_TRACK = 10_000  # of locations other than the main thread and communicati
 
 
 def chrome_json(trace: Trace) -> Iterator[str]:
-    """Yield the trace as pieces of one JSON text."""
+    """Yield the trace as parts of one JSON text."""
     information = {"world_size": trace.world_size, "ranks": [rank.rank for rank in trace.ranks]}
     yield f'{{"displayTimeUnit":"ms","distributedInfo":{json.dumps(information)},"traceEvents":[\n'
     start_ns = _start_ns(trace)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.trace.files import RankTrace
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
 
 # What clock_adjtime(2) lets a clock be slewed by; a crystal alone is off by a tenth of it.
 MAX_DRIFT = 500e-6

@@ -15,10 +15,11 @@ import numpy as np
 
 from paceline.core.record import Record
 from paceline.trace.events import RECV, SEND
-from paceline.trace.matching import NONE, row_ids
+from paceline.trace.keys import row_ids
+from paceline.trace.matches import NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

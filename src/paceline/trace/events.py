@@ -114,3 +114,5 @@ SEND, RECV = "send", "recv"  # names of messages, and of waits for them
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
 # Counters of a step, summed over the process's threads: time on a core, and time runnable without.
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
+# A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
+TRAINED_BYTES = "trained_parameter_bytes"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from paceline.core.errors import CorruptTrace, NotFound, StorageError
+from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.native import crc32c
 from paceline.trace import version1
 from paceline.trace.events import EVENT_DTYPE, IDLE, Group, Kind, Location, LocationType
@@ -55,7 +55,9 @@ class RankTrace:
 
     def of(self, *kinds: Kind) -> np.ndarray:
         """Return the events of `kinds`, ordered by begin."""
-        chosen: np.ndarray = self.events[np.isin(self.events["kind"], kinds)]
+        wanted = np.zeros(256, dtype=bool)  # a kind is a byte
+        wanted[list(kinds)] = True
+        chosen: np.ndarray = self.events[wanted[self.events["kind"]]]
         return chosen[np.argsort(chosen["begin_ns"], kind="stable")]
 
 
@@ -221,12 +223,10 @@ class _Tables:
 
 
 def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise NotFound("no such trace", where=str(path), fix="Give the folder of a run") from None
-    except OSError as problem:
-        why = problem.strerror or str(problem)
-        raise StorageError(
-            "cannot read trace", where=str(path), why=why, fix="Check that you may read it"
-        ) from problem
+    with storage_errors("cannot read trace", where=path, fix="Check that you may read it"):
+        try:
+            return path.open("rb")
+        except FileNotFoundError:
+            raise NotFound(
+                "no such trace", where=str(path), fix="Give the folder of a run"
+            ) from None

@@ -9,144 +9,23 @@ What is joined must agree: an instance in which ranks name different operations,
 where the operation takes equal ones, is no instance at all (a script went two ways, or a file lost
 events). It is reported as a `Mismatch`, and nothing is concluded from it.
 
-All is arrays: a row for each rank's part in a collective (`CALL`), for each instance (`INSTANCE`),
-for each send or receive (`MESSAGE`). Nothing here is an object per event.
+All is arrays (`matches`). Nothing here is an object per event.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.record import Record
-from paceline.trace.events import COMPLETION_UNKNOWN, EQUAL_SIZES, SYNCHRONISING, Group, Kind
-from paceline.trace.instances import INSTANCE, time_instances
+from paceline.trace.events import COMPLETION_UNKNOWN, EQUAL_SIZES, Group, Kind
+from paceline.trace.keys import collective_keys, row_ids
+from paceline.trace.matches import CALL, INSTANCE, MESSAGE, NONE, Matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from paceline.trace.clocks import ClockCorrection
     from paceline.trace.files import RankTrace
-
-NONE = -1  # an index that refers to nothing, or a peer that is not known
-_SHOWN_MISMATCHES = 20
-
-# One rank's part in a collective, and its side of a message. `rank` is the index of its trace,
-# `instance` the row of the collective's instance, `partner` that of the message's other side.
-_SHARED = [
-    ("enter_ns", "<i8"),
-    ("exit_ns", "<i8"),
-    ("amount", "<i8"),
-    ("sequence", "<i8"),
-    ("rank", "<i4"),
-    ("step", "<i4"),
-    ("peer", "<i4"),
-    ("group", "<i4"),
-    ("timed", "?"),  # whether `exit_ns` is its completion
-]
-CALL = np.dtype([*_SHARED, ("operation", "<i4"), ("instance", "<i4")])
-MESSAGE = np.dtype([*_SHARED, ("tag", "<i4"), ("sends", "?"), ("partner", "<i4")])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch(Record):
-    """Ranks that joined one collective and do not agree on what it is.
-
-    Attributes:
-        group: name of the process group.
-        sequence: of the collective within the group, from 1.
-        ranks: global ranks that joined.
-        operations: that each of them named.
-        bytes: that each of them gave.
-    """
-
-    group: str
-    sequence: int
-    ranks: tuple[int, ...]
-    operations: tuple[str, ...]
-    bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Matches:
-    """All that a run's ranks did together.
-
-    Attributes:
-        ranks: global rank of each trace.
-        groups: that calls and messages refer to.
-        operations: names that calls refer to.
-        local_groups: for each trace, the row of `groups` for each of its own group numbers.
-        calls: of `CALL`; traces in order, each trace's calls by time of entry.
-        call_starts: first call of each trace, shape (traces + 1,).
-        by_instance: rows of `calls`, ordered by instance, then by trace.
-        instance_starts: where each instance begins in `by_instance`, shape (instances + 1,).
-        instances: of `INSTANCE`.
-        messages: of `MESSAGE`; traces in order, each trace's messages by time of entry.
-        message_starts: first message of each trace, shape (traces + 1,).
-    """
-
-    ranks: np.ndarray
-    groups: tuple[Group, ...]
-    operations: tuple[str, ...]
-    local_groups: tuple[np.ndarray, ...]
-    calls: np.ndarray
-    call_starts: np.ndarray
-    by_instance: np.ndarray
-    instance_starts: np.ndarray
-    instances: np.ndarray
-    messages: np.ndarray
-    message_starts: np.ndarray
-
-    def are(self, operations: Iterable[str]) -> np.ndarray:
-        """Return a mask over `self.operations`: which of them are among `operations`."""
-        wanted = frozenset(operations)
-        return np.array([name in wanted for name in self.operations], dtype=bool)
-
-    def synchronising(self) -> np.ndarray:
-        """Return a mask over calls: those whose completion tells that all ranks have entered."""
-        calls = self.calls
-        sync = self.are(SYNCHRONISING)[calls["operation"]]
-        return np.asarray(sync & calls["timed"] & self.instances["agrees"][calls["instance"]])
-
-    def calls_of(self, trace: int) -> slice:
-        """Return where the calls of a trace are, by its index."""
-        return slice(int(self.call_starts[trace]), int(self.call_starts[trace + 1]))
-
-    def messages_of(self, trace: int) -> slice:
-        """Return where the messages of a trace are, by its index."""
-        return slice(int(self.message_starts[trace]), int(self.message_starts[trace + 1]))
-
-    @property
-    def mismatch_count(self) -> int:
-        """How many collectives ranks joined without agreeing on what they are."""
-        return int((~self.instances["agrees"]).sum())
-
-    def mismatches(self) -> tuple[Mismatch, ...]:
-        """Return the first of the collectives in which ranks do not agree."""
-        found = np.flatnonzero(~self.instances["agrees"])[:_SHOWN_MISMATCHES]
-        return tuple(self._mismatch(row) for row in found.tolist())
-
-    def _mismatch(self, row: int) -> Mismatch:
-        begin, end = self.instance_starts[row : row + 2]
-        calls = self.calls[self.by_instance[begin:end]]
-        return Mismatch(
-            group=self.groups[int(self.instances["group"][row])].name,
-            sequence=int(self.instances["sequence"][row]),
-            ranks=tuple(self.ranks[calls["rank"]].tolist()),
-            operations=tuple(self.operations[number] for number in calls["operation"].tolist()),
-            bytes=tuple(calls["amount"].tolist()),
-        )
-
-    def on_run_clock(self, clocks: Sequence[ClockCorrection]) -> Matches:
-        """Return the matches with all times on the run's clock."""
-        calls = _corrected(self.calls, self.call_starts, clocks)
-        messages = _corrected(self.messages, self.message_starts, clocks)
-        moved = dataclasses.replace(self, calls=calls, messages=messages)
-        instances = time_instances(moved)
-        return dataclasses.replace(moved, instances=instances)
 
 
 def match(ranks: Sequence[RankTrace]) -> Matches:
@@ -180,24 +59,6 @@ def match(ranks: Sequence[RankTrace]) -> Matches:
     )
     _check_agreement(matches)
     return matches
-
-
-def row_ids(*columns: np.ndarray) -> np.ndarray:
-    """Return a number for each row of `columns`: equal rows have equal ones, counted from 0."""
-    count = len(columns[0])
-    order = np.lexsort(columns[::-1])
-    differs = np.zeros(count, dtype=bool)
-    for column in columns:
-        ordered = column[order]
-        differs[1:] |= ordered[1:] != ordered[:-1]
-    ids = np.empty(count, dtype=np.int64)
-    ids[order] = np.cumsum(differs)
-    return ids
-
-
-def collective_keys(groups: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-    """Return (group, sequence) as one integer."""
-    return np.asarray((groups.astype(np.int64) << 32) | sequences.astype(np.int64))
 
 
 def _unified_groups(
@@ -344,19 +205,6 @@ def _check_agreement(matches: Matches) -> None:
     for field in ("group", "sequence", "operation"):
         instances[field] = calls[field][first]
     instances["ranks"] = np.diff(matches.instance_starts)
-
-
-def _corrected(
-    rows: np.ndarray, starts: np.ndarray, clocks: Sequence[ClockCorrection]
-) -> np.ndarray:
-    if all(clock.is_identity for clock in clocks):
-        return rows
-    corrected = rows.copy()
-    for trace, clock in enumerate(clocks):
-        own = slice(int(starts[trace]), int(starts[trace + 1]))
-        for field in ("enter_ns", "exit_ns"):
-            corrected[field][own] = clock.to_run_ns(rows[field][own])
-    return corrected
 
 
 def _starts(tables: list[np.ndarray]) -> np.ndarray:

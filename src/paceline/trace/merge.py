@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import CorruptTrace, NotFound, StorageError
+from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.trace.clocks import ClockCorrection, fit_clocks
 from paceline.trace.files import RankTrace, read_trace
-from paceline.trace.matching import Matches, match
+from paceline.trace.matches import Matches
+from paceline.trace.matching import match
+from paceline.trace.timing import on_run_clock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,18 +47,13 @@ def load_run(run: Path) -> Trace:
         StorageError: the folder or a trace cannot be read.
     """
     folder = run / "trace"
-    try:
-        # An empty file is of a rank that ended, or found the disk full, before it could record.
-        found = sorted(path for path in folder.iterdir() if path.stat().st_size)
-    except FileNotFoundError:
-        found = []
-    except OSError as problem:
-        raise StorageError(
-            "cannot read the run's traces",
-            where=str(folder),
-            why=problem.strerror or str(problem),
-            fix="Check that you may read the folder",
-        ) from problem
+    fix = "Check that you may read the folder"
+    with storage_errors("cannot read the run's traces", where=folder, fix=fix):
+        try:
+            # An empty file is of a rank that ended, or found the disk full, before it could record.
+            found = sorted(path for path in folder.iterdir() if path.stat().st_size)
+        except FileNotFoundError:
+            found = []
     paths = [path for path in found if path.match("rank-*.trace")]
     if not paths:
         raise NotFound(
@@ -88,4 +85,4 @@ def merge(ranks: list[RankTrace]) -> Trace:
         )
     matches = match(ranks)
     clocks = fit_clocks(ranks, matches)
-    return Trace(ranks=tuple(ranks), clocks=clocks, matches=matches.on_run_clock(clocks))
+    return Trace(ranks=tuple(ranks), clocks=clocks, matches=on_run_clock(matches, clocks))

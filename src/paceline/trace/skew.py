@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
 
 
 def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndarray:

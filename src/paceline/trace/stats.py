@@ -11,7 +11,7 @@ from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
 from paceline.trace.communication import Traffic
 from paceline.trace.events import Kind
-from paceline.trace.matching import Mismatch
+from paceline.trace.matches import Mismatch
 
 if TYPE_CHECKING:
     from paceline.trace.analysis import Analysis

@@ -1,8 +1,8 @@
 """Wait intervals: when a rank's main thread could do nothing but wait, for whom, and until when.
 
-A wait ends in two parts: until those ranks have entered on which this one depends, nothing can
-move (`waiting`); from then on data moves, and no computing hides it (exposed communication).
-Whom a rank depends on follows from the operation:
+A wait has two parts. Until the ranks have entered that this rank depends on, nothing can move
+(`waiting`). From then on data moves, and no computing hides it (exposed communication). Whom a rank
+depends on follows from the operation:
 
     all_reduce, all_gather, ...       all ranks, and completion tells that they have entered
     broadcast, scatter                the root; the root itself on nobody
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.trace.events import DRAIN, RECV, SEND, SYNCHRONISING, TO_ROOT, Kind
-from paceline.trace.instances import NO_TIME
-from paceline.trace.matching import NONE, collective_keys, row_ids
+from paceline.trace.keys import collective_keys, row_ids
+from paceline.trace.matches import NO_TIME, NONE
 
 if TYPE_CHECKING:
-    from paceline.trace.matching import Matches
+    from paceline.trace.matches import Matches
     from paceline.trace.merge import Trace
 
 # Times on the run's clock. A drain ends when its data was there; what is done later is not waiting.
@@ -127,7 +127,7 @@ class _RankWaits:
         message_of[ids[: len(own)]] = np.arange(len(own))
         messages = message_of[ids[len(own) :]]
         partners = np.where(messages == NONE, NONE, own["partner"][messages])
-        waits, sends, partners = (one[partners != NONE] for one in (waits, sends, partners))
+        waits, sends, partners = (column[partners != NONE] for column in (waits, sends, partners))
         entered_ns = self.matches.messages["enter_ns"][partners]
         depends = ~sends | (entered_ns <= self.found["end_ns"][waits])
         self.found["ready_ns"][waits[depends]] = entered_ns[depends]

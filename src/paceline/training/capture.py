@@ -85,7 +85,7 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
     return Workload(
         name=name or type(step.module).__name__,
         batch=int(batch[0].shape[0]) if batch and batch[0].dim() else 1,
-        input_bytes=sum(one.nbytes for one in batch + tensors_in(target)),
+        input_bytes=sum(tensor.nbytes for tensor in batch + tensors_in(target)),
         layers=recorder.layers(),
         largest_bytes=recorder.largest_bytes,
         optimizer=type(optimizer).__name__ if optimizer else "",
@@ -106,7 +106,7 @@ def _run(
     recorder.phase = "forward"
     output = module(*arguments)
     if step.loss_fn is None:
-        loss = sum(one.sum() for one in tensors_in(output) if one.requires_grad)
+        loss = sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
     else:
         loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -149,7 +149,7 @@ def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
-    return sum(one.nbytes for state in optimizer.state.values() for one in tensors_in(state))
+    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
@@ -224,11 +224,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         operator = classify(func)
         if self.phase is None or operator is None:
             return result
-        dtype = next((one.dtype for one in tensors_in(result)), torch.float32)
+        dtype = next((tensor.dtype for tensor in tensors_in(result)), torch.float32)
         flops = count_flops(func, args, kwargs, result)
         bytes_ = 0 if operator == "view" else count_bytes(func, args, kwargs, result)
         if operator != "view":
-            made = max((one.nbytes for one in tensors_in(result)), default=0)
+            made = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
             self.largest_bytes = max(self.largest_bytes, made)
         key = (self.phase, operator, str(dtype).removeprefix("torch."), flops, bytes_)
         self._counts[self._layer(args)][key] += 1
@@ -236,8 +236,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
     def _layer(self, args: Any) -> str:
         if self.phase == "optimizer":
-            owners = (self._owner_of.get(id(one)) for one in tensors_in(args))
-            self._updating = next((one for one in owners if one is not None), self._updating)
+            owners = (self._owner_of.get(id(tensor)) for tensor in tensors_in(args))
+            self._updating = next((owner for owner in owners if owner is not None), self._updating)
             return self._updating
         if self.phase == "forward":
             # The node of this operator is made already; it took the number before the next one.
@@ -261,10 +261,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         modules = dict(self._module.named_modules())
         seen: set[int] = set()
         found = []
-        for name in [*self._counts, *(one for one in modules if one not in self._counts)]:
+        for name in [*self._counts, *(other for other in modules if other not in self._counts)]:
             module = modules[name]
-            parameters = [one for one in module.parameters(recurse=False) if id(one) not in seen]
-            seen.update(id(one) for one in parameters)
+            parameters = [
+                parameter
+                for parameter in module.parameters(recurse=False)
+                if id(parameter) not in seen
+            ]
+            seen.update(id(parameter) for parameter in parameters)
             layer = Layer(
                 name=name,
                 kind=type(module).__name__,
@@ -272,7 +276,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
                 frozen=tuple(
                     i for i, parameter in enumerate(parameters) if not parameter.requires_grad
                 ),
-                buffer_bytes=sum(one.nbytes for one in module.buffers(recurse=False)),
+                buffer_bytes=sum(buffer.nbytes for buffer in module.buffers(recurse=False)),
                 saved_bytes=self._saved.get(name, 0),
                 operations=_operations(self._counts.get(name, Counter())),
             )

@@ -113,7 +113,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, (tuple, list)):
-        return [one for value in values for one in tensors_in(value)]
+        return [tensor for value in values for tensor in tensors_in(value)]
     return []
 
 
@@ -126,4 +126,4 @@ def count_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
-    return int(sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors))
+    return int(sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors))

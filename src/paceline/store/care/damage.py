@@ -1,8 +1,8 @@
 """Finds what is wrong with the files of a pack, byte by byte, without opening it for reading.
 
-A reader refuses a pack of which a shard is missing or cut off; whoever mends it has to look at
-such files all the same. Here a shard is read as a file: against its digest, which covers every
-byte, and where that differs, extent by extent.
+A reader refuses a pack with a missing or truncated shard; repairing it means looking at such files
+all the same. Here a shard is read as a file: against its digest, which covers every byte, and where
+that differs, extent by extent.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 _BLOCK_BYTES = 4 << 20
 
 
 class OpenFile:
-    """A file of a pack, read by position; it may be missing, short or fail to be read."""
+    """A file of a pack, read by position; it may be missing, short or unreadable.
+
+    Attributes:
+        length: in bytes; None = there is no file that can be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = -1
-        self.length: int | None = None  # None: there is no file that can be opened
+        self.length: int | None = None
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self.length = os.fstat(self.descriptor).st_size
@@ -65,23 +68,23 @@ class OpenFile:
         """Return exactly these bytes; None when they are not there or cannot be read."""
         if self.descriptor < 0:
             return None
-        pieces = []
+        blocks = []
         try:
             while length > 0:
-                piece = os.pread(self.descriptor, length, offset)
-                if not piece:
+                block = os.pread(self.descriptor, length, offset)
+                if not block:
                     return None
-                pieces.append(piece)
-                offset += len(piece)
-                length -= len(piece)
+                blocks.append(block)
+                offset += len(block)
+                length -= len(block)
         except OSError as problem:
             if problem.errno != errno.EIO:
                 raise
             return None
-        return b"".join(pieces)
+        return b"".join(blocks)
 
     def digest(self) -> bytes | None:
-        """Return the SHA-256 of the whole file; None when it cannot be read."""
+        """Return the SHA-256 of the file; None when it cannot be read."""
         total = hashlib.sha256()
         for block in self.blocks(0, self.length or 0):
             if block is None:
@@ -90,7 +93,7 @@ class OpenFile:
         return total.digest()
 
     def blocks(self, offset: int, length: int) -> Iterator[bytes | None]:
-        """Yield these bytes in pieces; None ends it where they cannot be read."""
+        """Yield these bytes in blocks; None ends it where they cannot be read."""
         end = offset + length
         while offset < end:
             block = self.read(offset, min(_BLOCK_BYTES, end - offset))
@@ -102,21 +105,31 @@ class OpenFile:
 
 @dataclass(slots=True)
 class ShardState:
-    """What is wrong with a shard; nothing, when `whole`."""
+    """What is wrong with a shard, if anything.
+
+    Attributes:
+        shard: its number.
+        found_length: of the file; None = it is missing or cannot be opened.
+        expected_length: by the index.
+        bad_header: whether its first 64 bytes are wrong.
+        bad_extents: numbers of the extents that do not match their checksums.
+        bad_gaps: begin and length of what should be zeros between samples and is not.
+        bad_digest: whether the file differs from its digest although every sample matches.
+    """
 
     shard: int
     found_length: int | None
     expected_length: int
     bad_header: bool = False
     bad_extents: list[int] = field(default_factory=list)
-    bad_gaps: list[tuple[int, int]] = field(default_factory=list)  # begin and length
-    bad_digest: bool = False  # although every sample fits
+    bad_gaps: list[tuple[int, int]] = field(default_factory=list)
+    bad_digest: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether nothing is wrong."""
         return not (
-            self.wrong_length
+            self.must_rebuild
             or self.bad_header
             or self.bad_extents
             or self.bad_gaps
@@ -124,21 +137,21 @@ class ShardState:
         )
 
     @property
-    def wrong_length(self) -> bool:
-        """Whether the file must be made anew rather than mended in place."""
+    def must_rebuild(self) -> bool:
+        """Whether the file is missing or has the wrong length, and cannot be repaired in place."""
         return self.found_length != self.expected_length
 
     def why(self) -> str:
         """Say it in words."""
         if self.found_length is None:
             return "the file is missing or cannot be opened"
-        if self.wrong_length:
+        if self.must_rebuild:
             return f"{self.expected_length} bytes expected, {self.found_length} found"
         if self.bad_header:
             return "its header is damaged"
         if self.bad_extents:
-            return f"{len(self.bad_extents)} stored pieces do not match their checksums"
-        return "its bytes beside the samples do not match the digest"
+            return f"{len(self.bad_extents)} extents do not match their checksums"
+        return "its bytes between the samples do not match the digest"
 
 
 def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
@@ -152,14 +165,14 @@ def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
 
 
 def decoded(stored: bytes, length: int) -> bytes | None:
-    """Return the `length` bytes that a zstd frame stands for; None when it is none of these.
+    """Return the `length` bytes that a zstd frame stands for; None when it is not such a frame.
 
     Raises:
         Missing: the system has no libzstd.
     """
     if not zstd_available():
         raise Missing(
-            "the pack holds compressed samples, and zstd is not here",
+            "zstd is not installed, and the pack holds compressed samples",
             where="libzstd.so.1",
             fix="Install it: apt-get install libzstd1, or dnf install libzstd",
         )
@@ -175,13 +188,13 @@ def examine_shard(
         path: the pack.
         index: of the pack.
         shard: its number.
-        extents: of this shard, as they lie in it.
+        extents: of this shard, in the order in which they lie in it.
     """
     expected = int(index.shard_lengths[shard])
     with OpenFile(path / shard_name(shard)) as file:
         state = ShardState(shard=shard, found_length=file.length, expected_length=expected)
         digest = index.shard_digests[shard] if index.shard_digests else None
-        if not state.wrong_length and digest is not None and file.digest() == digest:
+        if not state.must_rebuild and digest is not None and file.digest() == digest:
             return state
         head = file.read(0, HEADER_BYTES)
         state.bad_header = head is None or not is_file_header(head, FileMagic.SHARD, shard)
@@ -193,7 +206,7 @@ def examine_shard(
             if not _extent_fits(file, index, extent):
                 state.bad_extents.append(extent)
         _examine_gap(file, state, end, expected)
-    state.bad_digest = digest is not None and state.whole
+    state.bad_digest = digest is not None and state.is_intact
     return state
 
 
@@ -210,14 +223,14 @@ def verify_files(
         How many files there are to compare (none in a pack of version 1), and an error for each
         that differs.
 
-    Cost: reads every file whole.
+    Cost: reads every file to its end.
     """
     path = Path(path)
     index = IndexFile.open(path)
-    files = [(shard_name(k), one) for k, one in enumerate(index.shard_digests)]
-    files += [(parity_name(k), one) for k, one in enumerate(index.parity_digests)]
+    digests = {shard_name(k): digest for k, digest in enumerate(index.shard_digests)}
+    digests |= {parity_name(k): digest for k, digest in enumerate(index.parity_digests)}
     damaged = []
-    for k, (name, expected) in enumerate(files):
+    for done, (name, expected) in enumerate(digests.items(), 1):
         with OpenFile(path / name) as file:
             found = file.digest() if file.length is not None else None
         if found != expected:
@@ -227,12 +240,13 @@ def verify_files(
                     f"{name} is damaged",
                     where=str(path / name),
                     why=f"digest {expected.hex()[:16]}... expected, {shown} found",
-                    fix=f"Mend it: paceline store repair {path} --source FOLDER, or --replica COPY",
+                    fix=f"Repair it: paceline store repair {path} --source FOLDER, "
+                    "or --replica COPY",
                 )
             )
         if on_progress is not None:
-            on_progress(k + 1, len(files))
-    return len(files), damaged
+            on_progress(done, len(digests))
+    return len(digests), damaged
 
 
 def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
@@ -249,7 +263,7 @@ def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
 
 
 def _examine_gap(file: OpenFile, state: ShardState, begin: int, end: int) -> None:
-    """Note what lies between two samples and is not zero, where nothing but zeros belongs."""
+    """Note what lies between two samples if it is not all zeros."""
     if begin < end:
         gap = file.read(begin, end - begin)
         if gap is None or gap.strip(b"\0"):

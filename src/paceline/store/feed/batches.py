@@ -73,7 +73,7 @@ class RawSamples(Sequence[memoryview]):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as it is delivered, and what the statistics want to know."""
+    """A batch as it is delivered, and what the statistics count."""
 
     content: tuple[Any, ...]
     sample_count: int
@@ -105,7 +105,7 @@ class BatchMaker:
         self.collate = collate or torch.utils.data.default_collate
         self.raw = transform is None and options.decode is None and collate is None
         self.pin = pin
-        self.at: dict[str, int] = {}  # the sample that each thread is busy with
+        self.at: dict[str, int] = {}  # the sample that each thread is working on
         if options.decode == "image":
             _require_pillow()
 
@@ -144,7 +144,7 @@ class BatchMaker:
         return made.pin_memory() if self.pin else made
 
     def describe(self, worker: str) -> str:
-        """Tell what a thread is busy with."""
+        """Say what a thread is working on."""
         number = self.at.get(worker)
         return str(self.pack.path) if number is None else self._named(number)
 

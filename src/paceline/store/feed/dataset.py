@@ -1,4 +1,4 @@
-"""A pack as a data set of torch's own kind, for those who keep its DataLoader.
+"""A pack as a torch data set, to use with torch's own DataLoader.
 
 Under fork and under spawn, workers map the same page cache; nothing but the path is pickled.
 """
@@ -51,7 +51,7 @@ class PackDataset(torch.utils.data.Dataset):  # type: ignore[misc]  # torch is u
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which pack this is; the place in the epoch is the sampler's."""
+        """Return which pack this is; the position in the epoch is the sampler's."""
         return {"version": 1, "pack": self.pack.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

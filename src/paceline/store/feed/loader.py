@@ -1,17 +1,14 @@
 """Feeds PyTorch from a pack. With batches.py and dataset.py, all of the store that imports torch.
 
-`Loader` is the whole way at once: the sample order (order.py), this rank's share of it
-(sampler.py), reading in batches without the GIL, and workers that decode and collate ahead of the
-loop (workers.py). Its place is (epoch, position), where position counts the samples that all ranks
-have been *delivered*; that is its state. `PackDataset` is for those who keep torch's own
-`DataLoader`, with `PackSampler` or any other.
+`Loader` joins the sample order (order.py), this rank's share of it (sampler.py), reading in batches
+without the GIL, and workers that decode and collate ahead of the loop (workers.py). Its state is
+(epoch, position), where position counts the samples that were *delivered* to all ranks.
+`PackDataset` works with torch's own `DataLoader`, with `PackSampler` or any other sampler.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import threading
 import time
 import weakref
@@ -24,27 +21,23 @@ from paceline.core.errors import (
     DeadlineExceeded,
     PacelineError,
     ScriptFailed,
-    StorageError,
     UsageError,
 )
 from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
+from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
 from paceline.store.feed.order import SampleOrder
-from paceline.store.feed.sampler import RankBatches, load_state, place_in_job, save_state
+from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
 from paceline.store.feed.workers import Bounds, OrderedThreads
 from paceline.store.read.pack import Pack, open_pack
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
-
-_log = logging.getLogger(__name__)
-
-_MAX_WORKERS = 16
-_SHARED_MEMORY = "/dev/shm"
 
 
 class Loader:
@@ -57,9 +50,9 @@ class Loader:
             for images, labels in loader:
                 ...
 
-    A loader has a place, (`epoch`, `position`), which moves when a batch is delivered. Iterating
-    goes on from there to the end of the epoch; then the place is the next epoch's beginning. So
-    a loop that was left early goes on where it was, as does one that loaded the state of another
+    The state of a loader is (`epoch`, `position`), which moves when a batch is delivered. Iterating
+    continues from there to the end of the epoch; then the state is the beginning of the next epoch.
+    So a loop that was left early resumes where it was, as does one that loaded the state of another
     run, on any number of ranks.
 
     `samples` is what `collate` makes of the transformed samples; without decode, transform and
@@ -106,7 +99,7 @@ class Loader:
             block_samples=self.options.block_samples,
             window_blocks=self.options.window_blocks,
         )
-        rank, world_size = place_in_job(rank, world_size)
+        rank, world_size = resolve_rank(rank, world_size)
         self.batches = RankBatches(
             sample_count=len(self.pack),
             global_batch_size=global_batch_size,
@@ -120,7 +113,7 @@ class Loader:
             transform,
             collate,
             # A DataLoader pins what its processes send, by a thread of its own.
-            pin=self.options.worker_kind == "thread" and _pins(self.options),
+            pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
         self._lengths = self.pack.lengths  # made anew at each use where samples are chunked
         self._running: weakref.ref[LoaderIterator] | None = None
@@ -153,7 +146,7 @@ class Loader:
             position = self.position if epoch == self.epoch else 0
         if not 0 <= position <= len(self.pack) or epoch < 0:
             raise UsageError(
-                f"there is no position {position} of epoch {epoch}",
+                f"position {position} is not in epoch {epoch}",
                 fix=f"Give an epoch from 0 and a position from 0 to {len(self.pack)}",
             )
         if (epoch, position) != (self.epoch, self.position):
@@ -161,7 +154,7 @@ class Loader:
             self._move(epoch, position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as plain data: batches that were made but not delivered do not count."""
+        """Return the state as plain data: batches that were made but not delivered do not count."""
         return save_state(self.order, self.pack, self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +194,7 @@ class Loader:
 
     def start_threads(self) -> OrderedThreads[BatchTask, Batch]:
         """Return threads that make the rest of the epoch, each with one of torch's own threads."""
-        options, count = self.options, _worker_count(self.options)
+        options, count = self.options, worker_count(self.options)
         torch_threads, prepared = torch.get_num_threads(), threading.Semaphore(0)
 
         def prepare() -> None:
@@ -224,18 +217,18 @@ class Loader:
         )
         for _ in range(count):
             prepared.acquire(timeout=options.timeout_s)
-        # It counts for the thread that calls it, and for threads not yet begun: give these back.
+        # It holds for the thread that calls it and for threads not yet started: restore it there.
         torch.set_num_threads(torch_threads)
         return threads
 
     def start_processes(self) -> Iterator[Batch | Exception]:
         """Return what torch's DataLoader has its worker processes make of the epoch's rest."""
         if self._processes is None:
-            options, workers = self.options, _worker_count(self.options)
+            options, workers = self.options, worker_count(self.options)
             share = self.batches.global_batch_size / self.batches.world_size
             batch_bytes = share * float(self._lengths.mean()) if len(self.pack) else 0.0
             ahead = min(options.batches_ahead, options.bytes_ahead / max(1.0, batch_bytes))
-            _check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
+            check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
             self._processes = torch.utils.data.DataLoader(
                 self.maker,
                 batch_size=None,
@@ -246,13 +239,13 @@ class Loader:
                 timeout=options.timeout_s,
                 multiprocessing_context=options.start_method,
                 persistent_workers=True,
-                pin_memory=_pins(options),
+                pin_memory=pins_memory(options),
             )
         batches: Iterator[Batch | Exception] = iter(self._processes)
         return batches
 
     def delivered(self, made: Batch, waited_s: float) -> None:
-        """Move on by a batch that the loop is given, and count it."""
+        """Advance by a batch that is delivered to the loop, and count it."""
         self.position = self.batches.after(self.position)
         stats = self.stats
         stats.batches += 1
@@ -306,7 +299,7 @@ class LoaderIterator:
     def __next__(self) -> tuple[Any, ...]:
         if self._closed:
             raise UsageError(
-                "this pass over the loader is over",
+                "this pass over the loader has ended",
                 where=str(self._loader.pack.path),
                 why="the loader was moved or closed since it began, or a batch was an error",
                 fix="Iterate over the loader anew",
@@ -364,7 +357,7 @@ class LoaderIterator:
             f"{worker} was waited for when a process of the loader ended",
             where=where,
             why=str(error),
-            fix="Look at what the transform printed, and for want of memory",
+            fix="Look at what the transform printed, and whether memory ran out (dmesg)",
         )
 
 
@@ -376,7 +369,7 @@ class _TaskSource:
 
     def __iter__(self) -> Iterator[BatchTask]:
         loader = self._loader()
-        assert loader is not None  # who iterates holds it
+        assert loader is not None  # whatever iterates over this holds the loader
         return loader.tasks()
 
     def __len__(self) -> int:
@@ -385,51 +378,12 @@ class _TaskSource:
 
 
 def _awaited(batches: Any) -> str:
-    """Name the process that a DataLoader's iterator waits for: only its private state tells."""
+    """Name the process that a DataLoader's iterator waits for, from its private state."""
     try:
         worker = batches._task_info[batches._rcvd_idx][0]  # noqa: SLF001
         return f"worker process {worker} (pid {batches._workers[worker].pid})"  # noqa: SLF001
     except (AttributeError, LookupError):  # another torch
         return "a worker process"
-
-
-def _worker_count(options: LoaderOptions) -> int:
-    """Return how many workers there are: within the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0))
-    if options.workers is None:
-        computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
-        return max(1, min(_MAX_WORKERS, cores - computing))
-    if options.workers > cores and options.worker_kind == "thread":  # torch warns of processes
-        _log.warning("%d loader workers share %d cores", options.workers, cores)
-    return options.workers
-
-
-def _check_shared_memory(needed_bytes: int) -> None:
-    """Refuse to start where batches as they are stored would not fit: later it is a SIGBUS.
-
-    Batches reach this process through files in /dev/shm. What a transform makes of them may well be
-    larger, which nobody knows yet.
-    """
-    try:
-        found = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return  # then torch says what it does without
-    free_bytes = found.f_bavail * found.f_frsize
-    if free_bytes < needed_bytes:
-        raise StorageError(
-            "there is too little shared memory for the batches of worker processes",
-            where=_SHARED_MEMORY,
-            why=f"{free_bytes / 1e6:,.0f} MB are free, and they take {needed_bytes / 1e6:,.0f} MB",
-            fix='Use worker_kind="thread", fewer batches_ahead, or a larger /dev/shm (--shm-size)',
-        )
-
-
-def _pins(options: LoaderOptions) -> bool:
-    if options.pin_memory and not torch.cuda.is_available():
-        raise UsageError(
-            "pin_memory is asked for without a GPU", fix="Leave pin_memory out: None decides"
-        )
-    return torch.cuda.is_available() if options.pin_memory is None else options.pin_memory
 
 
 def _unchanged(made: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a loader can be told, and what it counts; without torch."""
+"""Options of a loader, and what it counts; without torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LoaderOptions:
             Pillow, before `transform` sees it; None leaves the bytes.
         on_corrupt: ``raise``, or ``skip``: leave damaged samples out of their batches and count
             them. The batch is then smaller, and everything else stays as it is: batch counts,
-            positions and other ranks. A rank's part of a batch that is damaged as a whole is an
-            error even so.
+            positions and other ranks. A rank's share of a batch of which every
+            sample is damaged is an error even so.
         numbers: deliver (samples, labels, sample numbers) rather than (samples, labels).
         workers: threads or processes; None: the cores that this process may use less torch's own
             threads (less one, where a GPU computes), at least 1.
         worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
         start_method: of processes: ``fork``, ``forkserver``, ``spawn``; None is torch's choice.
-        batches_ahead: made before they are asked for, at most. Storage is told of four times as
-            many, to read them meanwhile.
+        batches_ahead: made before they are asked for, at most. Four times as
+            many are requested from storage, which reads them meanwhile.
         bytes_ahead: likewise, in bytes, of both; for processes by the mean size of a stored sample.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
         timeout_s: how long to wait for a worker before it is an error.

@@ -16,7 +16,7 @@ The power of two is below 2n, so a position goes through fewer than two times on
 
 Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, sections 3 and
 5; F is the 32-bit finaliser of A. Appleby's MurmurHash3 (public domain). Not cryptography: F mixes
-well, and nobody attacks an epoch.
+well, and an epoch is not attacked.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class SampleOrder:
     systems). The samples, turned by a random number of places, are cut into blocks of B; the blocks
     are permuted, W that then follow each other form a window, and the samples of a window are
     permuted among themselves. Its promise, by construction: the positions of window w, from w * W *
-    B to (w + 1) * W * B, hold W whole blocks and nothing else. So a node that can hold a window in
-    memory reads each block once in an epoch, in one piece: at most ``ceil(sample_count / B) + 1``
-    pieces (one lies across the end) rather than one a sample. Storage that hands out units of u
-    bytes (a stripe, its read-ahead) then fetches at most 2u more than the data for each piece:
+    B to (w + 1) * W * B, hold W full blocks and nothing else. So a node that can hold a window in
+    memory reads each block once in an epoch, as one extent: at most ``ceil(sample_count / B) + 1``
+    extents (one lies across the end) rather than one a sample. Storage that hands out units of u
+    bytes (a stripe, its read-ahead) then fetches at most 2u more than the data for each extent:
     `fetch_bound`. That is per node, whose ranks share its page cache, and for samples that lie in
     the order of their numbers, as in a pack made from a folder; a border between shards cuts one
     block in two. Randomness is that of a shuffle buffer of W * B samples over shuffled shards of B.
@@ -82,7 +82,7 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if self.shuffle not in get_args(Shuffle):
             names = ", ".join(get_args(Shuffle))
-            raise UsageError(f"no shuffle is called {self.shuffle!r}", fix=f"Choose from {names}")
+            raise UsageError(f"unknown shuffle {self.shuffle!r}", fix=f"Choose from {names}")
         least = {"sample_count": 0, "epoch": 0, "block_samples": 1, "window_blocks": 1}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
@@ -111,8 +111,8 @@ class SampleOrder:
             return asked.copy()
         found = np.empty(asked.shape, np.int64)
         for begin in range(0, len(asked), _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            found[part] = self._some(asked[part].astype(np.uint64)).astype(np.int64)
+            chunk = slice(begin, begin + _CHUNK)
+            found[chunk] = self._some(asked[chunk].astype(np.uint64)).astype(np.int64)
         return found
 
     def fetch_bound(self, sample_bytes: float, unit_bytes: int) -> float:
@@ -125,8 +125,8 @@ class SampleOrder:
         Assumes that what is fetched is kept for one window (``block``), or for one sample.
         """
         blocks = -(-self.sample_count // self.block_samples)
-        pieces = {"global": self.sample_count, "block": blocks + 1, "none": 1}[self.shuffle]
-        return 1 + 2 * unit_bytes * pieces / max(1.0, self.sample_count * sample_bytes)
+        extents = {"global": self.sample_count, "block": blocks + 1, "none": 1}[self.shuffle]
+        return 1 + 2 * unit_bytes * extents / max(1.0, self.sample_count * sample_bytes)
 
     def _some(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
         if self.shuffle == "global":
@@ -136,32 +136,30 @@ class SampleOrder:
     def _from_blocks(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return samples by window, then by block, then turned.
 
-        What is left over when whole blocks are cut off stays at the epoch's end; the turn makes
+        What is left over when full blocks are taken stays at the epoch's end; the turn makes
         these other samples in each epoch.
         """
         window_size = self.window_blocks * self.block_samples
-        whole_windows, left_over = divmod(self.sample_count, window_size)
+        full_windows, left_over = divmod(self.sample_count, window_size)
         windows = positions // np.uint64(window_size)
         begins = windows * np.uint64(window_size)
         keys, tweaks = self._keys("window"), _mixed(windows.astype(np.uint32))
         mixed = positions.copy()
         for inside, size in (
-            (windows < whole_windows, window_size),
-            (windows == whole_windows, left_over),
+            (windows < full_windows, window_size),
+            (windows == full_windows, left_over),
         ):
             chosen = np.flatnonzero(inside)
             within = positions[chosen] - begins[chosen]
             mixed[chosen] = begins[chosen] + _permuted(within, size, keys, tweaks[chosen])
 
-        block_size, whole_blocks = (
+        block_size, full_blocks = (
             np.uint64(self.block_samples),
             self.sample_count // self.block_samples,
         )
-        in_block = mixed < whole_blocks * self.block_samples
+        in_block = mixed < full_blocks * self.block_samples
         blocks, places = np.divmod(mixed[in_block], block_size)
-        mixed[in_block] = (
-            _permuted(blocks, whole_blocks, self._keys("blocks")) * block_size + places
-        )
+        mixed[in_block] = _permuted(blocks, full_blocks, self._keys("blocks")) * block_size + places
         turn = int.from_bytes(self._keys("turn").tobytes(), "little") % self.sample_count
         return (mixed + np.uint64(turn)) % np.uint64(self.sample_count)
 

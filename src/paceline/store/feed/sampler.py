@@ -2,7 +2,7 @@
 
 A global batch is the next `global_batch_size` positions of the epoch (order.py), and rank r of W
 takes the r-th W-th of it. So the batches of all ranks, side by side, are the same whatever W is;
-and "where are we" is one integer, the samples that all ranks have consumed::
+and the position in the epoch is one integer, the samples that all ranks have consumed::
 
     epoch      |---- batch ----|---- batch ----|---- batch ----| ...
     W = 2      | rank 0| rank 1| rank 0| rank 1|
@@ -65,12 +65,12 @@ class RankBatches:
     def __post_init__(self) -> None:
         if self.last not in get_args(LastBatch):
             raise UsageError(
-                f"no policy for the last batch is called {self.last!r}",
+                f"unknown policy {self.last!r} for the last batch",
                 fix=f"Choose from {', '.join(get_args(LastBatch))}",
             )
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise UsageError(
-                f"there is no rank {self.rank} of {self.world_size}",
+                f"rank {self.rank} is not in a world of {self.world_size} ranks",
                 fix="Give a rank from 0 to world_size - 1",
             )
         if self.global_batch_size < 1 or self.global_batch_size % self.world_size:
@@ -94,13 +94,13 @@ class RankBatches:
             batches: at most; fewer come where the epoch ends.
         """
         batches = min(batches, self.count(position))
-        whole = min(batches, (self.sample_count - position) // self.global_batch_size)
-        mine = self.global_batch_size // self.world_size
-        begin = position + self.rank * mine
-        starts = begin + self.global_batch_size * np.arange(whole, dtype=np.int64)
-        shares = list(starts[:, None] + np.arange(mine, dtype=np.int64))
-        if batches > whole:
-            at = position + whole * self.global_batch_size
+        full = min(batches, (self.sample_count - position) // self.global_batch_size)
+        share = self.global_batch_size // self.world_size
+        begin = position + self.rank * share
+        starts = begin + self.global_batch_size * np.arange(full, dtype=np.int64)
+        shares = list(starts[:, None] + np.arange(share, dtype=np.int64))
+        if batches > full:
+            at = position + full * self.global_batch_size
             shares.append(self._last_share(at))
         return shares
 
@@ -118,8 +118,8 @@ class RankBatches:
             each, more = divmod(rest, self.world_size)
             first = begin + self.rank * each + min(self.rank, more)
             return np.arange(first, first + each + (self.rank < more), dtype=np.int64)
-        mine = self.global_batch_size // self.world_size
-        places = np.arange(mine, dtype=np.int64) + begin + self.rank * mine
+        share = self.global_batch_size // self.world_size
+        places = np.arange(share, dtype=np.int64) + begin + self.rank * share
         return places % self.sample_count
 
 
@@ -159,7 +159,7 @@ class PackSampler:
     ) -> None:
         self.pack = pack if isinstance(pack, Pack) else open_pack(pack)
         self.order = order_of(self.pack, order)
-        rank, world_size = place_in_job(rank, world_size)
+        rank, world_size = resolve_rank(rank, world_size)
         self.batches = RankBatches(
             sample_count=len(self.pack),
             global_batch_size=global_batch_size,
@@ -222,12 +222,12 @@ class PackSampler:
         self._pass = (self.order, self._start)
 
 
-def place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and world size: as given, or torch.distributed's, or the environment's."""
     if rank is not None and world_size is not None:
         return rank, world_size
     if rank is not None or world_size is not None:
-        raise UsageError("of rank and world_size only one was given", fix="Give both, or neither")
+        raise UsageError("rank and world_size must be given together", fix="Give both, or neither")
     distributed = sys.modules.get("torch.distributed")  # never loads torch by itself
     if distributed and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -269,9 +269,9 @@ def load_state(state: Mapping[str, Any], order: SampleOrder, pack: Pack) -> tupl
     where = str(pack.path)
     if state.get("version") != STATE_VERSION:
         raise UsageError(
-            "this is no state of a loader that can be read here",
+            f"not a Loader state_dict of version {STATE_VERSION}",
             where=where,
-            why=f"it has version {state.get('version')!r}, and this Paceline reads {STATE_VERSION}",
+            why=f"its version is {state.get('version')!r}",
             fix="Give what state_dict() returned, or use the Paceline that saved it",
         )
     here = save_state(order, pack, 0)
@@ -292,7 +292,7 @@ def load_state(state: Mapping[str, Any], order: SampleOrder, pack: Pack) -> tupl
     integers = isinstance(epoch, int) and isinstance(position, int)
     if not integers or epoch < 0 or not 0 <= position <= order.sample_count:
         raise UsageError(
-            f"position {state.get('position')!r} of epoch {epoch!r} is in no epoch",
+            f"position {state.get('position')!r} of epoch {epoch!r} is not in an epoch",
             where=where,
             fix="Give what state_dict() returned",
         )

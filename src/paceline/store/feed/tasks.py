@@ -1,4 +1,4 @@
-"""What a loader's workers are to make next, and what storage should fetch for it meanwhile."""
+"""Which batches a loader's workers make next, and which ones storage fetches meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.store.feed.sampler import RankBatches
     from paceline.store.read.pack import Pack
 
-_FETCHED_PER_MADE = 4  # batches that storage is told of, for each that workers may make ahead
+_FETCHED_PER_MADE = 4  # batches that are requested from storage, for each that is made ahead
 _AT_ONCE = 8192  # positions whose samples are computed by one call: one a batch would cost more
 
 
@@ -45,20 +45,20 @@ def plan_tasks(
         numbers = order.samples(np.concatenate(planned))
         sizes = lengths[numbers]
         begin = 0
-        for one in planned:
-            part = slice(begin, begin + len(one))
-            yield BatchTask(numbers[part], int(sizes[part].sum()))
-            begin += len(one)
+        for positions in planned:
+            batch = slice(begin, begin + len(positions))
+            yield BatchTask(numbers[batch], int(sizes[batch].sum()))
+            begin += len(positions)
         position = batches.after(position, len(planned))
 
 
 def fetch_ahead(
     tasks: Iterator[BatchTask], pack: Pack, options: LoaderOptions
 ) -> Iterator[BatchTask]:
-    """Yield `tasks`, each after storage was told of those behind it.
+    """Yield `tasks`, each after those behind it were requested from storage.
 
-    A disk wants to know more of what comes than is good to make ahead: batches that are made and
-    not yet used push each other out of the processor's caches.
+    A disk needs more requests at a time than it is good to make batches ahead: batches that are
+    made and not yet used evict each other from the processor's caches.
     """
     most = _FETCHED_PER_MADE * options.batches_ahead
     ahead, ahead_bytes = deque[BatchTask](), 0

@@ -1,7 +1,8 @@
-"""Threads that work ahead of a consumer: results come in the order of the tasks, whoever is faster.
+"""Threads that work ahead of a consumer: results come in the order of the tasks.
 
-What is ahead is bounded in number and in bytes, so that a slow consumer holds the workers back. A
-thread that fails hands its error over in place of the result: what came before is still delivered.
+What is made ahead is bounded in number and in bytes, so that a slow consumer holds the workers
+back. A thread that fails hands its error over in place of the result: earlier results are still
+delivered.
 
 ::
 
@@ -70,7 +71,7 @@ class OrderedThreads(Generic[Task, Result]):
         bounds: on what is ahead of the consumer. The size of what is being made is the task's
             own estimate, so a bound on bytes may be passed by what is in the making.
         name: of the threads, in front of their numbers.
-        describe: tells, for an error, what the thread of that name is busy with.
+        describe: says, for an error, what the thread of that name is working on.
         prepare: is called by each thread before anything else; what it raises ends the thread.
 
     The threads hold this object, so drop whatever owns it and call `close`; at the interpreter's
@@ -113,7 +114,7 @@ class OrderedThreads(Generic[Task, Result]):
 
         Raises:
             StopIteration: that was the last.
-            DeadlineExceeded: its thread did not come to an end yet. One may ask again.
+            DeadlineExceeded: its thread has not finished yet. The caller may ask again.
             UsageError: the threads were closed, by `close` or by an error.
             Exception: what the thread that should have made it raised.
         """
@@ -157,8 +158,8 @@ class OrderedThreads(Generic[Task, Result]):
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError(
-                "the threads that make this are closed",
-                why="they were told to stop, or one of them failed",
+                "the worker threads are closed",
+                why="they were stopped, or one of them failed",
                 fix="Start anew",
             )
 

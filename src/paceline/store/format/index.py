@@ -1,7 +1,8 @@
 """The index of a pack, as arrays: what all Python code reads of it goes through `IndexFile`.
 
 `native/src/pack_index.cpp` maps the file, checks it and parses it; here its sections get their
-types. The arrays are views of the mapping: nothing is copied, and what nobody touches is not read.
+types. The arrays are views of the mapping: nothing is copied, and pages that are not touched are
+not read.
 """
 
 from __future__ import annotations

@@ -130,6 +130,13 @@ def padding(length: int) -> int:
     return -length % ALIGNMENT
 
 
+def aligned_begins(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return where each sample lies when they stand one after the other, and the end."""
+    begins = np.zeros(len(lengths) + 1, np.uint64)
+    np.cumsum((lengths + np.uint64(ALIGNMENT - 1)) & ~np.uint64(ALIGNMENT - 1), out=begins[1:])
+    return begins
+
+
 def joined(strings: Iterable[bytes]) -> tuple[NDArray[np.uint64], bytes]:
     """Return the offsets (one more than strings) and the concatenation that store `strings`."""
     strings = tuple(strings)

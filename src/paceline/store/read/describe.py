@@ -47,7 +47,7 @@ class PackStat(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentStat(Record):
-    """A stored piece of a sample; the checksum is the CRC-32C of the decoded bytes."""
+    """An extent of a sample; the checksum is the CRC-32C of the decoded bytes."""
 
     shard: str
     offset: int
@@ -139,14 +139,14 @@ def describe_name(path: str | os.PathLike[str], name: str | bytes) -> SampleStat
             mtime_ns=int(pack.mtimes_ns[sample]),
             extents=tuple(
                 ExtentStat(
-                    shard=shard_name(one.shard),
-                    offset=one.offset,
-                    stored_bytes=one.stored_length,
-                    bytes=one.length,
-                    codec=_codec_name(one.codec),
-                    checksum=f"0x{one.checksum:08x}",
+                    shard=shard_name(extent.shard),
+                    offset=extent.offset,
+                    stored_bytes=extent.stored_length,
+                    bytes=extent.length,
+                    codec=_codec_name(extent.codec),
+                    checksum=f"0x{extent.checksum:08x}",
                 )
-                for one in pack.extents(sample)
+                for extent in pack.extents(sample)
             ),
         )
 

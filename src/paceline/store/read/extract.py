@@ -1,11 +1,11 @@
-"""Takes samples out of a pack again, as files: the way back from `paceline pack`.
+"""Extracts samples of a pack as files: the inverse of `paceline pack`.
 
-Names in a pack are data, and whoever made the pack chose them. So a name is checked before
-anything is written, and then walked down part by part from the open folder (openat, O_NOFOLLOW):
-neither ``..`` nor a symbolic link that somebody puts in the way leads out of the target. ::
+Names in a pack are data, and may come from anywhere. So a name is checked before anything is
+written, and then walked down component by component from the open folder (openat, O_NOFOLLOW):
+neither ``..`` nor a symbolic link that is put in the way leads out of the target. ::
 
     DST.extract.partial/   made, filled; a killed run leaves this, and the next one replaces it
-    DST/                   syncfs, rename, fsync of the parent: from here on it is whole
+    DST/                   syncfs, rename, fsync of the parent: from here on it is complete
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from paceline.core.errors import (
     CorruptPack,
     DestinationExists,
     NotFound,
-    PacelineError,
     StorageError,
     UsageError,
+    os_errors_as,
+    reason,
 )
-from paceline.core.files import sync_folder, try_lock
+from paceline.core.files import LockOutcome, sync_folder, try_lock, write_all
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _BATCH_SAMPLES = 256
 _BATCH_BYTES = 64 << 20
-_PERMISSIONS = 0o777  # not set-user-id and its like: the pack may be from anybody
+_PERMISSIONS = 0o777  # without set-user-id and similar: the pack may come from anywhere
 _PARTIAL = ".extract.partial"
 
 
@@ -73,7 +74,7 @@ def extract(
     Args:
         pack: an open pack; all that is read is verified.
         destination: does not exist yet, or is an empty folder; its parent exists.
-        names: of samples, and of folders for all below them; none: the whole pack.
+        names: of samples, and of folders for all below them; none: all samples.
         dry_run: write nothing.
         on_progress: is given the samples written so far and their total.
 
@@ -91,14 +92,12 @@ def extract(
     for sample in samples.tolist():
         check_name(os.fsencode(pack.names[sample]), str(pack.path))
     if not dry_run:
-        try:
-            with _Target(target) as tree:
-                _fill(tree, pack, folders, samples, on_progress)
-                tree.commit()
-        except PacelineError:
-            raise
-        except OSError as problem:
-            raise _unwritable(target, problem) from problem
+        with (
+            os_errors_as(lambda problem: _unwritable(target, problem)),
+            _ExtractTarget(target) as tree,
+        ):
+            _fill(tree, pack, folders, samples, on_progress)
+            tree.commit()
     return ExtractSummary(
         path=str(pack.path),
         destination=str(destination),
@@ -113,14 +112,14 @@ def check_name(name: bytes, where: str) -> None:
     """Refuse a name that is no relative path to something below a folder.
 
     Raises:
-        CorruptPack: it is absolute or empty, or has a part that is ``..``, ``.`` or nothing.
+        CorruptPack: it is absolute or empty, or has a component that is ``..``, ``.`` or empty.
     """
-    parts = name.split(b"/")
-    if b"\0" in name or any(part in (b"", b".", b"..") for part in parts):
+    components = name.split(b"/")
+    if b"\0" in name or any(component in (b"", b".", b"..") for component in components):
         raise CorruptPack(
-            f"the name {os.fsdecode(name)!a} cannot be a file's",
+            f"the name {os.fsdecode(name)!a} cannot name a file",
             where=where,
-            why="it would lead out of the folder that is written to",
+            why="it would lead out of the destination",
             fix="Do not trust this pack; other samples can be extracted by name",
         )
 
@@ -152,7 +151,7 @@ def _selected(pack: Pack, names: list[str | bytes]) -> tuple[list[bytes], NDArra
 
 
 def _fill(
-    tree: _Target,
+    tree: _ExtractTarget,
     pack: Pack,
     folders: list[bytes],
     samples: NDArray[np.int64],
@@ -174,7 +173,7 @@ def _fill(
 def _batches(
     samples: NDArray[np.int64], lengths: NDArray[np.uint64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield `samples` in pieces that one buffer holds; a large sample comes alone."""
+    """Yield `samples` in batches that one buffer holds; a large sample comes alone."""
     first = 0
     while first < len(samples):
         end, size = first, 0
@@ -196,7 +195,7 @@ def _bodies(pack: Pack, batch: NDArray[np.int64]) -> Iterator[tuple[int, memoryv
         yield sample, buffer[offsets[k] : offsets[k + 1]].data
 
 
-class _Target:
+class _ExtractTarget:
     """Owns ``DST.extract.partial`` until `commit`; left without it, everything is removed."""
 
     def __init__(self, destination: Path) -> None:
@@ -233,11 +232,13 @@ class _Target:
         self._leave_folder()
         at = os.dup(self._root)
         try:
-            for part in name.split(b"/") if name else ():
+            for component in name.split(b"/") if name else ():
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o777, dir_fd=at)
+                    os.mkdir(component, 0o777, dir_fd=at)
                 below = os.open(
-                    part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+                    component,
+                    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+                    dir_fd=at,
                 )
                 os.close(at)
                 at = below
@@ -253,9 +254,7 @@ class _Target:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(last, flags, 0o600, dir_fd=self._folder)
         try:
-            done = 0
-            while done < len(body):
-                done += os.write(descriptor, body[done:])
+            write_all(descriptor, body)
             os.fchmod(descriptor, mode & _PERMISSIONS)
             os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         finally:
@@ -278,7 +277,7 @@ class _Target:
         """Return a descriptor of the partial folder that only this run has."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.partial, flags)
-        if not try_lock(descriptor):
+        if try_lock(descriptor) is LockOutcome.HELD:
             os.close(descriptor)
             raise UsageError(
                 "another run is extracting to this destination",
@@ -332,7 +331,7 @@ def _exists(target: Path) -> DestinationExists:
 
 def _unwritable(target: Path, problem: OSError) -> StorageError:
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    what = "the disk is full" if full else "cannot write what is extracted"
+    what = "the disk is full" if full else "cannot write the extracted files"
     name = problem.filename
     if name is not None:
         shown = name if isinstance(name, (str, bytes, os.PathLike)) else ""
@@ -340,6 +339,6 @@ def _unwritable(target: Path, problem: OSError) -> StorageError:
     return StorageError(
         what,
         where=str(target),
-        why=problem.strerror or str(problem),
+        why=reason(problem),
         fix="Free space or choose another destination; nothing was left behind",
     )

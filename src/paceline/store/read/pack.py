@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _VERIFY_SAMPLES = 256  # a call: short enough that Ctrl-C and progress come through
 _MAX_THREADS = 8  # a few fill the memory bus; more only take cores from training
-_DIRECT_THREADS = 8  # reads past the page cache are one a thread: a disk wants several
+_DIRECT_THREADS = 8  # each has one read past the page cache under way: a disk needs several
 _POLICIES = ("first", "always", "never")
 
 
@@ -114,7 +114,7 @@ class Pack:
 
     @property
     def names(self) -> Sequence[str]:
-        """Relative paths of the samples, decoded one by one as `os.fsdecode` does."""
+        """Relative paths of the samples, decoded when they are asked for, as `os.fsdecode` does."""
         reader = self._open()
         return _Strings(reader.sample_count, reader.name)
 
@@ -185,9 +185,9 @@ class Pack:
             raise
         except (ValueError, BufferError) as problem:  # too small; not writable, not contiguous
             raise UsageError(
-                "the buffer cannot take the samples",
+                "the buffer cannot hold the samples",
                 where=str(self.path),
-                why=str(problem),
+                why=str(problem).rstrip("."),
                 fix="Give a writable, contiguous uint8 array that is large enough, or none",
             ) from None
         return out[: offsets[-1]], offsets
@@ -295,7 +295,7 @@ class Pack:
             raise UsageError(
                 "the pack is not the one that was opened before",
                 where=str(self.path),
-                why="another pack has taken its place",
+                why="another pack is at its path now",
                 fix="Open it again",
             )
         self._identity = index.identity
@@ -307,7 +307,7 @@ class Pack:
         ids = np.asarray(samples)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise UsageError(
-                "samples are named by a list of integers",
+                "samples must be a list of integers",
                 where=str(self.path),
                 why=f"got an array of shape {ids.shape} and type {ids.dtype}",
                 fix="Give a list or a flat array of integers",
@@ -368,7 +368,7 @@ def open_pack(
     """
     if verify not in _POLICIES:
         raise UsageError(
-            f"no policy for checksums is called {verify!a}",
+            f"unknown policy {verify!a} for verifying checksums",
             where="verify",
             fix="Use one of " + ", ".join(_POLICIES),
         )

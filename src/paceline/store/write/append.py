@@ -2,7 +2,7 @@
 
 ::
 
-    PACK/                  locked; what a killed append left is removed
+    PACK/                  locked; what a killed append left is finished or removed
         shard-*.pace       the next numbers: written, fsync; readers ignore what no index names
         parity-*.partial   of groups that change
         index.pace.partial written, fsync, renamed over index.pace; fsync the folder
@@ -15,7 +15,6 @@ anew by their names; classes keep their labels, and new classes get the next one
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import CorruptPack, PacelineError, StorageError
+from paceline.core.errors import CorruptPack, PacelineError, StorageError, os_errors_as, reason
 from paceline.core.files import sync_folder
 from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import (
@@ -35,8 +34,11 @@ from paceline.store.format.layout import (
     parity_name,
     shard_name,
 )
+from paceline.store.format.leftovers import file_digest, pending_parity, stale_files
 from paceline.store.read.pack import open_pack
-from paceline.store.write.index import Content
+from paceline.store.write.columns import ExtentColumns, SampleColumns
+from paceline.store.write.files import FileDigest, PackFolder
+from paceline.store.write.index import IndexMetadata, write_index
 from paceline.store.write.options import (
     PackOptions,
     PackProgress,
@@ -44,12 +46,10 @@ from paceline.store.write.options import (
     check_codec,
     shard_limits,
 )
-from paceline.store.write.pack import opened_source, write_index
 from paceline.store.write.parity import groups, write_parity
-from paceline.store.write.partial import PackFolder
-from paceline.store.write.pipeline import Packer
-from paceline.store.write.shards import Shard
-from paceline.store.write.sorted_runs import Extents, Run, Samples, open_run
+from paceline.store.write.pipeline import PackedSamples, pack_behind
+from paceline.store.write.sorted_runs import SortedRun, open_run
+from paceline.store.write.sources import SourceClasses, label_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.sources import Source
+    from paceline.store.write.sources import OpenSource, PackSource
 
 _NEW_INDEX = INDEX_NAME + PARTIAL_SUFFIX
 
 
-def append_pack(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Source,
+def append(
+    source: PackSource,
     pack: str | os.PathLike[str],
     *,
     options: PackOptions | None = None,
@@ -73,10 +73,10 @@ def append_pack(
     """Add the samples of `source` to an existing pack and return what it holds then.
 
     Killed at any moment, this leaves the pack as it was or with all new samples. Readers that
-    have it open go on with the samples that they know.
+    have it open keep the samples that they know.
 
     Args:
-        source: a folder, archives, or any source.
+        source: `Folder`, `Archives` or `Samples`.
         pack: the pack's folder.
         options: how to pack; the parity of the pack stays as it is.
         on_progress: called after each batch of samples.
@@ -85,171 +85,171 @@ def append_pack(
     Raises:
         NotFound: there is no pack, or no source.
         UsageError: a name is in the pack already, or comes twice; another run writes to the pack.
-        CorruptPack: the index of the pack is damaged, or shards are of which parity or digests are
-            to be made.
+        CorruptPack: the index of the pack is damaged, or shards from which parity or digests are
+            to be computed.
         StorageError: the disk is full, or the source cannot be read or changed meanwhile.
     """
     options = options or PackOptions()
     clock = clock or SystemClock()
     start_s = clock.now_s()
     check_codec(options)
-    target = Path(pack).absolute()
-    folder = _AppendFolder(target)
-    try:
-        with opened_source(source, options) as opened, folder:
-            summary = _append(opened, folder, options, on_progress)
-    except PacelineError:
-        raise
-    except OSError as problem:
-        if folder.is_committed:
-            raise StorageError(
-                "the pack has the new samples, but could not be finished",
-                where=str(target),
-                why=problem.strerror or str(problem),
-                fix=f"Do not append again; finish it: paceline store repair {target}",
-            ) from problem
-        raise StorageError(
-            "cannot append to the pack",
-            where=str(target),
-            why=problem.strerror or str(problem),
-            fix="Free space or check the place, and append again; the pack is as it was",
-        ) from problem
+    folder = _GrowingPack(Path(pack).absolute())
+    with (
+        os_errors_as(lambda problem: _failed(Path(pack).absolute(), problem, folder)),
+        source.open(follow_symlinks=options.follow_symlinks) as opened,
+        folder,
+    ):
+        summary = _append(opened, folder, options, on_progress)
     return replace(summary, elapsed_s=clock.now_s() - start_s)
 
 
+def _failed(path: Path, problem: OSError, folder: _GrowingPack) -> StorageError:
+    if folder.is_committed:
+        return StorageError(
+            "the pack has the new samples, but its parity files could not be put in place",
+            where=str(path),
+            why=reason(problem),
+            fix=f"Do not append again; finish it: paceline store repair {path}",
+        )
+    return StorageError(
+        "cannot append to the pack",
+        where=str(path),
+        why=reason(problem),
+        fix="Free space or check the place, and append again; the pack is as it was",
+    )
+
+
 def _append(
-    source: Source,
-    folder: _AppendFolder,
+    source: OpenSource,
+    folder: _GrowingPack,
     options: PackOptions,
     on_progress: Callable[[PackProgress], None] | None,
 ) -> PackSummary:
-    old = folder.old
+    before = folder.before
     _refuse_damage(folder)
-    first = len(old.content.shard_lengths)
-    limits = shard_limits(source, options)
-    packer = Packer(source, folder, options, limits, on_progress, first)
-    try:
-        packer.add_all()
-    finally:
-        packer.stop()
-    classes, label_map = _more_classes(old.content.classes, *source.classes())
-    shards = [*old.shards(), *packer.shards]
-    parity = _append_parity(folder, first, len(shards))
-    content = Content(
-        folders=list({*old.content.folders, *source.folders()}),
-        classes=classes,
-        shard_lengths=[one.length for one in shards],
-        shard_digests=[one.digest for one in shards],
-        parity_group=old.content.parity_group,
-        parity_lengths=[one.length for one in parity],
-        parity_digests=[one.digest for one in parity],
+    packed = pack_behind(
+        source,
+        folder,
+        options,
+        shard_limits(source.totals(), options),
+        first_shard=len(before.index.shard_lengths),
+        on_progress=on_progress,
     )
-    new = [open_run(folder.folder / name, label_map) for name, _ in packer.spool.files]
-    runs = [old.run, *new]
-    index_length = write_index(folder, _NEW_INDEX, runs, content)
+    classes = _all_classes(before.index.class_names, source.classes())
+    metadata = _metadata(folder, packed, source, classes)
+    runs = [
+        before.run,
+        *(open_run(folder.folder / name, classes.label_map) for name in packed.runs),
+    ]
+    index_length = write_index(folder, _NEW_INDEX, runs, metadata)
     folder.commit()
+    sample_count = before.index.sample_count + packed.sample_count
     return PackSummary(
         source=source.where,
         destination=str(folder.folder),
-        sample_count=len(old.run.samples) + packer.sample_count,
-        folder_count=len(content.folders),
-        class_count=len(classes),
-        shard_count=len(shards),
+        sample_count=sample_count,
+        folder_count=len(metadata.folders),
+        class_count=len(metadata.classes),
+        shard_count=len(metadata.shard_lengths),
         sample_bytes=sum(int(run.extents.lengths.sum()) for run in runs),
         stored_bytes=sum(int(run.extents.stored_lengths.sum()) for run in runs),
-        pack_bytes=index_length + sum(content.shard_lengths) + sum(content.parity_lengths),
-        opens_before=len(old.run.samples) + packer.sample_count,
-        opens_after=len(shards) + 1,
-        reused_sample_count=len(old.run.samples),
+        pack_bytes=index_length + sum(metadata.shard_lengths) + sum(metadata.parity_lengths),
+        opens_before=sample_count,
+        opens_after=len(metadata.shard_lengths) + 1,
+        reused_sample_count=before.index.sample_count,
     )
 
 
-def _refuse_damage(folder: _AppendFolder) -> None:
+def _metadata(
+    folder: _GrowingPack, packed: PackedSamples, source: OpenSource, classes: SourceClasses
+) -> IndexMetadata:
+    """Write the parity of the groups that change; return what the index says of all files."""
+    index = folder.before.index
+    shards = [*folder.before.shards(), *packed.shards]
+    parity = _append_parity(folder, len(index.shard_lengths), len(shards))
+    return IndexMetadata(
+        folders=list({*index.folder_names, *source.folders()}),
+        classes=classes.names,
+        shard_lengths=[shard.length for shard in shards],
+        shard_digests=[shard.digest for shard in shards],
+        parity_group=index.parity_group,
+        parity_lengths=[file.length for file in parity],
+        parity_digests=[file.digest for file in parity],
+    )
+
+
+def _refuse_damage(folder: _GrowingPack) -> None:
     """Refuse a pack whose damage would pass for good bytes afterwards.
 
-    The parity of a group that grows is made of its old shards anew, and shards that have no digest
-    (version 1) get one: made of damaged bytes, the one could not mend them any more, and the other
-    would hide them.
+    The parity of a group that grows is computed anew from its old shards, and shards that have no
+    digest (version 1) get one: computed from damaged bytes, the parity could not repair them any
+    more, and the digest would hide them.
 
     Raises:
         CorruptPack: a shard, or a sample, is damaged.
     """
-    content = folder.old.content
-    count = len(content.shard_lengths)
-    if len(content.shard_digests) < count:
+    index = folder.before.index
+    count = len(index.shard_lengths)
+    if len(index.shard_digests) < count:
         with open_pack(folder.folder) as pack:
             damage = next(pack.verify(), None)
         if damage is not None:
             raise damage
         return
-    grown = count % content.parity_group if content.parity_group else 0
+    grown = count % index.parity_group if index.parity_group else 0
     for shard in range(count - grown, count):
+        path = folder.folder / shard_name(shard)
         try:
-            is_whole = folder.digest(shard_name(shard)) == content.shard_digests[shard]
+            is_intact = file_digest(path) == index.shard_digests[shard]
         except FileNotFoundError:
-            is_whole = False
-        if not is_whole:
+            is_intact = False
+        if not is_intact:
             raise CorruptPack(
                 f"{shard_name(shard)} is damaged",
-                where=str(folder.folder / shard_name(shard)),
-                why="new parity made of it could never mend it",
-                fix=f"Mend it first: paceline store repair {folder.folder}",
+                where=str(path),
+                why="new parity computed from it could never repair it",
+                fix=f"Repair it first: paceline store repair {folder.folder}",
             )
 
 
-def _more_classes(
-    old: Sequence[bytes], new: list[bytes], label_map: NDArray[np.int32] | None
-) -> tuple[list[bytes], NDArray[np.int32]]:
-    """Return all classes, the old ones first, and what stands for the labels of new samples."""
-    classes = [*old, *sorted(set(new) - set(old))]
-    place = {name: k for k, name in enumerate(classes)}
-    moved = np.array([*(place[name] for name in new), -1], np.int32)
-    return classes, moved if label_map is None else moved[label_map]
+def _all_classes(before: Sequence[bytes], new: SourceClasses) -> SourceClasses:
+    """Return all classes, the old ones first, and what to write for the labels of new samples."""
+    names = [*before, *sorted(set(new.names) - set(before))]
+    moved = label_map(new.names, names)
+    return SourceClasses(names, moved if new.label_map is None else moved[new.label_map])
 
 
-def _append_parity(folder: _AppendFolder, first: int, count: int) -> list[Shard]:
+def _append_parity(folder: _GrowingPack, first_shard: int, count: int) -> list[FileDigest]:
     """Write the parity of the groups that change; return all groups'."""
-    content = folder.old.content
-    size = content.parity_group
-    if not size:
+    index = folder.before.index
+    if not index.parity_group:
         return []
     parity = []
-    for k, shards in enumerate(groups(count, size)):
-        if shards.stop <= first and k < len(content.parity_lengths):
-            parity.append(Shard(content.parity_lengths[k], content.parity_digests[k]))
+    for k, shards in enumerate(groups(count, index.parity_group)):
+        if shards.stop <= first_shard and k < len(index.parity_lengths):
+            parity.append(FileDigest(int(index.parity_lengths[k]), index.parity_digests[k]))
         else:
             parity.append(write_parity(folder, k, shards, parity_name(k) + PARTIAL_SUFFIX))
     return parity
 
 
 class _PackBefore:
-    """What a pack holds before samples are appended: a sorted run of samples, and the rest."""
+    """What a pack holds before samples are appended: its index, and its samples as a sorted run."""
 
     def __init__(self, folder: Path) -> None:
-        index = IndexFile.open(folder)
         self._folder = folder
-        self.index = index
-        self.content = Content(
-            folders=index.folder_names,
-            classes=index.class_names,
-            shard_lengths=index.shard_lengths.tolist(),
-            shard_digests=index.shard_digests,
-            parity_group=index.parity_group,
-            parity_lengths=index.parity_lengths.tolist(),
-            parity_digests=index.parity_digests,
-        )
-        self.run = _run_of(index, folder)
+        self.index = IndexFile.open(folder)
+        self.run = _run_of(self.index, folder)
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[FileDigest]:
         """Return the shards, with digests taken anew where the index has none (version 1)."""
-        lengths, digests = self.content.shard_lengths, list(self.content.shard_digests)
-        for k in range(len(digests), len(lengths)):
-            with (self._folder / shard_name(k)).open("rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").digest())
-        return [Shard(*pair) for pair in zip(lengths, digests, strict=True)]
+        lengths, digests = self.index.shard_lengths.tolist(), list(self.index.shard_digests)
+        undigested = range(len(digests), len(lengths))
+        digests += [file_digest(self._folder / shard_name(k)) for k in undigested]
+        return [FileDigest(*pair) for pair in zip(lengths, digests, strict=True)]
 
 
-def _run_of(index: IndexFile, folder: Path) -> Run:
+def _run_of(index: IndexFile, folder: Path) -> SortedRun:
     """Return the samples of an index as a sorted run."""
     counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
     if len(index.first_extents):
@@ -261,7 +261,7 @@ def _run_of(index: IndexFile, folder: Path) -> Run:
             why="its samples do not add up to its extents",
             fix="Bring back a good copy of the index",
         )
-    samples = Samples(
+    samples = SampleColumns(
         names=index.name_bytes,
         name_offsets=index.name_offsets,
         labels=index.labels,
@@ -269,7 +269,7 @@ def _run_of(index: IndexFile, folder: Path) -> Run:
         mtimes_ns=index.mtimes_ns,
         extent_counts=counts,
     )
-    extents = Extents(
+    extents = ExtentColumns(
         offsets=index.offsets,
         lengths=index.lengths,
         stored_lengths=index.stored_lengths,
@@ -277,7 +277,7 @@ def _run_of(index: IndexFile, folder: Path) -> Run:
         checksums=index.checksums,
         codecs=index.codecs,
     )
-    return Run(
+    return SortedRun(
         samples=samples,
         extents=extents,
         encoded_count=int(np.count_nonzero(index.codecs)),
@@ -286,7 +286,7 @@ def _run_of(index: IndexFile, folder: Path) -> Run:
     )
 
 
-class _AppendFolder(PackFolder):
+class _GrowingPack(PackFolder):
     """The locked folder of a pack; leaving it undoes what is not committed."""
 
     def __init__(self, folder: Path) -> None:
@@ -298,8 +298,8 @@ class _AppendFolder(PackFolder):
         if not self.lock():
             raise FileNotFoundError(2, "the folder has just gone")
         try:
-            self.old = _PackBefore(self.folder)
-            self._mend()
+            self.before = _PackBefore(self.folder)
+            self._settle()
         except BaseException:
             self.unlock()
             raise
@@ -315,15 +315,10 @@ class _AppendFolder(PackFolder):
             if not self.is_committed:
                 # An interrupt may strike right behind the rename: what lies there decides.
                 with open_pack(self.folder, index_only=True) as pack:
-                    self.is_committed = pack.identity != self.old.index.identity
+                    self.is_committed = pack.identity != self.before.index.identity
             if not self.is_committed:
-                self._mend()
+                self._settle()
         self.unlock()
-
-    def digest(self, name: str) -> bytes:
-        """Return the SHA-256 of a file of the pack."""
-        with (self.folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
 
     def commit(self) -> None:
         """Put the new index in place of the old, then the new parity."""
@@ -332,26 +327,18 @@ class _AppendFolder(PackFolder):
         self.is_committed = True
         sync_folder(self.folder)
         for name in self.names():
-            if NUMBERED.fullmatch(name.removesuffix(PARTIAL_SUFFIX)) and name.endswith(
-                PARTIAL_SUFFIX
-            ):
+            final = name.removesuffix(PARTIAL_SUFFIX)
+            if final != name and NUMBERED.fullmatch(final):
                 self._replace(name)
         self.remove(name for name in self.names() if UNFINISHED.fullmatch(name))
         sync_folder(self.folder)
 
-    def _mend(self) -> None:
+    def _settle(self) -> None:
         """Finish or undo what a killed append left."""
-        content = self.old.content
-        shard_count = len(content.shard_lengths)
-        for k, digest in enumerate(content.parity_digests):
-            waiting = parity_name(k) + PARTIAL_SUFFIX
-            if waiting in self.names() and self.digest(waiting) == digest:
-                self._replace(waiting)  # its index was committed
-        for name in self.names():
-            found = NUMBERED.fullmatch(name)
-            limit = shard_count if found and found[1] == "shard" else len(content.parity_lengths)
-            if UNFINISHED.fullmatch(name) or (found and int(found[2]) >= limit):
-                self.remove([name])
+        index = self.before.index
+        for number in pending_parity(self.folder, index):
+            self._replace(parity_name(number) + PARTIAL_SUFFIX)
+        self.remove(stale_files(self.names(), index))
 
     def _replace(self, name: str) -> None:
         final = name.removesuffix(PARTIAL_SUFFIX)

@@ -1,8 +1,8 @@
-"""Builds the index of a pack from runs of samples: one merge, in which every column streams.
+"""Builds the index of a pack from sorted runs: one merge, in which every column streams.
 
 The runs (`sorted_runs.py`) are sorted by name each; merged, they give the order of the samples. A
-piece of the order is taken from the runs, column by column, and appended to its section, so memory
-is bounded by a piece, the folders, and the table of shards.
+block of that order is taken from the runs, column by column, and appended to its section, so memory
+is bounded by a block, the folders, and the table of shards.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from paceline.core.errors import UsageError
 from paceline.native import NameMerger, lower_bounds, name_hashes
 from paceline.store.format.header import IndexCounts
 from paceline.store.format.layout import DIGEST_BYTES, Section, joined
+from paceline.store.write.columns import EXTENT_TYPES, SAMPLE_TYPES, spread
 from paceline.store.write.name_table import TAIL_SLOTS, NameTable, home_count
 from paceline.store.write.sections import IndexWriter
-from paceline.store.write.sorted_runs import EXTENT_TYPES, SAMPLE_TYPES, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from paceline.store.write.partial import PackFile
-    from paceline.store.write.sorted_runs import Run
+    from paceline.store.write.files import PackFile, PackFolder
+    from paceline.store.write.sorted_runs import SortedRun
 
-PIECE_SAMPLES = 1 << 17
+BLOCK_SAMPLES = 1 << 17
 
 _SAMPLE_SECTIONS = {"labels": Section.LABELS, "modes": Section.MODES, "mtimes_ns": Section.MTIMES}
 _EXTENT_SECTIONS = {
@@ -45,7 +43,7 @@ _EXTENT_SECTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class IndexMetadata:
     """What an index holds beside the columns of its samples.
 
     Attributes:
@@ -68,7 +66,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class IndexLayout:
     """How large an index gets, as far as its samples decide."""
 
     sample_count: int
@@ -78,10 +76,10 @@ class Shape:
     is_chunked: bool
 
 
-def section_lengths(shape: Shape, content: Content) -> dict[Section, int]:
+def section_lengths(layout: IndexLayout, metadata: IndexMetadata) -> dict[Section, int]:
     """Return the bytes of each section, in the order in which they lie in the file."""
-    samples, extents = shape.sample_count, shape.extent_count
-    folder_bytes = sum(len(one) for one in content.folders)
+    samples, extents = layout.sample_count, layout.extent_count
+    folder_bytes = sum(len(folder) for folder in metadata.folders)
     lengths = {
         Section.OFFSETS: 8 * extents,
         Section.LENGTHS: 8 * extents,
@@ -91,33 +89,33 @@ def section_lengths(shape: Shape, content: Content) -> dict[Section, int]:
         Section.MODES: 4 * samples,
         Section.MTIMES: 8 * samples,
         Section.NAME_OFFSETS: 8 * (samples + 1),
-        Section.NAMES: shape.name_bytes,
-        Section.FOLDER_OFFSETS: 8 * (len(content.folders) + 1),
+        Section.NAMES: layout.name_bytes,
+        Section.FOLDER_OFFSETS: 8 * (len(metadata.folders) + 1),
         Section.FOLDERS: folder_bytes,
-        Section.CLASS_OFFSETS: 8 * (len(content.classes) + 1),
-        Section.CLASSES: sum(len(one) for one in content.classes),
-        Section.SHARD_LENGTHS: 8 * len(content.shard_lengths),
+        Section.CLASS_OFFSETS: 8 * (len(metadata.classes) + 1),
+        Section.CLASSES: sum(len(name) for name in metadata.classes),
+        Section.SHARD_LENGTHS: 8 * len(metadata.shard_lengths),
     }
-    if shape.is_encoded:
+    if layout.is_encoded:
         lengths[Section.STORED_LENGTHS] = 8 * extents
         lengths[Section.CODECS] = extents
-    if shape.is_chunked:
+    if layout.is_chunked:
         lengths[Section.FIRST_EXTENTS] = 8 * (samples + 1)
-    lengths[Section.FOLDER_SAMPLES] = 16 * len(content.folders)
-    lengths[Section.FOLDER_ENDS] = 8 * len(content.folders)
-    lengths[Section.SHARD_DIGESTS] = DIGEST_BYTES * len(content.shard_lengths)
-    if content.parity_group:
-        lengths[Section.PARITY] = 8 * (1 + len(content.parity_lengths))
-        lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(content.parity_lengths)
+    lengths[Section.FOLDER_SAMPLES] = 16 * len(metadata.folders)
+    lengths[Section.FOLDER_ENDS] = 8 * len(metadata.folders)
+    lengths[Section.SHARD_DIGESTS] = DIGEST_BYTES * len(metadata.shard_lengths)
+    if metadata.parity_group:
+        lengths[Section.PARITY] = 8 * (1 + len(metadata.parity_lengths))
+        lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(metadata.parity_lengths)
     lengths[Section.NAME_TABLE] = 8 * (home_count(samples) + TAIL_SLOTS)
     return lengths
 
 
-def shape_of(runs: Sequence[Run]) -> Shape:
+def layout_of(runs: Sequence[SortedRun]) -> IndexLayout:
     """Return how large the merge of `runs` gets."""
     samples = sum(len(run.samples) for run in runs)
     extents = sum(len(run.extents) for run in runs)
-    return Shape(
+    return IndexLayout(
         sample_count=samples,
         extent_count=extents,
         name_bytes=sum(len(run.samples.names) for run in runs),
@@ -126,53 +124,53 @@ def shape_of(runs: Sequence[Run]) -> Shape:
     )
 
 
-def build_index(
-    runs: Sequence[Run],
-    content: Content,
-    file: PackFile,
-    create: Callable[[str], PackFile],
-) -> None:
-    """Write the index of the samples in `runs` to `file`.
+def write_index(
+    folder: PackFolder, name: str, runs: Sequence[SortedRun], metadata: IndexMetadata
+) -> int:
+    """Write the index of the samples in `runs` and make it durable; return its length.
 
     Args:
+        folder: takes the file, and for a while what is larger than memory.
+        name: of the file.
         runs: sorted by name each.
-        content: the rest.
-        file: new and empty; it is not closed.
-        create: makes files for what is larger than memory; the caller removes them.
+        metadata: the rest.
 
     Raises:
         UsageError: two samples have one name, or a sample is named like a folder.
-    Cost: a merge of names; memory for `PIECE_SAMPLES` samples and `PART_SAMPLES` hashes.
+    Cost: a merge of names; memory for `BLOCK_SAMPLES` samples and `BUCKET_SAMPLES` hashes.
     """
-    shape = shape_of(runs)
-    lengths = section_lengths(shape, content)
-    index = IndexWriter(file.write_at, lengths)
-    table = NameTable(shape.sample_count, create)
-    _put_columns(runs, shape, index, table)
-    folders = sorted(content.folders, key=lambda folder: folder + b"/")
+    file = folder.create(name)
+    layout = layout_of(runs)
+    lengths = section_lengths(layout, metadata)
+    index = IndexWriter(file, lengths)
+    table = NameTable(layout.sample_count, folder)
+    _put_columns(runs, layout, index, table)
+    folders = sorted(metadata.folders, key=lambda folder: folder + b"/")
     folder_offsets, folder_names = joined(folders)
-    class_offsets, class_names = joined(content.classes)
+    class_offsets, class_names = joined(metadata.classes)
     index.put(Section.FOLDER_OFFSETS, folder_offsets)
     index.put(Section.FOLDERS, folder_names)
     index.put(Section.CLASS_OFFSETS, class_offsets)
     index.put(Section.CLASSES, class_names)
-    index.put(Section.SHARD_LENGTHS, np.array(content.shard_lengths, np.uint64))
-    index.put(Section.FOLDER_SAMPLES, _folder_samples(file, index, shape, folders))
+    index.put(Section.SHARD_LENGTHS, np.array(metadata.shard_lengths, np.uint64))
+    index.put(Section.FOLDER_SAMPLES, _folder_samples(file, index, layout, folders))
     index.put(Section.FOLDER_ENDS, folder_ends(folders))
-    index.put(Section.SHARD_DIGESTS, b"".join(content.shard_digests))
-    if content.parity_group:
-        parity = [content.parity_group, *content.parity_lengths]
+    index.put(Section.SHARD_DIGESTS, b"".join(metadata.shard_digests))
+    if metadata.parity_group:
+        parity = [metadata.parity_group, *metadata.parity_lengths]
         index.put(Section.PARITY, np.array(parity, np.uint64))
-        index.put(Section.PARITY_DIGESTS, b"".join(content.parity_digests))
+        index.put(Section.PARITY_DIGESTS, b"".join(metadata.parity_digests))
     table.write(index)
     index.finish(
         IndexCounts(
-            samples=shape.sample_count,
+            samples=layout.sample_count,
             folders=len(folders),
-            shards=len(content.shard_lengths),
-            classes=len(content.classes),
+            shards=len(metadata.shard_lengths),
+            classes=len(metadata.classes),
         )
     )
+    folder.close(file)
+    return file.length
 
 
 def folder_ends(folders: Sequence[bytes]) -> NDArray[np.uint64]:
@@ -191,16 +189,18 @@ def folder_ends(folders: Sequence[bytes]) -> NDArray[np.uint64]:
     return ends
 
 
-def _put_columns(runs: Sequence[Run], shape: Shape, index: IndexWriter, table: NameTable) -> None:
+def _put_columns(
+    runs: Sequence[SortedRun], layout: IndexLayout, index: IndexWriter, table: NameTable
+) -> None:
     merger = NameMerger([(run.samples.name_offsets, run.samples.names) for run in runs])
     samples_done = [0] * len(runs)
     extents_done = [0] * len(runs)
     sample_count = extent_count = name_bytes = 0
     index.put(Section.NAME_OFFSETS, np.zeros(1, np.uint64))
-    if shape.is_chunked:
+    if layout.is_chunked:
         index.put(Section.FIRST_EXTENTS, np.zeros(1, np.uint64))
     while True:
-        merged = merger.next(PIECE_SAMPLES)
+        merged = merger.next(BLOCK_SAMPLES)
         sources, lengths, names = merged.lists, merged.lengths, merged.names
         if merged.ends_in_duplicate:
             raise _duplicate(names[len(names) - int(lengths[-1]) :])
@@ -212,29 +212,29 @@ def _put_columns(runs: Sequence[Run], shape: Shape, index: IndexWriter, table: N
         index.put(Section.NAMES, names)
         index.put(Section.NAME_OFFSETS, offsets[1:] + np.uint64(name_bytes))
         name_bytes += len(names)
-        piece = _Piece(runs, sources, samples_done, extents_done)
+        block = _MergedBlock(runs, sources, samples_done, extents_done)
         for column, section in _SAMPLE_SECTIONS.items():
-            index.put(section, piece.sample_columns[column])
+            index.put(section, block.sample_columns[column])
         for column, section in _EXTENT_SECTIONS.items():
-            if shape.is_encoded or column not in ("stored_lengths", "codecs"):
-                index.put(section, piece.extent_columns[column])
-        if shape.is_chunked:
-            counts = piece.sample_columns["extent_counts"]
+            if layout.is_encoded or column not in ("stored_lengths", "codecs"):
+                index.put(section, block.extent_columns[column])
+        if layout.is_chunked:
+            counts = block.sample_columns["extent_counts"]
             index.put(
                 Section.FIRST_EXTENTS, np.cumsum(counts, dtype=np.uint64) + np.uint64(extent_count)
             )
         sample_count += len(sources)
-        extent_count += len(piece.extent_columns["offsets"])
+        extent_count += len(block.extent_columns["offsets"])
         for run in runs:
             run.release()
 
 
-class _Piece:
+class _MergedBlock:
     """The columns of the next samples of a merge, taken from the runs that they are in."""
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[SortedRun],
         sources: NDArray[np.uint32],
         samples_done: list[int],
         extents_done: list[int],
@@ -248,11 +248,13 @@ class _Piece:
             samples_done[k] = taken[k].stop
         self.sample_columns: dict[str, NDArray[Any]] = {}
         for name, dtype in SAMPLE_TYPES.items():
-            parts = [_column(runs[k], name)[taken[k]] for k in present]
+            slices = [_column(runs[k], name)[taken[k]] for k in present]
             if name == "labels":
-                parts = [_mapped(runs[k], part) for k, part in zip(present, parts, strict=True)]
+                slices = [
+                    _mapped(runs[k], values) for k, values in zip(present, slices, strict=True)
+                ]
             column = np.empty(len(order), dtype)
-            together = np.concatenate(parts)
+            together = np.concatenate(slices)
             column[order] = together
             self.sample_columns[name] = column
             if name == "extent_counts":
@@ -260,7 +262,7 @@ class _Piece:
 
     def _place_extents(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[SortedRun],
         present: list[int],
         taken: dict[int, slice],
         counts: NDArray[np.uint32],
@@ -285,38 +287,38 @@ class _Piece:
             self.extent_columns[name] = column
 
 
-def _column(run: Run, name: str) -> NDArray[Any]:
+def _column(run: SortedRun, name: str) -> NDArray[Any]:
     column: NDArray[Any] = getattr(run.samples, name)
     return column
 
 
-def _mapped(run: Run, labels: NDArray[np.int32]) -> NDArray[np.int32]:
+def _mapped(run: SortedRun, labels: NDArray[np.int32]) -> NDArray[np.int32]:
     return labels if run.label_map is None else run.label_map[labels]
 
 
-def _is_chunked(run: Run) -> bool:
+def _is_chunked(run: SortedRun) -> bool:
     return len(run.extents) != len(run.samples) or bool((run.samples.extent_counts != 1).any())
 
 
 def _folder_samples(
-    file: PackFile, index: IndexWriter, shape: Shape, folders: list[bytes]
+    file: PackFile, index: IndexWriter, layout: IndexLayout, folders: list[bytes]
 ) -> NDArray[np.uint64]:
     """Return first and end of the samples below each folder, from the names just written."""
-    if not folders or not shape.sample_count:
+    if not folders or not layout.sample_count:
         return np.zeros((len(folders), 2), np.uint64).reshape(-1)
     size = os.fstat(file.descriptor).st_size
     mapping = mmap.mmap(file.descriptor, size, prot=mmap.PROT_READ)
     offsets = np.frombuffer(
-        mapping, np.uint64, shape.sample_count + 1, index.offset(Section.NAME_OFFSETS)
+        mapping, np.uint64, layout.sample_count + 1, index.offset(Section.NAME_OFFSETS)
     )
-    names = np.frombuffer(mapping, np.uint8, shape.name_bytes, index.offset(Section.NAMES))
+    names = np.frombuffer(mapping, np.uint8, layout.name_bytes, index.offset(Section.NAMES))
 
     def bounds(ending: bytes) -> NDArray[np.uint64]:
         wanted_offsets, wanted = joined(folder + ending for folder in folders)
         return lower_bounds(offsets, names, wanted_offsets, np.frombuffer(wanted, np.uint8))
 
     for k, sample in enumerate(bounds(b"").tolist()):
-        if sample < shape.sample_count:
+        if sample < layout.sample_count:
             begin, end = int(offsets[sample]), int(offsets[sample + 1])
             if names[begin:end].tobytes() == folders[k]:
                 raise UsageError(

@@ -1,49 +1,71 @@
-"""What is durable of a packing under way, so that a killed one goes on from its closed shards.
+"""What is durable of a packing that runs, so that after a kill the next one resumes from it.
 
 ::
 
-    DST.partial/journal.partial     one JSON object a line, which counts once it is whole
+    DST.partial/journal.partial     one JSON object a line, which counts once it is complete
         {"version": 2, "source": kind, "options": {...}}
         {"samples": all so far, "bytes": ..., "shards": [[length, digest], ...],
          "runs": [[name, checksum], ...], "listing": digest of names, sizes, times, labels so far}
 
-A line is written when a shard is closed between two samples, after the shard and the runs of
-its samples are on storage. The next packing reads the source's listing again, and keeps the shards
-up to the last line whose digest it comes by as well.
+A line is written when a shard is closed between two samples, after the shard and the sorted-run
+files of its samples are on storage. The next packing reads the source's listing again, and keeps
+the shards up to the last line of which the digest is the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.native import crc32c
 from paceline.store.format.layout import shard_name
-from paceline.store.write.shards import Shard
+from paceline.store.write.files import FileDigest
+from paceline.store.write.sources import SourceBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.partial import PackFile
-    from paceline.store.write.sorted_runs import Samples
+    from paceline.store.write.columns import SampleColumns
+    from paceline.store.write.files import PackFolder
+    from paceline.store.write.sources import OpenSource
 
 JOURNAL_NAME = "journal.partial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """What one line says: all that is whole once its shards are."""
+class Checkpoint:
+    """How far packing had come when a shard was closed.
+
+    Attributes:
+        samples: packed so far.
+        bytes: of these samples.
+        listing: digest of their names, sizes, times and labels.
+        runs: all sorted-run files so far, name and checksum.
+    """
 
     samples: int
     bytes: int
     listing: str
-    shards: list[Shard]
+    runs: list[tuple[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalEntry:
+    """One line: what is durable once its shards are; `shards` and `runs` since the line before."""
+
+    samples: int
+    bytes: int
+    listing: str
+    shards: list[FileDigest]
     runs: list[tuple[str, int]]
 
 
@@ -56,84 +78,115 @@ class ListingDigest:
     def __init__(self) -> None:
         self._columns = [hashlib.blake2b(digest_size=16) for _ in range(5)]
 
-    def update(self, samples: Samples, lengths: NDArray[np.uint64], part: slice) -> None:
-        """Take some samples that follow those before."""
-        first, end, _ = part.indices(len(lengths))
-        offsets = samples.name_offsets[first : end + 1]
+    def update(self, samples: SampleColumns, lengths: NDArray[np.uint64]) -> None:
+        """Take samples that follow those before, and their lengths."""
         columns = (
-            samples.names[int(offsets[0]) : int(offsets[-1])],
-            np.diff(offsets),
-            lengths[part],
-            samples.mtimes_ns[part],
-            samples.labels[part],
+            samples.names,
+            np.diff(samples.name_offsets),
+            lengths,
+            samples.mtimes_ns,
+            samples.labels,
         )
         for digest, column in zip(self._columns, columns, strict=True):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
 
     def text(self) -> str:
         """Return the digest of all so far."""
-        return "".join(one.hexdigest() for one in self._columns)
+        return "".join(digest.hexdigest() for digest in self._columns)
 
 
 class Journal:
-    """Appends lines to the journal of a packing."""
+    """Appends lines to the journal of a packing; `ShardWriter`'s syncing thread owns it.
 
-    def __init__(self, file: PackFile, header: dict[str, Any], entries: list[Entry]) -> None:
-        self._file = file
+    Args:
+        folder: takes the file; once a line is durable, it is resumable.
+        header: what the next packing must have in common with this one.
+        entries: lines of the packing before that still hold.
+    """
+
+    def __init__(
+        self, folder: PackFolder, header: dict[str, Any], entries: Sequence[JournalEntry]
+    ) -> None:
+        self._folder = folder
+        self._file = folder.create(JOURNAL_NAME)
+        self._shard_count = self._run_count = 0  # that are noted
         self._write(header)
         for entry in entries:
-            self.append(entry)
+            self._append(entry)
 
-    def append(self, entry: Entry) -> None:
-        """Make an entry durable."""
+    def append(self, checkpoint: Checkpoint, shards: Sequence[FileDigest]) -> None:
+        """Make a line durable.
+
+        Args:
+            checkpoint: how far packing has come.
+            shards: all that are durable.
+        """
+        self._append(
+            JournalEntry(
+                samples=checkpoint.samples,
+                bytes=checkpoint.bytes,
+                listing=checkpoint.listing,
+                shards=list(shards[self._shard_count :]),
+                runs=checkpoint.runs[self._run_count :],
+            )
+        )
+
+    def _append(self, entry: JournalEntry) -> None:
         self._write(
             {
                 "samples": entry.samples,
                 "bytes": entry.bytes,
                 "listing": entry.listing,
-                "shards": [[one.length, one.digest.hex()] for one in entry.shards],
+                "shards": [[shard.length, shard.digest.hex()] for shard in entry.shards],
                 "runs": entry.runs,
             }
         )
+        self._shard_count += len(entry.shards)
+        self._run_count += len(entry.runs)
+        self._folder.resumable = True
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.sync()
 
 
-def read_journal(folder: Path, header: dict[str, Any]) -> list[Entry]:
+def read_journal(folder: Path, header: dict[str, Any]) -> list[JournalEntry]:
     """Return what a packing with the same header left in `folder` and what is still there."""
     try:
-        lines = (folder / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]  # the last is torn or empty
+        lines = (
+            (folder / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]
+        )  # the last is incomplete or empty
         if not lines or json.loads(lines[0]) != header:
             return []
     except (OSError, ValueError):
         return []
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     shard = 0
     for line in lines[1:]:
         try:
             entry = _parse(line)
         except (ValueError, KeyError, TypeError):
             break
-        is_whole = all(
-            _length(folder / shard_name(shard + k)) == one.length
-            for k, one in enumerate(entry.shards)
+        are_complete = all(
+            _length(folder / shard_name(shard + k)) == digest.length
+            for k, digest in enumerate(entry.shards)
         )
-        if not is_whole or not all(_is_run(folder / name, crc) for name, crc in entry.runs):
+        if not are_complete or not all(_is_run(folder / name, crc) for name, crc in entry.runs):
             break
         shard += len(entry.shards)
         entries.append(entry)
     return entries
 
 
-def _parse(line: bytes) -> Entry:
+def _parse(line: bytes) -> JournalEntry:
     data = json.loads(line)
-    return Entry(
+    return JournalEntry(
         samples=int(data["samples"]),
         bytes=int(data["bytes"]),
         listing=str(data["listing"]),
-        shards=[Shard(int(length), bytes.fromhex(digest)) for length, digest in data["shards"]],
+        shards=[
+            FileDigest(int(length), bytes.fromhex(digest)) for length, digest in data["shards"]
+        ],
         runs=[(str(name), int(checksum)) for name, checksum in data["runs"]],
     )
 
@@ -149,8 +202,60 @@ def _is_run(path: Path, checksum: int) -> bool:
     found = 0
     try:
         with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                found = crc32c(piece, found)
+            while block := file.read(1 << 20):
+                found = crc32c(block, found)
     except OSError:
         return False
     return found == checksum
+
+
+@dataclass(slots=True)
+class ResumePoint:
+    """Where packing begins: behind what `entries` say is durable, or at the source's start.
+
+    Attributes:
+        entries: of the journal that hold for the source as it is now.
+        listing: digest of the samples before.
+        batches: the samples behind.
+    """
+
+    entries: list[JournalEntry]
+    batches: Iterator[SourceBatch]
+    listing: ListingDigest = field(default_factory=ListingDigest)
+
+
+def resume(source: OpenSource, entries: list[JournalEntry], large_bytes: int) -> ResumePoint:
+    """Pass over the samples that are packed already, as far as the source still has them.
+
+    Args:
+        source: is read again from its start.
+        entries: of the journal that a killed packing left.
+        large_bytes: as in `OpenSource.batches`.
+    """
+    while True:
+        point = ResumePoint(entries, source.batches(large_bytes))
+        held = _pass_over(point)
+        if held == len(entries):
+            return point
+        entries = entries[:held]  # the source differs from there on: read it from the start
+
+
+def _pass_over(point: ResumePoint) -> int:
+    """Move the point behind its entries; return how many of them the source matches."""
+    passed = 0
+    batch: SourceBatch | None = None
+    for number, entry in enumerate(point.entries):
+        while passed < entry.samples:
+            if batch is None or not len(batch):
+                batch = next(point.batches, None)
+                if batch is None:
+                    return number
+            count = min(entry.samples - passed, len(batch))
+            point.listing.update(batch.samples[:count], batch.lengths[:count])
+            batch = batch.drop(count)
+            passed += count
+        if point.listing.text() != entry.listing:
+            return number
+    if batch is not None and len(batch):
+        point.batches = chain([batch], point.batches)
+    return len(point.entries)

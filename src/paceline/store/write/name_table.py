@@ -1,8 +1,8 @@
 """The hash table of names, built in order of hash so that it streams, whatever its size.
 
 A sample is placed at its home (the top bits of the hash) or right behind the one before it. Taken
-in order of hash this is one pass; to have that order, samples are first dealt to files by the top
-bits of their hash, and each file is sorted in memory.
+in order of hash this is one pass; to have that order, samples are first distributed to files by the
+top bits of their hash, and each file is sorted in memory.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from paceline.store.format.layout import Section
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.partial import PackFile
+    from paceline.store.write.files import PackFile, PackFolder
     from paceline.store.write.sections import IndexWriter
 
-PART_SAMPLES = 1 << 20  # 16 MiB of hashes and numbers
-_MAX_PARTS = 512  # files that are open at a time
+BUCKET_SAMPLES = 1 << 20  # 16 MiB of hashes and numbers
+_MAX_BUCKETS = 512  # files that are open at a time
 TAIL_SLOTS = 64  # at least so many behind the last home: the length is known before the names are
 _SAMPLE_BITS = np.uint64(40)
 _MARK = np.uint64(0xFFFFFF)
-_PIECE_SLOTS = 1 << 20
+_BLOCK_SLOTS = 1 << 20
 
 
 def home_count(sample_count: int) -> int:
@@ -39,16 +39,24 @@ def home_count(sample_count: int) -> int:
 
 
 class NameTable:
-    """Collects the hashes of names, then writes the table."""
+    """Collects the hashes of names, then writes the table.
 
-    def __init__(self, sample_count: int, create: Callable[[str], PackFile]) -> None:
+    Args:
+        sample_count: how many names there will be.
+        folder: takes the hashes for a while where memory does not.
+    """
+
+    def __init__(self, sample_count: int, folder: PackFolder) -> None:
+        self._folder = folder
         self._home_bits = home_count(sample_count).bit_length() - 1
-        parts = min(1 << (sample_count // PART_SAMPLES).bit_length(), _MAX_PARTS)
-        self._part_bits = parts.bit_length() - 1 if sample_count >= PART_SAMPLES else 0
+        buckets = min(1 << (sample_count // BUCKET_SAMPLES).bit_length(), _MAX_BUCKETS)
+        self._bucket_bits = buckets.bit_length() - 1 if sample_count >= BUCKET_SAMPLES else 0
         self._memory: list[NDArray[np.uint64]] = []
         self._files: list[PackFile] = []
-        if self._part_bits:
-            self._files = [create(f"names-{k:03d}.partial") for k in range(1 << self._part_bits)]
+        if self._bucket_bits:
+            self._files = [
+                folder.create(f"names-{k:03d}.partial") for k in range(1 << self._bucket_bits)
+            ]
 
     def add(self, hashes: NDArray[np.uint64], first_sample: int) -> None:
         """Take the hashes of samples `first_sample` and following."""
@@ -58,24 +66,24 @@ class NameTable:
         if not self._files:
             self._memory.append(pairs)
             return
-        parts = hashes >> np.uint64(64 - self._part_bits)
-        order = np.argsort(parts, kind="stable")
-        bounds = np.searchsorted(parts[order], np.arange(len(self._files) + 1))
+        buckets = hashes >> np.uint64(64 - self._bucket_bits)
+        order = np.argsort(buckets, kind="stable")
+        bounds = np.searchsorted(buckets[order], np.arange(len(self._files) + 1))
         pairs = pairs[order]
         for k, file in enumerate(self._files):
-            piece = pairs[bounds[k] : bounds[k + 1]]
-            if len(piece):
-                file.write(piece.view(np.uint8).reshape(-1).data)
+            bucket = pairs[bounds[k] : bounds[k + 1]]
+            if len(bucket):
+                file.write(bucket.view(np.uint8).reshape(-1).data)
 
     def write(self, index: IndexWriter) -> None:
-        """Write the table as the index's section."""
+        """Write the table as the index's section, and discard the hashes."""
         home_shift = np.uint64(64 - self._home_bits)
         homes = 1 << self._home_bits
-        parts = 1 << self._part_bits
+        buckets = 1 << self._bucket_bits
         written = 0  # slots
         begin = 0  # the first slot that may be free
-        late = np.zeros((0, 2), np.uint64)  # slot and entry, beyond the part they belong to
-        for k, pairs in enumerate(self._parts()):
+        late = np.zeros((0, 2), np.uint64)  # slot and entry, beyond the bucket they belong to
+        for k, pairs in enumerate(self._buckets()):
             pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # ties: by number
             home = (pairs[:, 0] >> home_shift).astype(np.int64)
             rank = np.arange(len(pairs))
@@ -86,14 +94,14 @@ class NameTable:
             placed[:, 0] = slots
             placed[:, 1] = (pairs[:, 0] & _MARK) << _SAMPLE_BITS | (pairs[:, 1] + np.uint64(1))
             placed = np.concatenate([late, placed])
-            last = k == parts - 1
-            end = max(begin, homes + TAIL_SLOTS) if last else homes // parts * (k + 1)
+            last = k == buckets - 1
+            end = max(begin, homes + TAIL_SLOTS) if last else homes // buckets * (k + 1)
             here = placed[:, 0] < end
             late = placed[~here]
             _put_slots(index, placed[here], written, end)
             written = end
 
-    def _parts(self) -> Iterator[NDArray[np.uint64]]:
+    def _buckets(self) -> Iterator[NDArray[np.uint64]]:
         if not self._files:
             yield np.concatenate([np.zeros((0, 2), np.uint64), *self._memory])
             return
@@ -104,8 +112,8 @@ class NameTable:
 
 def _put_slots(index: IndexWriter, placed: NDArray[np.uint64], begin: int, end: int) -> None:
     slots = placed[:, 0].astype(np.int64)
-    for first in range(begin, end, _PIECE_SLOTS):
-        piece = np.zeros(min(_PIECE_SLOTS, end - first), np.uint64)
-        low, high = np.searchsorted(slots, [first, first + len(piece)])
-        piece[slots[low:high] - first] = placed[low:high, 1]
-        index.put(Section.NAME_TABLE, piece)
+    for first in range(begin, end, _BLOCK_SLOTS):
+        block = np.zeros(min(_BLOCK_SLOTS, end - first), np.uint64)
+        low, high = np.searchsorted(slots, [first, first + len(block)])
+        block[slots[low:high] - first] = placed[low:high, 1]
+        index.put(Section.NAME_TABLE, block)

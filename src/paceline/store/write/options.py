@@ -1,4 +1,4 @@
-"""What can be chosen about packing, and what it reports."""
+"""Options of packing, and what it reports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.core.config import Configuration
 from paceline.core.errors import ConfigError, Missing
 from paceline.core.record import Record
 from paceline.native import zstd_available
-from paceline.store.format.layout import ALIGNMENT
-from paceline.store.write.shards import ShardLimits
+from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES
+from paceline.store.write.sources import BATCH_BYTES
 
 if TYPE_CHECKING:
-    from paceline.store.write.sources import Source
+    from paceline.store.write.sources import SourceTotals
 
 DEFAULT_SHARD_BYTES = 256 << 20
 MAX_SHARD_BYTES = 16 << 30
@@ -32,12 +32,12 @@ class PackOptions(Configuration):
         codec: `zstd` stores a sample encoded if that is smaller at all, `auto` if it saves at least
             a tenth, `none` never. Samples over 64 MiB are stored as they are.
         codec_level: of zstd, 1 to 19: the higher, the smaller and slower.
-        parity_group: a parity file for so many shards: one lost shard of a group can be made again
-            from the others. 0 = none.
+        parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
+            from the others. 0 = no parity.
     Changes which samples there are:
         follow_symlinks: pack what symbolic links lead to, instead of refusing them.
     Changes speed:
-        restart: throw away what a killed packing left, instead of going on from it.
+        restart: discard what a killed packing left, instead of resuming from it.
     """
 
     section: ClassVar[str] = "pack"
@@ -51,13 +51,13 @@ class PackOptions(Configuration):
     def __post_init__(self) -> None:
         if self.shard_bytes != 0 and self.shard_bytes < 2 * ALIGNMENT:
             raise ConfigError(
-                f"a shard of {self.shard_bytes} bytes holds no sample",
+                f"a shard of {self.shard_bytes} bytes cannot hold a sample",
                 where="shard_bytes",
                 fix=f"Use at least {2 * ALIGNMENT}; hundreds of MiB serve best",
             )
         if self.codec not in _CODECS:
             raise ConfigError(
-                f"no codec is called {self.codec!a}",
+                f"unknown codec {self.codec!a}",
                 where="codec",
                 fix="Use one of " + ", ".join(_CODECS),
             )
@@ -67,9 +67,9 @@ class PackOptions(Configuration):
             )
         if self.parity_group < 0 or self.parity_group == 1:
             raise ConfigError(
-                f"a parity file for {self.parity_group} shards",
+                f"parity_group must be 0 or at least 2, got {self.parity_group}",
                 where="parity_group",
-                why="of one shard it would be a copy",
+                why="the parity of one shard is a copy of it",
                 fix="Use 2 or more, or 0 for none; 8 costs an eighth of the space",
             )
 
@@ -108,11 +108,38 @@ class PackProgress:
     reused_byte_count: int = 0
 
 
-def shard_limits(source: Source, options: PackOptions) -> ShardLimits:
-    """Return how large the shards of a pack of `source` get."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardLimits:
+    """How large shards get.
+
+    Attributes:
+        shard_bytes: a shard is closed before it would grow beyond this.
+        growth_shards: for sources of unknown size, the limit doubles after so many shards; 0 =
+            never. So the number of shards grows with the logarithm of what comes.
+        max_bytes: that growth ends at.
+    """
+
+    shard_bytes: int
+    growth_shards: int = 0
+    max_bytes: int = 16 << 30
+
+    @property
+    def large_bytes(self) -> int:
+        """The length above which a sample comes alone and is read in chunks."""
+        return min(BATCH_BYTES, self.shard_bytes - HEADER_BYTES)
+
+    def limit(self, shard: int) -> int:
+        """Return the limit of the `shard`-th shard, in bytes."""
+        if not self.growth_shards:
+            return self.shard_bytes
+        doubled = self.shard_bytes << min(shard // self.growth_shards, 40)
+        return max(min(doubled, self.max_bytes), self.shard_bytes)
+
+
+def shard_limits(totals: SourceTotals, options: PackOptions) -> ShardLimits:
+    """Return how large the shards get when a source with these `totals` is packed."""
     if options.shard_bytes:
         return ShardLimits(shard_bytes=options.shard_bytes)
-    totals = source.totals()
     if not totals.is_exact:
         return ShardLimits(
             shard_bytes=DEFAULT_SHARD_BYTES,
@@ -130,7 +157,7 @@ def check_codec(options: PackOptions) -> None:
     """Refuse a codec that this machine lacks."""
     if options.codec != "none" and not zstd_available():
         raise Missing(
-            "zstd is not on this machine",
+            "zstd is not installed",
             where="libzstd.so.1",
             fix="Install your distribution's libzstd (libzstd1), or pack with --codec none",
         )

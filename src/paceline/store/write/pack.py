@@ -1,24 +1,29 @@
-"""Packs a source of samples: the first arc of the data path, run once before any training.
+"""Packs a source of samples into a new pack: the first step of the data path, before any training.
 
-Bodies stream through a few buffers and columns through files (`write/sorted_runs.py`), so memory is
-bounded whatever the source holds. What is written where: `format/layout.py`; how a crash is
-survived: `write/partial.py` and `write/journal.py`.
+Bodies stream through a few buffers (`pipeline.py`) and columns through files (`sorted_runs.py`), so
+memory is bounded whatever the source holds. `partial.py` and `journal.py` say how a crash is
+survived.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import PacelineError, UsageError
-from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, parity_name
-from paceline.store.write.archives import ArchiveSource, find_archives
-from paceline.store.write.folder import FolderSource
-from paceline.store.write.index import Content, Shape, build_index, section_lengths, shape_of
+from paceline.core.errors import UsageError, os_errors_as
+from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, aligned_begins
+from paceline.store.write.archive_paths import find_archives
+from paceline.store.write.archives import Archives
+from paceline.store.write.folder import Folder
+from paceline.store.write.index import (
+    IndexLayout,
+    IndexMetadata,
+    layout_of,
+    section_lengths,
+    write_index,
+)
 from paceline.store.write.journal import read_journal
 from paceline.store.write.options import (
     PackOptions,
@@ -27,326 +32,209 @@ from paceline.store.write.options import (
     check_codec,
     shard_limits,
 )
-from paceline.store.write.parity import groups, parity_length, write_parity
+from paceline.store.write.parity import groups, parity_length, write_all_parity
 from paceline.store.write.partial import PartialPack, check_destination, unwritable
-from paceline.store.write.pipeline import Packer, large_bytes
+from paceline.store.write.pipeline import PackedSamples, pack_resumable
+from paceline.store.write.placement import ShardPlacement
 from paceline.store.write.sections import index_bytes
-from paceline.store.write.shards import Layout
 from paceline.store.write.sorted_runs import open_run
-from paceline.store.write.sources import SampleSource, aligned_begins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Sequence
 
-    from paceline.store.write.partial import PackFolder
-    from paceline.store.write.shards import ShardLimits
-    from paceline.store.write.sorted_runs import Run
-    from paceline.store.write.sources import Source
+    from paceline.store.write.options import ShardLimits
+    from paceline.store.write.sources import OpenSource, PackSource
 
 
-def pack_folder(
-    source: str | os.PathLike[str],
+def pack(
+    source: PackSource,
     destination: str | os.PathLike[str],
     *,
     options: PackOptions | None = None,
     on_progress: Callable[[PackProgress], None] | None = None,
     clock: Clock | None = None,
 ) -> PackSummary:
-    """Pack the folder `source` into the new folder `destination` and return what it holds.
+    """Pack `source` into the new folder `destination` and return what it holds.
 
-    Samples are all files in bytewise order of their relative paths; the top-level folders are the
-    classes, and a file at the root has label -1. Killed at any moment, this leaves nothing, a
-    ``destination.partial`` that the next run goes on from, or the whole pack.
+    Killed at any moment, this leaves nothing, a ``destination.partial`` from which the next run
+    resumes, or the complete pack.
 
     Args:
-        source: a folder; only files and folders may lie in it.
+        source: `Folder`, `Archives` or `Samples`.
         destination: does not exist yet, though its parent does.
-        options: shard size, codec, and what to do about symbolic links.
+        options: shard size, codec, parity, and what to do about symbolic links.
         on_progress: called after each batch of samples.
         clock: in place of the system's.
 
     Raises:
         DestinationExists: nothing was touched.
-        NotFound: `source`, or the folder for `destination`, does not exist.
-        UsageError: something below `source` is neither file nor folder.
-        StorageError: the disk is full, or a source file cannot be read or changed meanwhile.
+        NotFound: the source, or the folder for `destination`, does not exist.
+        UsageError: the source holds something that cannot be packed, or a name twice.
+        StorageError: the disk is full, or the source cannot be read or changed meanwhile.
     """
     options = options or PackOptions()
-    check_destination(Path(source), Path(destination).absolute())
-    opened = FolderSource(os.fsencode(source), follow_symlinks=options.follow_symlinks)
-    with closing(opened):
-        return pack_source(
-            opened, destination, options=options, on_progress=on_progress, clock=clock
-        )
+    target = Path(destination).absolute()
+    check_destination(source.root, target)
+    check_codec(options)
+    with source.open(follow_symlinks=options.follow_symlinks) as opened:
+        return _pack(opened, destination, options, on_progress, clock or SystemClock())
 
 
-def pack_samples(
-    samples: Iterable[tuple[str | bytes, bytes]],
+def plan_pack(
+    source: PackSource,
     destination: str | os.PathLike[str],
     *,
     options: PackOptions | None = None,
-    on_progress: Callable[[PackProgress], None] | None = None,
-    clock: Clock | None = None,
 ) -> PackSummary:
-    """Pack pairs of a name and bytes, in any order, into the new folder `destination`.
+    """Return what `pack` would do without a codec, having written nothing.
 
-    Names are relative paths; the top-level folders are the classes. The samples are read once and
-    never held, however many there are.
+    The errors are those of `pack`.
+    """
+    options = options or PackOptions()
+    check_destination(source.root, Path(destination).absolute())
+    check_codec(options)
+    with source.open(follow_symlinks=options.follow_symlinks) as opened:
+        return _plan(opened, destination, options)
+
+
+def find_source(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Folder | Archives:
+    """Return what `paths` name: archives, or one folder.
 
     Raises:
-        DestinationExists: nothing was touched.
-        UsageError: a name is no relative path, or comes twice.
-        StorageError: the disk is full.
+        NotFound: nothing matches a pattern.
+        UsageError: several paths, and not all are archives.
     """
-    check_destination(None, Path(destination).absolute())
-    return pack_source(
-        SampleSource(samples), destination, options=options, on_progress=on_progress, clock=clock
-    )
-
-
-def pack_archives(
-    archives: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    destination: str | os.PathLike[str],
-    *,
-    options: PackOptions | None = None,
-    on_progress: Callable[[PackProgress], None] | None = None,
-    clock: Clock | None = None,
-) -> PackSummary:
-    """Pack the files in tar archives, or WebDataset shards, into the new folder `destination`.
-
-    Args:
-        archives: archives (.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz), patterns of them with braces,
-            or a folder that holds nothing else.
-        destination: does not exist yet, though its parent does.
-        options: shard size and codec.
-        on_progress: called after each batch of samples.
-        clock: in place of the system's.
-
-    Raises:
-        DestinationExists: nothing was touched.
-        NotFound: there is no such archive.
-        UsageError: a member is neither file nor folder, its name leads out, or it comes twice.
-        StorageError: an archive is damaged, or the disk is full.
-    """
-    check_destination(None, Path(destination).absolute())
-    paths = [archives] if isinstance(archives, str | os.PathLike) else list(archives)
-    found = find_archives([os.fspath(path) for path in paths])
-    if not found:
+    named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if find_archives([os.fspath(path) for path in named]):
+        return Archives(named)
+    if len(named) != 1:
         raise UsageError(
-            "these are no archives",
-            where=", ".join(str(path) for path in paths)[:500],
-            fix="Name .tar files, patterns of them, or a folder that holds nothing else",
-        )
-    return pack_source(
-        ArchiveSource(found), destination, options=options, on_progress=on_progress, clock=clock
-    )
-
-
-@contextmanager
-def opened_source(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Source,
-    options: PackOptions,
-) -> Iterator[Source]:
-    """Yield what paths stand for, archives or one folder; a source is passed through."""
-    if not isinstance(source, str | os.PathLike | Sequence):
-        yield source
-        return
-    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
-    archives = find_archives([os.fspath(path) for path in paths])
-    if archives:
-        yield ArchiveSource(archives)
-        return
-    if len(paths) != 1:
-        raise UsageError(
-            "several sources are packed only if all are archives",
-            where=", ".join(str(path) for path in paths)[:500],
+            "several sources can be packed only if all are archives",
+            where=", ".join(str(path) for path in named)[:500],
             fix="Name one folder, or .tar files",
         )
-    folder = FolderSource(os.fsencode(paths[0]), follow_symlinks=options.follow_symlinks)
-    with closing(folder):
-        yield folder
+    return Folder(named[0])
 
 
-def pack_source(
-    source: Source,
+def _pack(
+    source: OpenSource,
     destination: str | os.PathLike[str],
-    *,
-    options: PackOptions | None = None,
-    on_progress: Callable[[PackProgress], None] | None = None,
-    clock: Clock | None = None,
+    options: PackOptions,
+    on_progress: Callable[[PackProgress], None] | None,
+    clock: Clock,
 ) -> PackSummary:
-    """Pack any source; see `pack_folder`."""
-    options = options or PackOptions()
-    clock = clock or SystemClock()
     start_s = clock.now_s()
     target = Path(destination).absolute()
-    check_codec(options)
-    limits = shard_limits(source, options)
+    limits = shard_limits(source.totals(), options)
     header = _journal_header(source, options, limits)
     partial = PartialPack(target)
-    try:
-        with partial:
-            left = read_journal(partial.folder, header) if source.kind else []
-            if options.restart:
-                left = []
-            partial.resumable = bool(left)  # passing over it may take long, and be interrupted
-            packer = Packer(source, partial, options, limits, on_progress)
-            try:
-                packer.pack_all(left, header)
-            finally:
-                packer.stop()
-            content = _content(packer, source, partial, options.parity_group)
-            label_map = source.classes()[1]
-            runs = [open_run(partial.folder / name, label_map) for name, _ in packer.spool.files]
-            index_length = write_index(partial, INDEX_NAME, runs, content)
-            shape = shape_of(runs)
-            stored_bytes = sum(int(run.extents.stored_lengths.sum()) for run in runs)
-            del runs
-            partial.commit()
-    except PacelineError:
-        raise
-    except OSError as problem:  # of the source, sources have translated their own
-        raise unwritable(target, problem, kept=partial.resumable) from problem
+    # The source translates its own errors: what else the system refuses is about the target.
+    with (
+        os_errors_as(lambda problem: unwritable(target, problem, kept=partial.resumable)),
+        partial,
+    ):
+        can_resume = source.kind and not options.restart
+        packed = pack_resumable(
+            source,
+            partial,
+            options,
+            limits,
+            header=header,
+            entries=read_journal(partial.folder, header) if can_resume else [],
+            on_progress=on_progress,
+        )
+        metadata = _metadata(packed, source, partial, options.parity_group)
+        runs = [open_run(partial.folder / name, source.classes().label_map) for name in packed.runs]
+        index_length = write_index(partial, INDEX_NAME, runs, metadata)
+        layout = layout_of(runs)
+        stored_bytes = sum(int(run.extents.stored_lengths.sum()) for run in runs)
+        del runs
+        partial.commit()
     return PackSummary(
         source=source.where,
         destination=str(destination),
-        sample_count=shape.sample_count,
-        folder_count=len(content.folders),
-        class_count=len(content.classes),
-        shard_count=len(content.shard_lengths),
-        sample_bytes=packer.byte_count,
+        sample_count=layout.sample_count,
+        folder_count=len(metadata.folders),
+        class_count=len(metadata.classes),
+        shard_count=len(metadata.shard_lengths),
+        sample_bytes=packed.byte_count,
         stored_bytes=stored_bytes,
-        pack_bytes=index_length + sum(content.shard_lengths) + sum(content.parity_lengths),
-        opens_before=shape.sample_count,
-        opens_after=len(content.shard_lengths) + 1,
-        reused_sample_count=packer.reused_sample_count,
+        pack_bytes=index_length + sum(metadata.shard_lengths) + sum(metadata.parity_lengths),
+        opens_before=layout.sample_count,
+        opens_after=len(metadata.shard_lengths) + 1,
+        reused_sample_count=packed.reused_sample_count,
         elapsed_s=clock.now_s() - start_s,
     )
 
 
-def pack_paths(
-    sources: Sequence[str],
-    destination: str | os.PathLike[str],
-    *,
-    options: PackOptions | None = None,
-    on_progress: Callable[[PackProgress], None] | None = None,
-    clock: Clock | None = None,
+def _plan(
+    source: OpenSource, destination: str | os.PathLike[str], options: PackOptions
 ) -> PackSummary:
-    """Pack one folder, or archives: what `sources` name is found out; see `pack_folder`."""
-    options = options or PackOptions()
-    _check_paths(sources, destination)
-    with opened_source(sources, options) as source:
-        return pack_source(
-            source, destination, options=options, on_progress=on_progress, clock=clock
-        )
-
-
-def plan_pack(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    destination: str | os.PathLike[str],
-    *,
-    options: PackOptions | None = None,
-) -> PackSummary:
-    """Return what packing a folder or archives would do without a codec, having written nothing.
-
-    Errors are those of `pack_folder` and `pack_archives`.
-    """
-    options = options or PackOptions()
-    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
-    _check_paths(paths, destination)
-    with opened_source(paths, options) as opened:
-        return plan_source(opened, destination, options=options)
-
-
-def _check_paths(
-    sources: Sequence[str | os.PathLike[str]], destination: str | os.PathLike[str]
-) -> None:
-    only = Path(sources[0]) if len(sources) == 1 else None
-    check_destination(only, Path(destination).absolute())
-
-
-def plan_source(
-    source: Source, destination: str | os.PathLike[str], *, options: PackOptions
-) -> PackSummary:
-    """Return what `pack_source` would do without a codec, having written nothing."""
-    check_codec(options)
-    layout = Layout(shard_limits(source, options))
+    limits = shard_limits(source.totals(), options)
+    placement = ShardPlacement(limits)
     sample_count = extent_count = name_bytes = byte_count = 0
-    for batch in source.batches(large_bytes(layout)):
+    for batch in source.batches(limits.large_bytes):
         sample_count += len(batch)
         name_bytes += len(batch.samples.names)
         byte_count += int(batch.lengths.sum())
-        extent_count += layout.plan(batch.lengths, aligned_begins(batch.lengths))
-    layout.close()
-    content = Content(
+        extent_count += placement.plan(batch.lengths, aligned_begins(batch.lengths))
+    placement.close()
+    shard_lengths, size = placement.closed, options.parity_group
+    shard_groups = groups(len(shard_lengths), size) if size else []
+    metadata = IndexMetadata(
         folders=source.folders(),
-        classes=source.classes()[0],
-        shard_lengths=layout.closed,
+        classes=source.classes().names,
+        shard_lengths=shard_lengths,
         shard_digests=[],
-        parity_group=options.parity_group,
+        parity_group=size,
         parity_lengths=[
-            parity_length([layout.closed[k] for k in shards])
-            for shards in groups(len(layout.closed), options.parity_group or len(layout.closed) + 1)
-            if options.parity_group
+            parity_length(shard_lengths[group.start : group.stop]) for group in shard_groups
         ],
     )
-    shape = Shape(
+    layout = IndexLayout(
         sample_count=sample_count,
         extent_count=extent_count,
         name_bytes=name_bytes,
         is_encoded=False,
         is_chunked=extent_count != sample_count,
     )
-    index_length = index_bytes(section_lengths(shape, content))
+    index_length = index_bytes(section_lengths(layout, metadata))
     return PackSummary(
         source=source.where,
         destination=str(destination),
         sample_count=sample_count,
-        folder_count=len(content.folders),
-        class_count=len(content.classes),
-        shard_count=len(layout.closed),
+        folder_count=len(metadata.folders),
+        class_count=len(metadata.classes),
+        shard_count=len(shard_lengths),
         sample_bytes=byte_count,
         stored_bytes=byte_count,
-        pack_bytes=index_length + sum(layout.closed) + sum(content.parity_lengths),
+        pack_bytes=index_length + sum(shard_lengths) + sum(metadata.parity_lengths),
         opens_before=sample_count,
-        opens_after=len(layout.closed) + 1,
+        opens_after=len(shard_lengths) + 1,
     )
 
 
-def write_index(folder: PackFolder, name: str, runs: list[Run], content: Content) -> int:
-    """Write the index file of a pack and make it durable; return its length."""
-    file = folder.create(name)
-    helpers = []
-
-    def create(helper: str) -> Any:
-        helpers.append(folder.create(helper))
-        return helpers[-1]
-
-    build_index(runs, content, file, create)
-    for helper in helpers:
-        folder.discard(helper)
-    folder.close(file)
-    return file.length
-
-
-def _content(packer: Packer, source: Source, folder: PackFolder, parity_group: int) -> Content:
+def _metadata(
+    packed: PackedSamples, source: OpenSource, folder: PartialPack, parity_group: int
+) -> IndexMetadata:
     """Write the parity, if any; return what the index says of shards and folders."""
-    parity = []
-    if parity_group:
-        for k, shards in enumerate(groups(len(packer.shards), parity_group)):
-            parity.append(write_parity(folder, k, shards, parity_name(k)))
-    return Content(
+    parity = write_all_parity(folder, len(packed.shards), parity_group) if parity_group else []
+    return IndexMetadata(
         folders=source.folders(),
-        classes=source.classes()[0],
-        shard_lengths=[one.length for one in packer.shards],
-        shard_digests=[one.digest for one in packer.shards],
+        classes=source.classes().names,
+        shard_lengths=[shard.length for shard in packed.shards],
+        shard_digests=[shard.digest for shard in packed.shards],
         parity_group=parity_group,
-        parity_lengths=[one.length for one in parity],
-        parity_digests=[one.digest for one in parity],
+        parity_lengths=[file.length for file in parity],
+        parity_digests=[file.digest for file in parity],
     )
 
 
-def _journal_header(source: Source, options: PackOptions, limits: ShardLimits) -> dict[str, Any]:
+def _journal_header(
+    source: OpenSource, options: PackOptions, limits: ShardLimits
+) -> dict[str, Any]:
     return {
         "version": FORMAT_VERSION,
         "source": source.kind,

@@ -1,4 +1,4 @@
-"""Parity files: the exclusive or of a group of shards, from which one lost shard is made again.
+"""Parity files: the exclusive or of a group of shards, from which one lost shard is rebuilt.
 
 They are redundancy, never needed for reading: written after the shards, checked by their digests.
 """
@@ -11,21 +11,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.store.format.layout import HEADER_BYTES, FileMagic, file_header, shard_name
-from paceline.store.write.shards import Shard
+from paceline.store.format.layout import (
+    HEADER_BYTES,
+    FileMagic,
+    file_header,
+    parity_name,
+    shard_name,
+)
+from paceline.store.write.files import FileDigest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.store.write.partial import PackFolder
+    from paceline.store.write.files import PackFolder
 
-_PIECE_BYTES = 4 << 20
+_BLOCK_BYTES = 4 << 20
 
 
-def write_parity(folder: PackFolder, group: int, shards: range, name: str) -> Shard:
+def write_parity(folder: PackFolder, group: int, shards: range, name: str) -> FileDigest:
     """Write the parity of the `group`-th shards as the file `name`; return length and digest.
 
-    Cost: reads each shard once; memory for two pieces of 4 MiB.
+    Cost: reads each shard once; memory for two blocks of 4 MiB.
     """
     file = folder.create(name)
     digest = hashlib.sha256()
@@ -38,17 +44,17 @@ def write_parity(folder: PackFolder, group: int, shards: range, name: str) -> Sh
     with ExitStack() as stack:
         files = [stack.enter_context(_shard(folder.folder, k).open("rb")) for k in shards]
         while True:
-            total = np.zeros(_PIECE_BYTES, np.uint8)
+            total = np.zeros(_BLOCK_BYTES, np.uint8)
             length = 0
-            for one in files:
-                piece = np.frombuffer(one.read(_PIECE_BYTES), np.uint8)
-                total[: len(piece)] ^= piece
-                length = max(length, len(piece))
+            for shard in files:
+                block = np.frombuffer(shard.read(_BLOCK_BYTES), np.uint8)
+                total[: len(block)] ^= block
+                length = max(length, len(block))
             if not length:
                 break
             write(total[:length].data)
     folder.close(file)
-    return Shard(file.length, digest.digest())
+    return FileDigest(file.length, digest.digest())
 
 
 def groups(shard_count: int, group_size: int) -> list[range]:
@@ -59,6 +65,14 @@ def groups(shard_count: int, group_size: int) -> list[range]:
     """
     starts = range(0, shard_count, group_size)
     return [range(k, min(k + group_size, shard_count)) for k in starts]
+
+
+def write_all_parity(folder: PackFolder, shard_count: int, group_size: int) -> list[FileDigest]:
+    """Write the parity of all groups of shards; return length and digest of each file."""
+    return [
+        write_parity(folder, k, shards, parity_name(k))
+        for k, shards in enumerate(groups(shard_count, group_size))
+    ]
 
 
 def parity_length(shard_lengths: list[int]) -> int:

@@ -1,14 +1,13 @@
-"""A pack in the making: a folder beside the destination that becomes it by one rename.
+"""An unfinished pack: a folder beside the destination that becomes it by one rename.
 
 ::
 
-    DST.partial/   mkdir, lock, clear      a killed run leaves this; readers refuse it by its name
-        shards, index: write, fsync        and the next run replaces it
+    DST.partial/   mkdir, lock             a killed run leaves this; readers refuse it by its name,
+        shards, index: write, fsync        and the next run resumes or replaces it
         fsync the folder
-    DST/           rename, fsync parent    from here on the pack is whole
+    DST/           rename, fsync parent    from here on the pack is complete
 
-The lock (flock on the folder) keeps two runs from mixing their files; the kernel drops it when its
-owner dies. Only files of a pack are ever removed.
+The folder is locked (`files.py`), and only files of a pack are ever removed.
 """
 
 from __future__ import annotations
@@ -25,146 +24,24 @@ from paceline.core.errors import (
     PacelineError,
     StorageError,
     UsageError,
+    reason,
 )
-from paceline.core.files import sync_folder, try_lock
+from paceline.core.files import sync_folder
 from paceline.store.format.layout import PARTIAL_SUFFIX, UNFINISHED
+from paceline.store.write.files import PackFolder, not_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
 
 _OURS = re.compile(r"index\.pace|(shard|parity)-\d{5,}\.pace|" + UNFINISHED.pattern)
 
 
-class PackFile:
-    """A file of the pack; durable when closed without error."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.path = path
-        self.descriptor = os.open(path, flags, 0o644)
-        self.length = 0
-        self.begun = 0  # up to where the system was asked to write to storage
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`."""
-        with memoryview(data) as left:
-            done = 0
-            while done < len(left):
-                done += os.write(self.descriptor, left[done:])
-        self.length += done
-
-    def write_at(self, data: memoryview, position: int) -> None:
-        """Write `data` at `position`, for files whose parts grow side by side."""
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self.descriptor, data[done:], position + done)
-        self.length = max(self.length, position + done)
-
-    def sync(self) -> None:
-        """Return once every byte so far is on storage."""
-        os.fsync(self.descriptor)
-
-    def close(self, *, commit: bool) -> None:
-        """Close; with `commit`, only once every byte is on storage."""
-        if self.descriptor < 0:
-            return
-        try:
-            if commit:
-                self.sync()
-        finally:
-            descriptor, self.descriptor = self.descriptor, -1
-            os.close(descriptor)
-
-
-class PackFolder:
-    """A locked folder in which files of a pack are made.
-
-    Attributes:
-        folder: its path.
-        resumable: whether enough is durable for another run to go on from.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.resumable = False
-        self._lock = -1
-        self._open: list[PackFile] = []
-
-    def create(self, name: str) -> PackFile:
-        """Return a new file of the pack."""
-        file = PackFile(self.folder / name)
-        self._open.append(file)
-        return file
-
-    def close(self, file: PackFile) -> None:
-        """Make `file` durable and close it."""
-        file.close(commit=True)
-        self._open.remove(file)
-
-    def discard(self, file: PackFile) -> None:
-        """Close `file` and remove it."""
-        file.close(commit=False)
-        self._open.remove(file)
-        self.remove([file.path.name])
-
-    def names(self) -> list[str]:
-        """Return the names of all files in the folder, whatever its path says now."""
-        return os.listdir(self._lock)  # noqa: PTH208  # by descriptor
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files."""
-        for name in names:
-            os.unlink(name, dir_fd=self._lock)
-
-    def lock(self) -> bool:
-        """Lock the folder; return False when it has just gone.
-
-        Raises:
-            UsageError: another run has locked it, or it is no folder.
-        """
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            descriptor = os.open(self.folder, flags)
-        except FileNotFoundError:
-            return False
-        except OSError as problem:
-            if problem.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise _not_ours(self.folder, "it is not a folder") from None
-            raise
-        if not try_lock(descriptor):
-            os.close(descriptor)
-            raise UsageError(
-                "another run is packing to this destination",
-                where=str(self.folder),
-                fix="Wait for it, or choose another destination",
-            )
-        # Its owner may have committed it (renamed it away) between our open and our lock.
-        try:
-            if os.path.samestat(os.fstat(descriptor), self.folder.lstat()):
-                self._lock = descriptor
-                return True
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)
-        return False
-
-    def unlock(self) -> None:
-        """Let go of the folder, and of files that were not closed."""
-        for file in self._open:
-            file.close(commit=False)
-        self._open.clear()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
 class PartialPack(PackFolder):
     """Owns ``DST.partial`` until `commit`.
 
-    Leaving the context without it removes everything, unless `resumable` says that enough is done
-    for the next run to go on from.
+    Leaving the context without it removes everything, unless `resumable` says that enough is
+    durable for the next run to resume from.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -187,7 +64,7 @@ class PartialPack(PackFolder):
             for name in self.names():
                 if not _OURS.fullmatch(name):
                     why = f"it holds {name!a}, which is not part of a pack"
-                    raise _not_ours(self.folder, why)
+                    raise not_ours(self.folder, why)
         except BaseException:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # if it is empty
@@ -201,7 +78,7 @@ class PartialPack(PackFolder):
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What a source cannot be packed for will not be otherwise the next time.
+        # A source that cannot be packed fails the next time as well: nothing is worth keeping.
         is_kept = self.resumable and not isinstance(problem, UsageError)
         if self._lock >= 0 and not is_kept and self._is_in_place():  # not committed
             with contextlib.suppress(OSError, PacelineError):
@@ -213,7 +90,7 @@ class PartialPack(PackFolder):
         """Turn the partial pack into the pack.
 
         Raises:
-            DestinationExists: somebody else made the destination meanwhile; it is untouched.
+            DestinationExists: another program made the destination meanwhile; it is untouched.
         """
         for file in tuple(self._open):
             assert file.path.name.endswith(PARTIAL_SUFFIX)
@@ -281,7 +158,7 @@ def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageEr
     Args:
         path: the destination.
         problem: what the system said.
-        kept: whether a folder was left behind that the next run can go on from.
+        kept: whether a folder was left behind that the next run can resume from.
     """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "Free space or choose another destination" if full else "Check the place, and pack again"
@@ -292,7 +169,7 @@ def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageEr
     return StorageError(
         "the disk is full" if full else "cannot write the pack",
         where=str(path),
-        why=problem.strerror or str(problem),
+        why=reason(problem),
         fix=fix,
     )
 
@@ -303,13 +180,4 @@ def _exists(destination: Path) -> DestinationExists:
         where=str(destination),
         why="packs are never overwritten",
         fix="Remove it or choose another destination",
-    )
-
-
-def _not_ours(folder: Path, why: str) -> UsageError:
-    return UsageError(
-        "there is something in the way of the unfinished pack",
-        where=str(folder),
-        why=why,
-        fix="Move it away or choose another destination",
     )

@@ -1,250 +1,213 @@
-"""Takes the samples of a source to shards, and their columns to the spool: the middle of packing.
+r"""Packs the samples of a source: the stages that a sample passes, and what runs where.
 
-A batch is read, encoded if asked for, placed in shards by the one thread that decides, and
-written by another (`write/shards.py`). With a journal, what a killed run made durable is passed
-over first.
+::
+
+    source --> read, encode --> place --> write --> journal
+               encoding.py placement.py shards.py journal.py
+                                    \--> columns, sorted-run files
+    '------------- packing thread ------'  '- writing, hashing and syncing threads -'
+
+Each stage is a generator that takes values from the one before and hands values on; nothing calls
+back. The packing thread, which is the caller's, pulls the source, fills buffers, places samples
+and collects their columns. Whatever it gives to a shard it does not touch again until `BufferRing`
+lends the buffer anew. A shard's end carries a checkpoint forward: the syncing thread notes it in
+the journal once the shard is durable, and the packing thread does not wait for that.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from paceline.native import crc32c, encode
-from paceline.store.format.layout import HEADER_BYTES, padding, shard_name
-from paceline.store.write.journal import JOURNAL_NAME, Entry, Journal, ListingDigest
+from paceline.store.format.layout import shard_name
+from paceline.store.write.encoding import read_batches
+from paceline.store.write.files import FileDigest
+from paceline.store.write.journal import Checkpoint, Journal, ResumePoint, resume
 from paceline.store.write.options import PackProgress
-from paceline.store.write.shards import BATCH_BYTES, Layout, Shard, ShardLimits, ShardWriter
-from paceline.store.write.sorted_runs import Extents, Spool, part_of
+from paceline.store.write.placement import PlacedBytes, ShardPlacement, place
+from paceline.store.write.shards import ShardWriter
+from paceline.store.write.sorted_runs import SortedRunWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Any
 
-    from numpy.typing import NDArray
-
-    from paceline.store.write.options import PackOptions
-    from paceline.store.write.partial import PackFolder
-    from paceline.store.write.sources import Batch, Source
+    from paceline.store.write.encoding import EncodedBatch, LargeChunk
+    from paceline.store.write.files import PackFolder
+    from paceline.store.write.journal import JournalEntry
+    from paceline.store.write.options import PackOptions, ShardLimits
+    from paceline.store.write.sources import OpenSource, SourceTotals
 
 _log = logging.getLogger(__name__)
 
-_ENCODE_BYTES = 64 << 20  # larger samples are stored as they are
-_AUTO_RATIO = 0.9
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSamples:
+    """What a source came to.
+
+    Attributes:
+        sample_count: of the source.
+        byte_count: of these samples.
+        reused_sample_count: that a packing before this one had packed.
+        shards: length and digest of each shard, in order.
+        runs: names of the sorted-run files.
+    """
+
+    sample_count: int
+    byte_count: int
+    reused_sample_count: int
+    shards: list[FileDigest]
+    runs: list[str]
 
 
-def large_bytes(layout: Layout) -> int:
-    """Return from what length on a sample is read in pieces."""
-    return min(BATCH_BYTES, layout.limit - HEADER_BYTES)
+def pack_resumable(
+    source: OpenSource,
+    folder: PackFolder,
+    options: PackOptions,
+    limits: ShardLimits,
+    *,
+    header: dict[str, Any],
+    entries: list[JournalEntry],
+    on_progress: Callable[[PackProgress], None] | None,
+) -> PackedSamples:
+    """Pack a source into a folder of its own, with a journal if the source can be read again.
+
+    Args:
+        source: is read to its end.
+        folder: takes shards, sorted-run files and journal.
+        options: how to pack.
+        limits: of the shards.
+        header: of the journal.
+        entries: of the journal that a killed packing left.
+        on_progress: is called after each batch.
+    """
+    folder.resumable = bool(entries)  # passing over them may take long, and be interrupted
+    point = resume(source, entries, limits.large_bytes)
+    shards = [shard for entry in point.entries for shard in entry.shards]
+    runs = [run for entry in point.entries for run in entry.runs]
+    _keep_only(folder, len(shards), [name for name, _ in runs])
+    folder.resumable = bool(point.entries)
+    journal = Journal(folder, header, point.entries) if source.kind else None
+    progress = _PackedColumns(folder, source.totals(), on_progress, point, runs)
+    placement = ShardPlacement(limits, closed=[shard.length for shard in shards])
+    writer = ShardWriter(folder, shards, journal)
+    return _run(read_batches(point.batches, limits, options), placement, writer, progress)
 
 
-class _Differs(Exception):
-    """The source is not what the journal's entries from `entry` on were packed from."""
+def pack_behind(
+    source: OpenSource,
+    folder: PackFolder,
+    options: PackOptions,
+    limits: ShardLimits,
+    *,
+    first_shard: int,
+    on_progress: Callable[[PackProgress], None] | None,
+) -> PackedSamples:
+    """Pack a source into new shards behind those of an existing pack, without a journal.
 
-    def __init__(self, entry: int) -> None:
-        self.entry = entry
+    Args:
+        source: is read to its end.
+        folder: of the pack.
+        options: how to pack.
+        limits: of the shards.
+        first_shard: the number of the first new shard.
+        on_progress: is called after each batch.
+    """
+    placement = ShardPlacement(limits, first_shard)
+    point = ResumePoint([], source.batches(limits.large_bytes))
+    progress = _PackedColumns(folder, source.totals(), on_progress, point, [])
+    batches = read_batches(point.batches, limits, options)
+    return _run(batches, placement, ShardWriter(folder), progress)
 
 
-class Packer:
-    """Takes a source's samples to shards and their columns to the spool."""
+def _run(
+    batches: Iterator[EncodedBatch | LargeChunk],
+    placement: ShardPlacement,
+    writer: ShardWriter,
+    columns: _PackedColumns,
+) -> PackedSamples:
+    try:
+        for placed in place(batches, placement):
+            if isinstance(placed, PlacedBytes):
+                writer.write(placed)
+                columns.add(placed)
+            else:
+                is_noted = placed.is_between_samples and writer.has_journal
+                writer.close_shard(columns.checkpoint() if is_noted else None)
+        shards = writer.finish()
+    finally:
+        writer.stop()
+    return columns.packed(shards)
+
+
+class _PackedColumns:
+    """Counts samples and writes their columns to sorted-run files; the packing thread owns it."""
 
     def __init__(
         self,
-        source: Source,
         folder: PackFolder,
-        options: PackOptions,
-        limits: ShardLimits,
+        totals: SourceTotals,
         on_progress: Callable[[PackProgress], None] | None,
-        first_shard: int = 0,
+        point: ResumePoint,
+        runs: list[tuple[str, int]],
     ) -> None:
-        self._source = source
-        self._folder = folder
-        self._options = options
+        last = point.entries[-1] if point.entries else None
+        self._totals = totals
         self._on_progress = on_progress
-        self._layout = Layout(limits, first_shard)
-        self._large_bytes = large_bytes(self._layout)
-        self._writer = ShardWriter(folder, self._layout, self._on_close)
-        self._listing = ListingDigest()
-        self._journal: Journal | None = None
-        self._journaled_shards = self._journaled_runs = 0
-        self._totals = source.totals()
-        self.spool = Spool(folder.create, folder.close)
-        self.sample_count = 0
-        self.byte_count = 0
-        self.reused_sample_count = 0
-        self._reused_byte_count = 0
+        self._listing = point.listing
+        self._runs = SortedRunWriter(folder, runs)
+        self._sample_count = self._reused_sample_count = last.samples if last else 0
+        self._byte_count = self._reused_byte_count = last.bytes if last else 0
+        if last is not None:
+            _log.info("resuming after %s samples", f"{last.samples:,}")
+            self._report()
 
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards that are whole."""
-        return self._writer.shards
-
-    def stop(self) -> None:
-        """End the writing thread."""
-        self._writer.stop()
-
-    def pack_all(self, left: list[Entry], header: dict[str, Any]) -> None:
-        """Pack the whole source, from where what is `left` ends or the source differs."""
-        while True:
-            batches = self._source.batches(self._large_bytes)
-            try:
-                rest = self._pass_over(batches, left)
-                break
-            except _Differs as differs:
-                left = left[: differs.entry]
-        self._start(left, header)
-        if rest is not None and len(rest):
-            self._add(rest)
-        for batch in batches:
-            self._add(batch)
-        self.finish()
-
-    def add_all(self) -> None:
-        """Pack the whole source without a journal."""
-        for batch in self._source.batches(self._large_bytes):
-            self._add(batch)
-        self.finish()
-
-    def finish(self) -> None:
-        """Make the last shard and the spool durable."""
-        self._writer.finish()
-        self.spool.flush()
-
-    def _pass_over(self, batches: Iterator[Batch], left: list[Entry]) -> Batch | None:
-        """Pass over what is packed already; return what is left of the batch that it ends in."""
-        self._listing = ListingDigest()
-        passed = 0
-        batch: Batch | None = None
-        for k, entry in enumerate(left):
-            while passed < entry.samples:
-                if batch is None or not len(batch):
-                    batch = next(batches, None)
-                    if batch is None:
-                        raise _Differs(k)
-                count = min(entry.samples - passed, len(batch))
-                self._listing.update(batch.samples, batch.lengths, slice(0, count))
-                batch = batch.drop(count)
-                passed += count
-            if self._listing.text() != entry.listing:
-                raise _Differs(k)
-        return batch
-
-    def _start(self, left: list[Entry], header: dict[str, Any]) -> None:
-        self._folder.resumable = bool(left)
-        for entry in left:
-            self._writer.shards += entry.shards
-            self.spool.files += entry.runs
-        self._layout.closed += [one.length for one in self.shards]
-        self._journaled_shards = len(self.shards)
-        self._journaled_runs = len(self.spool.files)
-        kept = {name for name, _ in self.spool.files}
-        kept |= {shard_name(k) for k in range(len(self.shards))}
-        self._folder.remove(name for name in self._folder.names() if name not in kept)
-        if left:
-            self.sample_count = self.reused_sample_count = left[-1].samples
-            self.byte_count = self._reused_byte_count = left[-1].bytes
-            _log.info("going on behind %s samples packed before", f"{self.sample_count:,}")
-            self._tell()
-        if self._source.kind:
-            self._journal = Journal(self._folder.create(JOURNAL_NAME), header, left)
-
-    def _add(self, batch: Batch) -> None:
-        length = int(batch.lengths[0]) if len(batch) == 1 else 0
-        if length > self._large_bytes:
-            self._add_large(batch, length)
+    def add(self, placed: PlacedBytes) -> None:
+        """Take the samples that are complete with these bytes, if any."""
+        if placed.samples is None or placed.lengths is None or placed.extents is None:
             return
-        begins = batch.begins()
-        buffer = self._writer.buffer(int(begins[-1]))
-        checksums = batch.bodies.fill(buffer, begins)
-        self._store(batch, buffer, begins, checksums)
+        self._listing.update(placed.samples, placed.lengths)
+        self._runs.add(placed.samples, placed.extents)
+        self._sample_count += len(placed.samples)
+        self._byte_count += int(placed.lengths.sum())
+        self._report()
 
-    def _store(
-        self,
-        batch: Batch,
-        buffer: NDArray[np.uint8],
-        begins: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
-    ) -> None:
-        stored, codecs = batch.lengths, np.zeros(len(batch), np.uint8)
-        if self._options.codec != "none":
-            ratio = _AUTO_RATIO if self._options.codec == "auto" else 1.0
-            level = self._options.codec_level
-            threads = len(os.sched_getaffinity(0))
-            encoded = encode(
-                buffer,
-                begins[:-1],
-                batch.lengths,
-                level=level,
-                keep_ratio=ratio,
-                threads=threads,
-            )
-            buffer, stored, codecs = encoded.data, encoded.lengths, encoded.codecs
-            begins = np.append(encoded.positions, np.uint64(len(buffer)))
-        for part, shard, offsets in self._writer.add(buffer, begins, stored):
-            extents = Extents(
-                offsets=offsets,
-                lengths=batch.lengths[part],
-                stored_lengths=stored[part],
-                shards=np.full(len(offsets), shard, np.uint32),
-                checksums=checksums[part],
-                codecs=codecs[part],
-            )
-            self._note(batch, part, extents)
-        self._tell()
+    def checkpoint(self) -> Checkpoint:
+        """Make the columns so far durable and return how far packing has come."""
+        self._runs.flush()
+        return Checkpoint(
+            samples=self._sample_count,
+            bytes=self._byte_count,
+            listing=self._listing.text(),
+            runs=list(self._runs.files),
+        )
 
-    def _add_large(self, batch: Batch, length: int) -> None:
-        if self._options.codec != "none" and length <= min(_ENCODE_BYTES, self._layout.limit // 2):
-            buffer = np.zeros(length + padding(length), np.uint8)
-            done = 0
-            while done < length:
-                done += batch.bodies.read_into(buffer[done:length])
-            checksum = np.array([crc32c(buffer[:length].data)], np.uint32)
-            self._store(batch, buffer, batch.begins(), checksum)
-            return
-        extents = self._writer.add_large(length, batch.bodies.read_into)
-        counts = np.array([len(extents)], np.uint32)
-        batch = replace(batch, samples=replace(batch.samples, extent_counts=counts))
-        self._note(batch, slice(0, 1), extents)
-        self._tell()
+    def packed(self, shards: list[FileDigest]) -> PackedSamples:
+        """Make the last columns durable and return what the source came to."""
+        self._runs.flush()
+        return PackedSamples(
+            sample_count=self._sample_count,
+            byte_count=self._byte_count,
+            reused_sample_count=self._reused_sample_count,
+            shards=shards,
+            runs=[name for name, _ in self._runs.files],
+        )
 
-    def _note(self, batch: Batch, part: slice, extents: Extents) -> None:
-        samples = batch.samples if part == slice(0, len(batch)) else part_of(batch.samples, part)
-        self._listing.update(batch.samples, batch.lengths, part)
-        self.sample_count += len(samples)
-        self.byte_count += int(extents.lengths.sum())
-        self.spool.add(samples, extents)
-
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._on_progress is not None:
             self._on_progress(
                 PackProgress(
-                    sample_count=self.sample_count,
+                    sample_count=self._sample_count,
                     sample_total=self._totals.sample_count,
-                    byte_count=self.byte_count,
+                    byte_count=self._byte_count,
                     byte_total=self._totals.byte_count,
                     reused_byte_count=self._reused_byte_count,
                 )
             )
 
-    def _on_close(self) -> Callable[[int, Shard], None] | None:
-        """Make the columns of what the shard holds durable; return what notes it in the journal."""
-        journal = self._journal
-        if journal is None:
-            return None
-        self.spool.flush()
-        runs = self.spool.files[self._journaled_runs :]
-        self._journaled_runs = len(self.spool.files)
-        samples, byte_count, listing = self.sample_count, self.byte_count, self._listing.text()
 
-        def note(_number: int, _shard: Shard) -> None:
-            shards = self.shards[self._journaled_shards :]
-            self._journaled_shards = len(self.shards)
-            journal.append(
-                Entry(samples=samples, bytes=byte_count, listing=listing, shards=shards, runs=runs)
-            )
-            self._folder.resumable = True
-
-        return note
+def _keep_only(folder: PackFolder, shard_count: int, runs: list[str]) -> None:
+    """Remove what a killed packing left and its journal does not vouch for."""
+    kept = {*runs, *(shard_name(k) for k in range(shard_count))}
+    folder.remove(name for name in folder.names() if name not in kept)

@@ -16,9 +16,9 @@ from paceline.store.format.header import IndexCounts, SectionPlace, pack_head, s
 from paceline.store.format.layout import Section, padding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
+
+    from paceline.store.write.files import PackFile
 
 
 @dataclass(slots=True)
@@ -38,14 +38,12 @@ class IndexWriter:
     So columns of any size stream through: nothing is held.
 
     Args:
-        write_at: writes bytes to a position of the file.
+        file: takes the index; it is new and empty, and is not closed.
         lengths: bytes of each section, in the order in which they lie in the file.
     """
 
-    def __init__(
-        self, write_at: Callable[[memoryview, int], Any], lengths: dict[Section, int]
-    ) -> None:
-        self._write_at = write_at
+    def __init__(self, file: PackFile, lengths: dict[Section, int]) -> None:
+        self._file = file
         self._places: dict[Section, _OpenSection] = {}
         self._end = sections_begin(len(lengths))
         for section, length in lengths.items():
@@ -56,7 +54,7 @@ class IndexWriter:
         """Append `content` to a section."""
         data = _raw(content)
         place = self._places[section]
-        self._write_at(data, place.offset + place.written)
+        self._file.write_at(data, place.offset + place.written)
         place.checksum = crc32c(data, place.checksum)
         place.written += len(data)
 
@@ -65,7 +63,7 @@ class IndexWriter:
         return self._places[section].offset
 
     def finish(self, counts: IndexCounts) -> int:
-        """Write what stands before the sections; return the length of the whole index."""
+        """Write what stands before the sections; return the length of the index."""
         *before, last = self._places.values()
         assert all(place.written == place.length for place in before)
         assert last.written >= last.length
@@ -76,13 +74,13 @@ class IndexWriter:
             for section, place in self._places.items()
         }
         self._pad(last.offset + last.length)
-        self._write_at(memoryview(pack_head(counts, self._end, places)), 0)
+        self._file.write_at(memoryview(pack_head(counts, self._end, places)), 0)
         return self._end
 
     def _pad(self, end: int) -> None:
         """Give the file its length; holes before it read as the zeros that they stand for."""
         if end < self._end:
-            self._write_at(memoryview(bytes(self._end - end)), end)
+            self._file.write_at(memoryview(bytes(self._end - end)), end)
 
 
 def index_bytes(lengths: dict[Section, int]) -> int:

@@ -1,32 +1,33 @@
-"""Where samples come from: one small protocol for folders, archives and iterators.
+"""What can be packed: small values that name a source, and what reads its samples once opened.
 
-A source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills a
-buffer with the bytes of its samples on request, so that a packing that resumes can pass over what
-it has. A sample that is larger than a batch comes alone and is read in pieces.
+An open source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills
+a buffer with the bytes of its samples on request, so that a packing that resumes can pass over what
+is packed already. A sample that is larger than a batch comes alone and is read in chunks.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import UsageError
 from paceline.native import gather
-from paceline.store.format.layout import ALIGNMENT
-from paceline.store.write.shards import BATCH_BYTES
-from paceline.store.write.sorted_runs import Samples, part_of
+from paceline.store.write.columns import SampleColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
+BATCH_BYTES = 8 << 20
 BATCH_SAMPLES = 4096
 MAX_NAME_BYTES = 4095
 REGULAR_MODE = 0o100644
-# An empty part, "." or "..", a slash at either end, or a NUL.
+# An empty component, "." or "..", a slash at either end, or a NUL.
 _BAD_NAME = re.compile(rb"(?:\A|/)\.{0,2}(?:/|\Z)|\0")
 
 
@@ -47,30 +48,26 @@ class Bodies(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SourceBatch:
     """Samples that come together, in the order of the source."""
 
-    samples: Samples
+    samples: SampleColumns
     lengths: NDArray[np.uint64]
     bodies: Bodies
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def begins(self) -> NDArray[np.uint64]:
-        """Return where each sample lies when they stand one behind the other, and the end."""
-        return aligned_begins(self.lengths)
-
-    def drop(self, count: int) -> Batch:
+    def drop(self, count: int) -> SourceBatch:
         """Return all but the first `count` samples."""
         if count == 0:
             return self
-        rest = part_of(self.samples, slice(count, None))
-        return Batch(rest, self.lengths[count:], self.bodies.drop(count))
+        rest = self.samples[count:]
+        return SourceBatch(rest, self.lengths[count:], self.bodies.drop(count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
+class SourceTotals:
     """What a source knows before it is read; 0 = unknown."""
 
     sample_count: int = 0
@@ -78,22 +75,35 @@ class Totals:
     is_exact: bool = False
 
 
-class Source(Protocol):
-    """Yields samples; afterwards it knows their folders and classes.
+class SourceClasses(NamedTuple):
+    """The classes of a source in the order of their labels.
+
+    Attributes:
+        names: of the classes.
+        label_map: what to write for each label in the batches, with what stands for -1 at its end;
+            None: as it is.
+    """
+
+    names: list[bytes]
+    label_map: NDArray[np.int32] | None
+
+
+class OpenSource(Protocol):
+    """Yields the samples of a source; afterwards it knows their folders and classes.
 
     Attributes:
         where: names it in messages and in the summary.
-        kind: what it is, for a packing that resumes; empty = it cannot.
+        kind: identifies it to a packing that resumes; empty = it cannot be read again.
     """
 
     where: str
     kind: str
 
-    def totals(self) -> Totals:
+    def totals(self) -> SourceTotals:
         """Return what is known before reading."""
         ...
 
-    def batches(self, large_bytes: int) -> Iterator[Batch]:
+    def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
         """Yield all samples from the start; one that is larger than `large_bytes` comes alone."""
         ...
 
@@ -101,19 +111,25 @@ class Source(Protocol):
         """Return all folders, once the batches are through."""
         ...
 
-    def classes(self) -> tuple[list[bytes], NDArray[np.int32] | None]:
-        """Return the classes, and what stands for each label in the batches (index -1: none)."""
+    def classes(self) -> SourceClasses:
+        """Return the classes, once the batches are through."""
         ...
 
 
-def aligned_begins(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where each sample lies when they stand one behind the other, and the end."""
-    begins = np.zeros(len(lengths) + 1, np.uint64)
-    np.cumsum((lengths + np.uint64(ALIGNMENT - 1)) & ~np.uint64(ALIGNMENT - 1), out=begins[1:])
-    return begins
+class PackSource(Protocol):
+    """Names what to pack: `Folder`, `Archives`, `Samples`."""
+
+    @property
+    def root(self) -> Path | None:
+        """The folder in which the pack must not lie, if the source is one."""
+        ...
+
+    def open(self, *, follow_symlinks: bool) -> AbstractContextManager[OpenSource]:
+        """Open it for one packing."""
+        ...
 
 
-class Tree:
+class FolderTree:
     """Learns folders and classes from the names of samples that come in any order."""
 
     def __init__(self) -> None:
@@ -123,15 +139,15 @@ class Tree:
         self._label = -1
 
     def label(self, name: bytes) -> int:
-        """Return the label of a sample: the number of its top-level folder, as they came."""
+        """Return the label of a sample: its top-level folder, numbered as first seen."""
         slash = name.rfind(b"/")
         folder = name[:slash] if slash >= 0 else b""
         if folder != self._folder:
             self._folder = folder
-            self._label = self.enter(folder) if folder else -1
+            self._label = self.add(folder) if folder else -1
         return self._label
 
-    def enter(self, folder: bytes) -> int:
+    def add(self, folder: bytes) -> int:
         """Note a folder and those above it; return the number of the topmost."""
         above = folder
         while above and above not in self._folders:
@@ -147,19 +163,19 @@ class Tree:
         """Return all folders."""
         return list(self._folders)
 
-    def classes(self) -> tuple[list[bytes], NDArray[np.int32]]:
-        """Return the top-level folders, sorted, and the label for each number."""
-        return numbered(list(self._ids), sorted(self._ids))
+    def classes(self) -> SourceClasses:
+        """Return the top-level folders, sorted."""
+        return SourceClasses(sorted(self._ids), label_map(list(self._ids), sorted(self._ids)))
 
 
-def numbered(came: list[bytes], ordered: list[bytes]) -> tuple[list[bytes], NDArray[np.int32]]:
-    """Return `ordered`, and where in it each of `came` stands; index -1 is -1."""
+def label_map(first_seen: list[bytes], ordered: list[bytes]) -> NDArray[np.int32]:
+    """Return where in `ordered` each name of `first_seen` stands; index -1 is -1."""
     place = {name: k for k, name in enumerate(ordered)}
-    return ordered, np.array([*(place[name] for name in came), -1], np.int32)
+    return np.array([*(place[name] for name in first_seen), -1], np.int32)
 
 
-class Batcher:
-    """Collects samples that come one by one into batches."""
+class SampleCollector:
+    """Collects samples that come singly into batches."""
 
     def __init__(self) -> None:
         self._names: list[bytes] = []
@@ -181,22 +197,22 @@ class Batcher:
         self._bytes += len(body)
         return self._bytes >= BATCH_BYTES // 2 or len(self._names) >= BATCH_SAMPLES
 
-    def take(self) -> Iterator[Batch]:
+    def take(self) -> Iterator[SourceBatch]:
         """Yield what was collected, if anything."""
         if not self._names:
             return
         count = len(self._names)
         lengths = np.fromiter(map(len, self._bodies), np.uint64, count)
         bodies: Bodies = ByteBodies(self._bodies)
-        batch = Batch(self._samples(), lengths, bodies)
+        batch = SourceBatch(self._samples(), lengths, bodies)
         self.__init__()  # type: ignore[misc]  # begins anew
         yield batch
 
-    def _samples(self) -> Samples:
+    def _samples(self) -> SampleColumns:
         count = len(self._names)
         offsets = np.zeros(count + 1, np.uint64)
         np.cumsum(np.fromiter(map(len, self._names), np.uint64, count), out=offsets[1:])
-        return Samples(
+        return SampleColumns(
             names=np.frombuffer(b"".join(self._names), np.uint8),
             name_offsets=offsets,
             labels=np.array(self._labels, np.int32),
@@ -219,70 +235,28 @@ class ByteBodies:
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
         """Write what comes next of the one large sample; return how many bytes that is."""
-        piece = np.frombuffer(self.bodies[0], np.uint8)[self.position : self.position + len(target)]
-        target[: len(piece)] = piece
-        self.position += len(piece)
-        return len(piece)
+        body = np.frombuffer(self.bodies[0], np.uint8)
+        chunk = body[self.position : self.position + len(target)]
+        target[: len(chunk)] = chunk
+        self.position += len(chunk)
+        return len(chunk)
 
     def drop(self, count: int) -> ByteBodies:
         """Return the bodies of all but the first `count` samples."""
         return ByteBodies(self.bodies[count:])
 
 
-class SampleSource:
-    """Pairs of a name and bytes, from any iterable; it is read once, so packing cannot resume."""
-
-    kind = ""
-
-    def __init__(self, samples: Iterable[tuple[str | bytes, bytes]], where: str = "") -> None:
-        self._samples = samples
-        self._tree = Tree()
-        self.where = where or "samples"
-
-    def totals(self) -> Totals:
-        """Return what is known before reading: nothing."""
-        return Totals()
-
-    def batches(self, large_bytes: int) -> Iterator[Batch]:
-        """Yield all samples; one that is larger than `large_bytes` comes alone."""
-        batcher = Batcher()
-        label = self._tree.label
-        for text, body in self._samples:
-            name = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
-            check_name(name, self.where)
-            if not isinstance(body, bytes):
-                raise UsageError(
-                    f"sample {name!r} has no bytes",
-                    where=self.where,
-                    why=f"it is a {type(body).__name__}",
-                    fix="Yield pairs of a name and bytes",
-                )
-            if len(body) > large_bytes:
-                yield from batcher.take()
-            if batcher.add(name, body, label(name)) or len(body) > large_bytes:
-                yield from batcher.take()
-        yield from batcher.take()
-
-    def folders(self) -> list[bytes]:
-        """Return all folders, once the batches are through."""
-        return self._tree.folders()
-
-    def classes(self) -> tuple[list[bytes], NDArray[np.int32] | None]:
-        """Return the top-level folders."""
-        return self._tree.classes()
-
-
 def check_name(name: bytes, where: str) -> None:
     """Refuse a name that could not be a path below a folder.
 
     Raises:
-        UsageError: it is absolute, or has empty parts, ``.``, ``..``, NUL, or too many bytes.
+        UsageError: it is absolute, or has empty components, ``.``, ``..``, NUL, or too many bytes.
     """
     if _BAD_NAME.search(name) or len(name) > MAX_NAME_BYTES:
         raise UsageError(
             f"{name[:200]!r} cannot name a sample",
             where=where,
-            why="a name is a relative path without empty parts, '.', '..' and NUL, of at most "
+            why="a name is a relative path without empty components, '.', '..' and NUL, of at most "
             f"{MAX_NAME_BYTES:,} bytes",
             fix="Rename it",
         )

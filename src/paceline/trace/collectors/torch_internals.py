@@ -4,7 +4,7 @@ Each such thing is a *capability*: a name that torch may rename, or a behaviour 
 `available` checks all of them once, when recording starts. What is missing costs the recording of
 one kind of thing, with one warning that says what is lost; the script trains as if unrecorded.
 tests/conformance/test_torch_internals.py has a test for each, which names what broke under another
-version of torch. Supported and tested: 2.10 to 2.13.
+version of torch. Supported and tested: 2.10 to 2.14.
 """
 
 from __future__ import annotations
@@ -62,15 +62,21 @@ def loader_iterator() -> type:
     return iterator
 
 
-def hook_optimizer_steps(before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Have each optimizer step call `before` and, unless it raises, `after`."""
+def hook_optimizer_steps(
+    before: Callable[..., None], after: Callable[..., None]
+) -> tuple[Any, Any]:
+    """Have each optimizer step call `before` and, unless it raises, `after`; return the handles."""
+    register_before, register_after = _optimizer_hooks()
+    return register_before(before), register_after(after)
+
+
+def _optimizer_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
 
 
 def step_code() -> CodeType:
@@ -248,10 +254,7 @@ def _check_thread_state() -> None:
 
 _CHECKS: dict[Capability, Callable[[], object]] = {
     Capability.LOADER_ITERATOR: lambda: loader_iterator().__next__,  # type: ignore[attr-defined]  # that it is there is checked
-    Capability.OPTIMIZER_HOOKS: lambda: (
-        torch.optim.optimizer.register_optimizer_step_pre_hook,
-        torch.optim.optimizer.register_optimizer_step_post_hook,
-    ),
+    Capability.OPTIMIZER_HOOKS: _optimizer_hooks,
     Capability.STEP_CODE: step_code,
     Capability.DISPATCHER: _check_dispatcher,
     Capability.WORKS: lambda: c10d().Work.wait,
@@ -266,19 +269,19 @@ _CHECKS: dict[Capability, Callable[[], object]] = {
 
 
 @dataclass(frozen=True)
-class Missing:
+class CapabilityGap:
     """A capability that this torch lacks, and how that showed."""
 
     capability: Capability
     why: str
 
 
-def check(capability: Capability) -> Missing | None:
+def check(capability: Capability) -> CapabilityGap | None:
     """Return what is wrong with a capability; None if it is there."""
     try:
         _CHECKS[capability]()
     except Exception as problem:  # noqa: BLE001  # whatever a changed torch raises
-        return Missing(capability, f"{type(problem).__name__}: {problem}")
+        return CapabilityGap(capability, f"{type(problem).__name__}: {problem}")
     return None
 
 
@@ -288,11 +291,11 @@ def available() -> frozenset[Capability]:
     for capability in Capability:
         if not dist.is_available() and capability in _DISTRIBUTED:
             continue  # such a script has nothing to record there
-        missing = check(capability)
-        if missing is None:
+        gap = check(capability)
+        if gap is None:
             found.add(capability)
         else:
-            warn_lost(capability, missing.why)
+            warn_lost(capability, gap.why)
     return frozenset(found)
 
 

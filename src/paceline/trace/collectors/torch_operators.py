@@ -35,6 +35,7 @@ C10D = {
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
     "gather_": ("gather", 1),
+    "gather_into_tensor_": ("gather", 1),  # since 2.14
     "scatter_": ("scatter", 0),
     "send": (SEND, 0),
     "recv_": (RECV, 0),

@@ -1,4 +1,4 @@
-"""Whether an Estimate is of the run that it stands beside: nothing is compared with a stranger.
+"""Whether an Estimate and a run belong together: only then does a report compare them.
 
 What a run was is taken from its own evidence: its traces, its configuration, and the machine that
 it kept. Evidence that a run of an earlier Paceline did not leave is passed over.
@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.record import digest
 from paceline.report.units import format_bytes, plural
-from paceline.trace.events import Kind
+from paceline.trace.events import TRAINED_BYTES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from paceline.trace.communication import Traffic
     from paceline.trace.merge import Trace
 
-TRAINED_BYTES = "trained_parameter_bytes"  # a counter that the torch collector records
 # Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step
 # give k, and a script may reduce a few numbers of its own besides.
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 
 
 def difference(
@@ -96,12 +95,12 @@ def _model_difference(
             f"the prediction is of a model with {format_bytes(expected)} of trained parameters, "
             f"the run trained {format_bytes(trained)}"
         )
-    reduced = sum(one.bytes for one in traffic if one.operation == "all_reduce")
+    reduced = sum(line.bytes for line in traffic if line.operation == "all_reduce")
     if trace.world_size < 2 or not reduced or not steps or not expected:
         return ""
     per_step = reduced / steps
     times = per_step / expected
-    if times >= 1 - TOLERANCE and times - round(times) <= TOLERANCE:
+    if round(times) >= 1 and abs(times - round(times)) <= TOLERANCE:
         return ""
     return (
         f"the prediction is of {format_bytes(expected)} of gradients per step, the run reduced "

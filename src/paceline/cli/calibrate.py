@@ -1,0 +1,44 @@
+"""``paceline calibrate``: a machine's description, improved by what a run showed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(epilog="Example: paceline calibrate paceline-demo --out machine.json")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine to start from [default: the one that RUN kept].",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="File for the better machine."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what changed as JSON on stdout.")
+def calibrate(run: Path, machine: Path | None, out: Path, as_json: bool) -> None:
+    """Fit a machine's description to the undisturbed steps of RUN, which followed a plan.
+
+    Rates and overheads are scaled to what each phase of the run took, as far as the run is sure of
+    it. Plan the next run with --machine OUT, and give that run the same --machine.
+    """
+    from paceline.core.files import commit_text, prepare_file
+    from paceline.probe.machine_file import load_machine
+    from paceline.runs.folder import RunFolder
+    from paceline.studies.calibrate import calibrate_by_run
+
+    prior = load_machine(machine or RunFolder.open(run).file("machine.json"))
+    prepare_file(out)
+    better, calibration = calibrate_by_run(prior, run)
+    commit_text(out, better.to_text())
+    click.echo(f"calibrate: wrote {out}", err=True)
+    if as_json:
+        click.echo(calibration.to_text(), nl=False)
+    else:
+        from rich.console import Console
+
+        from paceline.report.terminal import render_calibration
+
+        Console(highlight=False).print(render_calibration(calibration))

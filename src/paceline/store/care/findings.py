@@ -1,0 +1,81 @@
+"""What a repair found and did, as a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairFinding(Record):
+    """Something that was wrong.
+
+    Attributes:
+        what: sample, shard, parity file or index.
+        file: in which it lies.
+        why: it was wrong.
+        recovered_from: source, replica, parity, index or shards; empty = it could not be repaired.
+    """
+
+    version: ClassVar[int] = 2
+
+    what: str
+    file: str
+    why: str
+    recovered_from: str
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `recovered_from` `mended_from`."""
+        assert from_version == 1
+        return {"recovered_from": data.pop("mended_from"), **data}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairReport(Record):
+    """What `repair_pack` found and did, or with `dry_run` would do.
+
+    Attributes:
+        path: of the pack.
+        identity: of the pack.
+        dry_run: whether nothing was written.
+        repaired: what is right again.
+        lost: what could not be repaired.
+        stale_files: names of files that belonged to no version of the pack and were removed.
+    """
+
+    version: ClassVar[int] = 2
+
+    path: str
+    identity: str
+    dry_run: bool
+    repaired: tuple[RepairFinding, ...]
+    lost: tuple[RepairFinding, ...]
+    stale_files: tuple[str, ...]
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `repaired` `mended`, and `stale_files` `litter`."""
+        assert from_version == 1
+        repaired, stale_files = data.pop("mended"), data.pop("litter")
+        return {"repaired": repaired, "stale_files": stale_files, **data}
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pack is intact afterwards."""
+        return not self.lost
+
+
+class Findings:
+    """Collects findings while a repair runs."""
+
+    def __init__(self) -> None:
+        self.repaired: list[RepairFinding] = []
+        self.lost: list[RepairFinding] = []
+
+    def note(self, what: str, file: str, why: str, recovered_from: str) -> None:
+        """Add what was wrong; with an empty `recovered_from` it is lost."""
+        finding = RepairFinding(what=what, file=file, why=why, recovered_from=recovered_from)
+        (self.repaired if recovered_from else self.lost).append(finding)

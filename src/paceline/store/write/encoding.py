@@ -1,0 +1,207 @@
+"""The reading stage of packing: fills buffers with the samples of a batch, and encodes them.
+
+Samples lie in a buffer as they will in a shard, each padded to the alignment. A sample that is
+larger than a buffer comes in chunks, which are not encoded.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.native import crc32c, encode
+from paceline.store.format.layout import aligned_begins, padding
+from paceline.store.write.columns import SampleColumns
+from paceline.store.write.sources import BATCH_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.store.write.options import PackOptions, ShardLimits
+    from paceline.store.write.sources import SourceBatch
+
+_BUFFERS = 4  # one is being filled, one is placed, two wait to be written
+_MAX_ENCODED_BYTES = 64 << 20  # larger samples are stored as they are
+_KEEP_RATIO = {"auto": 0.9, "zstd": 1.0}
+
+
+@dataclass(slots=True)
+class LentBuffer:
+    """Memory for a batch.
+
+    Attributes:
+        memory: at least as large as what was asked for.
+        readers: work of other threads that still reads it. They finish in the order in which they
+            were given it, so the latest stand for all.
+    """
+
+    memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    readers: tuple[Future[Any], ...] = ()
+
+
+class BufferRing:
+    """Lends buffers in turn, each again once nothing reads it any more.
+
+    The thread that packs owns it: it alone lends buffers and gives them readers.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = [LentBuffer() for _ in range(_BUFFERS)]
+        self._turn = 0
+
+    def lend(self, byte_count: int) -> LentBuffer:
+        """Wait for the next buffer and return it.
+
+        Raises:
+            BaseException: what made a reader fail.
+        """
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        for reader in buffer.readers:
+            reader.result()
+        buffer.readers = ()
+        if len(buffer.memory) < byte_count:
+            buffer.memory = np.empty(max(byte_count, BATCH_BYTES), np.uint8)
+        return buffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedBatch:
+    """Samples as they are stored, none larger than a shard.
+
+    Attributes:
+        samples: their columns.
+        lengths: of each as it was read.
+        data: all of them, each padded to the alignment.
+        begins: where each lies in `data`, and the end, shape (n + 1,).
+        stored_lengths: of each.
+        checksums: CRC-32C of each as it was read.
+        codecs: of each.
+        buffer: what `data` lies in; None = it is encoded, and has memory of its own.
+    """
+
+    samples: SampleColumns
+    lengths: NDArray[np.uint64]
+    data: NDArray[np.uint8]
+    begins: NDArray[np.uint64]
+    stored_lengths: NDArray[np.uint64]
+    checksums: NDArray[np.uint32]
+    codecs: NDArray[np.uint8]
+    buffer: LentBuffer | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargeChunk:
+    """The next bytes of a sample that is larger than a batch; its chunks follow each other."""
+
+    samples: SampleColumns
+    sample_length: int
+    data: NDArray[np.uint8]
+    buffer: LentBuffer
+
+
+def read_batches(
+    batches: Iterator[SourceBatch], limits: ShardLimits, options: PackOptions
+) -> Iterator[EncodedBatch | LargeChunk]:
+    """Yield the samples of a source with their bytes.
+
+    Args:
+        batches: of the source.
+        limits: of the shards, which say what a large sample is.
+        options: which codec.
+
+    Raises:
+        StorageError: a sample cannot be read or has changed.
+        BaseException: what made a reader of a buffer fail.
+    """
+    ring = BufferRing()
+    large_bytes = limits.large_bytes
+    max_encoded_bytes = min(_MAX_ENCODED_BYTES, limits.shard_bytes // 2)
+    if options.codec == "none":
+        max_encoded_bytes = 0
+    for batch in batches:
+        length = int(batch.lengths[0]) if len(batch) == 1 else 0
+        if length <= large_bytes:
+            yield _encoded(_read_batch(batch, ring), options)
+        elif length <= max_encoded_bytes:
+            yield _encoded(_read_one_large(batch, length), options)
+        else:
+            yield from _read_chunks(batch, length, ring)
+
+
+def _read_batch(batch: SourceBatch, ring: BufferRing) -> EncodedBatch:
+    begins = aligned_begins(batch.lengths)
+    buffer = ring.lend(int(begins[-1]))
+    data = buffer.memory[: int(begins[-1])]
+    return _as_read(batch, data, begins, batch.bodies.fill(data, begins), buffer)
+
+
+def _read_one_large(batch: SourceBatch, length: int) -> EncodedBatch:
+    data = np.zeros(length + padding(length), np.uint8)
+    done = 0
+    while done < length:
+        done += batch.bodies.read_into(data[done:length])
+    checksums = np.array([crc32c(data[:length].data)], np.uint32)
+    return _as_read(batch, data, aligned_begins(batch.lengths), checksums, None)
+
+
+def _as_read(
+    batch: SourceBatch,
+    data: NDArray[np.uint8],
+    begins: NDArray[np.uint64],
+    checksums: NDArray[np.uint32],
+    buffer: LentBuffer | None,
+) -> EncodedBatch:
+    return EncodedBatch(
+        samples=batch.samples,
+        lengths=batch.lengths,
+        data=data,
+        begins=begins,
+        stored_lengths=batch.lengths,
+        checksums=checksums,
+        codecs=np.zeros(len(batch), np.uint8),
+        buffer=buffer,
+    )
+
+
+def _read_chunks(batch: SourceBatch, length: int, ring: BufferRing) -> Iterator[LargeChunk]:
+    left = length
+    while left:
+        buffer = ring.lend(min(left, BATCH_BYTES))
+        count = batch.bodies.read_into(buffer.memory[: min(left, BATCH_BYTES)])
+        assert count
+        yield LargeChunk(
+            samples=batch.samples,
+            sample_length=length,
+            data=buffer.memory[:count],
+            buffer=buffer,
+        )
+        left -= count
+
+
+def _encoded(batch: EncodedBatch, options: PackOptions) -> EncodedBatch:
+    if options.codec == "none":
+        return batch
+    encoded = encode(
+        batch.data,
+        batch.begins[:-1],
+        batch.lengths,
+        level=options.codec_level,
+        keep_ratio=_KEEP_RATIO[options.codec],
+        threads=len(os.sched_getaffinity(0)),
+    )
+    return EncodedBatch(
+        samples=batch.samples,
+        lengths=batch.lengths,
+        data=encoded.data,
+        begins=np.append(encoded.positions, np.uint64(len(encoded.data))),
+        stored_lengths=encoded.lengths,
+        checksums=batch.checksums,
+        codecs=encoded.codecs,
+        buffer=None,
+    )

@@ -1,0 +1,250 @@
+"""The placing stage of packing: which shard takes each sample, and where in it.
+
+It decides in the order in which samples come and gives values to the writing stage: bytes for a
+shard, with the columns of the samples that they complete, and the end of a shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.native import crc32c
+from paceline.store.format.layout import HEADER_BYTES, padding
+from paceline.store.write.columns import ExtentColumns, SampleColumns
+from paceline.store.write.encoding import EncodedBatch, LargeChunk, LentBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from paceline.store.write.options import ShardLimits
+
+
+class ShardPlacement:
+    """Decides which shard takes each sample; knows lengths only, so it also plans a dry run.
+
+    Args:
+        limits: of the shards.
+        first_shard: the number of the first.
+        closed: lengths of the shards that are there already, from the first on.
+    """
+
+    def __init__(
+        self, limits: ShardLimits, first_shard: int = 0, closed: Sequence[int] = ()
+    ) -> None:
+        self._limits = limits
+        self._first = first_shard
+        self.closed = list(closed)  # lengths of the shards that are closed
+        self.length = 0  # of the open one; 0 = there is none
+
+    @property
+    def shard(self) -> int:
+        """The number of the open shard, or of the next."""
+        return self._first + len(self.closed)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the open shard may have."""
+        return self._limits.limit(self.shard)
+
+    def is_chunked(self, length: int) -> bool:
+        """Return whether a sample is larger than a shard of its own."""
+        return length > self.limit - HEADER_BYTES
+
+    def fits(self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64]) -> int:
+        """Return how many of the next samples the open shard takes.
+
+        Args:
+            lengths: stored bytes of each.
+            begins: where each lies relative to the first, shape (n + 1,).
+        """
+        base = self.length or HEADER_BYTES
+        room = self.limit - base
+        over = np.flatnonzero(begins[:-1] + lengths > room) if room >= 0 else np.zeros(1, int)
+        return int(over[0]) if len(over) else len(lengths)
+
+    def plan(self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64]) -> int:
+        """Place samples without writing them; return how many extents they take."""
+        if len(lengths) == 1 and self.is_chunked(int(lengths[0])):
+            return self._plan_chunks(int(lengths[0]))
+        first = 0
+        while first < len(lengths):
+            count = self.fits(lengths[first:], begins[first:] - begins[first])
+            if count == 0:
+                self.close()
+                continue
+            self.take(int(begins[first + count] - begins[first]))
+            first += count
+        return len(lengths)
+
+    def take(self, byte_count: int) -> int:
+        """Count bytes, padding included, that go to the open shard; return their offset."""
+        if self.length == 0:
+            self.length = HEADER_BYTES
+        offset = self.length
+        self.length += byte_count
+        return offset
+
+    def close(self) -> None:
+        """Close the open shard, if there is one."""
+        if self.length:
+            self.closed.append(self.length)
+            self.length = 0
+
+    def _plan_chunks(self, length: int) -> int:
+        self.close()
+        extents = 0
+        while length:
+            if extents:
+                self.close()
+            size = min(length, self.limit - HEADER_BYTES)
+            self.take(size + padding(size))
+            length -= size
+            extents += 1
+        return extents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedBytes:
+    """Bytes that go to the end of a shard, and the samples that are complete with them.
+
+    Attributes:
+        shard: its number.
+        data: padded to the alignment, but for what is part of a large sample.
+        buffer: what `data` lies in, lent again once `data` is written.
+        samples: that are complete, in the order of the source; None = the sample goes on.
+        lengths: of these samples, in bytes as they are read.
+        extents: of these samples, in all shards.
+    """
+
+    shard: int
+    data: NDArray[np.uint8]
+    buffer: LentBuffer | None = None
+    samples: SampleColumns | None = None
+    lengths: NDArray[np.uint64] | None = None
+    extents: ExtentColumns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEnd:
+    """The open shard gets no more bytes.
+
+    Attributes:
+        is_between_samples: a packing that resumes may begin behind it.
+    """
+
+    is_between_samples: bool
+
+
+def place(
+    batches: Iterator[EncodedBatch | LargeChunk], placement: ShardPlacement
+) -> Iterator[PlacedBytes | ShardEnd]:
+    """Yield what goes to which shard, shard after shard, and the end of each."""
+    for batch in batches:
+        if isinstance(batch, LargeChunk):
+            yield from _place_large(batch, batches, placement)
+        else:
+            yield from _place_batch(batch, placement)
+    if placement.length:
+        placement.close()
+        yield ShardEnd(is_between_samples=True)
+
+
+def _place_batch(
+    batch: EncodedBatch, placement: ShardPlacement
+) -> Iterator[PlacedBytes | ShardEnd]:
+    begins, first = batch.begins, 0
+    while first < len(batch.lengths):
+        relative = begins[first:] - begins[first]
+        count = placement.fits(batch.stored_lengths[first:], relative)
+        if count == 0:
+            assert placement.length  # every sample of a batch fits an empty shard
+            placement.close()
+            yield ShardEnd(is_between_samples=True)
+            continue
+        chosen = slice(first, first + count)
+        first += count
+        data = batch.data[int(begins[chosen.start]) : int(begins[first])]
+        offset = placement.take(len(data))
+        yield PlacedBytes(
+            shard=placement.shard,
+            data=data,
+            buffer=batch.buffer,
+            samples=batch.samples[chosen],
+            lengths=batch.lengths[chosen],
+            extents=ExtentColumns(
+                offsets=relative[:count] + np.uint64(offset),
+                lengths=batch.lengths[chosen],
+                stored_lengths=batch.stored_lengths[chosen],
+                shards=np.full(count, placement.shard, np.uint32),
+                checksums=batch.checksums[chosen],
+                codecs=batch.codecs[chosen],
+            ),
+        )
+
+
+def _place_large(
+    chunk: LargeChunk,
+    chunks: Iterator[EncodedBatch | LargeChunk],
+    placement: ShardPlacement,
+) -> Iterator[PlacedBytes | ShardEnd]:
+    """Place a sample that comes in chunks, in one extent or, if no shard holds it, in several.
+
+    Args:
+        chunk: the first.
+        chunks: the others come next.
+        placement: of the shards.
+    """
+    length, samples = chunk.sample_length, chunk.samples
+    must_close = placement.is_chunked(length) or placement.length + length > placement.limit
+    if placement.length and must_close:
+        placement.close()
+        yield ShardEnd(is_between_samples=True)
+    extents: list[tuple[int, int, int, int]] = []
+    left, unplaced = length, chunk.data
+    while left:
+        if extents:
+            placement.close()
+            yield ShardEnd(is_between_samples=False)
+        size = min(left, placement.limit - HEADER_BYTES)
+        offset = placement.take(size + padding(size))
+        checksum = 0
+        for_extent = size
+        while for_extent:
+            if not len(unplaced):
+                following = next(chunks)
+                assert isinstance(following, LargeChunk)
+                chunk, unplaced = following, following.data
+            data, unplaced = unplaced[:for_extent], unplaced[for_extent:]
+            checksum = crc32c(data.data, checksum)
+            yield PlacedBytes(shard=placement.shard, data=data, buffer=chunk.buffer)
+            for_extent -= len(data)
+        yield PlacedBytes(shard=placement.shard, data=np.zeros(padding(size), np.uint8))
+        extents.append((offset, size, placement.shard, checksum))
+        left -= size
+    yield PlacedBytes(
+        shard=placement.shard,
+        data=np.zeros(0, np.uint8),
+        samples=_with_extent_count(samples, len(extents)),
+        lengths=np.array([length], np.uint64),
+        extents=_extents_of_chunks(extents),
+    )
+
+
+def _with_extent_count(samples: SampleColumns, count: int) -> SampleColumns:
+    return replace(samples, extent_counts=np.array([count], np.uint32))
+
+
+def _extents_of_chunks(extents: list[tuple[int, int, int, int]]) -> ExtentColumns:
+    columns = np.array(extents, np.uint64).reshape(-1, 4)
+    return ExtentColumns(
+        offsets=columns[:, 0],
+        lengths=columns[:, 1],
+        stored_lengths=columns[:, 1],
+        shards=columns[:, 2].astype(np.uint32),
+        checksums=columns[:, 3].astype(np.uint32),
+        codecs=np.zeros(len(columns), np.uint8),
+    )

@@ -1,0 +1,249 @@
+"""Collectives and messages on their way: from the call that issued one to its end.
+
+Completion comes from the work's future where the backend has one, otherwise from the thread that
+waits. Where neither tells (NCCL), the event says that its completion is unknown. A work is held
+until it is waited for, so that its identity stays its own; a work that nobody waits for is let go
+after a while, and at the end of the backward pass that issued it.
+
+DDP waits in C++ at the end of backward, where no wait can be seen. A callback queued in the
+autograd engine marks the moment when computing is done: what follows is the wait ("drain").
+
+Threads: the main thread and the threads of a backward pass issue; the backend's threads complete.
+All of it runs under the GIL, and none of it blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.native import monotonic_ns
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_groups import GroupRecord, Groups
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.events import (
+    COMMUNICATION,
+    COMPLETION_UNKNOWN,
+    DRAIN,
+    IDLE,
+    MAIN,
+    RECV,
+    SEND,
+    Kind,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.native import Recorder
+
+ANY_SOURCE = -2  # peer of a receive until its source is known
+_PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
+_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
+
+
+@dataclass(slots=True)
+class Issued:
+    """A collective or message on its way; the fields of its event, and its work."""
+
+    kind: Kind
+    name: int
+    begin_ns: int
+    amount: int
+    group: GroupRecord
+    sequence: int
+    peer: int
+    tag: int
+    step: int
+    keep: object  # the work: its identity stays its own as long as it lives
+    has_future: bool = False
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Loop:
+    """Where the training loop is: what both sides of the collector must know."""
+
+    main_thread: int
+    phase: int = IDLE
+
+
+class InFlight:
+    """What this process has issued and not seen to end, and the waits for it."""
+
+    def __init__(self, recorder: Recorder, loop: Loop, available: frozenset[Capability]) -> None:
+        self.recorder = recorder
+        self.loop = loop
+        self.available = available
+        self.groups = Groups(recorder, available)
+        self.drain_name = recorder.intern(DRAIN)
+        self.in_backward = False
+        self.callback_queued = False
+        self.issued_before: set[int] = set()
+        self.computed_ns = 0  # when this backward's computing was done, if it has collectives
+        self.works: dict[int, Issued] = {}  # by id of the work
+        self.tensors: dict[int, Issued] = {}  # functional collectives: by their result
+
+    def close(self) -> None:
+        """Record what was issued and never seen to complete."""
+        for issued in list(self.works.values()) + list(self.tensors.values()):
+            self.complete(issued, issued.begin_ns, COMPLETION_UNKNOWN)
+        self.works.clear()
+        self.tensors.clear()
+
+    def enter_backward(self) -> None:
+        """Note that collectives from here on are issued by a backward pass."""
+        self.in_backward = True
+        self.issued_before = set(self.works)
+        self.callback_queued = False
+        self.computed_ns = 0
+
+    def leave_backward(self) -> None:
+        """Record the wait for the collectives that the backward pass issued."""
+        self.in_backward = False
+        self._forget_works(self.issued_before)
+        if self.computed_ns:
+            # Now and not when backward ended: no completion that it awaited may be noted later.
+            self.recorder.record(
+                int(Kind.WAIT), MAIN, self.drain_name, self.computed_ns, monotonic_ns()
+            )
+
+    def issue(
+        self,
+        word: str,
+        name: int,
+        group: GroupRecord,
+        amount: int,
+        begin_ns: int,
+        *,
+        peer: int = -1,
+        tag: int = 0,
+        work: object = None,
+    ) -> Issued:
+        """Return the record of a call that was just issued; `peer` is a rank within the group."""
+        kind = _KINDS.get(word, Kind.COLLECTIVE)
+        peer = peer if peer == ANY_SOURCE else group.global_rank(peer)
+        if kind is Kind.COLLECTIVE:
+            sequence = group.next_collective()
+        else:
+            sequence = 0 if peer == ANY_SOURCE else group.next_message(word == SEND, peer, tag)
+        return Issued(
+            kind=kind,
+            name=name,
+            begin_ns=begin_ns,
+            amount=amount,
+            group=group,
+            sequence=sequence,
+            peer=peer,
+            tag=tag,
+            step=self.recorder.step,
+            keep=work,
+        )
+
+    def hold_work(self, work: object, issued: Issued) -> None:
+        """Hold a work until it is waited for."""
+        self._with_room(self.works)[id(work)] = issued
+
+    def hold_result(self, tensor: torch.Tensor, issued: Issued) -> None:
+        """Hold what a functional collective returned until it is waited for."""
+        self._with_room(self.tensors)[internals.tensor_identity(tensor)] = issued
+
+    def _with_room(self, table: dict[int, Issued]) -> dict[int, Issued]:
+        """Return `table` with room in it: the oldest goes, as nobody has waited for it so far."""
+        if len(table) >= _PENDING_MAX:
+            oldest = table.pop(next(iter(table)))
+            if not oldest.has_future:
+                self.complete(oldest, oldest.begin_ns, COMPLETION_UNKNOWN)
+        return table
+
+    def complete(self, issued: Issued, end_ns: int, flags: int = 0) -> None:
+        """Record the event of a call, unless that was done before."""
+        if issued.done:
+            return
+        issued.done = True
+        self._find_source(issued)
+        self.recorder.record(
+            int(issued.kind),
+            COMMUNICATION,
+            issued.name,
+            issued.begin_ns,
+            end_ns,
+            issued.amount,
+            issued.group.number,
+            issued.sequence,
+            issued.peer,
+            issued.tag,
+            issued.step,
+            flags,
+        )
+
+    def _find_source(self, issued: Issued) -> None:
+        """Number a receive from any source, now that its source is known."""
+        if issued.peer != ANY_SOURCE:
+            return
+        issued.peer = issued.group.global_rank(internals.source_of(issued.keep))
+        if issued.peer >= 0:
+            issued.sequence = issued.group.next_message(False, issued.peer, issued.tag)
+
+    def watch_future(self, work: Any, issued: Issued) -> None:
+        """Have the work's future tell when it ends; gloo's send and receive have none."""
+        if Capability.FUTURES not in self.available:
+            return
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(functools.partial(self._completed, issued))
+            issued.has_future = True
+
+    def _completed(self, issued: Issued, _: object) -> None:
+        self.complete(issued, monotonic_ns())
+        if Capability.THREAD_STATE in self.available:
+            internals.keep_thread_state()
+
+    def record_wait(self, issued: Issued | None, begin_ns: int) -> None:
+        """Record that the main thread was blocked until now, and for what."""
+        recorder = self.recorder
+        number = int(Kind.WAIT)
+        if issued is None:
+            recorder.end(number, 0, begin_ns, 0, self.loop.phase)
+            return
+        end_ns = recorder.begin(self.loop.phase)  # back to the phase around the wait
+        self.complete(issued, end_ns)  # first: by now a receive knows its source
+        recorder.record(
+            number,
+            MAIN,
+            issued.name,
+            begin_ns,
+            end_ns,
+            0,
+            issued.group.number,
+            issued.sequence,
+            issued.peer,
+            issued.tag,
+        )
+
+    def _forget_works(self, but: set[int]) -> None:
+        """Let go of works that C++ has waited for by now: those that no Python object holds.
+
+        A work that the script holds is still to be waited for, and may be on its way.
+        """
+        for key in self.works.keys() - but:
+            issued = self.works[key]
+            if internals.is_held_elsewhere(issued):
+                continue
+            self.complete(issued, monotonic_ns())  # its callback may come late, after the GIL
+            del self.works[key]
+
+    def _computed(self) -> None:
+        self.computed_ns = monotonic_ns()
+
+    def watch_backward(self) -> None:
+        """Have the engine tell when computing ends; before DDP's own callback, queued later."""
+        if not self.in_backward or self.callback_queued:
+            return
+        self.callback_queued = Capability.ENGINE_CALLBACK in self.available
+        if self.callback_queued:
+            try:
+                internals.queue_engine_callback(self._computed)
+            except RuntimeError:  # a thread without a running graph: then there is no drain
+                self.callback_queued = False

@@ -1,0 +1,209 @@
+"""Sees the phases of a training loop where a script meets torch, by replacing callables.
+
+A wrapper takes whatever its original takes and passes it on as it came, so that every legal call
+stays legal. It opens a phase only if it is the outermost one on the main thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.native import monotonic_ns
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.events import IDLE, MAIN, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from paceline.native import Recorder
+    from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+
+_OPTIMIZER = int(Kind.OPTIMIZER)
+
+
+class PhaseRecorder:
+    """The side of the torch collector that sees phases; used by the main thread alone."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        loop: Loop,
+        in_flight: InFlight,
+        available: frozenset[Capability],
+    ) -> None:
+        self.recorder = recorder
+        self.loop = loop
+        self.in_flight = in_flight
+        self.available = available
+        self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
+        self.stepped_in_backward = False
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        if Capability.LOADER_ITERATOR in self.available:
+            self.wrap(internals.loader_iterator(), "__next__", Kind.INPUT, "next")
+        self.wrap(DataLoader, "__iter__", Kind.INPUT, "iter")
+        self.wrap(torch.optim.Optimizer, "zero_grad", Kind.OPTIMIZER, "zero_grad")
+        self.wrap(torch.nn.Module, "zero_grad", Kind.OPTIMIZER, "zero_grad")
+        self.wrap(torch.nn.utils, "clip_grad_norm_", Kind.OPTIMIZER, "clip_grad_norm")
+        self.wrap(torch, "save", Kind.CHECKPOINT, "save", amount=_saved_bytes)
+        self.wrap(torch.nn.Module, "__call__", Kind.FORWARD, "forward", after=self._await_loss)
+        self._wrap_backward()
+        for name in ("to", "cpu", "cuda", "copy_"):
+            if hasattr(torch.Tensor, name):
+                self._wrap_copy(name)
+
+    def wrap_checkpoint(self, module: ModuleType) -> None:
+        """See the checkpoints of `torch.distributed.checkpoint`."""
+        for attribute in ("save", "async_save"):
+            if hasattr(module, attribute):
+                self.wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
+
+    def wrap_loader(self, module: ModuleType) -> None:
+        """Count waiting for the store's loader as input, and what it left out as a counter."""
+        iterator, recorder = module.LoaderIterator, self.recorder
+        skipped_name, skipped = recorder.intern("loader_skipped_samples"), 0
+
+        def delivered(batches: Any) -> int:
+            nonlocal skipped
+            if batches.skipped_count != skipped:
+                skipped, now_ns = batches.skipped_count, monotonic_ns()
+                recorder.record(int(Kind.COUNTER), MAIN, skipped_name, now_ns, now_ns, skipped)
+            return int(batches.delivered_bytes)
+
+        self.wrap(iterator, "__next__", Kind.INPUT, "next", amount=delivered)
+        self.wrap(module.Loader, "__iter__", Kind.INPUT, "iter")
+
+    def opens(self, number: int) -> bool:
+        """Return whether a call opens a phase, rather than being part of one that is open.
+
+        What a loader calls is input, and what is computed again inside backward is backward; but
+        an optimizer may call a closure that runs the model.
+        """
+        phase = self.loop.phase
+        if phase != IDLE and (phase != _OPTIMIZER or number == _OPTIMIZER):
+            return False
+        return threading.get_ident() == self.loop.main_thread
+
+    def _await_loss(self, end_ns: int) -> None:
+        self.loss_begin_ns = end_ns if torch.is_grad_enabled() else 0
+
+    def wrap(
+        self,
+        owner: Any,
+        attribute: str,
+        kind: Kind,
+        label: str,
+        *,
+        amount: Callable[..., int] | None = None,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Replace a callable by one that records its outermost calls on the main thread.
+
+        Args:
+            owner: class or module whose attribute it is.
+            attribute: its name.
+            kind: of event.
+            label: name of the event.
+            amount: from the call's arguments, the bytes that it moved.
+            after: called with the end of a call that nothing encloses.
+        """
+        original = getattr(owner, attribute)
+        recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.opens(number):
+                return original(*args, **kwargs)
+            outer, self.loop.phase = self.loop.phase, number
+            self.loss_begin_ns = 0
+            begin_ns = recorder.begin(number)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.loop.phase = outer
+                size = amount(*args, **kwargs) if amount else 0
+                end_ns = recorder.end(number, name, begin_ns, size, outer)
+                if after and outer == IDLE:
+                    after(end_ns)
+
+        setattr(owner, attribute, timed)
+
+    def _wrap_backward(self) -> None:
+        original = torch.autograd.backward
+        recorder, number = self.recorder, int(Kind.BACKWARD)
+        backward_name, loss_name = recorder.intern("backward"), recorder.intern("loss")
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self.opens(number):
+                return original(*args, **kwargs)
+            outer, self.loop.phase = self.loop.phase, number
+            begin_ns = recorder.begin(number)
+            if self.loss_begin_ns:
+                recorder.record(int(Kind.FORWARD), MAIN, loss_name, self.loss_begin_ns, begin_ns)
+                self.loss_begin_ns = 0
+            self.in_flight.enter_backward()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.loop.phase = outer
+                recorder.end(number, backward_name, begin_ns, 0, outer)
+                self.in_flight.leave_backward()
+                if self.stepped_in_backward:
+                    self.stepped_in_backward = False
+                    recorder.end_step()
+
+        torch.autograd.backward = backward
+
+    def _wrap_copy(self, attribute: str) -> None:
+        """Record copies between devices; one within a device is not a copy in our sense."""
+        original = getattr(torch.Tensor, attribute)
+        recorder, name = self.recorder, self.recorder.intern(f"copy {attribute}")
+        number, passive = int(Kind.COPY), (int(Kind.COPY), int(Kind.INPUT))
+
+        @functools.wraps(original)
+        def copied(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.loop.phase in passive:
+                return original(*args, **kwargs)
+            begin_ns = monotonic_ns()
+            result = original(*args, **kwargs)
+            source = args[0]
+            if attribute == "copy_":
+                # The parser's word is "other", the documentation's is "src".
+                source = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("src"))
+            device = getattr(source, "device", None)
+            if device != result.device and threading.get_ident() == self.loop.main_thread:
+                size = result.numel() * result.element_size()
+                recorder.end(number, name, begin_ns, size, self.loop.phase)
+            return result
+
+        setattr(torch.Tensor, attribute, copied)
+
+
+def phase_of(error: BaseException) -> str:
+    """Return the phase in which `error` was raised, or nothing if it was between phases."""
+    frames = error.__traceback__
+    while frames is not None:
+        frame = frames.tb_frame
+        if frame.f_code.co_filename == __file__ and "number" in frame.f_locals:
+            return Kind(frame.f_locals["number"]).name.lower()
+        frames = frames.tb_next
+    return ""
+
+
+def _saved_bytes(*args: object, **kwargs: object) -> int:
+    """Return the size of the file that `torch.save(obj, f, ...)` wrote; 0 for a stream."""
+    target = args[1] if len(args) > 1 else kwargs.get("f")
+    try:
+        return os.stat(target).st_size if isinstance(target, (str, os.PathLike)) else 0  # noqa: PTH116  # str or path
+    except OSError:
+        return 0

@@ -1,0 +1,68 @@
+"""Sees optimizer steps, and with them where a step of the training loop ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.collectors.torch_parameters import TrainedParameters
+from paceline.trace.events import Kind
+
+if TYPE_CHECKING:
+    from paceline.native import Recorder
+    from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_phases import PhaseRecorder
+
+_OPTIMIZER = int(Kind.OPTIMIZER)
+
+
+class StepRecorder:
+    """The hooks of every optimizer's step; used by the main thread alone.
+
+    An optimizer may step others inside its own step. Only the outermost one ends a step of the
+    loop. The hook after a step does not come if the step raises, so the stack tells what is open.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        loop: Loop,
+        phases: PhaseRecorder,
+        available: frozenset[Capability],
+    ) -> None:
+        self.recorder = recorder
+        self.loop = loop
+        self.phases = phases
+        self.name = recorder.intern("step")
+        self.trained = TrainedParameters(recorder)
+        self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
+        self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
+        if Capability.OPTIMIZER_HOOKS in available:
+            internals.hook_optimizer_steps(self._before, self._after)
+
+    def _before(self, *_: Any) -> None:
+        if threading.get_ident() != self.loop.main_thread:
+            return
+        if self.open and self.step_code is not None:
+            outer_count = max(1, internals.frames_of(self.step_code)) - 1
+            if outer_count < len(self.open):
+                self.loop.phase = self.open[outer_count][1]  # that step raised, the script went on
+                del self.open[outer_count:]
+        self.open.append((self.recorder.begin(_OPTIMIZER), self.loop.phase))
+        self.loop.phase = _OPTIMIZER
+        self.phases.loss_begin_ns = 0
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        if threading.get_ident() != self.loop.main_thread or not self.open:
+            return
+        self.trained.note_step(optimizer)
+        begin_ns, self.loop.phase = self.open.pop()
+        if self.open:
+            return
+        self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase)
+        if self.loop.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
+            self.phases.stepped_in_backward = True
+        else:
+            self.recorder.end_step()
