@@ -132,7 +132,7 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Raises:
         CorruptTrace: more steps are missing than events were dropped, or numbers do not rise.
     """
-    steps = rank.of(Kind.STEP)
+    steps = rank.events_of(Kind.STEP)
     numbers = steps["step"].astype(np.int64)
     count = int(numbers.max()) + 1 if len(numbers) else 0
     missing = count - len(numbers)
@@ -173,7 +173,7 @@ def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np
     events = events[events["begin_ns"] >= first_ns]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
     is_wait = events["kind"] == Kind.WAIT
-    chosen = waits[rank.of(Kind.WAIT)["begin_ns"] >= first_ns]
+    chosen = waits[rank.events_of(Kind.WAIT)["begin_ns"] >= first_ns]
     waiting = (chosen["ready_ns"] - chosen["begin_ns"]).astype(np.float64)
     moving = (chosen["end_ns"] - chosen["ready_ns"]).astype(np.float64)
     parents = _parents(events, is_wait)

@@ -74,8 +74,8 @@ def fit_clocks(ranks: Sequence[RankTrace], matches: Matches) -> tuple[ClockCorre
     """Return the clock correction of each rank; the first rank's clock is the run's.
 
     Args:
-        ranks: in order.
-        matches: what they did together, with times on each rank's own clock.
+        ranks: traces of a run, ordered by rank.
+        matches: their matched collectives and messages, with times on each rank's own clock.
     """
     nodes: dict[str, list[int]] = {}
     for index, rank in enumerate(ranks):
@@ -98,12 +98,19 @@ def _node(rank: RankTrace) -> str:
 def _node_clock(
     ranks: Sequence[RankTrace], members: list[int], matches: Matches, synchronising: np.ndarray
 ) -> ClockCorrection:
-    """Return the clock of a node, from what its ranks did together with the first rank."""
+    """Return the clock of a node, from the collectives that its ranks shared with the first rank.
+
+    Args:
+        ranks: traces of a run, ordered by rank.
+        members: indices in `ranks` of the traces of this node.
+        matches: the matched collectives and messages of `ranks`.
+        synchronising: mask over calls, from `Matches.synchronising`.
+    """
     calls = matches.calls
     of_first = np.full(len(matches.instances), -1, dtype=np.int64)
-    own = np.flatnonzero(synchronising & (calls["rank"] == 0))
+    own = np.flatnonzero(synchronising & (calls["trace"] == 0))
     of_first[calls["instance"][own]] = own
-    theirs = np.flatnonzero(synchronising & np.isin(calls["rank"], members))
+    theirs = np.flatnonzero(synchronising & np.isin(calls["trace"], members))
     ours = of_first[calls["instance"][theirs]]
     theirs, ours = theirs[ours >= 0], ours[ours >= 0]
     if not len(theirs):  # no evidence but the wall clocks, and nobody knows how well they agree
@@ -130,8 +137,8 @@ def fit_clock(
     """Return the clock whose line runs between points, as far as possible from both kinds.
 
     Args:
-        below: times on the clock, and offsets that are not larger than the true ones then.
-        above: times, and offsets that are not smaller.
+        below: times on the clock, and offsets that are lower bounds of the true offsets then.
+        above: times on the clock, and offsets that are upper bounds of the true offsets then.
         span: first and last time for which the clock is used.
     Cost: sorts the points, then a constant number of looks at their hulls.
     """
