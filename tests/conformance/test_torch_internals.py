@@ -329,7 +329,7 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
         library._destroy()
     in_flight.close()
     recorder.close()
-    events = read_trace(tmp_path / "rank.trace").of(Kind.COLLECTIVE)
+    events = read_trace(tmp_path / "rank.trace").events_of(Kind.COLLECTIVE)
     assert events["sequence"].tolist() == [1, 2]
     assert events["flags"].tolist() == [0 if seen else COMPLETION_UNKNOWN] * 2
 

@@ -90,7 +90,7 @@ def test_waiting_for_the_loader_is_recorded_as_input(folder, uninterrupted):
     run = load_run(folder / "whole-run")
     recorded = 0
     for rank in run.ranks:
-        inputs = rank.of(Kind.INPUT)
+        inputs = rank.events_of(Kind.INPUT)
         names = [rank.names[one] for one in inputs["name"].tolist()]
         assert names.count("iter") == 1
         assert names.count("next") == len(uninterrupted) + 1  # the last one says that it is over
@@ -110,6 +110,6 @@ def test_damaged_samples_that_were_skipped_are_counted_in_the_trace(folder):
     assert sorted(chain.from_iterable(batches)) == sorted({*range(COUNT)} - {10, 20, 30})
     assert len(batches) == -(-COUNT // BATCH)
     (rank,) = load_run(folder / "skipped-run").ranks
-    counters = rank.of(Kind.COUNTER)
+    counters = rank.events_of(Kind.COUNTER)
     name = rank.names.index("loader_skipped_samples")
     assert counters[counters["name"] == name]["amount"].max() == 3

@@ -38,7 +38,7 @@ def by_rank(trace):
     return [
         [
             (rank.names[name], amount)
-            for name, amount in rank.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)[
+            for name, amount in rank.events_of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)[
                 ["name", "amount"]
             ].tolist()
         ]
@@ -61,7 +61,7 @@ def test_both_ranks_tell_the_same_of_each_collective(trace):
 def test_only_a_group_of_ones_own_is_not_common(trace):
     matches = trace.matches
     alone = matches.calls[(matches.instances["ranks"] == 1)[matches.calls["instance"]]]
-    assert alone["rank"].tolist() == [0, 1]
+    assert alone["trace"].tolist() == [0, 1]
     assert {matches.operations[number] for number in alone["operation"]} == {"all_reduce"}
     assert set(alone["amount"].tolist()) == {10 * FLOAT_BYTES}
     assert [matches.groups[number].members for number in alone["group"]] == [(0,), (1,)]
@@ -69,7 +69,7 @@ def test_only_a_group_of_ones_own_is_not_common(trace):
 
 def test_sequences_of_each_group_count_from_one(trace):
     for rank in trace.ranks:
-        events = rank.of(Kind.COLLECTIVE)
+        events = rank.events_of(Kind.COLLECTIVE)
         groups = set(events["group"].tolist())
         for group in groups:
             numbers = events["sequence"][events["group"] == group].tolist()
@@ -118,7 +118,7 @@ def test_every_front_end_is_seen(by_rank):
 
 def test_a_collective_ends_after_it_began(trace):
     for rank in trace.ranks:
-        events = rank.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+        events = rank.events_of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
         assert (events["begin_ns"] <= events["end_ns"]).all()
         assert not events["flags"].any()
         assert set(events["location"].tolist()) == {COMMUNICATION}
@@ -126,15 +126,15 @@ def test_a_collective_ends_after_it_began(trace):
 
 def test_roots_and_peers_are_known(trace):
     for rank, other in zip(trace.ranks, (1, 0), strict=True):
-        roots = rank.of(Kind.COLLECTIVE)
+        roots = rank.events_of(Kind.COLLECTIVE)
         roots = roots[roots["name"] == rank.names.index("broadcast")]
         assert roots["peer"][0] == 1
-        assert set(rank.of(Kind.SEND, Kind.RECV)["peer"].tolist()) == {other}
+        assert set(rank.events_of(Kind.SEND, Kind.RECV)["peer"].tolist()) == {other}
 
 
 def test_no_wait_is_without_a_name(trace):
     for rank in trace.ranks:
-        waits = rank.of(Kind.WAIT)
+        waits = rank.events_of(Kind.WAIT)
         names = {rank.names[number] for number in waits["name"].tolist()}
         assert "" not in names
         assert {"all_reduce", "all_gather", "reduce_scatter", "barrier", DRAIN} <= names
@@ -302,7 +302,7 @@ def test_a_compiled_model_computes_the_same(tmp_path):
     assert done.code == 0, done.err
     assert json.loads(done.out) == last_json(plain.stdout)
     rank = load_run(tmp_path / "RUN").ranks[0]
-    assert len(rank.of(Kind.STEP)) == len(rank.of(Kind.BACKWARD)) == 5
+    assert len(rank.events_of(Kind.STEP)) == len(rank.events_of(Kind.BACKWARD)) == 5
 
 
 # --- call signatures -----------------------------------------------------------------------------
@@ -335,12 +335,12 @@ def test_a_saved_file_has_its_bytes_however_it_is_named(signatures):
         (signatures / "recorded-0" / f"{name}.pt").stat().st_size
         for name in ("plain", "keyword", "mixed", "protocol")
     ]
-    assert rank.of(Kind.CHECKPOINT)["amount"].tolist() == [*saved, 0]  # a stream has no size
+    assert rank.events_of(Kind.CHECKPOINT)["amount"].tolist() == [*saved, 0]  # a stream has no size
 
 
 def test_copies_between_devices_are_seen_however_they_are_called(signatures):
     (rank, _) = load_run(signatures / "RUN-recorded").ranks
-    names = [rank.names[number] for number in rank.of(Kind.COPY)["name"]]
+    names = [rank.names[number] for number in rank.events_of(Kind.COPY)["name"]]
     assert names == ["copy to", "copy to", "copy to", "copy copy_"]
 
 
@@ -359,11 +359,11 @@ def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
     assert done.code == 0, done.err
     assert last_json(done.out) == {"annotation": "<class 'int'>"}  # ours would make it text
     for rank in load_run(tmp_path / "RUN").ranks:
-        waits = rank.of(Kind.WAIT)
+        waits = rank.events_of(Kind.WAIT)
         named = Counter(rank.names[name] for name in waits["name"])
         assert named["all_reduce"] == 4 * 4
         assert "" not in named
-        reductions = rank.of(Kind.COLLECTIVE)
+        reductions = rank.events_of(Kind.COLLECTIVE)
         assert set(waits["sequence"][waits["sequence"] > 0]) == set(reductions["sequence"])
 
 

@@ -145,7 +145,7 @@ def test_each_value_is_written_with_its_provenance(tmp_path, hello):
     assert result["ranks"] == []
     assert done.err.count("hello ['--', '--out', 'of the script']") == 2
     # Without traces nobody can say why; how it ended is said all the same.
-    assert done.err.splitlines()[-1] == "2 ranks, no step recorded: RUN"
+    assert done.err.splitlines()[-1] == "2 ranks, no step recorded; folder: RUN"
     # More ranks than cores: a warning, no more.
     assert "warning: 2 ranks share 1 cores" in done.err
 

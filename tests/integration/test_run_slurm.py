@@ -105,7 +105,7 @@ def test_a_step_that_is_cancelled_keeps_its_traces(environ, root, tmp_path):
 
     def training():
         try:
-            return all(len(read_trace(path).of(Kind.STEP)) >= 3 for path in traces)
+            return all(len(read_trace(path).events_of(Kind.STEP)) >= 3 for path in traces)
         except PacelineError:
             return False
 

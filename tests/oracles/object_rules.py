@@ -88,7 +88,7 @@ class Encounters:
     Attributes:
         arrivals: each rank's collectives by key, in order of issue.
         meetings: when everybody had come to each collective.
-        blocked: what each rank's wait events were for, in the order of `of(Kind.WAIT)`.
+        blocked: what each rank's wait events were for, in the order of `events_of(Kind.WAIT)`.
     """
 
     arrivals: tuple[dict[Key, Arrival], ...]
@@ -111,7 +111,7 @@ def arrivals(trace: Trace) -> list[dict[Key, Arrival]]:
     """Return each rank's collectives by key, in order of issue."""
     result = []
     for rank, clock in zip(trace.ranks, trace.clocks, strict=True):
-        events = rank.of(Kind.COLLECTIVE)
+        events = rank.events_of(Kind.COLLECTIVE)
         begins, ends = clock.to_run_ns(events["begin_ns"]), clock.to_run_ns(events["end_ns"])
         columns = [begins.tolist(), ends.tolist()]  # an array's rows are slow to read
         columns += [events[field].tolist() for field in _FIELDS]
@@ -153,11 +153,11 @@ def meetings(by_rank: Sequence[dict[Key, Arrival]], world_size: int) -> dict[Key
 def blocked(
     rank: RankTrace, clock: Clock, mine: dict[Key, Arrival], met: dict[Key, Meeting]
 ) -> tuple[Blocked, ...]:
-    """Return what the rank's wait events were for, in the order of `of(Kind.WAIT)`."""
+    """Return what the rank's wait events were for, in the order of `events_of(Kind.WAIT)`."""
     issued = list(mine.items())
     issues = [arrival.issue_ns for _, arrival in issued]
-    starts = clock.to_run_ns(rank.of(Kind.BACKWARD)["begin_ns"]).tolist()
-    waits = rank.of(Kind.WAIT)
+    starts = clock.to_run_ns(rank.events_of(Kind.BACKWARD)["begin_ns"]).tolist()
+    waits = rank.events_of(Kind.WAIT)
     begins, ends = clock.to_run_ns(waits["begin_ns"]), clock.to_run_ns(waits["end_ns"])
     columns = (waits[field].tolist() for field in ("name", "group", "sequence"))
     found = []
@@ -277,7 +277,7 @@ def _segments(
     rank: RankTrace, first_ns: int, waits: tuple[Blocked, ...]
 ) -> list[tuple[int, int, float]]:
     """Return (step, phase, seconds) of each main-lane event without what is nested in it."""
-    wait_at = dict(zip(rank.of(Kind.WAIT)["begin_ns"].tolist(), waits, strict=True))
+    wait_at = dict(zip(rank.events_of(Kind.WAIT)["begin_ns"].tolist(), waits, strict=True))
     events = rank.events[rank.events["location"] == MAIN]
     events = events[np.isin(events["kind"], [*_PHASE_OF, Kind.WAIT])]
     events = events[events["begin_ns"] >= first_ns]

@@ -63,15 +63,17 @@ def test_further_stragglers_share_a_sentence():
 
 def test_when_nobody_is_late_the_largest_shares_are_named():
     assert _verdict() == (
-        "No rank was late in 700 steps: most of a step goes to the backward pass (50 %), then to "
-        "the forward pass (30 %)."
+        "No rank was late in 700 steps: the largest part of a step is the backward pass (50 %), "
+        "followed by the forward pass (30 %)."
     )
-    assert _verdict(world_size=1).startswith("One rank took 700 steps: most of a step")
+    assert _verdict(world_size=1).startswith(
+        "One rank took 700 steps: the largest part of a step is"
+    )
 
 
 def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
-    assert "ranks wait for each other 40 % of the time, now for one and now for another" in text
+    assert "ranks wait for each other 40 % of the time, not always for the same rank" in text
     text = _verdict(total=Breakdown(backward=6, waiting=4), latest=3)
     assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
 
@@ -90,7 +92,7 @@ def test_ranks_without_a_common_collective_are_named_so():
     )
     assert "DistributedDataParallel" in text
     assert text.endswith(
-        "In 700 steps most of a step goes to the backward pass (50 %), then to "
+        "In 700 steps the largest part of a step is the backward pass (50 %), followed by "
         "the forward pass (30 %)."
     )
     assert _verdict(world_size=1, place="").startswith("One rank took 700 steps")
@@ -146,12 +148,12 @@ def _result(**changes):
 
 def test_the_summary_is_one_line():
     assert summary_line(_result(), Path("runs/one")) == (
-        "2 ranks, 40 steps of 12.4 ms, 25 % of the time waiting: runs/one"
+        "2 ranks, 40 steps of 12.4 ms, 25 % of the time waiting; folder: runs/one"
     )
     late = summary_line(_result(straggler=LATE), Path("runs/one"))
     assert "rank 1 was late in steps 200 to 400" in late
     nothing = summary_line(_result(ranks=(), step_time_s=0.0), Path("runs/one"))
-    assert nothing == "2 ranks, no step recorded: runs/one"
+    assert nothing == "2 ranks, no step recorded; folder: runs/one"
     failure = Failure(rank=1, error="first\nRuntimeError: boom")
     failed = summary_line(_result(failure=failure), Path("runs/one"))
     assert failed.startswith("Rank 1 failed before the end of its first step: RuntimeError")

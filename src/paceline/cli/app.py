@@ -1,7 +1,7 @@
-"""The ``paceline`` command: finds the verb, and turns errors into messages and exit codes.
+"""The ``paceline`` command: finds the subcommand, turns errors into messages and exit codes.
 
-Verbs are imported when they are called, and a verb imports its package inside its function, so
-that ``--help`` costs what click costs.
+A subcommand's module is imported when the subcommand is called, and imports its package inside its
+function, so that ``--help`` takes no longer than the import of click.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ VERBS = {
 
 
 class VerbGroup(click.Group):
-    """A group that imports a verb's file only when that verb is called."""
+    """A click group that imports a subcommand's module only when the subcommand is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs in the order in which a newcomer meets them."""
+        """Return the subcommands in the order in which a new user needs them."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the verb; None when there is no such verb."""
+        """Import and return the subcommand; None if there is no such subcommand."""
         if cmd_name not in VERBS:
             if cmd_name.isidentifier():
                 ctx.fail(f"No such command '{cmd_name}'. {nearest(cmd_name, VERBS)}")
@@ -52,8 +52,8 @@ class VerbGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of verbs without importing them."""
-        with formatter.section("Verbs"):
+        """Write the list of subcommands without importing them."""
+        with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
 
@@ -68,7 +68,7 @@ def app() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit with the code that the outcome has in design.md."""
+    """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()  # here, and not when the interpreter ends, it can be explained

@@ -1,9 +1,9 @@
-"""The errors that Paceline raises, and the exit code each one ends a command with.
+"""The errors that Paceline raises, and the exit code of a command that each error ends.
 
 ::
 
     PacelineError                                exit code
-    +-- UsageError (ValueError)                      2   asked for something impossible
+    +-- UsageError (ValueError)                      2   the command or call is impossible
     |   +-- ConfigError                              2
     |   |   +-- NewerFormat                          2   a file of a newer Paceline
     |   +-- DestinationExists (FileExistsError)      2
@@ -11,7 +11,7 @@
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
     +-- WorkerFailed (RuntimeError)                  1   a worker process of Paceline
     +-- StorageError (OSError)                       1   disk full, file not readable
-    +-- Missing (ImportError)                        3   a package or tool is not here
+    +-- Missing (ImportError)                        3   a package or tool is missing
     +-- CorruptData (ValueError)                     4
     |   +-- CorruptPack                              4
     |   +-- CorruptTrace                             4
@@ -80,7 +80,7 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError, ValueError):
-    """The command or call asks for something that cannot be."""
+    """The command or call asks for something impossible."""
 
     exit_code = 2
 
@@ -94,7 +94,7 @@ class NewerFormat(ConfigError):
 
 
 class DestinationExists(UsageError, FileExistsError):
-    """The place to write to is already taken; nothing was changed."""
+    """The destination exists already; nothing was changed."""
 
 
 class NotFound(UsageError, FileNotFoundError):
@@ -102,7 +102,7 @@ class NotFound(UsageError, FileNotFoundError):
 
 
 class ScriptFailed(PacelineError, RuntimeError):
-    """The user's script raised."""
+    """The user's script raised an exception."""
 
 
 class WorkerFailed(PacelineError, RuntimeError):
@@ -110,17 +110,17 @@ class WorkerFailed(PacelineError, RuntimeError):
 
 
 class StorageError(PacelineError, OSError):
-    """The file system refused: full, not readable, not writable."""
+    """The file system failed: it is full, not readable or not writable."""
 
 
 class Missing(PacelineError, ImportError):
-    """A package, tool or device that this needs is not here."""
+    """A package, tool or device that the command needs is missing."""
 
     exit_code = 3
 
 
 class CorruptData(PacelineError, ValueError):
-    """Stored bytes are not what was written."""
+    """Stored bytes differ from the bytes that were written."""
 
     exit_code = 4
 
@@ -140,7 +140,7 @@ class RankLost(PacelineError, ConnectionError):
 
 
 class DeadlineExceeded(RankLost, TimeoutError):
-    """Somebody who was waited for did not come in time."""
+    """A rank, task or peer did not answer before its deadline."""
 
 
 class Interrupted(PacelineError, RuntimeError):
@@ -150,18 +150,18 @@ class Interrupted(PacelineError, RuntimeError):
 
 
 def reason(problem: OSError) -> str:
-    """Return what the system says, in its words."""
+    """Return the operating system's text for the error."""
     return problem.strerror or str(problem)
 
 
 @contextmanager
 def storage_errors(what: str, *, where: str | os.PathLike[str], fix: str) -> Iterator[None]:
-    """Let an OSError leave the context as a StorageError; errors of this tree pass unchanged.
+    """Let an OSError leave the context as a StorageError; Paceline's own errors pass unchanged.
 
     Args:
-        what: cannot be done.
+        what: the failed action, for example "cannot write the pack".
         where: the file or folder.
-        fix: what to do about it.
+        fix: what the user can do about it.
     """
     with os_errors_as(
         lambda problem: StorageError(what, where=str(where), why=reason(problem), fix=fix)
@@ -171,9 +171,9 @@ def storage_errors(what: str, *, where: str | os.PathLike[str], fix: str) -> Ite
 
 @contextmanager
 def os_errors_as(make_error: Callable[[OSError], PacelineError]) -> Iterator[None]:
-    """Let an OSError leave the context as what `make_error` makes of it.
+    """Let an OSError leave the context as the error that `make_error` returns for it.
 
-    For messages that depend on the problem; otherwise `storage_errors`.
+    For messages that depend on the OSError; use `storage_errors` for all others.
     """
     try:
         yield

@@ -133,7 +133,7 @@ class Overhead(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameworkOverhead(Record):
-    """What a framework adds to a step besides its operators and collectives.
+    """What a framework adds to a step in addition to operators and collectives.
 
     `seconds` and `seconds_per_byte`: exactly one of the two is given.
 

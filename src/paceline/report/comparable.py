@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.communication import Traffic
     from paceline.trace.merge import Trace
 
-# Bytes reduced per step, over the gradients' bytes: gradients that are reduced k times per step
-# give k, and a script may reduce a few numbers of its own besides.
+# Tolerance of the ratio of bytes reduced per step to the gradients' bytes. The ratio is k if
+# gradients are reduced k times per step, and larger if the script reduces numbers of its own.
 TOLERANCE = 0.05
 
 

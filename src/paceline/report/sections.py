@@ -86,8 +86,9 @@ def time_by_phase(report: Report) -> str:
     ]
     note = (
         "The training loop of each rank, from its first phase to the end of its last step. Phases "
-        "exclude each other. Waiting is time inside a collective before the last rank came, "
-        "transfer is the time after that; what runs behind compute is in neither."
+        "exclude each other. Waiting is time inside a collective before the last rank entered, "
+        "transfer is the time after that; communication that overlaps with computation is in "
+        "neither."
     )
     if len(shown) < len(report.rank_phases):
         note += (

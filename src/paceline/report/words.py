@@ -1,7 +1,7 @@
-"""A run's outcome in one or two sentences with numbers: what a person would say of it first.
+"""Describes a run's outcome in one or two sentences with numbers.
 
-The words are made from analyses alone, so that ``paceline run``, ``why``, ``report`` and the demo
-say the same thing.
+The sentences are made from analyses alone, so that ``paceline run``, ``why``, ``report`` and the
+demo print the same verdict.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SEPARATE = (
 
 
 def summary_line(result: RunResult, run: Path) -> str:
-    """Return one line: ranks, steps, step time, share of waiting, and where the run lies."""
+    """Return one line: ranks, steps, step time, share of waiting, and the folder of the run."""
     parts = []
     if result.failure is not None:
         parts.append(failure_words(result.failure).rstrip("."))
@@ -62,7 +62,7 @@ def summary_line(result: RunResult, run: Path) -> str:
     if result.straggler is not None:
         late = result.straggler
         parts.append(f"rank {late.rank} was late in steps {late.first_step} to {late.last_step}")
-    return f"{', '.join(parts)}: {run}"
+    return f"{', '.join(parts)}; folder: {run}"
 
 
 def mean_breakdown(result: RunResult) -> Breakdown:
@@ -84,17 +84,18 @@ def verdict(
     latest: int | None = None,
     missing: tuple[int, ...] = (),
 ) -> str:
-    """Return what to say of a run first, in one or two sentences after its failure, if any.
+    """Return the verdict on a run: one or two sentences, preceded by its failure if it failed.
 
     Args:
-        stragglers: of an `Analysis`, the costliest first.
-        world_size: ranks of the run.
-        steps: that all ranks completed.
+        stragglers: stragglers of an `Analysis`, the costliest first.
+        world_size: number of ranks of the run.
+        steps: number of steps that all ranks completed.
         total: seconds by phase, the mean over ranks.
-        failure: of the rank that failed first.
-        place: where skew shows; see `sync_place`. Empty when no collective joins the ranks.
+        failure: failure of the rank that failed first; None if the run did not fail.
+        place: where skew shows, from `sync_place`; empty if the ranks have no common collective.
         latest: the rank with most of the skew, if one rank stands out.
-        missing: ranks that left no trace; nothing is known about them or about who waited for them.
+        missing: ranks that left no trace; nothing is known about them, nor about ranks that waited
+            for them.
     """
     sentences = [] if failure is None else [failure_words(failure)]
     if missing:
@@ -115,11 +116,11 @@ def verdict(
 
 
 def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
-    """Return a sentence for each thing that the trace leaves open.
+    """Return a sentence for each kind of collective whose time the trace does not tell.
 
     Args:
-        untimed_count: collectives and messages whose completion was not seen.
-        mismatch_count: collectives on which the ranks that joined do not agree.
+        untimed_count: number of collectives and messages whose completion was not seen.
+        mismatch_count: number of collectives on which the ranks that joined do not agree.
     """
     sentences = []
     if untimed_count:
@@ -140,8 +141,8 @@ def sync_place(operations: frozenset[str], syncs_per_step: float) -> str:
 
     Args:
         operations: names of the synchronising collectives of the run.
-        syncs_per_step: synchronising collectives per step; where there are several, their skews
-            add up to that of the step, so that none of them shows all of it.
+        syncs_per_step: synchronising collectives per step; if there are several, their skews add
+            up to the skew of the step, so that none of these collectives shows all of it.
     """
     if operations == {"all_reduce"} and syncs_per_step < 1.5:
         return "at every all-reduce"
@@ -204,7 +205,7 @@ def _even_words(world_size: int, steps: int, total: Breakdown, latest: int | Non
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
     if waiting >= _NOTABLE_WAITING:
-        whom = "now for one and now for another"
+        whom = "not always for the same rank"
         if latest is not None:
             whom = f"mostly for rank {latest}, but never for long at a time"
         return (
@@ -218,6 +219,6 @@ def _spent_words(total: Breakdown) -> str:
     shares = {name: seconds / max(total.total_s, 1e-12) for name, seconds in total.items()}
     first, second = sorted(shares, key=lambda name: -shares[name])[:2]
     return (
-        f"most of a step goes to {DOING[first]} ({format_share(shares[first])}), "
-        f"then to {DOING[second]} ({format_share(shares[second])})."
+        f"the largest part of a step is {DOING[first]} ({format_share(shares[first])}), "
+        f"followed by {DOING[second]} ({format_share(shares[second])})."
     )

@@ -1,7 +1,7 @@
-"""One pass from a run's events to its answers: who matched whom, where time went, who was late.
+"""Computes from a merged trace when ranks waited, where time went, and which rank was late.
 
-`analyse` makes the `Analysis` once; launch, report and stats read it. Every step below works on
-arrays over all events of a rank or of the run.
+`analyse` makes the `Analysis` once; launch, report and stats read it. Every stage works on arrays
+over all events of a rank or of the run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Analysis:
-    """All that a run's trace tells.
+    """The results of analysing a run's trace.
 
     Attributes:
-        trace: the run.
-        waits: of each rank, of `WAIT_INTERVAL`, ordered by begin.
-        phases: seconds by step and phase, one for each rank that left a trace.
-        skew_s: of each rank in each step that all ranks completed, shape (ranks, steps), seconds.
-        stragglers: who was late, the costliest first.
+        trace: the merged trace.
+        waits: one array of `WAIT_INTERVAL` per rank, ordered by begin time.
+        phases: seconds by step and phase, one record for each rank that left a trace.
+        skew_s: skew of each rank in each step that all ranks completed, shape (ranks, steps),
+            seconds.
+        stragglers: the ranks that were late, the costliest first.
         traffic: collectives and messages by operation, group and size, the costliest first.
-        mismatches: the first collectives that ranks joined without agreeing on what they are; all
-            such are left out of waits, skew and traffic.
+        mismatches: the first collectives on which the ranks that joined do not agree; all such
+            collectives are left out of waits, skew and traffic.
     """
 
     trace: Trace
@@ -48,12 +49,12 @@ class Analysis:
 
     @property
     def matches(self) -> Matches:
-        """What the ranks did together."""
+        """The matched collectives and messages of the run."""
         return self.trace.matches
 
     @property
     def steps(self) -> int:
-        """Steps that every rank completed."""
+        """Number of steps that every rank completed."""
         return int(self.skew_s.shape[1])
 
     @property
@@ -63,16 +64,16 @@ class Analysis:
 
     @property
     def untimed_count(self) -> int:
-        """Collectives and messages whose completion was not seen: their transfer is unknown."""
+        """Number of collectives and messages whose completion was not seen (transfer unknown)."""
         return sum(line.untimed_count for line in self.traffic)
 
 
 def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
-    """Return what the trace tells.
+    """Return the analysis of a trace.
 
     Args:
-        trace: a run, from `load_run` or `merge`.
-        rules: when a rank counts as a straggler.
+        trace: the merged trace of a run, from `load_run` or `merge`.
+        rules: thresholds from which a rank counts as a straggler.
 
     Raises:
         CorruptTrace: a rank's steps are not numbered as a run numbers them.

@@ -1,15 +1,16 @@
-"""Stragglers: who was late, when, and why.
+"""Stragglers: which ranks were late, in which steps, and why.
 
-All-reduce hides it, because every rank takes equally long there (`skew` brings it to light).
+An all-reduce hides a straggler, because every rank takes equally long in it; `skew` shows it.
 
-Among many ranks somebody is always first, so that all others have some skew. A rank is therefore
-accused for its excess over what is usual among the others, and only if chance would not bring so
-many late steps together.
+Among many ranks one is always first, so that all other ranks have some skew. A rank is therefore
+judged by its excess: its skew minus the median skew of the other ranks. It is accused only if noise
+would hardly bring so many late steps together.
 
 The straggler's extra time is split by comparing it with the other ranks in the same steps: input
-is data, time without a core is not_running, the rest is compute. A rank whose threads share a core
-queues behind itself: the more it computes, the longer some of its threads are runnable. So what
-its threads ran longer than those of others counts as compute first.
+is data, time without a core is not_running, the rest is compute. Threads of a rank that share a
+core wait for each other: the more the rank computes, the longer some of its threads are runnable
+without running. So the time by which the rank's threads ran longer than other ranks' threads is
+counted as compute first, and only the rest can be not_running.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PASSES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler(Record):
-    """A rank that was late, in which steps, and why.
+    """A rank that was late, with its step range and the cause.
 
     Attributes:
         rank: the global rank.
@@ -41,7 +42,7 @@ class Straggler(Record):
         late_ms: median skew in the step range, milliseconds.
         first_step: first step of the range.
         last_step: last step of the range.
-        others_wait: share of these steps that the other ranks wait, 0 to 1.
+        others_wait: share of the time of these steps that the other ranks wait, 0 to 1.
     """
 
     rank: int
@@ -54,18 +55,20 @@ class Straggler(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlameRules(Record):
-    """When skew is worth an accusation rather than noise.
+    """Thresholds from which skew is reported rather than taken for noise.
 
     Attributes:
-        min_late_s: less is never reported.
-        min_late_share: neither is less than this share of the median step.
-        min_steps: a step range is at least this long.
-        min_late_steps: this share of the range's steps is late.
-        min_signal: median excess in the range, over its median absolute deviation there.
-        min_cost_share: the range's skew adds up to at least this share of the whole loop: a
-            neighbour that takes a core for a blink is real, and not worth a name.
-        max_chance: probability that so many late steps lie together by chance, if late steps were
-            strewn as they are elsewhere in the run.
+        min_late_s: smallest median excess that is reported, seconds.
+        min_late_share: smallest median excess that is reported, as a share of the median step time;
+            the larger of the two is the minimum size.
+        min_steps: minimum number of steps in a step range.
+        min_late_steps: minimum share of steps in the range whose excess is above the minimum size.
+        min_signal: minimum ratio of the median excess in the range to its spread (scaled median
+            absolute deviation) there.
+        min_cost_share: minimum sum of the skew in the range, as a share of the time of the whole
+            loop: a short disturbance by another process is real, but is not reported.
+        max_chance: maximum probability that so many late steps lie together by chance, if late
+            steps were as frequent as elsewhere in the run.
     """
 
     min_late_s: float = 0.001
@@ -80,12 +83,13 @@ class BlameRules(Record):
 def find_stragglers(
     ranks: Sequence[RankPhases], skew: np.ndarray, rules: BlameRules | None = None
 ) -> tuple[Straggler, ...]:
-    """Return the ranks that were late, the costliest first; empty when nobody was.
+    """Return the ranks that were late, the costliest first; empty if no rank was late.
 
     Args:
-        ranks: the run's phases.
-        skew: from `skew_s`, over the steps that all ranks completed, shape (ranks, steps).
-        rules: thresholds; the defaults keep quiet about what a busy node does by itself.
+        ranks: phases of each rank of the run.
+        skew: skew of each rank in the steps that all ranks completed, from `skew_s`, shape (ranks,
+            steps), seconds.
+        rules: thresholds; with the defaults, the ordinary noise of a busy node is not reported.
     """
     rules = rules or BlameRules()
     steps = skew.shape[1]
@@ -110,12 +114,12 @@ def find_stragglers(
 
 
 def excess_s(skew: np.ndarray) -> np.ndarray:
-    """Return by how much each rank's skew exceeds what is usual among the others, in each step.
+    """Return each rank's skew minus the (lower) median skew of the other ranks, in each step.
 
-    Usual is the (lower) median of the other ranks. Shapes are (ranks, steps), of two or more ranks.
+    Argument and result have the shape (ranks, steps), with two or more ranks; seconds.
     """
     ordered = np.sort(skew, axis=0)
-    middle = (len(skew) - 2) // 2  # of the others, were they without this rank's own value
+    middle = (len(skew) - 2) // 2  # index of the median once this rank's own value is left out
     usual = np.where(skew <= ordered[middle], ordered[middle + 1], ordered[middle])
     return np.asarray(skew - usual)
 
@@ -123,15 +127,15 @@ def excess_s(skew: np.ndarray) -> np.ndarray:
 def chance(is_late: np.ndarray, i: int, step_range: tuple[int, int]) -> float:
     """Return a bound on the probability that noise gives rank `i` such a step range somewhere.
 
-    Noise would make steps late at the rate that is seen outside the range; that a range of n
-    steps then has a share s of late ones has a probability of at most exp(-n KL(s, rate)), for
-    each rank and place of the range.
+    Noise is assumed to make steps late at the rate that is seen outside the range. Then a range of
+    n steps has a share s of late steps with a probability of at most exp(-n KL(s, rate)), for each
+    rank and place of the range.
     Source: W. Hoeffding, Probability inequalities for sums of bounded random variables (1963), 2.1.
 
     Args:
         is_late: which steps are late, shape (ranks, steps).
-        i: the rank.
-        step_range: its first and last step.
+        i: index of the rank in `is_late`.
+        step_range: first and last step of its step range.
     """
     first, last = step_range
     count = last - first + 1
@@ -150,11 +154,17 @@ def chance(is_late: np.ndarray, i: int, step_range: tuple[int, int]) -> float:
 def late_steps(excess: np.ndarray, least_s: float, rules: BlameRules) -> tuple[int, int] | None:
     """Return the first and last step of the range in which a rank is late, if there is one.
 
-    The range is the one that maximises the sum of (excess - threshold), with the excess cut at
-    a few thresholds so that a single hiccup cannot make a range. The threshold is half of what
-    is typical for late steps, so that the edges fall where the skew begins and ends; a second pass
-    takes what is typical from the range itself, where noise does not dilute it.
+    The range maximises the sum of (excess - threshold). The excess is clipped at twice the
+    threshold, so that one very late step cannot make a range. The threshold is half the median
+    excess of all late steps, and never less than `least_s`, so that the range begins and ends where
+    the skew does; a second pass uses the median excess inside the range instead, which noise does
+    not dilute.
     Source: maximum subarray, J. Bentley, Programming Pearls (1984).
+
+    Args:
+        excess: excess of the rank in each step, shape (steps,), seconds.
+        least_s: minimum size: a step is late if its excess is above it.
+        rules: thresholds for the range.
     """
     above = excess[excess > least_s]
     if len(above) < rules.min_steps:

@@ -1,9 +1,9 @@
-"""What a run's collectives and messages moved and how fast, apart from waiting for stragglers.
+"""How many bytes a run's collectives and messages moved, and how fast, without waiting.
 
-The transfer proper of a collective lasts from the moment when its last rank entered to the moment
-when the last rank had its result. What it queued behind earlier collectives counts as transfer,
-since no rank can tell the two apart. Grouped by operation, process group and size, so that each
-line can be compared with what the machine's links promise.
+The transfer of a collective lasts from the time at which its last rank entered to the time at which
+the last rank had its result. Time that a collective is queued after earlier collectives counts as
+transfer, since no rank can tell the two apart. Collectives are grouped by operation, process group
+and size, so that each group can be compared with the bandwidth of the machine's links.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Traffic(Record):
     """Collectives, or messages, of one operation, group and size class.
 
     Attributes:
-        operation: the field's word for it, for example ``all_reduce``; ``send`` for messages.
+        operation: name of the operation, for example ``all_reduce``; ``send`` for messages.
         group: name of the process group.
-        ranks: that took part in each, at most.
-        size_class_bytes: the power of two that no collective of the class exceeds; 0 for those
-            that carry nothing.
-        count: collectives, each counted once and not per rank.
-        bytes: that one rank gave to all of them together, the mean over ranks.
-        typical_bytes: that one rank gave to one of them, the median.
-        transfer_s: from the last rank's entry to the last completion, the median; 0 if no
-            completion was seen.
-        spread_s: from the first rank's entry to the last one's, the median.
-        untimed_count: collectives whose completion was not seen, because the backend reports it
-            when work is queued on a device; `transfer_s` is of the others.
+        ranks: largest number of ranks that took part in one of the collectives.
+        size_class_bytes: the power of two that no collective of the class exceeds; 0 for
+            collectives that carry no bytes.
+        count: number of collectives, each counted once and not per rank.
+        bytes: bytes that one rank gave to all of these collectives together, the mean over ranks.
+        typical_bytes: bytes that one rank gave to one collective, the median over collectives.
+        transfer_s: time from the last rank's entry to the last completion, the median over
+            collectives whose completion was seen; 0 if no completion was seen.
+        spread_s: time from the first rank's entry to the last rank's entry, the median.
+        untimed_count: number of collectives whose completion was not seen, because the backend
+            reports it when work is queued on a device.
     """
 
     operation: str
@@ -55,13 +55,13 @@ class Traffic(Record):
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
-        """Bytes that one rank gave, over the transfer; None when nothing was carried."""
+        """Bytes that one rank gave, divided by the transfer time; None if no bytes were carried."""
         if not self.typical_bytes or self.transfer_s <= 0:
             return None
         return self.typical_bytes / self.transfer_s
 
 
-# A collective or a message, once and not per rank.
+# One row per collective or message, not per rank.
 _TRANSFER = np.dtype(
     [
         ("transfer_ns", "<i8"),
@@ -102,7 +102,7 @@ def traffic(matches: Matches) -> tuple[Traffic, ...]:
 
 
 def size_classes_bytes(amounts: np.ndarray) -> np.ndarray:
-    """Return for each amount of bytes the smallest power of two that holds it; 0 for none.
+    """Return for each number of bytes the smallest power of two that is not less; 0 for 0 bytes.
 
     >>> size_classes_bytes(np.array([0, 1, 4, 5])).tolist()
     [0, 1, 4, 8]
@@ -122,7 +122,7 @@ def _collectives(matches: Matches) -> np.ndarray:
 
 
 def _messages(matches: Matches, first_operation: int) -> np.ndarray:
-    """Return messages, once each: those of which both sides are known as sends, others as seen."""
+    """Return one row per message: as a send if both sides are known, otherwise as recorded."""
     messages = matches.messages
     chosen = np.flatnonzero(messages["sends"] | (messages["partner"] == NONE))
     own, partners = messages[chosen], messages["partner"][chosen]

@@ -1,10 +1,10 @@
 """Turns a run's events into seconds by phase, for each rank and step.
 
 A step runs from the end of one optimizer step to the end of the next. Events of the main thread
-are nested; a phase's time is its own without what is nested in it, so that phases exclude each
-other and with ``other`` add up to wall time. Time blocked in a collective becomes ``waiting`` until
-the last rank has entered that this one depends on, and ``transfer`` (exposed communication) from
-then on.
+are nested; the time of an event excludes the events nested in it, so that phases exclude each other
+and add up to wall time together with ``other``. Time blocked in a collective is ``waiting`` until
+the last rank on which this rank depends has entered, and ``transfer`` (exposed communication) after
+that.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ _TIMED[Kind.WAIT] = True
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankPhases:
-    """Where one rank's time went.
+    """One rank's time by step and phase.
 
     Attributes:
         rank: the global rank.
-        seconds: by step and phase, shape (steps, phases), in the order of `PHASES`.
-        step_s: wall time of each step, shape (steps,).
-        running_s: time its threads ran, summed over them, shape (steps,).
-        not_running_s: the same for time that they were runnable without a core. In the first step
-            both are 0, since its counters hold all that was before the loop too.
-        recorded: which steps were recorded, shape (steps,). Of others, that were lost because a
-            buffer was full, only a share of the time between their neighbours is known.
+        seconds: seconds by step and phase, shape (steps, phases), in the order of `PHASES`.
+        step_s: wall time of each step, shape (steps,), seconds.
+        running_s: time during which the rank's threads ran, summed over threads, shape (steps,),
+            seconds; 0 in the first step, whose counters include the time before the loop.
+        not_running_s: time during which the rank's threads were runnable without a core, summed and
+            shaped as `running_s`; 0 in the first step, too.
+        recorded: which steps were recorded, shape (steps,). Steps that are not recorded were lost
+            because a buffer was full; the time between the recorded steps before and after them is
+            shared among them equally.
     """
 
     rank: int
@@ -63,7 +65,7 @@ class RankPhases:
 
     @property
     def steps(self) -> int:
-        """How many steps the rank completed."""
+        """Number of steps that the rank completed."""
         return len(self.step_s)
 
     @property
@@ -72,7 +74,7 @@ class RankPhases:
         return float(self.step_s.sum())
 
     def breakdown(self, first: int = 0, stop: int | None = None) -> Breakdown:
-        """Return the seconds of steps `first` to `stop` - 1 together."""
+        """Return the seconds by phase, summed over steps `first` to `stop` - 1."""
         sums = self.seconds[first:stop].sum(axis=0)
         return Breakdown(**dict(zip(PHASES, map(float, sums), strict=True)))
 
@@ -88,8 +90,8 @@ def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tupl
     """Return each rank's seconds by step and phase, ranks in order.
 
     Args:
-        ranks: of a run.
-        waits: of each rank, from `wait_intervals`.
+        ranks: traces of a run, ordered by rank.
+        waits: one array of `WAIT_INTERVAL` per rank, from `wait_intervals`.
 
     Raises:
         CorruptTrace: a rank's steps are not numbered as a run numbers them.
@@ -126,13 +128,14 @@ def _of_rank(rank: RankTrace, waits: np.ndarray) -> RankPhases:
 def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return when each step began and ended, and which of these steps were recorded.
 
-    A full buffer drops events, and with them steps. Those in a gap share the time between their
-    neighbours equally, so that totals stay what they were; medians leave them out.
+    A full buffer drops events, and with them steps. The steps of a gap share the time between the
+    recorded steps before and after the gap equally, so that totals stay right; medians leave these
+    steps out.
 
     Raises:
         CorruptTrace: more steps are missing than events were dropped, or numbers do not rise.
     """
-    steps = rank.of(Kind.STEP)
+    steps = rank.events_of(Kind.STEP)
     numbers = steps["step"].astype(np.int64)
     count = int(numbers.max()) + 1 if len(numbers) else 0
     missing = count - len(numbers)
@@ -161,19 +164,19 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np.ndarray:
-    """Return nanoseconds by step and phase, of each event without what is nested in it.
+    """Return nanoseconds by step and phase; an event's time excludes the events nested in it.
 
     Args:
-        rank: its trace.
+        rank: trace of the rank.
         first_ns: events that begin earlier are left out.
-        waits: of the rank.
-        count: steps to fill in.
+        waits: the rank's waits, an array of `WAIT_INTERVAL`.
+        count: number of steps to return.
     """
     events = rank.events[_on_main_thread(rank)]
     events = events[events["begin_ns"] >= first_ns]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
     is_wait = events["kind"] == Kind.WAIT
-    chosen = waits[rank.of(Kind.WAIT)["begin_ns"] >= first_ns]
+    chosen = waits[rank.events_of(Kind.WAIT)["begin_ns"] >= first_ns]
     waiting = (chosen["ready_ns"] - chosen["begin_ns"]).astype(np.float64)
     moving = (chosen["end_ns"] - chosen["ready_ns"]).astype(np.float64)
     parents = _parents(events, is_wait)
@@ -198,15 +201,15 @@ def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np
 
 
 def _parents(events: np.ndarray, is_wait: np.ndarray) -> np.ndarray:
-    """Return for each event the row of the one that it is nested in directly, or -1.
+    """Return for each event the row of the event in which it is nested directly, or -1.
 
-    That is the nearest earlier event, waits left out, that ends after this one begins. Rows that
-    were found to end earlier are skipped together: what lies between a row and its own candidate
-    ends before that row begins, hence before all later ones. So each pass doubles the distance.
+    The parent is the nearest earlier event, waits left out, that ends after this event begins. Rows
+    that end too early are skipped together: all rows between a row and its own candidate end before
+    that row begins, hence before all later rows begin. So each pass doubles the distance.
 
     Args:
-        events: of one location, by begin, longer ones first.
-        is_wait: which of them are waits, in which nothing is nested.
+        events: events of one location, ordered by begin time, longer events first.
+        is_wait: which events are waits, in which no event is nested.
     """
     rows = np.arange(len(events))
     latest = np.maximum.accumulate(np.where(is_wait, -1, rows))

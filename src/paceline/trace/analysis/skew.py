@@ -1,10 +1,10 @@
 """Skew: by how much each rank entered its collectives later than it could have.
 
 A rank's *compute time since the last sync* at a collective is the time since the last moment at
-which it was synchronised with the others, without what it spent waiting in one-way operations
-since. Its skew is that time minus the smallest one among the ranks. Judging by the time of entry
-alone would accuse the wrong rank: a broadcast makes its receivers as late as its root, and they
-carry that delay into the next all-reduce.
+which it was synchronised with the other ranks, minus the time that it has spent waiting in one-way
+operations since then. Its skew is that time minus the smallest such time among the ranks. The time
+of entry alone would accuse the wrong rank: a broadcast makes its receivers as late as its root, and
+they carry that delay into the next all-reduce.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
     A step without a synchronising collective counts as 0.
 
     Args:
-        matches: what the ranks did together.
-        waits: of each rank, from `wait_intervals`.
-        steps: how many to return.
+        matches: the run's matched collectives and messages.
+        waits: one array of `WAIT_INTERVAL` per rank, from `wait_intervals`.
+        steps: number of steps to return.
     """
     synchronising = matches.synchronising()
     compute_ns = np.zeros(len(matches.calls), dtype=np.int64)
     intervals = np.zeros(len(matches.calls), dtype=np.int64)
-    for trace, own_waits in enumerate(waits):
-        own = matches.calls_of(trace)
+    for trace_index, own_waits in enumerate(waits):
+        own = matches.calls_of(trace_index)
         entered = matches.calls["enter_ns"][own]
         compute_ns[own], intervals[own] = compute_since_sync_ns(entered, own_waits)
     counted = synchronising & (intervals > 0)
@@ -43,10 +43,10 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
     calls = matches.calls[rows]
     late_ns = compute_ns[rows] - _smallest(compute_ns[rows], calls["instance"])
     chosen = (late_ns > 0) & (calls["step"] < steps)
-    ranks, numbers = calls["rank"][chosen], calls["step"][chosen]
+    traces, steps_of_calls = calls["trace"][chosen], calls["step"][chosen]
     result = np.zeros((len(waits), steps))
-    worst, places = _largest(late_ns[chosen], ranks, numbers, intervals[rows][chosen])
-    np.add.at(result, (ranks[places], numbers[places]), worst / 1e9)
+    worst, places = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
+    np.add.at(result, (traces[places], steps_of_calls[places]), worst / 1e9)
     return result
 
 
@@ -55,12 +55,15 @@ def compute_since_sync_ns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a rank's compute time since the last sync at each entry, and the sync interval.
 
-    A sync interval begins where the rank was last synchronised. They are counted from 1; interval
-    0, before the first time, has no beginning, and its compute time means nothing.
+    A sync interval begins when the rank was last synchronised. Sync intervals are counted from 1;
+    interval 0, before the first sync, has no beginning, and its compute time has no meaning.
 
     Args:
-        entered_ns: when the rank entered its collectives, in order, shape (calls,).
-        waits: of the rank, of `WAIT_INTERVAL`.
+        entered_ns: times at which the rank entered its collectives, in order, shape (calls,).
+        waits: the rank's waits, an array of `WAIT_INTERVAL`.
+
+    Returns:
+        Compute times in nanoseconds and numbers of sync intervals, both of shape (calls,).
     """
     waits = waits[np.argsort(waits["begin_ns"], kind="stable")]
     ended_ns = np.maximum.accumulate(waits["end_ns"])
@@ -85,12 +88,12 @@ def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
 
 
 def _largest(
-    late_ns: np.ndarray, ranks: np.ndarray, steps: np.ndarray, intervals: np.ndarray
+    late_ns: np.ndarray, traces: np.ndarray, steps: np.ndarray, intervals: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest value of each (rank, step, interval), and a row that it is of."""
-    order = np.lexsort((late_ns, intervals, steps, ranks))
+    """Return the largest value of each (trace, step, interval), and the index of a row with it."""
+    order = np.lexsort((late_ns, intervals, steps, traces))
     last = np.ones(len(order), dtype=bool)
-    for column in (ranks, steps, intervals):
+    for column in (traces, steps, intervals):
         ordered = column[order]
         last[:-1] &= ordered[1:] == ordered[:-1]
     last[:-1] = ~last[:-1]

@@ -1,4 +1,4 @@
-"""A trace in numbers: what was recorded on each rank, on which clock, and what it adds up to."""
+"""Statistics of a trace: events, clock and time by phase of each rank, and the run's traffic."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class RankStats(Record):
 
     Attributes:
         rank: the global rank.
-        events: how many of each kind.
-        steps: that it completed.
-        loop_wall_s: wall time of these steps.
-        breakdown: the same by phase.
-        clock_offset_ns: what was added to its first times to share rank 0's clock.
-        clock_drift: what was added more for each nanosecond since.
-        clock_error_ns: largest error of that; None if nothing bounds it.
-        dropped_count: events that were not recorded or written.
-        complete: whether the file was closed, rather than cut short.
+        events: number of events by kind.
+        steps: number of steps that the rank completed.
+        loop_wall_s: wall time of these steps, seconds.
+        breakdown: the same wall time by phase.
+        clock_offset_ns: offset that was added to the rank's first times to bring them onto the
+            run's clock.
+        clock_drift: nanoseconds that were added in addition per nanosecond since then.
+        clock_error_ns: largest error of a corrected time; None if the error has no bound.
+        dropped_count: number of events that were not recorded or written.
+        complete: whether the file was closed, rather than truncated.
     """
 
     rank: int
@@ -51,11 +52,11 @@ class TraceStats(Record):
     """A run's traces.
 
     Attributes:
-        world_size: ranks that the run had.
-        ranks: those that left a trace.
-        traffic: their collectives and messages.
-        mismatch_count: collectives that ranks joined without agreeing on what they are.
-        mismatches: the first of these.
+        world_size: number of ranks of the run.
+        ranks: statistics of each rank that left a trace.
+        traffic: collectives and messages by operation, group and size.
+        mismatch_count: number of collectives on which the ranks that joined do not agree.
+        mismatches: the first of these collectives.
     """
 
     world_size: int
@@ -66,7 +67,7 @@ class TraceStats(Record):
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
-    """Return the trace in numbers."""
+    """Return the statistics of the analysed trace."""
     trace = analysis.trace
     ranks = []
     for rank, clock, phases in zip(trace.ranks, trace.clocks, analysis.phases, strict=True):

@@ -1,16 +1,18 @@
 """Wait intervals: when a rank's main thread could do nothing but wait, for whom, and until when.
 
-A wait has two parts. Until the ranks have entered that this rank depends on, nothing can move
-(`waiting`). From then on data moves, and no computing hides it (exposed communication). Whom a rank
-depends on follows from the operation:
+A wait has two parts. Until all ranks on which this rank depends have entered, no data can move
+(`waiting`). After that data moves, and no computation hides it (exposed communication). The
+operation determines on which ranks a rank depends:
 
-    all_reduce, all_gather, ...       all ranks, and completion tells that they have entered
-    broadcast, scatter                the root; the root itself on nobody
-    reduce, gather                    all ranks, at the root; elsewhere nobody
-    recv                              its sender; send: nobody
+    all_reduce, all_gather, ...   on all ranks; completion shows that all of them have entered
+    broadcast, scatter            the root on no rank, the other ranks on the root
+    reduce, gather                the root on all ranks, the other ranks on no rank
+    recv                          on the sender
+    send                          on no rank
 
-A rank that depends on nobody may go on before the other side has entered, or not, as the backend
-likes: it waited for the other side only if that had entered when it went on.
+For a rank that depends on no rank (the root of a broadcast, a sender), the backend decides whether
+the call blocks until the other side has entered. The trace does not record this. So if the other
+side had entered by the end of the wait, the rank is taken to have waited for it; otherwise not.
 """
 
 from __future__ import annotations
@@ -27,37 +29,40 @@ if TYPE_CHECKING:
     from paceline.trace.merge import Trace
     from paceline.trace.merge.matches import Matches
 
-# Times on the run's clock. A drain ends when its data was there; what is done later is not waiting.
+# Times are on the run's clock. A "drain" is the wait at the end of a backward pass for the
+# collectives that were issued in it (DDP's buckets). Its `end_ns` is when the last of these
+# collectives completed; later work at the end of the pass is not waiting.
 WAIT_INTERVAL = np.dtype(
     [
         ("begin_ns", "<i8"),
-        ("ready_ns", "<i8"),  # when those had entered on whom the rank depends
+        ("ready_ns", "<i8"),  # when the last rank on which this rank depends had entered
         ("end_ns", "<i8"),
-        ("synchronises", "?"),  # whether it ends with the knowledge that all ranks have entered
+        ("synchronises", "?"),  # whether its end shows that all ranks have entered
     ]
 )
 
 
 def wait_intervals(trace: Trace) -> tuple[np.ndarray, ...]:
-    """Return each rank's waits, of `WAIT_INTERVAL`, in the order of `of(Kind.WAIT)`."""
+    """Return one array of `WAIT_INTERVAL` per rank: a row per WAIT event, ordered by begin time."""
     synchronising = trace.matches.synchronising()
     return tuple(
-        _RankWaits(trace, index, synchronising).find() for index in range(len(trace.ranks))
+        _RankWaits(trace, trace_index, synchronising).find()
+        for trace_index in range(len(trace.ranks))
     )
 
 
 class _RankWaits:
-    """The waits of one rank."""
+    """Computes the wait intervals of one rank, which is given by the index of its trace."""
 
-    def __init__(self, trace: Trace, index: int, synchronising: np.ndarray) -> None:
-        self.rank = trace.ranks[index]
-        self.clock = trace.clocks[index]
+    def __init__(self, trace: Trace, trace_index: int, synchronising: np.ndarray) -> None:
+        self.rank = trace.ranks[trace_index]
+        self.clock = trace.clocks[trace_index]
         self.matches: Matches = trace.matches
-        self.local_groups = self.matches.local_groups[index]
-        self.calls = self.matches.calls[self.matches.calls_of(index)]
-        self.synchronising = synchronising[self.matches.calls_of(index)]
-        self.messages = self.matches.messages[self.matches.messages_of(index)]
-        self.events = self.rank.of(Kind.WAIT)
+        self.local_groups = self.matches.local_groups[trace_index]
+        self.calls = self.matches.calls[self.matches.calls_of(trace_index)]
+        self.synchronising = synchronising[self.matches.calls_of(trace_index)]
+        self.messages = self.matches.messages[self.matches.messages_of(trace_index)]
+        self.events = self.rank.events_of(Kind.WAIT)
         self.found = np.zeros(len(self.events), WAIT_INTERVAL)
 
     def find(self) -> np.ndarray:
@@ -78,7 +83,7 @@ class _RankWaits:
         return np.isin(self.events["name"], numbers)
 
     def _find_collectives(self, waits: np.ndarray) -> None:
-        """Fill in the waits, by their rows, for one collective each."""
+        """Fill in the rows `waits` of `found`: each is a wait for one collective."""
         own = collective_keys(self.calls["group"], self.calls["sequence"])
         events = self.events[waits]
         wanted = collective_keys(self.local_groups[events["group"]], events["sequence"])
@@ -94,7 +99,10 @@ class _RankWaits:
         self.found["ready_ns"][waits[usable]] = ready_ns[usable]
 
     def _ready_ns(self, calls: np.ndarray, instances: np.ndarray, end_ns: np.ndarray) -> np.ndarray:
-        """Return when those had entered on whom each call depends; `NO_TIME` for on nobody."""
+        """Return, for each call, when the last rank on which it depends had entered.
+
+        `NO_TIME` if the call waited for no rank, or if that time is not known.
+        """
         last_ns, root_ns = instances["last_ns"], instances["root_ns"]
         root_known = root_ns != NO_TIME
         is_root = root_known & (calls["peer"] == self.rank.rank)
@@ -109,7 +117,7 @@ class _RankWaits:
         return np.where(on_all, last_ns, one_way)
 
     def _find_messages(self, waits: np.ndarray) -> None:
-        """Fill in the waits, by their rows, for one send or receive each."""
+        """Fill in the rows `waits` of `found`: each is a wait for one send or receive."""
         if not len(waits) or not len(self.messages):
             return
         events, own = self.events[waits], self.messages
@@ -133,12 +141,13 @@ class _RankWaits:
         self.found["ready_ns"][waits[depends]] = entered_ns[depends]
 
     def _find_drains(self, waits: np.ndarray) -> None:
-        """Fill in the waits at the end of backward passes, for what was issued within them.
+        """Fill in the rows `waits` of `found`: drains, for the collectives of a backward pass.
 
-        What completed later was not waited for here: the script holds its work and waits elsewhere.
+        A collective that completed later was not waited for here: the script holds its `Work`
+        handle and waits elsewhere.
         """
         found, calls = self.found, self.calls
-        begins = np.sort(self.clock.to_run_ns(self.rank.of(Kind.BACKWARD)["begin_ns"]))
+        begins = np.sort(self.clock.to_run_ns(self.rank.events_of(Kind.BACKWARD)["begin_ns"]))
         opened = np.searchsorted(begins, found["begin_ns"][waits], side="right") - 1
         since = begins[np.maximum(opened, 0)] if len(begins) else np.zeros(len(waits), np.int64)
         issues = calls["enter_ns"]
@@ -150,15 +159,15 @@ class _RankWaits:
         issued = np.arange(len(drain)) - np.repeat(begin, counts) + np.repeat(first, counts)
         awaited = calls["exit_ns"][issued] <= found["end_ns"][waits][drain]
         drain, issued = drain[awaited], issued[awaited]
-        # Where completion was not seen, the whole drain may have been needed for it.
+        # A collective whose completion was not seen may have needed the whole drain.
         complete_ns = np.where(
             calls["timed"][issued], calls["exit_ns"][issued], found["end_ns"][waits][drain]
         )
         end_ns = found["begin_ns"][waits].copy()
         np.maximum.at(end_ns, drain, complete_ns)
-        common = self.synchronising[issued]
+        is_synchronising = self.synchronising[issued]
         ready_ns = found["begin_ns"][waits].copy()
         last_ns = self.matches.instances["last_ns"][calls["instance"][issued]]
-        np.maximum.at(ready_ns, drain[common], last_ns[common])
+        np.maximum.at(ready_ns, drain[is_synchronising], last_ns[is_synchronising])
         found["end_ns"][waits], found["ready_ns"][waits] = end_ns, ready_ns
-        found["synchronises"][waits[drain[common]]] = True
+        found["synchronises"][waits[drain[is_synchronising]]] = True

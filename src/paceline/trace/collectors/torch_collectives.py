@@ -83,7 +83,7 @@ class CollectiveRecorder:
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
             group = internals.unbox_group(args[places.group])
-            record = self.in_flight.groups.of(group)
+            record = self.in_flight.groups.record_of(group)
             payload = () if places.payload is None else args[places.payload]
             peer = ANY_SOURCE if word == RECV else -1
             if places.peer is not None:
@@ -134,7 +134,7 @@ class CollectiveRecorder:
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
             group = internals.unbox_group(args[places.group])
-            record = self.in_flight.groups.of(group)
+            record = self.in_flight.groups.record_of(group)
             issued = self.in_flight.issue(
                 *(word, name, record, operators.size_bytes(args[places.payload or 0]), begin_ns),
                 peer=int(args[places.peer]) if places.peer is not None else -1,
@@ -192,7 +192,7 @@ class CollectiveRecorder:
 
         @functools.wraps(original)
         def broadcast(process_group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
-            record = self.in_flight.groups.of(process_group)
+            record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             issued = self.in_flight.issue(
                 "broadcast", name, record, operators.size_bytes(tensors), begin_ns, peer=src

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class GroupRecord:
-    """A group as it is recorded.
+    """A process group as it is recorded, with the numbers of collectives and messages so far.
 
     Attributes:
-        number: in the trace's table of groups.
+        number: index of the group in the trace's table of groups.
         members: global ranks, in order of their rank in the group; empty if not known.
-        ranks: the object that they were taken from: another group of the same name has another.
-        collectives: how many were issued so far.
-        messages: how many, by (direction, peer, tag).
-        completes: by type of device, whether completion is seen.
+        ranks: the dict from which `members` was taken; another group of the same name has another
+            dict.
+        collectives: number of collectives that were issued so far.
+        messages: number of messages that were issued so far, by (direction, peer, tag).
+        completes: whether completion is seen, by type of device.
     """
 
     number: int
@@ -49,15 +50,15 @@ class GroupRecord:
 
 
 class Groups:
-    """The groups of this process; used by the main thread and by the threads of backward."""
+    """The groups of this process; used by the main thread and the threads of the backward pass."""
 
     def __init__(self, recorder: Recorder, available: frozenset[Capability]) -> None:
         self._recorder = recorder
         self._available = available
         self._latest: dict[str, GroupRecord] = {}  # by the group's name
-        self._defined: dict[int, GroupRecord] = {}  # by number: counts go on where they were
+        self._defined: dict[int, GroupRecord] = {}  # by number: counts continue
 
-    def of(self, group: Any) -> GroupRecord:
+    def record_of(self, group: Any) -> GroupRecord:
         """Return the record of a process group."""
         name = group.group_name
         known = self._latest.get(name)
@@ -74,7 +75,7 @@ class Groups:
         return record
 
     def sees_completion(self, group: Any, record: GroupRecord, device_type: str) -> bool:
-        """Return whether it will show when work on tensors of a type of device is done."""
+        """Return whether the completion of work on tensors of a type of device is seen."""
         seen = record.completes.get(device_type)
         if seen is None:
             backend = ""

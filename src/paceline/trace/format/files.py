@@ -34,11 +34,11 @@ class RankTrace:
 
     Attributes:
         status: the file's header.
-        events: of `EVENT_DTYPE`, shape (events,).
-        names: by number; the first is empty and means none.
-        groups: by number; the first has no name and means none.
-        locations: by number; the first is the thread of the training loop.
-        complete: whether the file was closed, rather than cut short.
+        events: array of `EVENT_DTYPE`, shape (events,).
+        names: names of events by number; the first is empty and means none.
+        groups: process groups by number; the first has no name and means none.
+        locations: locations by number; the first is the thread of the training loop.
+        complete: whether the file was closed, rather than truncated.
     """
 
     status: Status
@@ -53,8 +53,8 @@ class RankTrace:
         """The global rank."""
         return self.status.rank
 
-    def of(self, *kinds: Kind) -> np.ndarray:
-        """Return the events of `kinds`, ordered by begin."""
+    def events_of(self, *kinds: Kind) -> np.ndarray:
+        """Return the events of `kinds`, ordered by begin time."""
         wanted = np.zeros(256, dtype=bool)  # a kind is a byte
         wanted[list(kinds)] = True
         chosen: np.ndarray = self.events[wanted[self.events["kind"]]]

@@ -1,9 +1,9 @@
-"""Upgrades what a trace file of version 1 holds to the event model of version 2, in memory.
+"""Upgrades the events of a trace file of version 1 to the event model of version 2, in memory.
 
 Version 1 knew a main and a communication lane, groups by name alone, and gave sends and receives
 the sequence numbers of their group's collectives. In groups of three and more ranks that shifts
-the numbers of ranks that exchange messages against those of the others, so that collectives are
-numbered anew here, without the messages before them. Peers are ranks within their group: they are
+the numbers of ranks that exchange messages against the numbers of the other ranks. So collectives
+are renumbered here, without counting the messages. Peers are ranks within their group: they are
 global ranks only in a group of all ranks, which a single file cannot tell (see `merge`).
 """
 

@@ -1,4 +1,4 @@
-"""Joins the files of a run's ranks: who took part in what (matching), on one clock."""
+"""Merges the traces of a run's ranks: matches collectives and messages, on one clock."""
 
 from paceline.trace.merge.load import Trace, load_run, merge
 

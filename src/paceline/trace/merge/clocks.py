@@ -1,18 +1,19 @@
 """Brings the clocks of a run's nodes together.
 
 Ranks of one node share CLOCK_MONOTONIC, recognised by the kernel's boot id. Between nodes a clock
-is off by a line: an offset, and a drift of some parts per million that an hour turns into a tenth
-of a second. Both follow from the collectives themselves: nobody leaves a synchronising collective
-before everybody has entered it, so for each one and ranks a and b
+differs by a linear function of time: an offset, and a drift of some parts per million, which is a
+tenth of a second per hour. Both follow from the collectives: no rank leaves a synchronising
+collective before all ranks have entered it, so for each such collective and two ranks a and b
 
     issue_a <= run(completion_b)     and     run(issue_b) <= completion_a
 
-with run(t) = t + offset + drift (t - at): points below and points above the line. The line taken
-keeps away from both, vertically: of the drifts that leave nine tenths of the largest distance it
-has the smallest, since a short run tells little of drift. Every line between the points could be
-the true one, so the error is the largest distance to any of these over the node's events: about
-what the fastest collectives took. Points that no line parts mean a clock that was set or slewed
-meanwhile: the line is then the one least contradicted, and its error is unknown.
+with run(t) = t + offset + drift (t - at): points below and points above the line. The chosen line
+keeps a vertical distance from both kinds of points: among the drifts that leave nine tenths of the
+largest distance it has the smallest drift, since a short run tells little about drift. Every line
+between the points could be the true line, so the error is the largest distance to any such line
+over the node's events: about the duration of the fastest collectives. If no line separates the
+points, the clock was set or slewed during the run: the chosen line then contradicts the points as
+little as possible, and its error is unknown.
 
 Source: the same inequality as in D. L. Mills, RFC 5905 (NTP), with a collective as the message.
 """
@@ -40,13 +41,13 @@ T = TypeVar("T", int, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockCorrection:
-    """How a rank's times become the run's, which are those of the first rank's clock.
+    """Converts a rank's times to the run's clock, which is the clock of the first rank.
 
     Attributes:
-        offset_ns: what is added to the rank's time `at_ns`.
-        drift: what is added more for each nanosecond since.
-        at_ns: on the rank's own clock.
-        error_ns: the most that a time on the run's clock is wrong by; None if that is not known.
+        offset_ns: offset that is added to the time `at_ns`.
+        drift: nanoseconds that are added in addition per nanosecond since `at_ns`.
+        at_ns: reference time on the rank's own clock.
+        error_ns: largest error of a time on the run's clock; None if the error is not known.
     """
 
     offset_ns: int = 0
@@ -56,7 +57,7 @@ class ClockCorrection:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the rank's times are the run's."""
+        """Whether the rank's clock is the run's clock."""
         return not self.offset_ns and not self.drift
 
     def to_run_ns(self, times_ns: T) -> T:
@@ -74,8 +75,8 @@ def fit_clocks(ranks: Sequence[RankTrace], matches: Matches) -> tuple[ClockCorre
     """Return the clock correction of each rank; the first rank's clock is the run's.
 
     Args:
-        ranks: in order.
-        matches: what they did together, with times on each rank's own clock.
+        ranks: traces of a run, ordered by rank.
+        matches: their matched collectives and messages, with times on each rank's own clock.
     """
     nodes: dict[str, list[int]] = {}
     for index, rank in enumerate(ranks):
@@ -98,12 +99,19 @@ def _node(rank: RankTrace) -> str:
 def _node_clock(
     ranks: Sequence[RankTrace], members: list[int], matches: Matches, synchronising: np.ndarray
 ) -> ClockCorrection:
-    """Return the clock of a node, from what its ranks did together with the first rank."""
+    """Return the clock of a node, from the collectives that its ranks shared with the first rank.
+
+    Args:
+        ranks: traces of a run, ordered by rank.
+        members: indices in `ranks` of the traces of this node.
+        matches: the matched collectives and messages of `ranks`.
+        synchronising: mask over calls, from `Matches.synchronising`.
+    """
     calls = matches.calls
     of_first = np.full(len(matches.instances), -1, dtype=np.int64)
-    own = np.flatnonzero(synchronising & (calls["rank"] == 0))
+    own = np.flatnonzero(synchronising & (calls["trace"] == 0))
     of_first[calls["instance"][own]] = own
-    theirs = np.flatnonzero(synchronising & np.isin(calls["rank"], members))
+    theirs = np.flatnonzero(synchronising & np.isin(calls["trace"], members))
     ours = of_first[calls["instance"][theirs]]
     theirs, ours = theirs[ours >= 0], ours[ours >= 0]
     if not len(theirs):  # no evidence but the wall clocks, and nobody knows how well they agree
@@ -130,8 +138,8 @@ def fit_clock(
     """Return the clock whose line runs between points, as far as possible from both kinds.
 
     Args:
-        below: times on the clock, and offsets that are not larger than the true ones then.
-        above: times, and offsets that are not smaller.
+        below: times on the clock, and offsets that are lower bounds of the true offsets then.
+        above: times on the clock, and offsets that are upper bounds of the true offsets then.
         span: first and last time for which the clock is used.
     Cost: sorts the points, then a constant number of looks at their hulls.
     """

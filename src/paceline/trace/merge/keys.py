@@ -1,4 +1,4 @@
-"""Keys by which rows of several arrays are found equal."""
+"""Integer keys that are equal for equal rows of several arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def row_ids(*columns: np.ndarray) -> np.ndarray:
-    """Return a number for each row of `columns`: equal rows have equal ones, counted from 0."""
+    """Return a number for each row of `columns`, from 0; equal rows have equal numbers."""
     count = len(columns[0])
     order = np.lexsort(columns[::-1])
     differs = np.zeros(count, dtype=bool)

@@ -1,6 +1,6 @@
-"""Brings the traces of a run's ranks together: on one clock, and matched with each other.
+"""Merges the traces of a run's ranks: matches them, and brings their times onto one clock.
 
-Each rank's file stays as it was written; who reads a run merges them in memory (`load_run`).
+Each rank's file stays as it was written; `load_run` merges the files in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trace:
-    """A run: its ranks in order, the clock of each, and what they did together on one clock."""
+    """The merged traces of a run.
+
+    Attributes:
+        ranks: the trace of each rank that left one, ordered by rank.
+        clocks: the clock correction of each trace.
+        matches: matched collectives and messages, with times on the run's clock.
+    """
 
     ranks: tuple[RankTrace, ...]
     clocks: tuple[ClockCorrection, ...]
@@ -29,7 +35,7 @@ class Trace:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the run had, whether or not all left a trace."""
+        """Number of ranks of the run, including ranks that left no trace."""
         return self.ranks[0].status.world_size
 
     @property

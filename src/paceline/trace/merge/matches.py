@@ -1,4 +1,4 @@
-"""What the ranks of a run did together, as arrays; `matching` makes them.
+"""The matched collectives and messages of a run, as arrays; `matching` makes them.
 
 A row of `CALL` is one rank's part in a collective, a row of `INSTANCE` the collective as its ranks
 joined it, a row of `MESSAGE` one side of a message between two ranks.
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 NONE = -1  # an index that refers to nothing, or a peer that is not known
 _SHOWN_MISMATCHES = 20
 
-# One rank's part in a collective, and its side of a message. `rank` is the index of its trace,
-# `instance` the row of the collective's instance, `partner` that of the message's other side.
+# One rank's part in a collective, and its side of a message. `trace` is the index of the rank's
+# trace (not its global rank: a rank may have left no trace), `peer` a global rank or `NONE`,
+# `instance` the row of the collective's instance, `partner` the row of the message's other side.
 _SHARED = [
     ("enter_ns", "<i8"),
     ("exit_ns", "<i8"),
     ("amount", "<i8"),
     ("sequence", "<i8"),
-    ("rank", "<i4"),
+    ("trace", "<i4"),
     ("step", "<i4"),
     ("peer", "<i4"),
     ("group", "<i4"),
-    ("timed", "?"),  # whether `exit_ns` is its completion
+    ("timed", "?"),  # whether `exit_ns` is the time of completion
 ]
 CALL = np.dtype([*_SHARED, ("operation", "<i4"), ("instance", "<i4")])
 MESSAGE = np.dtype([*_SHARED, ("tag", "<i4"), ("sends", "?"), ("partner", "<i4")])
@@ -39,35 +40,35 @@ MESSAGE = np.dtype([*_SHARED, ("tag", "<i4"), ("sends", "?"), ("partner", "<i4")
 
 NO_TIME = np.iinfo(np.int64).min
 
-# Times are on the run's clock, `NO_TIME` for a root that is not known or left no trace.
+# Times are on the run's clock. `root_ns` is `NO_TIME` if the root is not known or left no trace.
 INSTANCE = np.dtype(
     [
-        ("first_ns", "<i8"),  # when its first rank entered
-        ("last_ns", "<i8"),  # when its last rank entered
-        ("root_ns", "<i8"),  # when its root entered
-        ("complete_ns", "<i8"),  # when its last rank had its result
-        ("largest", "<i8"),  # bytes that a rank gave, at most
-        ("mean", "<f8"),  # bytes that a rank gave
+        ("first_ns", "<i8"),  # when the first rank entered
+        ("last_ns", "<i8"),  # when the last rank entered
+        ("root_ns", "<i8"),  # when the root entered
+        ("complete_ns", "<i8"),  # when the last rank had its result
+        ("largest", "<i8"),  # largest number of bytes that a rank gave
+        ("mean", "<f8"),  # mean number of bytes that a rank gave
         ("sequence", "<i8"),
         ("group", "<i4"),
         ("operation", "<i4"),
-        ("ranks", "<i4"),  # how many joined
-        ("agrees", "?"),  # whether they agree on operation and bytes
-        ("timed", "?"),  # whether each of them saw it complete
+        ("ranks", "<i4"),  # number of ranks that joined
+        ("agrees", "?"),  # whether these ranks agree on operation and bytes
+        ("timed", "?"),  # whether the completion was seen on each of these ranks
     ]
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch(Record):
-    """Ranks that joined one collective and do not agree on what it is.
+    """A collective on whose operation or size the ranks that joined it do not agree.
 
     Attributes:
         group: name of the process group.
-        sequence: of the collective within the group, from 1.
+        sequence: number of the collective within the group, from 1.
         ranks: global ranks that joined.
-        operations: that each of them named.
-        bytes: that each of them gave.
+        operations: the operation that each of these ranks named.
+        bytes: the number of bytes that each of these ranks gave.
     """
 
     group: str
@@ -79,20 +80,22 @@ class Mismatch(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Matches:
-    """All that a run's ranks did together.
+    """The matched collectives and messages of a run.
 
     Attributes:
-        ranks: global rank of each trace.
-        groups: that calls and messages refer to.
-        operations: names that calls refer to.
-        local_groups: for each trace, the row of `groups` for each of its own group numbers.
-        calls: of `CALL`; traces in order, each trace's calls by time of entry.
-        call_starts: first call of each trace, shape (traces + 1,).
-        by_instance: rows of `calls`, ordered by instance, then by trace.
+        ranks: global rank of each trace, shape (traces,).
+        groups: process groups; the field `group` of calls, messages and instances is an index here.
+        operations: names of operations; the field `operation` of calls and instances is an index
+            here.
+        local_groups: for each trace, the index in `groups` for each of its own group numbers.
+        calls: array of `CALL`; traces in order, each trace's calls ordered by time of entry.
+        call_starts: row of the first call of each trace, shape (traces + 1,).
+        by_instance: rows of `calls`, ordered by instance, then by trace, shape (calls,).
         instance_starts: where each instance begins in `by_instance`, shape (instances + 1,).
-        instances: of `INSTANCE`.
-        messages: of `MESSAGE`; traces in order, each trace's messages by time of entry.
-        message_starts: first message of each trace, shape (traces + 1,).
+        instances: array of `INSTANCE`, shape (instances,).
+        messages: array of `MESSAGE`; traces in order, each trace's messages ordered by time of
+            entry.
+        message_starts: row of the first message of each trace, shape (traces + 1,).
     """
 
     ranks: np.ndarray
@@ -108,31 +111,32 @@ class Matches:
     message_starts: np.ndarray
 
     def are(self, operations: Iterable[str]) -> np.ndarray:
-        """Return a mask over `self.operations`: which of them are among `operations`."""
+        """Return a mask over `self.operations`: True where the name is among `operations`."""
         wanted = frozenset(operations)
         return np.array([name in wanted for name in self.operations], dtype=bool)
 
     def synchronising(self) -> np.ndarray:
-        """Return a mask over calls: those whose completion tells that all ranks have entered."""
+        """Return a mask over calls: True where completion shows that all ranks have entered."""
         calls = self.calls
         sync = self.are(SYNCHRONISING)[calls["operation"]]
         return np.asarray(sync & calls["timed"] & self.instances["agrees"][calls["instance"]])
 
-    def calls_of(self, trace: int) -> slice:
-        """Return where the calls of a trace are, by its index."""
-        return slice(int(self.call_starts[trace]), int(self.call_starts[trace + 1]))
+    def calls_of(self, trace_index: int) -> slice:
+        """Return the slice of `calls` that holds the calls of a trace."""
+        return slice(int(self.call_starts[trace_index]), int(self.call_starts[trace_index + 1]))
 
-    def messages_of(self, trace: int) -> slice:
-        """Return where the messages of a trace are, by its index."""
-        return slice(int(self.message_starts[trace]), int(self.message_starts[trace + 1]))
+    def messages_of(self, trace_index: int) -> slice:
+        """Return the slice of `messages` that holds the messages of a trace."""
+        starts = self.message_starts
+        return slice(int(starts[trace_index]), int(starts[trace_index + 1]))
 
     @property
     def mismatch_count(self) -> int:
-        """How many collectives ranks joined without agreeing on what they are."""
+        """Number of collectives on which the ranks that joined do not agree."""
         return int((~self.instances["agrees"]).sum())
 
     def mismatches(self) -> tuple[Mismatch, ...]:
-        """Return the first of the collectives in which ranks do not agree."""
+        """Return the first collectives on which the ranks that joined do not agree."""
         found = np.flatnonzero(~self.instances["agrees"])[:_SHOWN_MISMATCHES]
         return tuple(self._mismatch(row) for row in found.tolist())
 
@@ -142,7 +146,7 @@ class Matches:
         return Mismatch(
             group=self.groups[int(self.instances["group"][row])].name,
             sequence=int(self.instances["sequence"][row]),
-            ranks=tuple(self.ranks[calls["rank"]].tolist()),
+            ranks=tuple(self.ranks[calls["trace"]].tolist()),
             operations=tuple(self.operations[number] for number in calls["operation"].tolist()),
             bytes=tuple(calls["amount"].tolist()),
         )

@@ -1,15 +1,15 @@
 """Matches what the ranks recorded: the same collective on all its ranks, a send and its receive.
 
-A collective is the same on all ranks of its group by (group, sequence); ranks that joined it are
-one *instance*. A message is the same on both sides by (group, source, destination, tag, order):
-it has numbers of its own, since only two ranks of the group know of it. Groups are the same on two
-ranks if their names and members are.
+A collective is identified on all ranks of its group by (group, sequence); the calls of the ranks
+that joined it are one *instance*. A message is identified on both sides by (group, source,
+destination, tag, order): messages are numbered apart from collectives, since only two ranks of the
+group know of a message. Groups are the same on two ranks if their names and members are equal.
 
-What is joined must agree: an instance in which ranks name different operations, or different bytes
-where the operation takes equal ones, is no instance at all (a script went two ways, or a file lost
-events). It is reported as a `Mismatch`, and nothing is concluded from it.
+The calls of an instance must agree. If they name different operations, or different sizes for an
+operation that takes equal sizes, the script branched differently on different ranks, or a trace
+lost events. Such an instance is reported as a `Mismatch`, and nothing is concluded from it.
 
-All is arrays (`matches`). Nothing here is an object per event.
+All results are arrays (`matches`); no object is created per event.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 
 def match(ranks: Sequence[RankTrace]) -> Matches:
-    """Return what `ranks` did together, with times on each rank's own clock."""
+    """Return the ranks' matched collectives and messages, with times on each rank's own clock."""
     groups, local_groups = _unified_groups(ranks)
     operations: dict[str, int] = {}
     calls = [
-        _calls(index, rank, local_groups[index], groups, operations)
-        for index, rank in enumerate(ranks)
+        _calls(trace_index, rank, local_groups[trace_index], groups, operations)
+        for trace_index, rank in enumerate(ranks)
     ]
     messages = [
-        _messages(index, rank, local_groups[index], groups) for index, rank in enumerate(ranks)
+        _messages(trace_index, rank, local_groups[trace_index], groups)
+        for trace_index, rank in enumerate(ranks)
     ]
     joined = np.concatenate(calls)
     by_instance, starts = _join_calls(joined)
@@ -64,10 +65,11 @@ def match(ranks: Sequence[RankTrace]) -> Matches:
 def _unified_groups(
     ranks: Sequence[RankTrace],
 ) -> tuple[tuple[Group, ...], tuple[np.ndarray, ...]]:
-    """Return the run's groups, and each rank's numbers of them.
+    """Return the run's groups, and for each rank the run's number of each of the rank's own groups.
 
-    A group whose members are not known (of version 1) is that of all ranks if all ranks use it,
-    and the only group of its name if there is one.
+    Traces of version 1 do not tell the members of a group. If the traces know the members of
+    exactly one group of that name, it is that group. If no trace knows members and all ranks use
+    the name, it is the group of all ranks.
     """
     world_size = ranks[0].status.world_size
     known: dict[str, set[tuple[int, ...]]] = {}
@@ -99,15 +101,15 @@ def _unified_groups(
 
 
 def _calls(
-    index: int,
+    trace_index: int,
     rank: RankTrace,
     local_groups: np.ndarray,
     groups: tuple[Group, ...],
     operations: dict[str, int],
 ) -> np.ndarray:
-    events = rank.of(Kind.COLLECTIVE)
+    events = rank.events_of(Kind.COLLECTIVE)
     rows = np.zeros(len(events), CALL)
-    _fill(rows, index, rank, events, local_groups, groups)
+    _fill(rows, trace_index, rank, events, local_groups, groups)
     numbers = np.zeros(max(1, len(rank.names)), dtype=np.int32)
     for name in np.unique(events["name"]).tolist():
         numbers[name] = operations.setdefault(rank.names[name], len(operations))
@@ -116,11 +118,11 @@ def _calls(
 
 
 def _messages(
-    index: int, rank: RankTrace, local_groups: np.ndarray, groups: tuple[Group, ...]
+    trace_index: int, rank: RankTrace, local_groups: np.ndarray, groups: tuple[Group, ...]
 ) -> np.ndarray:
-    events = rank.of(Kind.SEND, Kind.RECV)
+    events = rank.events_of(Kind.SEND, Kind.RECV)
     rows = np.zeros(len(events), MESSAGE)
-    _fill(rows, index, rank, events, local_groups, groups)
+    _fill(rows, trace_index, rank, events, local_groups, groups)
     rows["tag"] = events["tag"]
     rows["sends"] = events["kind"] == Kind.SEND
     rows["partner"] = NONE
@@ -129,26 +131,26 @@ def _messages(
 
 def _fill(
     rows: np.ndarray,
-    index: int,
+    trace_index: int,
     rank: RankTrace,
     events: np.ndarray,
     local_groups: np.ndarray,
     groups: tuple[Group, ...],
 ) -> None:
-    """Fill in what calls and messages have in common."""
+    """Fill in the fields that calls and messages share."""
     rows["enter_ns"], rows["exit_ns"] = events["begin_ns"], events["end_ns"]
     for field in ("amount", "sequence", "step", "peer"):
         rows[field] = events[field]
-    rows["rank"] = index
+    rows["trace"] = trace_index
     rows["group"] = local_groups[events["group"]]
     rows["timed"] = (events["flags"] & COMPLETION_UNKNOWN) == 0
-    if rank.status.version == 1:  # it numbers peers within their group, whose members are unknown
+    if rank.status.version == 1:  # its peers are ranks within a group of unknown members
         known = np.array([bool(group.members) for group in groups], dtype=bool)
         rows["peer"][~known[rows["group"]]] = NONE
 
 
 def _join_calls(calls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Give each call its instance; return the calls by instance and where instances begin."""
+    """Set each call's instance; return the rows of calls by instance and where instances begin."""
     keys = collective_keys(calls["group"], calls["sequence"])
     _, instances, counts = np.unique(keys, return_inverse=True, return_counts=True)
     calls["instance"] = instances
@@ -157,10 +159,10 @@ def _join_calls(calls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _join_messages(messages: np.ndarray, ranks: np.ndarray) -> None:
-    """Give each message the row of its other side."""
+    """Set each message's partner: the row of its other side."""
     rows = np.flatnonzero(messages["peer"] >= 0)
     named = messages[rows]
-    own = ranks[named["rank"]]
+    own = ranks[named["trace"]]
     ids = row_ids(
         named["group"],
         np.where(named["sends"], own, named["peer"]),
@@ -178,9 +180,10 @@ def _join_messages(messages: np.ndarray, ranks: np.ndarray) -> None:
 
 
 def _check_agreement(matches: Matches) -> None:
-    """Find the instances whose calls name one operation, one size where sizes are equal, each once.
+    """Set each instance's group, sequence, operation and number of ranks, and whether it agrees.
 
-    Writes what instances are of, and whether they agree.
+    An instance agrees if its calls name the same operation, and the same size if the operation
+    takes equal sizes, and if no rank joined twice.
     """
     instances, first = matches.instances, matches.instance_starts[:-1]
     if not len(instances):
@@ -195,7 +198,7 @@ def _check_agreement(matches: Matches) -> None:
     of_equal_sizes = matches.are(EQUAL_SIZES)[calls["operation"][first]]
     twice = np.zeros(len(calls), dtype=bool)
     twice[1:] = (calls["instance"][1:] == calls["instance"][:-1]) & (
-        calls["rank"][1:] == calls["rank"][:-1]
+        calls["trace"][1:] == calls["trace"][:-1]
     )
     instances["agrees"] = (
         all_equal("operation")

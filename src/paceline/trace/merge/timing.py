@@ -1,4 +1,4 @@
-"""Times of matched calls on the run's clock, and of the collectives as a whole."""
+"""Brings the times of matched calls onto the run's clock, and derives the times of instances."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def on_run_clock(matches: Matches, clocks: Sequence[ClockCorrection]) -> Matches
     """Return the matches with all times on the run's clock, and the times of instances.
 
     Args:
-        matches: with times on each rank's own clock.
-        clocks: of each rank.
+        matches: matched collectives and messages, with times on each rank's own clock.
+        clocks: clock correction of each trace.
     """
     calls = _corrected(matches.calls, matches.call_starts, clocks)
     messages = _corrected(matches.messages, matches.message_starts, clocks)
@@ -44,7 +44,7 @@ def _timed(matches: Matches) -> np.ndarray:
     instances["timed"] = np.logical_and.reduceat(calls["timed"], first)
     instances["root_ns"] = NO_TIME
     roots = np.flatnonzero(
-        (matches.ranks[calls["rank"]] == calls["peer"]) & matches.are(ROOTED)[calls["operation"]]
+        (matches.ranks[calls["trace"]] == calls["peer"]) & matches.are(ROOTED)[calls["operation"]]
     )
     instances["root_ns"][calls["instance"][roots]] = calls["enter_ns"][roots]
     return instances
@@ -56,8 +56,8 @@ def _corrected(
     if all(clock.is_identity for clock in clocks):
         return rows
     corrected = rows.copy()
-    for trace, clock in enumerate(clocks):
-        own = slice(int(starts[trace]), int(starts[trace + 1]))
+    for trace_index, clock in enumerate(clocks):
+        own = slice(int(starts[trace_index]), int(starts[trace_index + 1]))
         for field in ("enter_ns", "exit_ns"):
             corrected[field][own] = clock.to_run_ns(rows[field][own])
     return corrected
