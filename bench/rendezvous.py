@@ -43,7 +43,7 @@ from paceline.launch.rendezvous.root import (
 
 ARRIVAL_S, RUN_S = 10.0, 120.0
 OLD_MEETING_LOOKS_PER_S, OLD_RUN_LOOKS_PER_S = 2 / 0.05, 1 / 0.25  # commit 0deccb6, per task
-LISTINGS_PER_S = 1.0  # server.py, _LOOK_S: by rank 0 alone
+LISTINGS_PER_S = 1.0  # server.py, _POLL_INTERVAL_S: by rank 0 alone
 DEADLINES = Deadlines()
 
 

@@ -68,7 +68,7 @@ def check(path, expected):
 def few(request, monkeypatch):
     """Let runs, pieces of the merge and parts of the name table be tiny."""
     if request.param:
-        monkeypatch.setattr(runs_module, "RUN_SAMPLES", 3)
+        monkeypatch.setattr(runs_module, "SORTED_RUN_SAMPLES", 3)
         monkeypatch.setattr(index_module, "BLOCK_SAMPLES", 4)
         monkeypatch.setattr(table_module, "BUCKET_SAMPLES", 2)
         monkeypatch.setattr(table_module, "_BLOCK_SLOTS", 8)

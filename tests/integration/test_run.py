@@ -266,7 +266,7 @@ def killed(tmp_path_factory):
 
 def test_a_killed_rank_is_named_with_signal_step_and_phase(killed):
     assert killed.code == 5, killed.err
-    assert "error: rank 1 was killed by SIGKILL\n  where: step 17, in backward\n" in killed.err
+    assert "error: rank 1 was killed by SIGKILL\n  where: step 17, phase backward\n" in killed.err
     assert "Traceback" not in killed.err  # of rank 0, which only lost its peer
     result = RunFolder(killed.folder / "RUN").read_result()
     assert result.exit_code == 5

@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_with_signal_and_step(tmp_path):
     how = ("--steps", 40, "--fail", 1, 17, "SIGKILL")
     done = paceline(tmp_path, "run", "--out", "RUN", TRAIN, *how, prefix=MPIEXEC)
     assert done.code == 5, done.err
-    assert "rank 1 was killed by SIGKILL\n  where: step 17, in backward" in done.err
+    assert "rank 1 was killed by SIGKILL\n  where: step 17, phase backward" in done.err
     assert "failed first" not in done.err
     result = RunFolder(tmp_path / "RUN").read_result()
     assert result.exit_code == 5

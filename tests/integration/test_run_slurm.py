@@ -84,7 +84,7 @@ def test_a_killed_task_is_named_with_signal_and_step(environ, root, tmp_path):
     how = ("--steps", "40", "--fail", "1", "17", "SIGKILL")
     done = srun(environ, tmp_path, "--out", "run", str(script), *how, nodes=2)
     assert done.returncode == 5, done.stderr
-    assert "rank 1 was killed by SIGKILL\n  where: step 17, in backward" in done.stderr
+    assert "rank 1 was killed by SIGKILL\n  where: step 17, phase backward" in done.stderr
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["exit_code"] == 5
     assert (result["failure"]["rank"], result["failure"]["signal"]) == (1, "SIGKILL")

@@ -228,7 +228,7 @@ def test_archives_codec_parity_append_and_resume(folder):
     done = paceline(folder, "pack", "source", "killed")
     assert done.returncode == 0, done.stderr
     assert b"resuming after 3 samples" in done.stderr
-    assert b"3 samples were packed by an earlier run" in done.stdout
+    assert b"3 samples were packed by an earlier `paceline pack`" in done.stdout
 
 
 def test_a_terminal_gets_a_bar_on_stderr_alone(folder):

@@ -115,7 +115,7 @@ def test_no_launcher(environ):
     ],
 )
 def test_what_makes_no_sense_is_refused(environ):
-    with pytest.raises(UsageError, match="launcher's environment"):
+    with pytest.raises(UsageError, match="variables of Slurm or mpirun"):
         detect(environ)
 
 

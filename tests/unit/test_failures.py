@@ -58,7 +58,7 @@ def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
     assert failure == Failure(rank=1, signal="SIGSEGV", step=17, phase="backward")
     with pytest.raises(RankLost, match="rank 1 was killed by SIGSEGV") as caught:
         raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
-    assert caught.value.where == "step 17, in backward"
+    assert caught.value.where == "step 17, phase backward"
     assert "native code crashed" in caught.value.why
     recorder.begin(int(Kind.WAIT))
     assert first_failure(tmp_path, exits).phase == "waiting"

@@ -60,7 +60,7 @@ def test_a_folder_is_chosen_that_is_free(script, tmp_path):
 def test_two_runs_of_one_second_get_folders_of_their_own(script):
     """The name has the second in it, and was checked before the folder was made (B7)."""
     jobs = [ready(script) for _ in range(3)]
-    assert len({job.run for job in jobs}) == 1
+    assert len({job.run_folder for job in jobs}) == 1
     runs = [claim_folder(job).run for job in jobs]
     assert [run.name.removeprefix(jobs[0].run.name) for run in runs] == ["", "-2", "-3"]
     assert all((run / "trace").is_dir() for run in runs)

@@ -177,7 +177,7 @@ def test_what_is_no_whole_pack_is_refused(pack_path, tmp_path):
         store.append(store.Folder(tmp_path / "nowhere"), pack_path)
     descriptor = os.open(pack_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UsageError, match="another run"):
+    with pytest.raises(UsageError, match="another process"):
         store.append(store.Folder(more), pack_path)
     os.close(descriptor)
     index = bytearray((pack_path / "index.pace").read_bytes())

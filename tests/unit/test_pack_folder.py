@@ -345,7 +345,7 @@ def test_two_runs_to_one_destination_do_not_mix(source, tmp_path):
 
     def second_run(progress):
         if progress.sample_count == 2:
-            with pytest.raises(UsageError, match="another run") as caught:
+            with pytest.raises(UsageError, match="another process") as caught:
                 store.pack(store.Folder(source), tmp_path / "pack")
             problems.append(caught.value)
 

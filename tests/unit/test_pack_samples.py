@@ -140,7 +140,7 @@ def peak_bytes(count, path):
 
 
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs_module, "RUN_SAMPLES", 4096)
+    monkeypatch.setattr(runs_module, "SORTED_RUN_SAMPLES", 4096)
     monkeypatch.setattr(index_module, "BLOCK_SAMPLES", 4096)
     monkeypatch.setattr(table_module, "BUCKET_SAMPLES", 4096)
     few, many = (peak_bytes(count, tmp_path / f"{count}") for count in (20_000, 100_000))

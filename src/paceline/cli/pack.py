@@ -74,7 +74,7 @@ def size_bytes(text: str) -> int:
     "--restart",
     is_flag=True,
     default=None,
-    help="Discard what a killed run left, instead of resuming from it.",
+    help="Discard what a killed `paceline pack` left, instead of resuming from it.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -94,8 +94,8 @@ def pack(
     """Pack the folder or the tar archives SRC into the new pack DST.
 
     Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed
-    at any moment, this leaves nothing, a DST.partial from which the next run resumes, or the
-    complete pack.
+    at any moment, this leaves nothing, a DST.partial from which the next `paceline pack`
+    resumes, or the complete pack.
     """
     from paceline import store
     from paceline.core.clock import SystemClock
@@ -138,7 +138,7 @@ def _interrupted(destination: str, *, append: bool) -> Iterator[None]:
             "packing was interrupted",
             where=str(partial),
             why="what is packed so far is kept there",
-            fix="Run the same command again to resume (--restart to begin anew)",
+            fix="Run the same command again to resume (--restart to start over)",
         ) from None
 
 
@@ -148,7 +148,7 @@ def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | 
     why_not = {
         "--dry-run": (dry_run, "an append that fails leaves the pack as it was"),
         "--parity": (parity, "new shards get parity as the pack has it"),
-        "--restart": (restart, "an append always starts anew"),
+        "--restart": (restart, "an append always starts over"),
     }
     for name, (given, why) in why_not.items():
         if given:
@@ -185,7 +185,7 @@ def _rate(summary: PackSummary) -> str:
     megabytes_per_s = summary.sample_bytes * share / summary.elapsed_s / 1e6
     text = f"in {summary.elapsed_s:.1f} s: {files_per_s:,.0f} files/s, {megabytes_per_s:,.1f} MB/s"
     if reused:
-        text += f"; {reused:,} samples were packed by an earlier run"
+        text += f"; {reused:,} samples were packed by an earlier `paceline pack`"
     return text
 
 
@@ -246,12 +246,12 @@ def _line_printer(clock: Clock) -> Callable[[PackProgress], None]:
 
 
 def _show_reused(progress: PackProgress) -> None:
-    """Say once, on the first report, what a killed run left."""
+    """Say once, on the first report, what a killed `pack` left."""
     if progress.reused_byte_count and progress.byte_count == progress.reused_byte_count:
         print(
             f"resuming after {progress.sample_count:,} samples, "
-            f"{format_bytes(progress.byte_count)}, that an earlier run packed (--restart to begin "
-            "anew)",
+            f"{format_bytes(progress.byte_count)}, that an earlier `paceline pack` packed "
+            "(--restart to start over)",
             file=sys.stderr,
             flush=True,
         )

@@ -75,27 +75,29 @@ def run(
         if difference:
             _warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
-    click.echo(f"paceline run: world size {job.ranks}, writing {job.run}", err=True)
+    click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
     if dry_run:
         return
     try:
         with _stdout_as_stderr() if as_json else contextlib.nullcontext():
             result = execute(job, machine=described, clock=clock)
     except PacelineError as error:
-        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run)):
+        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
             click.echo(text, err=True)
-        _warn(trace_warnings(job.run))
+        _warn(trace_warnings(job.run_folder))
         raise
-    _warn(trace_warnings(job.run))
+    _warn(trace_warnings(job.run_folder))
     if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
         return
     from paceline.report.words import summary_line
 
     if as_json:
         click.echo(result.to_text(), nl=False)
-    click.echo(summary_line(result, job.run), err=True)
+    click.echo(summary_line(result, job.run_folder), err=True)
     if job.resolved.config.record:
-        click.echo(f"next: paceline why {job.run}, paceline report {job.run}", err=True)
+        click.echo(
+            f"next: paceline why {job.run_folder}, paceline report {job.run_folder}", err=True
+        )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Whether Slurm or mpirun has started us, and as which rank of how many.
+"""Whether Slurm or mpirun has started this process, and as which rank of how many.
 
 Inside such an allocation each task is one rank: the world is what the allocation says, and asking
 for another size is refused.
@@ -25,11 +25,12 @@ class Allocation:
     Attributes:
         source: ``slurm``, ``openmpi`` or ``mpich``, for messages.
         rank: global rank.
-        world_size: tasks in all.
-        local_rank: among the tasks of this node.
-        local_world_size: tasks of this node.
-        first_host: where rank 0 runs; empty when the launcher does not say.
-        name: the same on all tasks and different between runs; empty when unknown.
+        world_size: number of tasks on all nodes.
+        local_rank: this task's rank among the tasks of its node.
+        local_world_size: number of tasks on this node.
+        first_host: the host of rank 0; empty when Slurm or mpirun does not name it.
+        name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
+            empty when unknown.
     """
 
     source: str
@@ -53,16 +54,16 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
     """Return this task's place in a Slurm step or under mpirun, or None outside of both.
 
     Raises:
-        UsageError: the launcher's variables do not make sense.
+        UsageError: the environment variables of Slurm or mpirun are not consistent.
     """
     try:
         # mpirun within a Slurm job starts its daemons with srun: the ranks are mpirun's.
         return _openmpi(environ) or _mpich(environ) or _slurm(environ)
     except (KeyError, ValueError) as problem:
         raise UsageError(
-            "the launcher's environment cannot be understood",
+            "the environment variables of Slurm or mpirun are not consistent",
             why=f"{type(problem).__name__}: {problem}",
-            fix="Start ranks with srun or mpirun, or clear their variables",
+            fix="Start ranks with srun or mpirun, or unset these variables",
         ) from None
 
 

@@ -1,6 +1,7 @@
 """Gives DistributedDataParallel the plan's bucket sizes where a script sets none.
 
-Loads torch: a rank's worker loads this module by name, after its threads and cores are settled.
+Imports torch: a rank's worker imports this module with importlib, after it has set its threads and
+cores.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 MIB = 1024 * 1024
-DEFAULT_BYTES = 25 * MIB  # torch's own, in every version so far
+DEFAULT_BYTES = 25 * MIB  # torch's default, in every version so far
 
 log = logging.getLogger(__name__)
 
 
 def set_bucket_bytes(bucket_bytes: int, first_bucket_bytes: int) -> None:
-    """Make these DDP's defaults in this process; what a script passes itself still wins.
+    """Make these sizes DDP's defaults in this process; a script's own arguments still win.
 
     Args:
-        bucket_bytes: gradients that are reduced in one collective.
-        first_bucket_bytes: of the bucket that is ready first. Torch documents the variable of its
-            module for that, but reads it only while `bucket_bytes` is its own default; since 2.13
-            a list sets both.
+        bucket_bytes: size of the gradients that are reduced in one collective.
+        first_bucket_bytes: size of the bucket that is ready first. Torch documents a variable of
+            its module for it, but reads that only while `bucket_bytes` is torch's default; since
+            torch 2.13 a list sets both.
     """
     dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket_bytes  # noqa: SLF001  # documented by torch for this
     if bucket_bytes == DEFAULT_BYTES:

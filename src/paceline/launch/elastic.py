@@ -24,16 +24,16 @@ def start(command: Sequence[str], ranks: int, temporary: Path) -> tuple[RankExit
     """Run `command` on `ranks` ranks until all end, or one fails and the others are stopped.
 
     Args:
-        command: of each rank.
-        ranks: on this node.
-        temporary: a folder for what the agent writes.
+        command: the command of each rank.
+        ranks: number of ranks on this node.
+        temporary: a folder for the agent's files.
 
     Returns:
-        The exits of ranks that did not end well, in order of time; none when all did. A stop by
-        signal is an interruption of all ranks.
+        The exits of ranks that did not end well, in order of time; none when all ended well. A stop
+        by a signal is one interrupted exit for all ranks.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # the agent's account of a failure: ours replaces it
+    logging.disable(logging.ERROR)  # the agent's report of a failure: Paceline prints its own
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

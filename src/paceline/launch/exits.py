@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ExitOutcome(StrEnum):
     """Why a rank's process is no longer there."""
 
-    ENDED = "ended"  # by itself: code and signal say how
+    ENDED = "ended"  # by itself, or killed from outside: code and signal say how
     STOPPED = "stopped"  # by its launcher, because another rank had failed
     INTERRUPTED = "interrupted"  # by its launcher, because that received a stop signal
     LOST = "lost"  # its task stopped reporting
@@ -30,10 +30,10 @@ class RankExit:
 
     Attributes:
         rank: the global rank; None for a launcher that has all ranks and was interrupted.
-        code: of the process.
-        signal: name of the signal that killed it, or interrupted its launcher; else empty.
-        outcome: why it ended.
-        at_s: seconds since 1970; 0 when not known.
+        code: exit code of the process.
+        signal: name of the signal that killed the process or interrupted its launcher; else empty.
+        outcome: why the process ended.
+        at_s: time of the end, seconds since 1970; 0 when not known.
     """
 
     rank: int | None
@@ -55,7 +55,7 @@ def exit_of(rank: int, code: int, *, stopped: bool = False, at_s: float = 0.0) -
 
 
 def interrupted_exit(rank: int | None, stop: StopRequested, at_s: float) -> RankExit:
-    """Return the exit of a rank, or of all (None), whose launcher was asked to stop."""
+    """Return the exit of a rank, or of all ranks (None), whose launcher was asked to stop."""
     return RankExit(
         rank=rank,
         code=Interrupted.exit_code,
@@ -76,14 +76,14 @@ def interruption(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, ...]:
-    """Return the exits that explain how a run ended, the first in time first; none for a good run.
+    """Return the exits that explain how a run ended, in order of time; none for a good run.
 
     An interruption that came first explains all others. Else ranks that were stopped or interrupted
-    are consequences of one that failed, and are left out unless nothing else is known.
+    are consequences of a rank that failed, and are left out unless nothing else is known.
 
     Args:
-        exits: of the ranks that reported.
-        lost: ranks that did not.
+        exits: the exits of the ranks whose tasks reported them.
+        lost: ranks whose tasks stopped reporting.
     """
     bad = sorted((ended for ended in exits if ended.code), key=lambda ended: ended.at_s)
     if bad and bad[0].outcome is ExitOutcome.INTERRUPTED:

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what to say of it."""
+"""Finds the rank that failed first, and the error that the run ends with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LOST = "its task stopped reporting"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-# How the peers of a rank that is gone say so: gloo, NCCL and torch's own store.
+# What a traceback holds if the rank lost a peer: errors of gloo, NCCL and torch's own store.
 _LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
 
 
@@ -33,8 +33,8 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     """Return the failure that came first: the others are its consequences.
 
     A rank that is killed breaks its peers' connections, and they raise before the kill is noticed;
-    a rank that raises breaks them, too, but its report has the time. The agent then ends the ranks
-    that are left, which looks like a kill.
+    a rank that raises breaks them, too, but its failure report carries the time at which it raised.
+    torch's elastic agent then kills the remaining ranks, which looks like a kill from outside.
     """
     reports = _failure_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
@@ -57,14 +57,14 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     else:
         return None
     step, phase = _place(run, rank)
-    if not signal_name:  # an exception leaves its phase on its way out
-        noted = [report["phase"] for report in reports if report["rank"] == rank]
-        phase = (noted or [""])[0] or phase
+    if not signal_name:  # the exception has left its phase: the report holds the phase
+        reported = [report["phase"] for report in reports if report["rank"] == rank]
+        phase = (reported or [""])[0] or phase
     return Failure(rank=rank, signal=signal_name, step=step, phase=phase, error=error)
 
 
 def _place(run: Path, rank: int) -> tuple[int, str]:
-    """Return the step and phase in which a rank ended, as far as its trace tells."""
+    """Return the step and phase in which a rank ended, according to its trace."""
     try:
         status = read_status(run / "trace" / trace_name(rank))
     except (PacelineError, OSError):  # it ended before its recorder began
@@ -73,12 +73,15 @@ def _place(run: Path, rank: int) -> tuple[int, str]:
 
 
 def _killed_before(ended: RankExit, exits: tuple[RankExit, ...]) -> bool:
-    """Whether a signal ended a rank before the agent, which needs a reason, ended any."""
+    """Whether a signal killed this rank before torch's elastic agent killed any.
+
+    The agent kills only after a rank has failed, so the first exit is not its doing.
+    """
     return bool(ended.signal) and ended is exits[0]
 
 
 def _failure_reports(run: Path) -> list[dict[str, Any]]:
-    """Return what ranks whose script raised wrote down, the first to fail first."""
+    """Return the reports of ranks whose script raised, the first to fail first."""
     reports = []
     for path in (run / "trace").glob("rank-*.failure"):
         try:
@@ -89,7 +92,7 @@ def _failure_reports(run: Path) -> list[dict[str, Any]]:
 
 
 def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
-    """Return the run's exit code, as design.md lists them."""
+    """Return the run's exit code, as docs/reference/exit-codes.md lists them."""
     if interruption(exits):
         return Interrupted.exit_code
     if failure is None:
@@ -101,7 +104,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 def raise_failure(
     run: Path, script: Path, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
-    """Raise what the exits amount to; nothing when all ranks ended well.
+    """Raise the error that the exits call for; none when all ranks ended well.
 
     Raises:
         Interrupted: a signal stopped the launcher.
@@ -121,14 +124,14 @@ def raise_failure(
     if failure.signal:
         raise RankLost(
             f"rank {failure.rank} was killed by {failure.signal}",
-            where=f"step {failure.step}, in {failure.phase}",
+            where=f"step {failure.step}, phase {failure.phase}",
             why=_why_killed(failure.signal),
             fix=f"See what led to it: paceline report {run}",
         )
     if failure.error == _LOST:
         raise DeadlineExceeded(
             f"rank {failure.rank} is lost",
-            where=f"step {failure.step}, in {failure.phase}",
+            where=f"step {failure.step}, phase {failure.phase}",
             why="its task stopped reporting: it was killed, or its node failed",
             fix=f"See its output, and what led to it: paceline report {run}",
         )
@@ -136,7 +139,7 @@ def raise_failure(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
         where=str(script),
         why=failure.error,
-        fix="See what it printed"
+        fix="See what the rank printed"
         if failure.error.startswith("exit code")
         else "See the traceback above",
     )

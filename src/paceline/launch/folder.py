@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
     from paceline.launch.allocation import Allocation
 
-# What rank 0 writes before all have arrived: in a folder with only these, a run is about to start.
+# What rank 0 writes before all tasks have arrived: a folder with only these files is of a run that
+# is about to start.
 _WRITTEN_AT_START = frozenset(
     ("config.json", "versions.json", "machine.json", PLAN_NAME, "trace", FOLDER)
 )
 
 
 def default_folder(script: Path, allocation: Allocation | None, clock: Clock) -> Path:
-    """Return where a run goes that the user did not name a folder for; all tasks choose the same.
+    """Return the folder of a run without --out; all tasks choose the same.
 
     Raises:
-        UsageError: the launcher gives its tasks no common name.
+        UsageError: Slurm or mpirun gives its tasks no common name.
     """
     folder = Path("paceline-runs")
     if allocation is not None:
@@ -48,12 +49,12 @@ def _stamp(clock: Clock) -> str:
     return datetime.fromtimestamp(clock.wall_s(), UTC).strftime("%Y%m%d-%H%M%S")
 
 
-def claim(run: Path, *, chosen_name: bool) -> Path:
+def claim(run: Path, *, is_default_name: bool) -> Path:
     """Make the folder of a run, and return it; of two runs only one can get a folder.
 
     Args:
-        run: the folder.
-        chosen_name: whether Paceline chose its name: then the next free name is taken instead.
+        run: the wanted folder.
+        is_default_name: the user gave no --out: if the name is taken, the next free one is used.
 
     Raises:
         DestinationExists: another run was faster.
@@ -62,10 +63,10 @@ def claim(run: Path, *, chosen_name: bool) -> Path:
     wanted, count = run, 1
     while True:
         try:
-            run.mkdir(parents=True, exist_ok=not chosen_name)
+            run.mkdir(parents=True, exist_ok=not is_default_name)
             (run / "trace").mkdir()  # this, and no check before it, decides who has the folder
         except FileExistsError:
-            if not chosen_name:
+            if not is_default_name:
                 raise _taken(run) from None
             count += 1
             run = wanted.with_name(f"{wanted.name}-{count}")
@@ -83,7 +84,8 @@ def claim(run: Path, *, chosen_name: bool) -> Path:
 def refuse_taken(run: Path, rank: int) -> None:
     """Refuse a folder that holds something already, on every task of a step.
 
-    A task other than rank 0 may find what rank 0 has just written for this run: that, and no more.
+    A task other than rank 0 may find the files that rank 0 has just written for this run, and no
+    others.
 
     Raises:
         DestinationExists: the folder is not for this run.

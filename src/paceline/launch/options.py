@@ -19,13 +19,13 @@ class RunConfig(Configuration):
     Changes how long tasks of an allocation wait for each other: the others, see `Deadlines`.
 
     Attributes:
-        ranks: on this node; None is one, or what the allocation says.
+        ranks: number of ranks on this node; None is one, or under Slurm or mpirun one per task.
         record: whether to record traces.
         bind: whether each rank gets cores of its own.
-        rendezvous_timeout_s: until all tasks have arrived.
-        heartbeat_interval_s: between two reports of a task to rank 0.
-        heartbeat_timeout_s: after which a silent task, or rank 0, is lost.
-        stop_timeout_s: for tasks to end their ranks when another rank has failed.
+        rendezvous_timeout_s: the longest wait until all tasks have arrived.
+        heartbeat_interval_s: time between two reports of a task to rank 0.
+        heartbeat_timeout_s: a task that is silent for so long, or rank 0, is lost.
+        stop_timeout_s: time that tasks have to end their ranks when another rank has failed.
     """
 
     section: ClassVar[str] = "run"

@@ -1,8 +1,8 @@
-"""Takes a Plan to a run: what it settles, what contradicts it, and what a script must do itself.
+"""Applies a Plan to a run: what it sets, what contradicts it, and what a script must do itself.
 
 An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
-loader workers are set in the script's own code: a plan that has them is followed in the rest, and
-one warning names them.
+loader workers are set in the script's own code: of a plan with such values the run follows the
+rest, and one warning names them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def check_plan(
     """Refuse what contradicts the plan.
 
     Args:
-        plan: to follow.
+        plan: the plan that the run follows.
         resolved: the run's configuration, where ``ranks`` may be set.
-        allocation: of Slurm or mpirun, if this task is in one.
-        environ: where OMP_NUM_THREADS may be set.
+        allocation: this task's place under Slurm or mpirun; None outside of both.
+        environ: the environment variables, where OMP_NUM_THREADS may be set.
 
     Raises:
         UsageError: the plan needs more than data parallelism, or a setting, the environment or the
@@ -57,7 +57,7 @@ def check_plan(
         raise UsageError(
             f"the plan spreads its ranks over {plan.nodes} nodes",
             where="--plan",
-            why="outside an allocation a run has this node alone",
+            why="outside an allocation a run has only this node",
             fix="Start it with srun or mpirun, or plan for 1 node",
         )
     if allocation is not None and allocation.local_world_size != plan.ranks_per_node:
@@ -66,7 +66,7 @@ def check_plan(
 
 
 def plan_warnings(plan: Plan) -> tuple[str, ...]:
-    """Return one line on what the plan asks for and a run cannot change in a script."""
+    """Return one line naming the plan's values that only the script itself can set."""
     default = type(plan)()
     names = [
         f"{name} = {getattr(plan, name)}"

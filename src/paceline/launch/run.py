@@ -1,4 +1,4 @@
-"""Runs a script on its ranks and turns what they leave into a result.
+"""Runs a script on its ranks and turns their traces into a result.
 
 On one node the ranks are started by torch's elastic agent; inside a Slurm step or under mpirun
 each task is already a rank and finds the others in a rendezvous. Either way the ranks write traces,
@@ -67,18 +67,27 @@ if TYPE_CHECKING:
 class Job:
     """A run that is ready to start: everything checked, nothing written yet.
 
-    `chosen_name` says that Paceline chose the folder's name, so that another will do as well.
+    Attributes:
+        script: the user's program.
+        args: the script's arguments.
+        run_folder: the folder that the run writes.
+        ranks: number of ranks in the run, on all nodes.
+        resolved: the configuration with the provenance of its values.
+        allocation: this task's place under Slurm or mpirun; None outside of both.
+        warnings: lines to print before the start.
+        plan: the plan that the run follows; None without one.
+        is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
     """
 
     script: Path
     args: tuple[str, ...]
-    run: Path
+    run_folder: Path
     ranks: int
     resolved: Resolved[RunConfig]
     allocation: Allocation | None
     warnings: tuple[str, ...]
     plan: PlanFile | None = None
-    chosen_name: bool = False
+    is_default_name: bool = False
 
     @property
     def rank(self) -> int:
@@ -99,11 +108,11 @@ def prepare(
 
     Args:
         script: the user's program.
-        args: its arguments.
+        args: the script's arguments.
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
-        clock: for the name of that folder.
-        plan: to follow: ranks, threads and bucket sizes.
+        clock: gives the time for the name of that folder.
+        plan: gives ranks, threads and bucket sizes; None leaves them to `resolved`.
 
     Raises:
         NotFound: there is no such script.
@@ -128,20 +137,20 @@ def prepare(
             check_world(allocation, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
         warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
-    chosen_name = run is None and allocation is None
+    is_default_name = run is None and allocation is None
     if run is None:
         run = default_folder(script, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
     return Job(
         script=script,
         args=tuple(args),
-        run=run,
+        run_folder=run,
         ranks=ranks,
         resolved=resolved,
         allocation=allocation,
         warnings=warnings,
         plan=plan,
-        chosen_name=chosen_name,
+        is_default_name=is_default_name,
     )
 
 
@@ -149,7 +158,8 @@ def claim_folder(job: Job) -> Job:
     """Make the run's folder, and return the job with it; see `folder.claim`."""
     if job.rank != 0:  # rank 0 makes it for all
         return job
-    return dataclasses.replace(job, run=claim(job.run, chosen_name=job.chosen_name))
+    run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
+    return dataclasses.replace(job, run_folder=run_folder)
 
 
 def execute(
@@ -162,13 +172,14 @@ def execute(
     """Run the job to its end, write the run's folder, and return its result.
 
     Args:
-        job: from `claim_folder`.
-        machine: to keep with the run, as far as it is known.
-        clock: for waits.
+        job: the job that `claim_folder` returned.
+        machine: the Machine that is written into the run's folder, as far as it is known.
+        clock: the clock for waits and for the times of exits.
         on_status: called about four times a second with the ranks' live status.
 
     Returns:
-        On a task other than rank 0 only that its rank ended well: rank 0 has the result.
+        The run's result. On a task other than rank 0: a result without measurements, if its rank
+        ended well.
 
     Raises:
         ScriptFailed: a rank raised; the message begins with its traceback.
@@ -184,21 +195,21 @@ def execute(
         if rendezvous is not None and job.rank != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
-        failure = None if interrupted else first_failure(job.run, exits)
-        result = summarize(job.run, job.ranks, exit_code(exits, failure), failure)
-        commit_text(job.run / "result.json", result.to_text())
+        failure = None if interrupted else first_failure(job.run_folder, exits)
+        result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
+        commit_text(job.run_folder / "result.json", result.to_text())
         if rendezvous is not None:
             signal_name = interrupted.signal if interrupted else ""
             end = JobEnd(exit_code=result.exit_code, signal=signal_name, failure=failure)
             rendezvous.announce(end)
-    raise_failure(job.run, job.script, exits, failure)
+    raise_failure(job.run_folder, job.script, exits, failure)
     return result
 
 
 def _rendezvous(job: Job, clock: Clock) -> TaskRendezvous:
     assert job.allocation is not None
     return TaskRendezvous(
-        job.run,
+        job.run_folder,
         job.allocation,
         host=socket.gethostname(),
         cores=allowed_cores(),
@@ -216,8 +227,8 @@ def _run_ranks(
     """Run this launcher's ranks; return the exits of those that did not end well."""
     before = frozenset(descendants(os.getpid()))
     become_reaper()
-    watch = StatusWatcher(job.run, job.ranks, clock, on_status)
-    # Removed when all have ended: a rank that is killed leaves its workers' sockets behind.
+    watch = StatusWatcher(job.run_folder, job.ranks, clock, on_status)
+    # Removed when all ranks have ended: a killed rank does not remove its loader workers' sockets.
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
         try:
             with watch, ended_on_signal(clock):
@@ -254,7 +265,7 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
 
 
 def trace_warnings(run: Path) -> tuple[str, ...]:
-    """Return what is missing in the traces of folder `run`, a line per rank that lost events."""
+    """Return one line for each rank whose trace in folder `run` lost events."""
     lines = []
     for path in sorted((run / "trace").glob("rank-*.trace")):
         try:
@@ -316,21 +327,21 @@ def _write_start(job: Job, machine: Machine) -> None:
         "world_size": job.ranks,
         "threads": _threads(job),
     }
-    commit_text(job.run / "config.json", json.dumps(config, indent=1) + "\n")
-    commit_text(job.run / "versions.json", json.dumps(versions(), indent=1) + "\n")
-    commit_text(job.run / "machine.json", machine.to_text())
+    commit_text(job.run_folder / "config.json", json.dumps(config, indent=1) + "\n")
+    commit_text(job.run_folder / "versions.json", json.dumps(versions(), indent=1) + "\n")
+    commit_text(job.run_folder / "machine.json", machine.to_text())
     if job.plan is not None:
-        commit_text(job.run / PLAN_NAME, job.plan.to_text())
+        commit_text(job.run_folder / PLAN_NAME, job.plan.to_text())
 
 
 def _start(
     job: Job, rendezvous: TaskRendezvous | None, temporary: Path, clock: Clock
 ) -> tuple[RankExit, ...]:
-    # Tasks of an allocation learn in their rendezvous which cores are whose.
+    # Under Slurm or mpirun each task learns its share of the cores in the rendezvous.
     bind = job.resolved.config.bind and job.allocation is None
     cores = ",".join(map(str, allowed_cores())) if bind else ""
     record = "on" if job.resolved.config.record else "off"
-    command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run)]
+    command = [sys.executable, "-m", "paceline.launch.worker", "--run", str(job.run_folder)]
     command += [
         "--launcher",
         str(os.getpid()),
@@ -341,12 +352,14 @@ def _start(
         "--record",
         record,
         *_plan_options(job.plan),
-        "--",  # or argparse would take the first one of the script's for its own
+        # without this "--", argparse would consume the first "--" among the script's own arguments
+        "--",
         str(job.script),
         *job.args,
     ]
     if job.allocation is None or rendezvous is None:
-        # By name: torch is loaded only now, after the first line is out.
+        # importlib, because this module imports torch: it must load only now, after the CLI has
+        # printed "paceline run: world size ..."
         elastic = importlib.import_module("paceline.launch.elastic")
         exits: tuple[RankExit, ...] = elastic.start(command, job.ranks, temporary)
         return exits
@@ -354,7 +367,7 @@ def _start(
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:
-    """Return what a rank's worker takes from the plan."""
+    """Return the worker's command-line options that carry the plan's values."""
     if plan is None:
         return []
     buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
@@ -362,7 +375,7 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
 
 
 def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -> RunResult:
-    """Return, or raise, what a task other than rank 0 knows; rank 0 writes the result of all."""
+    """Return the result, or raise the error, of a task other than rank 0."""
     end = rendezvous.await_end()
     if not exits:
         return RunResult(
@@ -373,14 +386,15 @@ def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -
             name = end.signal or exits[0].signal
             stop = StopRequested(name)
             exits = (interrupted_exit(None, stop, exits[0].at_s),)
-        raise_failure(job.run, job.script, exits, end.failure)
+        raise_failure(job.run_folder, job.script, exits, end.failure)
     else:
-        rank_0_lost = exits[0].outcome is ExitOutcome.STOPPED
-        failure = None if rank_0_lost else first_failure(job.run, exits)
-        raise_failure(job.run, job.script, exits, failure)
+        # this rank did not fail: its task stopped it
+        stopped_by_task = exits[0].outcome is ExitOutcome.STOPPED
+        failure = None if stopped_by_task else first_failure(job.run_folder, exits)
+        raise_failure(job.run_folder, job.script, exits, failure)
     raise DeadlineExceeded(
         "rank 0 did not report how the run ended",
-        where=str(job.run),
+        where=str(job.run_folder),
         why="the run was stopped, and rank 0's task stopped answering",
         fix="See rank 0's output",
     )

@@ -1,7 +1,7 @@
 """A rank that Slurm or mpirun has started: runs its worker between the job's start and end.
 
-Each task starts and ends its own rank alone. How the others end it learns from the rendezvous: when
-one fails the others stop, and rank 0 knows of all.
+Each task starts and ends only its own rank. The task learns from the rendezvous how the other ranks
+ended: when one rank fails, every other task stops its rank, and rank 0 learns how all ranks ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.job import TaskRendezvous
     from paceline.launch.rendezvous.messages import StartInfo
 
-_LOOK_S = 0.25  # how often a task looks whether it is to stop
-_PATIENCE_S = 1.0  # a rank whose peer is gone mostly ends by itself, and says why
-_SETTLE_S = 0.3  # schedulers signal a task and its rank one after the other
+_POLL_INTERVAL_S = 0.25  # how often a task checks whether it must stop its rank
+_PEER_LOSS_GRACE_S = 1.0  # a rank that lost a peer mostly ends by itself, and reports why
+_SIGNAL_DELAY_S = 0.3  # schedulers signal a task and its rank one after the other
 
 
 def run_task(
@@ -39,7 +39,8 @@ def run_task(
     """Run this task's rank to its end.
 
     Returns:
-        The exits of ranks that did not end well: on rank 0 of all, elsewhere of this one.
+        Rank 0 returns the exits of all ranks that did not end well, any other task only its own
+        rank's.
 
     Raises:
         DeadlineExceeded: a task did not arrive.
@@ -50,17 +51,17 @@ def run_task(
         rendezvous.start()
         ended = _run_rank(allocation, command, rendezvous, clock, bind=bind)
         if ended.code:
-            clock.wait(threading.Event(), _SETTLE_S)  # a stop signal may be about to come
+            clock.wait(threading.Event(), _SIGNAL_DELAY_S)  # a stop signal may be about to come
     except StopRequested as stop:
         ended = interrupted_exit(rank, stop, clock.wall_s())
-    if not rendezvous.started:  # interrupted before any other task could know of this one
+    if not rendezvous.started:  # interrupted before any other task knew of this task
         return (ended,)
     rendezvous.report(ended)
     if rank != 0:
         return (ended,) if ended.code else ()
     try:
         return rendezvous.gather()
-    except StopRequested as stop:  # this rank has ended, others have not
+    except StopRequested as stop:  # this rank has ended, other ranks have not
         rendezvous.interrupt(interrupted_exit(rank, stop, clock.wall_s()))
         return rendezvous.gather()
 
@@ -88,7 +89,7 @@ def _run_rank(
     ended = threading.Event()
 
     def reap() -> None:
-        child.wait()  # no deadline: the launcher of the task has its time limit
+        child.wait()  # no deadline: Slurm or mpirun enforces the job's time limit
         ended.set()
 
     threading.Thread(target=reap, name="paceline-rank", daemon=True).start()
@@ -123,10 +124,10 @@ def _await_end(
     rendezvous: TaskRendezvous,
     clock: Clock,
 ) -> bool:
-    """Wait for the rank; return whether it had to be stopped because another failed."""
-    while not clock.wait(ended, _LOOK_S):
+    """Wait for the rank; return whether this task stopped it because another rank failed."""
+    while not clock.wait(ended, _POLL_INTERVAL_S):
         if rendezvous.stop_reason():
-            if clock.wait(ended, _PATIENCE_S):
+            if clock.wait(ended, _PEER_LOSS_GRACE_S):
                 return False
             _stop(child, ended, clock)
             return True
@@ -134,7 +135,7 @@ def _await_end(
 
 
 def _stop(child: subprocess.Popen[bytes], ended: threading.Event, clock: Clock) -> None:
-    """Ask the rank to stop, so that it closes its trace; then make it."""
+    """Send SIGINT, so that the rank closes its trace; after GRACE_S send SIGKILL."""
     child.send_signal(signal.SIGINT)
     if not clock.wait(ended, GRACE_S):
         child.kill()

@@ -2,7 +2,7 @@
 
 Started with ``-m`` by the launcher; nothing imports it. The script sees what it would see under
 ``python script.py``: its own argv, its folder first on the path, its module as ``__main__``. Its
-traceback goes to a file, so that the launcher can print that of the first rank to fail first.
+traceback goes to a file, so that the launcher can print the traceback of the first rank to fail.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ def main(argv: list[str]) -> int:
     """Run one rank; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.worker")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--launcher", type=int, required=True, help="its process")
-    parser.add_argument("--cores", default="", help="the node's cores, by comma; none: unbound")
-    parser.add_argument("--temporary", help="folder for what multiprocessing keeps in files")
+    parser.add_argument("--launcher", type=int, required=True, help="process id of the launcher")
+    parser.add_argument(
+        "--cores", default="", help="the node's cores, separated by commas; none: unbound"
+    )
+    parser.add_argument("--temporary", help="folder for multiprocessing's files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
     parser.add_argument("--threads", type=int, help="compute threads of the plan")
-    parser.add_argument("--buckets", type=int, nargs=2, help="bytes of DDP's buckets, of the first")
+    parser.add_argument(
+        "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"
+    )
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -54,10 +58,10 @@ def main(argv: list[str]) -> int:
     rank = int(environ["RANK"])
     logs.configure(rank)
     _bind(options.cores, environ, options.threads)
-    if options.temporary:  # children take it over, as they do a folder that Python has chosen
+    if options.temporary:  # child processes inherit it, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary
-    if options.buckets:  # by name, since this loads torch
+    if options.buckets:  # importlib, because this module imports torch
         importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
     if options.record == "off":
         return _run_script(options.script, options.args, options.run, rank)
@@ -67,7 +71,8 @@ def main(argv: list[str]) -> int:
     except OSError as problem:  # a full disk, or a folder that this node does not see
         _report_failure(problem, options.run, rank)
         return 1
-    # By name: torch is loaded by this process alone, after its threads and cores are settled.
+    # importlib, because this module imports torch: only this process may load it, and only after
+    # its threads and cores are set.
     module = importlib.import_module(_COLLECTOR)
     collector = module.TorchCollector(recorder)
     collector.install()
@@ -79,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _bind(cores: str, environ: Mapping[str, str], threads: int | None) -> None:
-    """Give this rank its cores and threads; a plan's `threads` go before the share's."""
+    """Give this rank its cores and threads; a plan's `threads` override those of its share."""
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     if not cores:
@@ -97,7 +102,7 @@ def _bind(cores: str, environ: Mapping[str, str], threads: int | None) -> None:
 
 
 def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
-    """Execute the script as `python script` would; report what it raises into the run's folder."""
+    """Execute the script as `python script` would; write what it raises to the run's folder."""
     path = Path(script)
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=str(path), __builtins__=__builtins__)
@@ -130,7 +135,7 @@ def _exit_code(stop: SystemExit, run: Path, rank: int) -> int:
 
 
 def _report_failure(error: BaseException, run: Path, rank: int, *, exit_code: int = 0) -> None:
-    """Write down what ended the script; an exit shows no traceback, as under python."""
+    """Write a report of what ended the script; an exit has no traceback, as under python."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -151,7 +156,7 @@ def _report_failure(error: BaseException, run: Path, rank: int, *, exit_code: in
 
 
 def _place(frames: types.TracebackType | None) -> str:
-    """Return which line of the script led to what ended it, in words."""
+    """Return in words which line of the script raised the exception, or called what raised it."""
     if frames is None:
         return ""
     stack = traceback.extract_tb(frames)

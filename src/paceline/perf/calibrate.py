@@ -1,4 +1,4 @@
-"""Takes what a run showed back into the Machine: the arc that closes the loop.
+"""Fits a Machine to the measured step of a run.
 
 Machine + Workload + Plan + measured step -> better Machine. A phase of a run gives one number, the
 seconds that a typical step spent in it, so one factor per phase is what can be learned. It is
@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from paceline.core.workload import Workload
 
 # Of log(predicted / measured) on 24 models that the estimate was not tuned on: 1.48 times the
-# median absolute error of each phase. Communication was not measured apart; it gets the largest.
+# median absolute error of each phase. Communication was not measured separately and gets the
+# largest.
 PRIOR_LOG_SD = {"forward": 0.44, "backward": 0.21, "optimizer": 0.36, "transfer": 0.44}
 # Of log(step time) between runs of one script on one machine, a minute apart: bench/calibrate.py
-# found 0.07 for pairs of runs within 25 % of each other; beside other work it was 0.15 and more.
+# found 0.07 for pairs of runs within 25 % of each other; with other work on the machine it was
+# 0.15 and more.
 DRIFT_LOG_SD = 0.08
-# What a phase that is predicted as zero may take, as a share of the predicted step.
+# Seconds that a phase predicted as zero may take, as a share of the predicted step.
 RESIDUAL_SHARE = 0.25
 INTERVAL_SD = 1.96  # 95 % of a normal distribution lie within
 LARGEST_FACTOR = 32.0
@@ -63,11 +65,11 @@ LARGEST_FACTOR = 32.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Typical seconds of something that a run did many times.
+    """Typical seconds of a phase, step or collective of a run.
 
     Attributes:
         seconds: the median.
-        error_s: its standard error; infinite where it is not known.
+        error_s: standard error of the median; infinite if it is not known.
     """
 
     seconds: float
@@ -79,10 +81,10 @@ class ObservedCollective:
     """Collectives of one operation and size class.
 
     Attributes:
-        operation: for example ``all_reduce``.
-        ranks: that took part.
-        bytes: that a rank gave, the median.
-        duration: from the last rank's call to the last completion.
+        operation: name of the operation, for example ``all_reduce``.
+        ranks: number of ranks that took part.
+        bytes: bytes that a rank sent, the median over the collectives.
+        duration: seconds from the last rank's call to the last completion.
     """
 
     operation: str
@@ -93,13 +95,13 @@ class ObservedCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a run's undisturbed steps showed.
+    """Measurements of a run's undisturbed steps.
 
     Attributes:
         phases: seconds per step by the names of `Breakdown`.
         step: the whole step of the slowest rank.
         collectives: the costliest first.
-        steps: how many undisturbed steps that is of.
+        steps: number of undisturbed steps that were measured.
     """
 
     phases: Mapping[str, Observed]
@@ -113,12 +115,12 @@ class PhaseFit(Record):
     """One phase before and after calibration, seconds per step.
 
     Attributes:
-        name: of the phase.
-        prior_s: as the machine predicted it.
-        measured_s: by the run; ``other`` is what the step takes beyond the other phases, since the
-            median step is not the sum of its phases' medians.
-        weight: of the measurement, 0 (the prior is kept) to 1.
-        fitted_s: as the calibrated machine predicts it.
+        name: name of the phase.
+        prior_s: seconds that the prior machine predicts.
+        measured_s: seconds measured in the run; ``other`` is what the step takes beyond the other
+            phases, since the median step is not the sum of its phases' medians.
+        weight: weight of the measurement, 0 (the prior is kept) to 1.
+        fitted_s: seconds that the calibrated machine predicts.
     """
 
     name: str
@@ -133,12 +135,12 @@ class Calibration(Record):
     """A calibrated machine and how it came about.
 
     Attributes:
-        machine: its name.
-        steps: undisturbed steps that it was fitted to.
-        prior_step_s: as predicted before.
-        measured_step_s: by the run.
-        fitted_step_s: as predicted now.
-        phases: in the order of a step.
+        machine: name of the machine.
+        steps: number of undisturbed steps that it was fitted to.
+        prior_step_s: step time that the prior machine predicts.
+        measured_step_s: step time measured in the run.
+        fitted_step_s: step time that the calibrated machine predicts.
+        phases: the fits of the phases, in the order of a step.
     """
 
     machine: str
@@ -166,9 +168,9 @@ def calibrate(
 
     Args:
         machine: the prior; it is not changed.
-        workload: that the run trained.
-        plan: that the run followed.
-        evidence: of its undisturbed steps.
+        workload: the workload that the run trained.
+        plan: the plan that the run followed.
+        evidence: measurements of the run's undisturbed steps.
 
     Raises:
         UsageError: no step was undisturbed, or the plan cannot be predicted on the machine.
@@ -306,7 +308,7 @@ class _Fitter:
         """Keep the machine whose factor brings the predicted phase nearest to `target_s`.
 
         The prediction grows with the factor, but not in proportion: some costs are not scaled, and
-        communication hides behind compute. Hence bisection, on the logarithm of the factor.
+        compute hides communication. Hence bisection, on the logarithm of the factor.
         """
         if abs(self._predicted_s(self.machine, phase) - target_s) <= 1e-3 * target_s:
             return

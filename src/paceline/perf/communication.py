@@ -1,4 +1,4 @@
-"""What data-parallel training pays for keeping its ranks alike.
+"""The cost of collectives in data-parallel training, and how much of it the backward pass hides.
 
 A collective's curve was measured between q ranks; t(n) is its value at n bytes. Between p ranks an
 all-reduce of n bytes takes::
@@ -6,9 +6,9 @@ all-reduce of n bytes takes::
     seconds = t(0) * (p - 1) / (q - 1)
               + (t(n) - t(0) + n * added) * ((p - 1) / p) / ((q - 1) / q)
 
-where `added` is what the framework pays for each byte besides the collective. At p = q it is the
-measurement itself; for many ranks the second term tends to the bound of the ring, and the first
-grows with the ring's length.
+where `added` is the framework's cost of each byte, in addition to the collective. At p = q the
+result is the measurement itself; for many ranks the second term tends to the bound of the ring, and
+the first grows with the ring's length.
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009; Thakur, Rabenseifner,
 Gropp, Optimization of collective communication operations in MPICH, 2005.
 """
@@ -31,8 +31,8 @@ class Bucket:
     """Gradients that are reduced together.
 
     Attributes:
-        bytes: their size.
-        ready_s: when the last of them is ready, from the start of the backward pass.
+        bytes: size of the gradients.
+        ready_s: when the last gradient is ready, seconds from the start of the backward pass.
     """
 
     bytes: int
@@ -46,8 +46,8 @@ def make_buckets(
 
     Args:
         gradients: (bytes, ready_s) in the order in which the backward pass makes them.
-        bucket_bytes: a bucket closes when it holds at least so much.
-        first_bucket_bytes: the same for the first one.
+        bucket_bytes: a bucket closes when it holds at least so many bytes.
+        first_bucket_bytes: the same for the first bucket.
 
     Source: torch.nn.parallel.DistributedDataParallel, compute_bucket_assignment_by_size.
     """
@@ -96,10 +96,11 @@ def broadcast_s(
     """Return seconds of a broadcast along a binomial tree; 0 for one rank.
 
     Args:
-        cost: of the bare collective.
-        bytes_: that the root gives.
-        ranks: that take part.
-        latency_s: of an empty one, where a framework pays more than the bare collective.
+        cost: measured cost of the bare collective.
+        bytes_: bytes that the root sends to every rank.
+        ranks: number of ranks that take part.
+        latency_s: seconds of an empty broadcast, if a framework's takes longer than the bare one;
+            None = those of `cost`.
     """
     bare_s = curve_s(cost, 0)
     rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(cost.ranks))
@@ -118,9 +119,9 @@ def exposed_s(
 ) -> float:
     """Return seconds by which communication makes the backward pass longer.
 
-    Buckets are reduced one after the other, each when it is ready. Latency hides behind the
-    gradients that are still computed. Where the CPU that computes also moves the bytes
-    (`cpu_moves`: ranks of one node over a socket) that time does not hide: it delays the rest.
+    Buckets are reduced one after the other, each when it is ready. The computation of later
+    gradients hides latency. It does not hide the time of moving bytes if the CPU that computes also
+    moves them (`cpu_moves`: ranks of one node over a socket): that delays the backward pass.
     """
     lane_s = stolen_s = 0.0
     for bucket in buckets:

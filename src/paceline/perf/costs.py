@@ -9,8 +9,8 @@
 Most classes have one of the two rates; convolutions have both: they rearrange their tensors.
 
 Limits: a call with no work costs its overhead, which is what bounds small models; a large one costs
-work / rate, the roofline with the efficiency that this class really reached. On a machine that is
-described by datasheets a curve is one point, the peak, and overheads are 0.
+work / rate, the roofline with the efficiency that this class was measured to reach. On a machine
+that is described by datasheets a curve is one point, the peak, and overheads are 0.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OperatorCost:
 
 
 class CostModel:
-    """Costs on one device with so many threads per process and so many busy processes."""
+    """Costs on one device for a number of threads per process and of busy processes."""
 
     def __init__(
         self, device: Device, *, threads: int, processes: int, step_bytes: float, precision: str
@@ -74,11 +74,12 @@ class CostModel:
         """Make the model.
 
         Args:
-            device: that computes.
-            threads: of each process.
-            processes: that compute at once on the node.
-            step_bytes: that a step touches; above the cache's size, memory's bandwidth holds.
-            precision: in which float32 operators run.
+            device: the device that computes.
+            threads: compute threads of each process.
+            processes: processes that compute at the same time on the node.
+            step_bytes: bytes that a step touches; if they exceed the cache, memory bandwidth bounds
+                the operators.
+            precision: the dtype in which float32 operators run.
 
         Raises:
             UsageError: the device has no rates.
@@ -129,7 +130,7 @@ class CostModel:
     def overhead_of(self, operator: str, phase: str) -> Overhead | None:
         """Return the nearest measured overhead of a class in a phase, if there is one.
 
-        A class without a figure of its own in this phase costs what an elementwise one does.
+        A class without an overhead of its own in this phase has that of elementwise operators.
         """
         for name in (operator, "elementwise"):
             same = [
@@ -141,7 +142,7 @@ class CostModel:
                 return min(same, key=self._distance)
         return None
 
-    def framework_of(self, framework: str, what: str, phase: str) -> FrameworkOverhead | None:
+    def framework_overhead(self, framework: str, what: str, phase: str) -> FrameworkOverhead | None:
         """Return the nearest measured overhead of a framework in a phase, if there is one."""
         same = [
             overhead
@@ -150,16 +151,22 @@ class CostModel:
         ]
         return min(same, key=self._distance, default=None)
 
-    def framework_s(self, framework: str, what: str, phase: str) -> float:
-        """Return seconds, or seconds per byte, of a framework's overhead; 0 if not known."""
-        overhead = self.framework_of(framework, what, phase)
+    def framework_overhead_s(self, framework: str, what: str, phase: str) -> float:
+        """Return the value of a `FrameworkOverhead`, whose docstring lists what each `what` means.
+
+        The value is in seconds, or in seconds per byte; 0 if the machine has none.
+        """
+        overhead = self.framework_overhead(framework, what, phase)
         quantity: Quantity | None = None
         if overhead is not None:
             quantity = overhead.seconds or overhead.seconds_per_byte
         return quantity.value if quantity else 0.0
 
     def rates_of(self, operation: Operation) -> list[tuple[Rate, float]]:
-        """Return the nearest curve of each unit, with its factor for threads not measured."""
+        """Return, for each unit, the nearest curve and its factor.
+
+        The factor scales the curve to this model's thread count.
+        """
         dtype = self._precision if operation.dtype == "float32" else operation.dtype
         key = (operation.operator, operation.phase, dtype)
         if key not in self._rates:
@@ -167,7 +174,7 @@ class CostModel:
         return self._rates[key]
 
     def _distance(self, measured: Rate | Overhead | FrameworkOverhead) -> tuple[int, float]:
-        """Return how far a measurement is from what is asked: processes first, then threads."""
+        """Return how far a measurement's processes, then threads, are from this model's."""
         return (
             abs(measured.processes - self._processes),
             abs(math.log(measured.threads / self._threads)),
@@ -180,7 +187,9 @@ class CostModel:
                 rate.operator != "elementwise",
                 rate.dtype != dtype,
                 rate.phase != phase,
-                rate.phase == "optimizer",  # what a calibration fitted to updates is of them alone
+                # a rate fitted by calibration to optimizer updates holds only for them: for other
+                # phases take it last
+                rate.phase == "optimizer",
                 *self._distance(rate),
             )
 

@@ -1,8 +1,8 @@
 """Predicts a training step: the same Breakdown as a trace has, before anything runs.
 
 Machine + Workload + Plan -> Estimate. No torch: a login node can do it. The cost of each layer's
-operators is added up (`costs`), communication is laid beside the backward pass (`communication`),
-and the loader is a stage that the loop waits for when it is the slower one.
+operators is added up (`costs`), communication is overlapped with the backward pass
+(`communication`), and the loop waits for the loader when the loader is slower.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.core.workload import Layer, Workload
 
-SPREAD = 0.25  # half of the interval, relative; bench/predict_small.py is what it rests on
+INTERVAL_HALF_WIDTH = 0.25  # relative to the step time; measured by bench/predict_small.py
 # The C library gives freed memory back to the system once about twice the largest block is free at
-# the end of its heap, and the next step pays for touching it anew. What is given back per step lay
-# between 0 and 3 times the largest tensor on six models, 1.5 times on average, by page faults.
+# the end of its heap, and the next step pays for touching it again. On six models, page faults show
+# that a step gives back 0 to 3 times the largest tensor, 1.5 times on average.
 # Source: mallopt(3), the dynamic M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (at most 32 MiB).
-KEPT_FACTOR, FRESH_FACTOR = 2.0, 1.5
-LARGEST_BYTES = 32 << 20
+TRIM_THRESHOLD_FACTOR, REFAULTED_FACTOR = 2.0, 1.5
+MAX_MMAP_THRESHOLD_BYTES = 32 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# phases to which the seconds are added that a calibration run measured beyond rates, overheads and
+# collectives
 RESIDUALS: tuple[StepPhase, ...] = ("input", "copy", "waiting", "checkpoint", "other")
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
 
@@ -58,11 +60,12 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
         plan=plan,
         breakdown=breakdown,
         step_time_s=step_s,
-        low_s=step_s * (1 - SPREAD),
-        high_s=step_s * (1 + SPREAD),
+        low_s=step_s * (1 - INTERVAL_HALF_WIDTH),
+        high_s=step_s * (1 + INTERVAL_HALF_WIDTH),
         memory_bytes=memory_bytes(workload, plan),
         link_bytes=_link_bytes(workload, plan),
         trained_parameter_bytes=workload.trained_bytes,
+        # the bottleneck: the largest share
         limit=max(shares, key=lambda name: shares[name]),
         shares=shares,
         sources=_sources(machine, workload, plan),
@@ -100,18 +103,20 @@ def cost_model(machine: Machine, workload: Workload, plan: Plan) -> CostModel:
 def _breakdown(
     costs: CostModel, machine: Machine, workload: Workload, plan: Plan
 ) -> tuple[Breakdown, _Compute]:
-    """Return the step by phase, and what its compute is bound by."""
+    """Return the seconds of the step by phase, and the costs of its compute."""
     compute = _compute(costs, machine.devices[0], workload, plan)
-    transfer_s, sync_s = _communication_s(costs, machine, workload, plan, compute)
+    transfer_s, buffer_broadcast_s = _communication_s(costs, machine, workload, plan, compute)
     phases_s = {phase: compute.phases[phase].total_s for phase in COMPUTE_PHASES}
-    residual_s = {phase: costs.framework_s("loop", "residual", phase) for phase in RESIDUALS}
+    residual_s = {
+        phase: costs.framework_overhead_s("loop", "residual", phase) for phase in RESIDUALS
+    }
     if plan.mesh.data == 1:
         residual_s["waiting"] = 0.0  # there is nobody to wait for
-    busy_s = sum(phases_s.values()) + transfer_s + sync_s
+    busy_s = sum(phases_s.values()) + transfer_s + buffer_broadcast_s
     factor = _oversubscription(machine.devices[0], plan)
     input_s = _input_s(workload, plan, busy_s, factor, residual_s["input"])
     rest_s = {**residual_s, "input": input_s}
-    return Breakdown(**phases_s, transfer=transfer_s + sync_s, **rest_s), compute
+    return Breakdown(**phases_s, transfer=transfer_s + buffer_broadcast_s, **rest_s), compute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,14 +129,16 @@ class _Compute:
 
 def _compute(costs: CostModel, device: Device, workload: Workload, plan: Plan) -> _Compute:
     phases = {
-        phase: OperatorCost(overhead_s=costs.framework_s("torch", "phase", phase))
+        phase: OperatorCost(overhead_s=costs.framework_overhead_s("torch", "phase", phase))
         for phase in COMPUTE_PHASES
     }
     if plan.mesh.data > 1:
         for phase in ("forward", "backward"):
-            phases[phase] += OperatorCost(overhead_s=costs.framework_s("ddp", "wrapper", phase))
+            phases[phase] += OperatorCost(
+                overhead_s=costs.framework_overhead_s("ddp", "wrapper", phase)
+            )
     if device.kind == "cpu" and device.first_touch_bytes_per_s:
-        touch_s = _fresh_bytes(workload) / device.first_touch_bytes_per_s.value
+        touch_s = _refaulted_bytes(workload) / device.first_touch_bytes_per_s.value
         for phase in ("forward", "backward"):
             phases[phase] += OperatorCost(memory_s=touch_s / 2)
     gradients = []
@@ -158,11 +165,11 @@ def _oversubscription(device: Device, plan: Plan) -> float:
     return max(1.0, wanted / device.cores)
 
 
-def _fresh_bytes(workload: Workload) -> float:
-    """Return the bytes that a step gets from the system again; none if all of it is kept."""
-    largest = min(workload.largest_bytes, LARGEST_BYTES)
-    beyond = workload.saved_bytes + workload.trained_bytes - KEPT_FACTOR * largest
-    return max(0.0, min(FRESH_FACTOR * largest, beyond))
+def _refaulted_bytes(workload: Workload) -> float:
+    """Return the bytes that a step gave back to the system and touches again; 0 if it keeps all."""
+    largest = min(workload.largest_bytes, MAX_MMAP_THRESHOLD_BYTES)
+    beyond = workload.saved_bytes + workload.trained_bytes - TRIM_THRESHOLD_FACTOR * largest
+    return max(0.0, min(REFAULTED_FACTOR * largest, beyond))
 
 
 def _layer_costs(costs: CostModel, layer: Layer) -> dict[str, OperatorCost]:
@@ -176,7 +183,12 @@ def _layer_costs(costs: CostModel, layer: Layer) -> dict[str, OperatorCost]:
 def _communication_s(
     costs: CostModel, machine: Machine, workload: Workload, plan: Plan, compute: _Compute
 ) -> tuple[float, float]:
-    """Return seconds of exposed gradient reduction, and of sending buffers before the forward."""
+    """Return the seconds that DDP's communication adds to a step.
+
+    Returns:
+        (seconds of gradient all-reduce that the backward pass does not hide, seconds of DDP's
+        buffer broadcast before the forward pass).
+    """
     ranks = plan.mesh.data
     if ranks == 1:
         return 0.0, 0.0
@@ -190,14 +202,14 @@ def _communication_s(
         compute.phases["backward"].total_s,
         _collective(machine, "all_reduce", ranks),
         ranks,
-        added_s_per_byte=costs.framework_s("ddp", "reduction", "backward"),
+        added_s_per_byte=costs.framework_overhead_s("ddp", "reduction", "backward"),
         cpu_moves=plan.ranks_per_node > 1,
     )
     if not workload.buffer_bytes:
         return transfer_s, 0.0
     # Running means and their integer counters go in one broadcast per dtype.
     cost = _collective(machine, "broadcast", ranks)
-    empty_s = costs.framework_s("ddp", "buffer_broadcast", "forward") or None
+    empty_s = costs.framework_overhead_s("ddp", "buffer_broadcast", "forward") or None
     counters_s = broadcast_s(cost, 0, ranks, empty_s)
     return transfer_s, counters_s + broadcast_s(cost, workload.buffer_bytes, ranks, empty_s)
 
@@ -219,8 +231,8 @@ def _input_s(
 ) -> float:
     """Return seconds that the loop waits for a batch.
 
-    Without workers the loop prepares it itself; with w workers a batch comes every 1/w of its
-    cost, and only what exceeds the rest of the step is waited for.
+    Without workers the loop prepares the batch itself. With w workers a batch is ready every 1/w of
+    its cost, and the loop waits only for what exceeds the rest of the step.
     """
     dataset = workload.dataset
     loading_s = workload.batch * dataset.seconds_per_sample * factor if dataset else 0.0
@@ -286,8 +298,8 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
         overhead.phase for overhead in device.framework_overheads if overhead.what == "residual"
     }
     for phase in residuals:
-        known = f"{sources[phase]}; " if phase in sources else ""
-        sources[phase] = f"{known}what a run showed besides"
+        residual = "a residual measured in a run"
+        sources[phase] = f"{sources[phase]}, plus {residual}" if phase in sources else residual
     if plan.mesh.data > 1:
         cost = _collective(machine, "all_reduce", plan.mesh.data)
         source = cost.points[0].seconds.source

@@ -1,7 +1,7 @@
-"""Machines with some of their figures changed: what calibration turns its factors into.
+"""Applies calibration's factors: returns machines with some figures changed.
 
 A changed figure is kept for exactly the threads and processes of the plan that ran, so that it is
-the nearest one for that plan and leaves the others alone. Its source is ``fit``.
+the nearest one for that plan; the figures of other plans stay. Its source is ``fit``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def scale_compute(
     *,
     interval: Interval,
 ) -> Machine:
-    """Return the machine with all that `phase` was predicted from taking `factor` times as long."""
+    """Return the machine with all rates and overheads of `phase` taking `factor` times as long."""
     device = machine.devices[0]
     costs = cost_model(machine, workload, plan)
     operations = [
@@ -74,7 +74,7 @@ def scale_compute(
             processes=plan.ranks_per_node,
         )
         for framework, what in (("torch", "phase"), ("ddp", "wrapper"))
-        if (overhead := costs.framework_of(framework, what, phase)) and overhead.seconds
+        if (overhead := costs.framework_overhead(framework, what, phase)) and overhead.seconds
     ]
     return _with_device(
         machine,
@@ -99,7 +99,7 @@ def scale_ddp(
             processes=plan.ranks_per_node,
         )
         for what, phase in (("reduction", "backward"), ("buffer_broadcast", "forward"))
-        if (overhead := costs.framework_of("ddp", what, phase))
+        if (overhead := costs.framework_overhead("ddp", what, phase))
     ]
     known = machine.devices[0].framework_overheads
     return _with_device(machine, framework_overheads=_replaced(known, scaled))
@@ -125,7 +125,7 @@ def scale_collectives(
 
 
 def add_residual(machine: Machine, plan: Plan, phase: StepPhase, seconds: Quantity) -> Machine:
-    """Return the machine with `seconds` more in a phase than rates and collectives explain."""
+    """Return the machine with `seconds` added to a phase, beyond rates and collectives."""
     device = machine.devices[0]
     residual = FrameworkOverhead(
         framework="loop",
@@ -140,7 +140,7 @@ def add_residual(machine: Machine, plan: Plan, phase: StepPhase, seconds: Quanti
         for overhead in device.framework_overheads
         if overhead.seconds and _key(overhead) == _key(residual)
     ]
-    if before:  # the prior held one already: this is what is missing beyond it
+    if before:  # the prior has a residual already: `seconds` come on top of it
         shift = sum(before)
         low, high = (None if end is None else end + shift for end in (seconds.low, seconds.high))
         moved = Quantity(value=seconds.value + shift, source="fit", low=low, high=high)
@@ -203,7 +203,7 @@ def _scaled(quantity: Quantity, factor: float, interval: Interval) -> Quantity:
 
 
 def _key(figure: Rate | Overhead | FrameworkOverhead) -> tuple[object, ...]:
-    """Return what a figure is of: two figures of one key cannot both hold."""
+    """Return what a figure describes: a machine has at most one figure with each key."""
     place = (figure.phase, figure.threads, figure.processes)
     if isinstance(figure, Rate):
         return (figure.operator, figure.dtype, figure.unit, *place)

@@ -268,7 +268,7 @@ def check_mpi(answer: ProgramOutput, bindings: bool) -> Finding:
         return Finding(topic="MPI", status="ok", what="not installed; only MPI jobs need it")
     lines = [line.strip() for line in answer.out.splitlines() if line.strip()] or ["mpirun"]
     name = lines[0]
-    if name.startswith("HYDRA"):  # MPICH's launcher, which spreads its name over lines
+    if name.startswith("HYDRA"):  # MPICH's mpirun, which spreads its name over lines
         versions = [line.split()[-1] for line in lines if line.startswith("Version:")]
         name = " ".join(["MPICH (Hydra)", *versions])
     python = "with mpi4py" if bindings else "without mpi4py, which only scripts that use it need"

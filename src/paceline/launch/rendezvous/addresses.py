@@ -1,6 +1,6 @@
 """Where the root listens, and where members look for it.
 
-Where the launcher tells every task the first host and a name of the job, both sides compute the
+Where Slurm or mpirun tells every task the first host and a name of the job, both sides compute the
 same ports from the name, and members connect without touching any file. Otherwise, and when these
 ports are taken, members read one small file in the run's folder::
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.member import MemberAction, MemberEvent
     from paceline.launch.rendezvous.messages import StartInfo
 
-_LOOK_S = 0.25  # between two looks at a link that is a file
+_POLL_INTERVAL_S = 0.25  # between two reads of a link that is a file
 
 
 class MemberClient:
@@ -107,7 +107,7 @@ class MemberClient:
             if self._link.fileno() >= 0:
                 waiting.append(self._link.fileno())
             else:
-                timeout_s = min(timeout_s, _LOOK_S)
+                timeout_s = min(timeout_s, _POLL_INTERVAL_S)
         poll = select.poll()
         for descriptor in waiting:
             poll.register(descriptor, select.POLLIN)

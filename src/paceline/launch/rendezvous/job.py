@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.messages import StartInfo
     from paceline.launch.rendezvous.root import AllEnded, Deadlines
 
-_LOOK_S = 0.25  # the longest that a wait goes on without looking for stop signals
-_LEAVE_S = 3.0  # for the last message
+_POLL_INTERVAL_S = 0.25  # the longest wait between two checks for stop signals
+_LEAVE_S = 3.0  # how long leaving may take, to send the last message
 
 
 class TaskRendezvous:
@@ -40,7 +40,7 @@ class TaskRendezvous:
     The methods belong to the task's main thread.
 
     Attributes:
-        started: whether `start` has come to its end.
+        started: whether `start` has returned.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class TaskRendezvous:
         return self._client.leave.end
 
     def _wait(self, event: threading.Event) -> None:
-        self._clock.wait(event, _LOOK_S)
+        self._clock.wait(event, _POLL_INTERVAL_S)
         if event is self._client.changed:
             event.clear()
 

@@ -29,7 +29,7 @@ _FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
 
 
 class RootLink(Protocol):
-    """A connection of a member's; used by its thread alone."""
+    """A connection of a member; only the member's thread uses it."""
 
     def fileno(self) -> int:
         """Return what to select on; -1 for a link that must be polled."""
@@ -122,7 +122,7 @@ class FolderLink:
 def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> RootLink | None:
     """Return a link to the root; None if it is not found now.
 
-    Early attempts leave the run's folder alone where the address is known without it.
+    Early attempts do not read the run's folder if the address is known without it.
     """
     known = known_addresses(allocation, job)
     turn = attempt % max(1, len(known))  # an agreed port may be in use by something else

@@ -115,9 +115,9 @@ class MemberMachine:
     """A member's state; one thread calls `handle`.
 
     Attributes:
-        identity: its report without what changes.
-        deadlines: until the root's notices bring the root's.
-        begin_s: when it began to look for the root.
+        identity: the fields of its report that stay the same.
+        deadlines: deadlines that hold until a notice brings those of the root.
+        begin_s: when the member began to look for the root, seconds of a monotonic clock.
     """
 
     identity: TaskReport

@@ -39,8 +39,8 @@ class StartInfo:
     """What a task needs to start its rank.
 
     Attributes:
-        address: where rank 0's process group listens.
-        port: of that address.
+        address: address on which rank 0's process group listens.
+        port: port on which it listens.
         share_index: which share of the cores that several tasks have in common is this task's.
         share_count: number of these shares; 1 for a task with cores of its own.
     """
@@ -66,13 +66,13 @@ class TaskReport:
 
     Attributes:
         job: identity that all tasks of the job know beforehand.
-        run: number of the run that it has joined; empty before the root's first notice.
+        run: number of the run that the task has joined; empty before the root's first notice.
         task: number that tells this process from an earlier one of the same rank.
         rank: the global rank.
-        world_size: that it expects.
+        world_size: world size that the task expects.
         host: node name.
-        cores: that it may use.
-        ended: how its rank ended; None while it runs or waits.
+        cores: cores that the task may use.
+        ended: how the task's rank ended; None while the rank runs or waits.
         leaving: whether this is its last report.
     """
 
@@ -97,14 +97,14 @@ class Notice:
 
     Attributes:
         run: number of this run.
-        phase: of the job.
+        phase: phase of the job.
         heard_end: whether the root knows how the member's rank ended.
         start: how to start the rank; None before all tasks have arrived.
-        end: how the run ended; None before.
+        end: how the run ended; None before its end.
         refusal: why the root does not take this task; empty if it does.
         reason: why the job stops, for messages.
-        heartbeat_interval_s: in which the member reports.
-        heartbeat_timeout_s: after which either side takes the other for lost.
+        heartbeat_interval_s: time between two reports of the member.
+        heartbeat_timeout_s: silence after which either side takes the other for lost.
     """
 
     run: str

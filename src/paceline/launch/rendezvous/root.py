@@ -33,10 +33,11 @@ class Deadlines:
     """How long the tasks of a job wait for each other.
 
     Attributes:
-        rendezvous_timeout_s: until all tasks have arrived.
-        heartbeat_interval_s: between two reports of a task.
-        heartbeat_timeout_s: without a report, a task is lost; without an answer, rank 0 is.
-        stop_timeout_s: for tasks to end their ranks when another rank has failed.
+        rendezvous_timeout_s: the longest wait until all tasks have arrived.
+        heartbeat_interval_s: time between two reports of a task.
+        heartbeat_timeout_s: a task without a report for so long is lost; so is rank 0 without an
+            answer.
+        stop_timeout_s: time that tasks have to end their ranks when another rank has failed.
     """
 
     rendezvous_timeout_s: float = 120.0
@@ -112,9 +113,9 @@ class AllEnded:
     """Action: report to rank 0 how all ranks ended; see `exits.combine`.
 
     Attributes:
-        exits: none for a good run.
-        missing: ranks that did not arrive in time; the run has not started.
-        present: ranks that did.
+        exits: the exits that explain how the run ended; none for a good run.
+        missing: ranks whose tasks did not arrive in time; the run has not started.
+        present: ranks whose tasks arrived.
     """
 
     exits: tuple[RankExit, ...]

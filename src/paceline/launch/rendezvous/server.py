@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.root import Peer, RootAction, RootEvent
 
 _TICK_S = 0.25
-_LOOK_S = 1.0  # between two looks for reports in the folder
+_POLL_INTERVAL_S = 1.0  # between two searches for reports in the folder
 _GREETING_S = 20.0  # for a connection to send its first report
-_SPARE_CONNECTIONS = 64  # of strangers and reconnecting members, beside one per task
-_SPARE_DESCRIPTORS = 256  # that this process needs besides one for each task
+_SPARE_CONNECTIONS = 64  # for strangers and reconnecting members, in addition to one per task
+_SPARE_DESCRIPTORS = 256  # that this process needs in addition to one for each task
 _MAX_UNSENT_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class RootServer:
                 self._serve(_TICK_S)
                 now_s = self._clock.now_s()
                 if now_s >= look_s:
-                    look_s = now_s + _LOOK_S
+                    look_s = now_s + _POLL_INTERVAL_S
                     self._read_folder()
                     self._close_strangers(now_s)
                     self._accept_again()
@@ -281,7 +281,7 @@ class RootServer:
     # --- files ----------------------------------------------------------------------------------
 
     def _read_folder(self) -> None:
-        """Read the reports that are new; one listing a second, by this task alone."""
+        """Read the new reports; only this task lists the folder, once a second."""
         try:
             with os.scandir(self._folder) as entries:
                 reports = [entry for entry in entries if entry.name.endswith(".report")]

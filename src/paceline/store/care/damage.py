@@ -38,7 +38,7 @@ class OpenFile:
     """A file of a pack, read by position; it may be missing, short or unreadable.
 
     Attributes:
-        length: in bytes; None = there is no file that can be opened.
+        length: length in bytes; None = there is no file that can be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,9 +108,9 @@ class ShardState:
     """What is wrong with a shard, if anything.
 
     Attributes:
-        shard: its number.
-        found_length: of the file; None = it is missing or cannot be opened.
-        expected_length: by the index.
+        shard: number of the shard.
+        found_length: length of the file; None = it is missing or cannot be opened.
+        expected_length: length of the file according to the index.
         bad_header: whether its first 64 bytes are wrong.
         bad_extents: numbers of the extents that do not match their checksums.
         bad_gaps: begin and length of what should be zeros between samples and is not.
@@ -186,9 +186,9 @@ def examine_shard(
 
     Args:
         path: the pack.
-        index: of the pack.
-        shard: its number.
-        extents: of this shard, in the order in which they lie in it.
+        index: index of the pack.
+        shard: number of the shard.
+        extents: extents of this shard, in the order in which they lie in it.
     """
     expected = int(index.shard_lengths[shard])
     with OpenFile(path / shard_name(shard)) as file:
@@ -217,7 +217,7 @@ def verify_files(
 
     Args:
         path: the pack.
-        on_progress: is given the files compared so far and their total.
+        on_progress: called with the files compared so far and their total.
 
     Returns:
         How many files there are to compare (none in a pack of version 1), and an error for each
@@ -263,7 +263,7 @@ def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
 
 
 def _examine_gap(file: OpenFile, state: ShardState, begin: int, end: int) -> None:
-    """Note what lies between two samples if it is not all zeros."""
+    """Record the bytes between two samples if they are not all zeros."""
     if begin < end:
         gap = file.read(begin, end - begin)
         if gap is None or gap.strip(b"\0"):

@@ -14,8 +14,8 @@ class RepairFinding(Record):
 
     Attributes:
         what: sample, shard, parity file or index.
-        file: in which it lies.
-        why: it was wrong.
+        file: name of the file that holds it.
+        why: what was wrong with it.
         recovered_from: source, replica, parity, index or shards; empty = it could not be repaired.
     """
 
@@ -38,8 +38,8 @@ class RepairReport(Record):
     """What `repair_pack` found and did, or with `dry_run` would do.
 
     Attributes:
-        path: of the pack.
-        identity: of the pack.
+        path: path of the pack.
+        identity: identity of the pack.
         dry_run: whether nothing was written.
         repaired: what is right again.
         lost: what could not be repaired.

@@ -68,11 +68,12 @@ def repair_pack(
         source: the folder that was packed.
         replica: a copy of the pack, which may be damaged in other places.
         dry_run: write nothing.
-        on_progress: is given the shards examined so far and their total.
+        on_progress: called with the shards examined so far and their total.
 
     Raises:
         NotFound: there is no pack, source or replica at these places.
-        UsageError: the replica is of another pack; or another run appends to or repairs this one.
+        UsageError: the replica is of another pack; or another process appends to this pack, or
+            repairs it.
         CorruptPack: the index is damaged and no replica fits.
         StorageError: a file cannot be written.
 
@@ -97,7 +98,7 @@ def _unwritable(path: Path, problem: OSError) -> StorageError:
 
 
 class _Repair:
-    """One run of `repair_pack`."""
+    """One call of `repair_pack`."""
 
     def __init__(self, path: Path, replica: Path | None, *, dry_run: bool) -> None:
         self._path = path
@@ -164,7 +165,7 @@ class _Repair:
                 "the index is damaged, and only a copy of the pack can replace it",
                 where=str(self._path / INDEX_NAME),
                 why=why,
-                fix=f"paceline store repair {self._path} --replica COPY, or pack anew",
+                fix=f"paceline store repair {self._path} --replica COPY, or pack the source again",
             )
         index = IndexFile.open(self._replica)
         if not self._is_of_this_pack(index):
@@ -282,7 +283,7 @@ class _Repair:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the pack's lock: nothing else appends to it or repairs it meanwhile."""
+    """Hold the pack's lock: no other process can append to it or repair it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as problem:

@@ -37,10 +37,10 @@ class RepairSources:
 
     Args:
         path: the pack.
-        index: of the pack.
+        index: index of the pack.
         source: the folder that was packed.
         replica: a copy of the pack.
-        pending_parity: where parity files lie that are not in place yet, by their numbers.
+        pending_parity: paths of parity files that are not in place yet, by their numbers.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RepairSources:
             room = int(self._index.shard_lengths[shard]) - offset
             if room <= 0:
                 continue
-            # Opened anew each time: a shard may have been put in place meanwhile.
+            # Opened again each time: a shard may have been put in place since the last time.
             with OpenFile(self._path / shard_name(shard)) as file:
                 content = file.read(offset, min(room, length))
             if content is None:
@@ -152,7 +152,7 @@ class RepairSources:
         return content.tobytes()
 
     def _read(self, path: Path, offset: int, length: int) -> bytes | None:
-        """Read from the source or the copy; the file stays open for the extents beside it."""
+        """Read from the source or the copy; the file stays open for its other extents."""
         if path != self._open_path:
             self._close_file()
             with contextlib.suppress(OSError):  # not readable: then it has nothing to recover

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def replace_file(path: Path, fill: Callable[[int], bool]) -> bool:
-    """Write a file anew; return whether it was put in place.
+    """Replace a file by a new one; return whether it was put in place.
 
     Args:
-        path: of the file, which need not exist.
+        path: path of the file, which need not exist.
         fill: writes to a descriptor and says whether the content is worth keeping.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """Bytes to write over what a shard has; of an extent, or (None) of what lies beside them."""
+    """Bytes to write to a shard: those of an extent, or (None) those between extents."""
 
     begin: int
     content: bytes | None  # None: no source has it
@@ -40,13 +40,13 @@ class _Patch:
 
 
 class ShardRepair:
-    """Repairs shards of a pack, and notes what it did.
+    """Repairs shards of a pack, and records what it did.
 
     Args:
         path: the pack.
-        index: of the pack.
-        sources: of lost bytes.
-        findings: takes the notes.
+        index: index of the pack.
+        sources: where lost bytes can be found.
+        findings: collects what was repaired and what was not.
         dry_run: write nothing.
     """
 

@@ -32,7 +32,7 @@ class RawSamples(Sequence[memoryview]):
 
     Attributes:
         buffer: all samples one after another, uint8, shape (bytes,).
-        offsets: where each begins, int64, shape (samples + 1,).
+        offsets: offset of each sample, and the end, int64, shape (samples + 1,).
     """
 
     def __init__(self, buffer: torch.Tensor, offsets: NDArray[np.int64]) -> None:
@@ -113,7 +113,7 @@ class BatchMaker:
         """Return the batch, or the error that it ended with: as a map-style data set does."""
         try:
             return self.make(task)
-        except Exception as error:  # noqa: BLE001  # goes through a pipe, and is raised behind it
+        except Exception as error:  # noqa: BLE001  # goes through a pipe, raised at its end
             return error
 
     def make(self, task: BatchTask) -> Batch:

@@ -62,9 +62,9 @@ class Loader:
         pack: an open pack, or the path of one.
         global_batch_size: samples of a step over all ranks, a multiple of the world size: what
             stays when the number of ranks changes.
-        transform: is given a sample's bytes as a memoryview, or the decoded image. On threads it
+        transform: called with a sample's bytes as a memoryview, or the decoded image. On threads it
             must be thread-safe; for processes it must be picklable where they are not forked.
-        collate: is given the list of transformed samples; by default torch's `default_collate`.
+        collate: called with the list of transformed samples; by default torch's `default_collate`.
         rank: by default this process's (torch.distributed, then the environment's RANK).
         world_size: likewise.
         options: everything else.
@@ -115,7 +115,8 @@ class Loader:
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
-        self._lengths = self.pack.lengths  # made anew at each use where samples are chunked
+        # The property computes them at each use if samples are chunked.
+        self._lengths = self.pack.lengths
         self._running: weakref.ref[LoaderIterator] | None = None
         self._processes: Any = None  # a DataLoader, kept with its workers from epoch to epoch
 
@@ -273,7 +274,7 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: of the last batch, as stored. The recorder of a run asks for it.
+        delivered_bytes: stored bytes of the last batch. The recorder of a run reads it.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -302,7 +303,7 @@ class LoaderIterator:
                 "this pass over the loader has ended",
                 where=str(self._loader.pack.path),
                 why="the loader was moved or closed since it began, or a batch was an error",
-                fix="Iterate over the loader anew",
+                fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
         self.delivered_bytes = 0

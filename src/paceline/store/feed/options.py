@@ -17,10 +17,10 @@ class LoaderOptions:
     """What a loader does, beyond which pack and how large a batch.
 
     Attributes:
-        seed: of the order; all ranks and restarts give the same.
+        seed: seed of the order; all ranks and restarts give the same.
         shuffle: ``global``, ``block`` or ``none`` (`SampleOrder`).
-        block_samples: B of ``block``.
-        window_blocks: W of ``block``.
+        block_samples: B of ``block`` (`SampleOrder`).
+        window_blocks: W of ``block`` (`SampleOrder`).
         last: ``pad``, ``drop`` or ``join`` (`RankBatches`).
         decode: ``image`` turns each sample into a uint8 tensor of shape (3, height, width), by
             Pillow, before `transform` sees it; None leaves the bytes.
@@ -32,9 +32,10 @@ class LoaderOptions:
         workers: threads or processes; None: the cores that this process may use less torch's own
             threads (less one, where a GPU computes), at least 1.
         worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
-        start_method: of processes: ``fork``, ``forkserver``, ``spawn``; None is torch's choice.
-        batches_ahead: made before they are asked for, at most. Four times as
-            many are requested from storage, which reads them meanwhile.
+        start_method: start method of processes: ``fork``, ``forkserver`` or ``spawn``; None is
+            torch's choice.
+        batches_ahead: the most batches that are made before they are asked for. Four times as many
+            are requested from storage, which reads them in the meantime.
         bytes_ahead: likewise, in bytes, of both; for processes by the mean size of a stored sample.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
         timeout_s: how long to wait for a worker before it is an error.

@@ -1,7 +1,7 @@
 """In which order samples are seen: a pure function of (seed, epoch, position), in O(1) memory.
 
 A loader that shuffles a list must keep the list, and to resume it must replay. Here the order is a
-permutation that is computed where it is asked for: which sample stands at position p needs p alone,
+permutation that is computed where it is asked for: the sample at position p follows from only p,
 so resuming costs nothing, and no rank, worker or restart can come to another order.
 
 The permutation of n positions is a Feistel network over the smallest power of two that holds n; a
@@ -46,9 +46,9 @@ class SampleOrder:
     """The order of one data set's samples in one epoch.
 
     Attributes:
-        sample_count: of the pack.
-        seed: of the run; together with `epoch` it decides the order.
-        epoch: each has an order of its own.
+        sample_count: number of samples in the pack.
+        seed: seed of the run; together with `epoch` it decides the order.
+        epoch: number of the epoch; each has an order of its own.
         shuffle: ``global``: any sample anywhere, a permutation of them all. ``block``: see below.
             ``none``: as numbered, which is the order of names.
         block_samples: B, consecutive samples that ``block`` keeps together. Ignored otherwise.
@@ -69,7 +69,7 @@ class SampleOrder:
     Raises:
         UsageError: a count is not positive, or the shuffle has another name.
 
-    Cost: about 30 ns a position; no memory beside the answer.
+    Cost: about 30 ns a position; no memory in addition to the result.
     """
 
     sample_count: int
@@ -179,8 +179,8 @@ def _permuted(
 
     Args:
         positions: shape (n,), each below `count`.
-        count: of the permutation.
-        keys: of the rounds, shape (_ROUNDS,).
+        count: size of the permutation.
+        keys: keys of the rounds, shape (_ROUNDS,).
         tweaks: choose a permutation for each position, shape (n,).
     """
     bits = max(_SMALLEST_BITS, (count - 1).bit_length())

@@ -41,7 +41,7 @@ class RankBatches:
     """One rank's share of every global batch of an epoch.
 
     Attributes:
-        sample_count: of the pack.
+        sample_count: number of samples in the pack.
         global_batch_size: samples of a step over all ranks; a multiple of `world_size`.
         rank: from 0.
         world_size: ranks that share each batch.
@@ -90,8 +90,8 @@ class RankBatches:
         """Return this rank's positions in each of the next `batches` global batches.
 
         Args:
-            position: where the first of them begins.
-            batches: at most; fewer come where the epoch ends.
+            position: position at which the first batch begins.
+            batches: the most batches to return; fewer at the epoch's end.
         """
         batches = min(batches, self.count(position))
         full = min(batches, (self.sample_count - position) // self.global_batch_size)
@@ -202,8 +202,8 @@ class PackSampler:
         """Return where the pass stands.
 
         Args:
-            batches: that were delivered of the last pass, from where it began; by default those
-                that were asked for.
+            batches: number of batches that the last pass has delivered; by default the number that
+                was requested from it.
         """
         if batches is None:
             order, start, batches = self.order, self._start, self._asked
@@ -285,7 +285,7 @@ def load_state(state: Mapping[str, Any], order: SampleOrder, pack: Pack) -> tupl
                 f"the state is {other.get(name, 'of another order')}",
                 where=where,
                 why=f"its {name} is {state.get(name)!r}, and here it is {here[name]!r}",
-                fix=f"Load it with the {name} that it was saved with, or begin the epoch anew",
+                fix=f"Load it with the {name} that it was saved with, or begin the epoch again",
             )
     epoch: Any = state.get("epoch")
     position: Any = state.get("position")

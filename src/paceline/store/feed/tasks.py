@@ -1,4 +1,4 @@
-"""Which batches a loader's workers make next, and which ones storage fetches meanwhile."""
+"""Which batches a loader's workers make next, and which ones storage fetches at the same time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def plan_tasks(
     """Yield a rank's batches from a position to the epoch's end.
 
     Args:
-        order: of the epoch.
+        order: order of the epoch.
         batches: this rank's share.
-        position: where the first global batch begins.
+        position: position at which the first global batch begins.
         lengths: bytes of each sample of the pack.
     """
     share = max(1, batches.global_batch_size // batches.world_size)
@@ -55,7 +55,7 @@ def plan_tasks(
 def fetch_ahead(
     tasks: Iterator[BatchTask], pack: Pack, options: LoaderOptions
 ) -> Iterator[BatchTask]:
-    """Yield `tasks`, each after those behind it were requested from storage.
+    """Yield `tasks`, each after the tasks that follow it were requested from storage.
 
     A disk needs more requests at a time than it is good to make batches ahead: batches that are
     made and not yet used evict each other from the processor's caches.

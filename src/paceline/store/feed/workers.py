@@ -70,9 +70,9 @@ class OrderedThreads(Generic[Task, Result]):
         threads: how many.
         bounds: on what is ahead of the consumer. The size of what is being made is the task's
             own estimate, so a bound on bytes may be passed by what is in the making.
-        name: of the threads, in front of their numbers.
+        name: first part of the threads' names; their number follows.
         describe: says, for an error, what the thread of that name is working on.
-        prepare: is called by each thread before anything else; what it raises ends the thread.
+        prepare: each thread calls it before anything else; an exception from it ends the thread.
 
     The threads hold this object, so drop whatever owns it and call `close`; at the interpreter's
     end those that are left are closed.
@@ -160,7 +160,7 @@ class OrderedThreads(Generic[Task, Result]):
             raise UsageError(
                 "the worker threads are closed",
                 why="they were stopped, or one of them failed",
-                fix="Start anew",
+                fix="Start a new iteration over the loader",
             )
 
     def _next_is_there(self) -> bool:

@@ -4,7 +4,7 @@ Names in a pack are data, and may come from anywhere. So a name is checked befor
 written, and then walked down component by component from the open folder (openat, O_NOFOLLOW):
 neither ``..`` nor a symbolic link that is put in the way leads out of the target. ::
 
-    DST.extract.partial/   made, filled; a killed run leaves this, and the next one replaces it
+    DST.extract.partial/   made, filled; a killed `extract` leaves this, the next one replaces it
     DST/                   syncfs, rename, fsync of the parent: from here on it is complete
 """
 
@@ -74,9 +74,9 @@ def extract(
     Args:
         pack: an open pack; all that is read is verified.
         destination: does not exist yet, or is an empty folder; its parent exists.
-        names: of samples, and of folders for all below them; none: all samples.
+        names: names of samples, and of folders for all samples below them; empty: all samples.
         dry_run: write nothing.
-        on_progress: is given the samples written so far and their total.
+        on_progress: called with the samples written so far and their total.
 
     Raises:
         DestinationExists: it is there and not empty; nothing was touched.
@@ -173,7 +173,7 @@ def _fill(
 def _batches(
     samples: NDArray[np.int64], lengths: NDArray[np.uint64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield `samples` in batches that one buffer holds; a large sample comes alone."""
+    """Yield `samples` in batches that one buffer holds; a large sample is a batch of its own."""
     first = 0
     while first < len(samples):
         end, size = first, 0
@@ -208,7 +208,7 @@ class _ExtractTarget:
 
     def __enter__(self) -> Self:
         if os.path.lexists(self.partial):
-            self._root = self._lock()  # of a run that was killed, unless that still runs
+            self._root = self._lock()  # left by a killed extraction; refuses one that still runs
             self._remove()
         os.mkdir(self.partial, 0o777)  # noqa: PTH102  # one call, where faults are injected
         try:
@@ -274,13 +274,13 @@ class _ExtractTarget:
         sync_folder(self.destination.parent)
 
     def _lock(self) -> int:
-        """Return a descriptor of the partial folder that only this run has."""
+        """Return a descriptor of the partial folder, locked for this process."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.partial, flags)
         if try_lock(descriptor) is LockOutcome.HELD:
             os.close(descriptor)
             raise UsageError(
-                "another run is extracting to this destination",
+                "another process is extracting to this destination",
                 where=str(self.partial),
                 fix="Wait for it, or choose another destination",
             )

@@ -3,7 +3,7 @@
 What is returned was verified: its checksum over the very bytes handed out, or (policy `first`) an
 earlier check of pages that never left this process's memory since. A `Pack` may be used from many
 threads, survives fork (its mappings are read-only and shared) and pickles as its path: the process
-that unpickles it maps the files anew when it first needs them.
+that unpickles it maps the files again when it first needs them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Pack:
 
         Args:
             samples: indices, shape (n,), in any order and with repetitions.
-            out: takes the bytes; large enough, writable and contiguous. None: a buffer that
+            out: buffer for the bytes; large enough, writable and contiguous. None: a buffer that
                 serves again for later batches once nothing refers to it any more.
 
         Returns:
@@ -200,7 +200,7 @@ class Pack:
         """Return several samples where they lie in the page cache, read-only, without a copy.
 
         They are verified when they are handed out. What storage returns later, for pages that
-        were dropped meanwhile, is not; nor, by policy `first`, are later copies of pages that came
+        have been dropped since, is not; nor, by policy `first`, are later copies of pages that came
         back because a view was touched. Where that matters, copy (`read_batch`) and keep no views.
         An encoded or chunked sample is copied here as well.
 
@@ -264,7 +264,7 @@ class Pack:
         """Read every sample and yield an error for each that is damaged.
 
         Args:
-            on_progress: is given the samples read so far and their total.
+            on_progress: called with the samples read so far and their total.
         """
         reader = self._open()
         total = reader.sample_count
@@ -355,8 +355,8 @@ def open_pack(
         verify: `first` checks the checksum of what may have come from storage and skips it for
             pages that this process has checked and that have been in its memory ever since;
             `always` checks every read, `never` none.
-        threads: that share the work of a large batch; by default the cores that this process may
-            use, at most 8.
+        threads: number of threads that share the work of a large batch; by default the number of
+            cores that this process may use, at most 8.
         direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
         index_only: open no shard: names, lengths and places can be read, samples cannot.
 
@@ -384,5 +384,5 @@ def open_pack(
             threads = _DIRECT_THREADS
     options = {"verify": verify, "threads": threads, "direct": direct, "index_only": index_only}
     pack = Pack(path, options)
-    pack._open()  # noqa: SLF001  # opening lazily is for unpickling alone
+    pack._open()  # noqa: SLF001  # opening lazily is only for unpickling
     return pack

@@ -8,8 +8,8 @@
         index.pace.partial written, fsync, renamed over index.pace; fsync the folder
         parity-*.pace      renamed: redundancy, so it may come last
 
-Readers that have the pack open keep the index and the shards that they mapped. Samples are numbered
-anew by their names; classes keep their labels, and new classes get the next ones.
+Readers that have the pack open keep the index and the shards that they mapped. Samples are
+renumbered in order of their names; classes keep their labels, and new classes get the next ones.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from paceline.store.write.options import (
     shard_limits,
 )
 from paceline.store.write.parity import groups, write_parity
-from paceline.store.write.pipeline import PackedSamples, pack_behind
-from paceline.store.write.sorted_runs import SortedRun, open_run
+from paceline.store.write.pipeline import PackedSamples, pack_after_existing
+from paceline.store.write.sorted_runs import SortedRun, open_sorted_run
 from paceline.store.write.sources import SourceClasses, label_map
 
 if TYPE_CHECKING:
@@ -80,14 +80,16 @@ def append(
         pack: the pack's folder.
         options: how to pack; the parity of the pack stays as it is.
         on_progress: called after each batch of samples.
-        clock: in place of the system's.
+        clock: the clock for `elapsed_s`; None = the system's.
 
     Raises:
         NotFound: there is no pack, or no source.
-        UsageError: a name is in the pack already, or comes twice; another run writes to the pack.
+        UsageError: a name is in the pack already, or comes twice; another process writes
+            to the pack.
         CorruptPack: the index of the pack is damaged, or shards from which parity or digests are
             to be computed.
-        StorageError: the disk is full, or the source cannot be read or changed meanwhile.
+        StorageError: the disk is full, the source cannot be read, or the source was changed while
+            it was packed.
     """
     options = options or PackOptions()
     clock = clock or SystemClock()
@@ -127,7 +129,7 @@ def _append(
 ) -> PackSummary:
     before = folder.before
     _refuse_damage(folder)
-    packed = pack_behind(
+    packed = pack_after_existing(
         source,
         folder,
         options,
@@ -137,11 +139,11 @@ def _append(
     )
     classes = _all_classes(before.index.class_names, source.classes())
     metadata = _metadata(folder, packed, source, classes)
-    runs = [
-        before.run,
-        *(open_run(folder.folder / name, classes.label_map) for name in packed.runs),
+    sorted_runs = [
+        before.sorted_run,
+        *(open_sorted_run(folder.folder / name, classes.label_map) for name in packed.sorted_runs),
     ]
-    index_length = write_index(folder, _NEW_INDEX, runs, metadata)
+    index_length = write_index(folder, _NEW_INDEX, sorted_runs, metadata)
     folder.commit()
     sample_count = before.index.sample_count + packed.sample_count
     return PackSummary(
@@ -151,8 +153,10 @@ def _append(
         folder_count=len(metadata.folders),
         class_count=len(metadata.classes),
         shard_count=len(metadata.shard_lengths),
-        sample_bytes=sum(int(run.extents.lengths.sum()) for run in runs),
-        stored_bytes=sum(int(run.extents.stored_lengths.sum()) for run in runs),
+        sample_bytes=sum(int(sorted_run.extents.lengths.sum()) for sorted_run in sorted_runs),
+        stored_bytes=sum(
+            int(sorted_run.extents.stored_lengths.sum()) for sorted_run in sorted_runs
+        ),
         pack_bytes=index_length + sum(metadata.shard_lengths) + sum(metadata.parity_lengths),
         opens_before=sample_count,
         opens_after=len(metadata.shard_lengths) + 1,
@@ -179,11 +183,11 @@ def _metadata(
 
 
 def _refuse_damage(folder: _GrowingPack) -> None:
-    """Refuse a pack whose damage would pass for good bytes afterwards.
+    """Refuse a pack with damage that the append would make undetectable or unrepairable.
 
-    The parity of a group that grows is computed anew from its old shards, and shards that have no
-    digest (version 1) get one: computed from damaged bytes, the parity could not repair them any
-    more, and the digest would hide them.
+    The parity of a group that grows is computed again from its old shards, and shards without a
+    digest (version 1) get one. Computed from damaged bytes, the parity could no longer repair them,
+    and the digest would match them.
 
     Raises:
         CorruptPack: a shard, or a sample, is damaged.
@@ -220,7 +224,7 @@ def _all_classes(before: Sequence[bytes], new: SourceClasses) -> SourceClasses:
 
 
 def _append_parity(folder: _GrowingPack, first_shard: int, count: int) -> list[FileDigest]:
-    """Write the parity of the groups that change; return all groups'."""
+    """Write the parity of the groups that change; return the parity files of all groups."""
     index = folder.before.index
     if not index.parity_group:
         return []
@@ -239,17 +243,17 @@ class _PackBefore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.index = IndexFile.open(folder)
-        self.run = _run_of(self.index, folder)
+        self.sorted_run = _sorted_run_of(self.index, folder)
 
     def shards(self) -> list[FileDigest]:
-        """Return the shards, with digests taken anew where the index has none (version 1)."""
+        """Return the shards; digests that the index lacks (version 1) are computed."""
         lengths, digests = self.index.shard_lengths.tolist(), list(self.index.shard_digests)
         undigested = range(len(digests), len(lengths))
         digests += [file_digest(self._folder / shard_name(k)) for k in undigested]
         return [FileDigest(*pair) for pair in zip(lengths, digests, strict=True)]
 
 
-def _run_of(index: IndexFile, folder: Path) -> SortedRun:
+def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
     """Return the samples of an index as a sorted run."""
     counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
     if len(index.first_extents):
@@ -287,14 +291,14 @@ def _run_of(index: IndexFile, folder: Path) -> SortedRun:
 
 
 class _GrowingPack(PackFolder):
-    """The locked folder of a pack; leaving it undoes what is not committed."""
+    """The locked folder of a pack; leaving the context undoes an append that is not committed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.resolve())
         self.is_committed = False
 
     def __enter__(self) -> Self:
-        open_pack(self.folder, index_only=True).close()  # says what is wrong, in words
+        open_pack(self.folder, index_only=True).close()  # raises an error that says what is wrong
         if not self.lock():
             raise FileNotFoundError(2, "the folder has just gone")
         try:
@@ -313,7 +317,7 @@ class _GrowingPack(PackFolder):
     ) -> None:
         with contextlib.suppress(OSError, PacelineError):
             if not self.is_committed:
-                # An interrupt may strike right behind the rename: what lies there decides.
+                # An interrupt may come right after the rename: the index in the folder decides.
                 with open_pack(self.folder, index_only=True) as pack:
                     self.is_committed = pack.identity != self.before.index.identity
             if not self.is_committed:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _MAX_CLASS_BYTES = 255
 _MAX_GROUP_BYTES = 512 << 20  # of members that wait in memory for the class of their group
-_MEMBER_BYTES = 512  # that a member takes beside its body
+_MEMBER_BYTES = 512  # bytes that a member takes in addition to its body
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
 _FILES = b"0\0" + b"7"
 _KINDS = {
@@ -134,14 +134,15 @@ class OpenArchives:
                     raise NotFound("no such archive", where=path, fix="Check the path") from None
                 raise
             states.append((os.path.realpath(path), status.st_size, status.st_mtime_ns))
-        self.kind = repr(states)  # another archive, or a changed one, is packed from the start
+        # Another archive, or a changed one, is packed from the start.
+        self.resume_key = repr(states)
 
     def totals(self) -> SourceTotals:
         """Return nothing: what archives hold is seen when they are read."""
         return SourceTotals()
 
     def folders(self) -> list[bytes]:
-        """Return all folders, once the batches are through."""
+        """Return all folders, once all batches have been read."""
         return self._tree.folders()
 
     def classes(self) -> SourceClasses:
@@ -157,7 +158,7 @@ class OpenArchives:
         return SourceClasses(ordered, np.concatenate([none[:-1], of_class[-2::-1], none[:1]]))
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
-        """Yield all samples; one that is larger than `large_bytes` comes alone."""
+        """Yield all samples; one larger than `large_bytes` is a batch of its own."""
         self._tree = FolderTree()
         self._class_ids = {}
         collector = SampleCollector()

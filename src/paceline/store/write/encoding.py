@@ -36,8 +36,8 @@ class LentBuffer:
 
     Attributes:
         memory: at least as large as what was asked for.
-        readers: work of other threads that still reads it. They finish in the order in which they
-            were given it, so the latest stand for all.
+        readers: latest work of each other thread that reads the buffer. A thread does its work in
+            order, so when the latest is done, all is.
     """
 
     memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
@@ -47,7 +47,7 @@ class LentBuffer:
 class BufferRing:
     """Lends buffers in turn, each again once nothing reads it any more.
 
-    The thread that packs owns it: it alone lends buffers and gives them readers.
+    The packing thread owns it: only that thread lends buffers and gives them readers.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class EncodedBatch:
     """Samples as they are stored, none larger than a shard.
 
     Attributes:
-        samples: their columns.
-        lengths: of each as it was read.
-        data: all of them, each padded to the alignment.
-        begins: where each lies in `data`, and the end, shape (n + 1,).
-        stored_lengths: of each.
-        checksums: CRC-32C of each as it was read.
-        codecs: of each.
-        buffer: what `data` lies in; None = it is encoded, and has memory of its own.
+        samples: columns of the samples.
+        lengths: length of each sample as it was read.
+        data: bytes of all samples, each padded to the alignment.
+        begins: offset of each sample in `data`, and the end, shape (n + 1,).
+        stored_lengths: length of each sample as it is stored.
+        checksums: CRC-32C of each sample as it was read.
+        codecs: codec of each sample.
+        buffer: the buffer that holds `data`; None = `data` is encoded and has memory of its own.
     """
 
     samples: SampleColumns
@@ -111,9 +111,9 @@ def read_batches(
     """Yield the samples of a source with their bytes.
 
     Args:
-        batches: of the source.
-        limits: of the shards, which say what a large sample is.
-        options: which codec.
+        batches: the batches of the source.
+        limits: limits on the size of the shards, which decide what a large sample is.
+        options: how to pack: the codec.
 
     Raises:
         StorageError: a sample cannot be read or has changed.

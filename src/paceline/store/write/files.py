@@ -1,7 +1,7 @@
 """Files of a pack, and the locked folder in which they are made.
 
-The lock (flock on the folder) keeps two runs from mixing their files; the kernel drops it when its
-owner dies. Only files of a pack are ever removed.
+The lock (flock on the folder) keeps two processes from mixing their files; the kernel drops it when
+its owner dies. Only files of a pack are ever removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackFile:
         self.path = path
         self.descriptor = os.open(path, flags, 0o644)
         self.length = 0
-        self.begun = 0  # up to where the system was asked to write to storage
+        self.begun = 0  # bytes that the system was asked to write to storage
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`."""
@@ -72,8 +72,8 @@ class PackFolder:
     Files are created and closed by several threads of one packing, each its own files.
 
     Attributes:
-        folder: its path.
-        resumable: whether enough is durable for another run to resume from.
+        folder: path of the folder.
+        resumable: whether enough is durable for another `pack` to resume from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class PackFolder:
         """Lock the folder; return False when it has just gone.
 
         Raises:
-            UsageError: another run has locked it, or it is no folder.
+            UsageError: another process has locked it, or it is no folder.
         """
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -126,7 +126,7 @@ class PackFolder:
         if try_lock(descriptor) is LockOutcome.HELD:
             os.close(descriptor)
             raise UsageError(
-                "another run is packing to this destination",
+                "another process is packing to this destination",
                 where=str(self.folder),
                 fix="Wait for it, or choose another destination",
             )

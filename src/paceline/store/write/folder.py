@@ -73,7 +73,7 @@ class Folder:
 class OpenFolder:
     """The listed files and folders below `root`; closing it lets go of the folder."""
 
-    kind = "folder"
+    resume_key = "folder"
 
     def __init__(self, root: bytes, *, follow: bool) -> None:
         self.where = os.fsdecode(root)
@@ -109,7 +109,7 @@ class OpenFolder:
         return SourceClasses(self._scan.classes, None)
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
-        """Yield all files, in order; one that is larger than `large_bytes` comes alone."""
+        """Yield all files, in order; one larger than `large_bytes` is a batch of its own."""
         for samples, lengths in self._listed():
             ends = aligned_begins(lengths)[1:]
             alone = np.append(np.flatnonzero(lengths > large_bytes), len(lengths))
@@ -192,7 +192,7 @@ class _FolderFiles:
         return read.checksums
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
-        """Read what comes next of the one large file; return how many bytes that is."""
+        """Read the next bytes of the one large file; return their number."""
         path = self._path(0)
         try:
             with os_errors_as(lambda problem: unreadable(path, problem)):

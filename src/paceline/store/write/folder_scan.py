@@ -1,6 +1,6 @@
 """Walks a source folder in the order in which a pack stores it.
 
-The order is bytewise by relative path. A folder sorts as its name with a slash behind it, so that
+The order is bytewise by relative path. A folder sorts as its name with a slash after it, so that
 a depth-first walk yields exactly the order of complete paths: all below one folder is one range.
 """
 
@@ -28,8 +28,8 @@ class FolderScan:
 
     Args:
         root: the folder, as the system spells it.
-        descriptor: of the folder.
-        follow: take what symbolic links lead to, instead of refusing them.
+        descriptor: open descriptor of the folder.
+        follow: follow symbolic links instead of refusing them.
 
     Attributes:
         folders: relative paths of the folders that were entered, also of empty ones.
@@ -117,7 +117,7 @@ class SortedListing:
         return len(self._columns.modes)
 
     def folder_names(self) -> list[bytes]:
-        """Return the names of the folders, each with a slash behind it."""
+        """Return the names of the folders, each with a slash at its end."""
         return [self._name(entry) for entry in self._folders]
 
     def next_files(self, label: int) -> tuple[SampleColumns, NDArray[np.uint64]]:

@@ -1,8 +1,8 @@
 """Builds the index of a pack from sorted runs: one merge, in which every column streams.
 
-The runs (`sorted_runs.py`) are sorted by name each; merged, they give the order of the samples. A
-block of that order is taken from the runs, column by column, and appended to its section, so memory
-is bounded by a block, the folders, and the table of shards.
+Each sorted run (`sorted_runs.py`) is sorted by name; their merge gives the order of the samples. A
+block of that order is taken from the sorted runs, column by column, and appended to its section, so
+memory is bounded by a block, the folders, and the table of shards.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _EXTENT_SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexMetadata:
-    """What an index holds beside the columns of its samples.
+    """What an index holds in addition to the columns of its samples.
 
     Attributes:
-        folders: in any order.
-        classes: in the order of labels.
+        folders: names of the folders, in any order.
+        classes: names of the classes, in the order of labels.
         shard_lengths: bytes of each shard file.
-        shard_digests: SHA-256 of each.
+        shard_digests: SHA-256 of each shard file.
         parity_group: shards in a group; 0 = no parity.
         parity_lengths: bytes of each parity file.
-        parity_digests: SHA-256 of each.
+        parity_digests: SHA-256 of each parity file.
     """
 
     folders: Sequence[bytes]
@@ -67,7 +67,7 @@ class IndexMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexLayout:
-    """How large an index gets, as far as its samples decide."""
+    """The numbers from which the size of an index follows, as far as its samples decide it."""
 
     sample_count: int
     extent_count: int
@@ -111,40 +111,40 @@ def section_lengths(layout: IndexLayout, metadata: IndexMetadata) -> dict[Sectio
     return lengths
 
 
-def layout_of(runs: Sequence[SortedRun]) -> IndexLayout:
-    """Return how large the merge of `runs` gets."""
-    samples = sum(len(run.samples) for run in runs)
-    extents = sum(len(run.extents) for run in runs)
+def layout_of(sorted_runs: Sequence[SortedRun]) -> IndexLayout:
+    """Return the size of the index of the samples in `sorted_runs`."""
+    samples = sum(len(sorted_run.samples) for sorted_run in sorted_runs)
+    extents = sum(len(sorted_run.extents) for sorted_run in sorted_runs)
     return IndexLayout(
         sample_count=samples,
         extent_count=extents,
-        name_bytes=sum(len(run.samples.names) for run in runs),
-        is_encoded=any(run.encoded_count for run in runs),
-        is_chunked=any(_is_chunked(run) for run in runs),
+        name_bytes=sum(len(sorted_run.samples.names) for sorted_run in sorted_runs),
+        is_encoded=any(sorted_run.encoded_count for sorted_run in sorted_runs),
+        is_chunked=any(_is_chunked(sorted_run) for sorted_run in sorted_runs),
     )
 
 
 def write_index(
-    folder: PackFolder, name: str, runs: Sequence[SortedRun], metadata: IndexMetadata
+    folder: PackFolder, name: str, sorted_runs: Sequence[SortedRun], metadata: IndexMetadata
 ) -> int:
-    """Write the index of the samples in `runs` and make it durable; return its length.
+    """Write the index of the samples in `sorted_runs` and make it durable; return its length.
 
     Args:
-        folder: takes the file, and for a while what is larger than memory.
-        name: of the file.
-        runs: sorted by name each.
-        metadata: the rest.
+        folder: the folder for the file, and for temporary files of what exceeds memory.
+        name: name of the file.
+        sorted_runs: the samples; each run is sorted by name.
+        metadata: what the index holds in addition to the columns of its samples.
 
     Raises:
         UsageError: two samples have one name, or a sample is named like a folder.
     Cost: a merge of names; memory for `BLOCK_SAMPLES` samples and `BUCKET_SAMPLES` hashes.
     """
     file = folder.create(name)
-    layout = layout_of(runs)
+    layout = layout_of(sorted_runs)
     lengths = section_lengths(layout, metadata)
     index = IndexWriter(file, lengths)
     table = NameTable(layout.sample_count, folder)
-    _put_columns(runs, layout, index, table)
+    _put_columns(sorted_runs, layout, index, table)
     folders = sorted(metadata.folders, key=lambda folder: folder + b"/")
     folder_offsets, folder_names = joined(folders)
     class_offsets, class_names = joined(metadata.classes)
@@ -190,11 +190,13 @@ def folder_ends(folders: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def _put_columns(
-    runs: Sequence[SortedRun], layout: IndexLayout, index: IndexWriter, table: NameTable
+    sorted_runs: Sequence[SortedRun], layout: IndexLayout, index: IndexWriter, table: NameTable
 ) -> None:
-    merger = NameMerger([(run.samples.name_offsets, run.samples.names) for run in runs])
-    samples_done = [0] * len(runs)
-    extents_done = [0] * len(runs)
+    merger = NameMerger(
+        [(sorted_run.samples.name_offsets, sorted_run.samples.names) for sorted_run in sorted_runs]
+    )
+    samples_done = [0] * len(sorted_runs)
+    extents_done = [0] * len(sorted_runs)
     sample_count = extent_count = name_bytes = 0
     index.put(Section.NAME_OFFSETS, np.zeros(1, np.uint64))
     if layout.is_chunked:
@@ -212,7 +214,7 @@ def _put_columns(
         index.put(Section.NAMES, names)
         index.put(Section.NAME_OFFSETS, offsets[1:] + np.uint64(name_bytes))
         name_bytes += len(names)
-        block = _MergedBlock(runs, sources, samples_done, extents_done)
+        block = _MergedBlock(sorted_runs, sources, samples_done, extents_done)
         for column, section in _SAMPLE_SECTIONS.items():
             index.put(section, block.sample_columns[column])
         for column, section in _EXTENT_SECTIONS.items():
@@ -225,22 +227,22 @@ def _put_columns(
             )
         sample_count += len(sources)
         extent_count += len(block.extent_columns["offsets"])
-        for run in runs:
-            run.release()
+        for sorted_run in sorted_runs:
+            sorted_run.release()
 
 
 class _MergedBlock:
-    """The columns of the next samples of a merge, taken from the runs that they are in."""
+    """The columns of the next samples of a merge, taken from the sorted runs that hold them."""
 
     def __init__(
         self,
-        runs: Sequence[SortedRun],
+        sorted_runs: Sequence[SortedRun],
         sources: NDArray[np.uint32],
         samples_done: list[int],
         extents_done: list[int],
     ) -> None:
-        order = np.argsort(sources, kind="stable")  # from order of runs to order of names
-        counts = np.bincount(sources, minlength=len(runs))
+        order = np.argsort(sources, kind="stable")  # from order of sorted runs to order of names
+        counts = np.bincount(sources, minlength=len(sorted_runs))
         present = np.flatnonzero(counts).tolist()
         taken = {}
         for k in present:
@@ -248,21 +250,24 @@ class _MergedBlock:
             samples_done[k] = taken[k].stop
         self.sample_columns: dict[str, NDArray[Any]] = {}
         for name, dtype in SAMPLE_TYPES.items():
-            slices = [_column(runs[k], name)[taken[k]] for k in present]
+            slices = [_column(sorted_runs[k], name)[taken[k]] for k in present]
             if name == "labels":
                 slices = [
-                    _mapped(runs[k], values) for k, values in zip(present, slices, strict=True)
+                    _mapped(sorted_runs[k], values)
+                    for k, values in zip(present, slices, strict=True)
                 ]
             column = np.empty(len(order), dtype)
             together = np.concatenate(slices)
             column[order] = together
             self.sample_columns[name] = column
             if name == "extent_counts":
-                self._place_extents(runs, present, taken, together, column, order, extents_done)
+                self._place_extents(
+                    sorted_runs, present, taken, together, column, order, extents_done
+                )
 
     def _place_extents(
         self,
-        runs: Sequence[SortedRun],
+        sorted_runs: Sequence[SortedRun],
         present: list[int],
         taken: dict[int, slice],
         counts: NDArray[np.uint32],
@@ -270,34 +275,36 @@ class _MergedBlock:
         order: NDArray[Any],
         extents_done: list[int],
     ) -> None:
-        # `counts` is in order of runs, `counts_by_name` in order of names.
+        # `counts` is in order of sorted runs, `counts_by_name` in order of names.
         begins = np.cumsum(counts_by_name, dtype=np.int64) - counts_by_name
         places = spread(begins[order], counts)
         ranges = {}
         for k in present:
-            total = int(runs[k].samples.extent_counts[taken[k]].sum())
+            total = int(sorted_runs[k].samples.extent_counts[taken[k]].sum())
             ranges[k] = slice(extents_done[k], extents_done[k] + total)
             extents_done[k] = ranges[k].stop
         self.extent_columns: dict[str, NDArray[Any]] = {}
         for name, dtype in EXTENT_TYPES.items():
             column = np.empty(len(places), dtype)
             column[places] = np.concatenate(
-                [getattr(runs[k].extents, name)[ranges[k]] for k in present]
+                [getattr(sorted_runs[k].extents, name)[ranges[k]] for k in present]
             )
             self.extent_columns[name] = column
 
 
-def _column(run: SortedRun, name: str) -> NDArray[Any]:
-    column: NDArray[Any] = getattr(run.samples, name)
+def _column(sorted_run: SortedRun, name: str) -> NDArray[Any]:
+    column: NDArray[Any] = getattr(sorted_run.samples, name)
     return column
 
 
-def _mapped(run: SortedRun, labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    return labels if run.label_map is None else run.label_map[labels]
+def _mapped(sorted_run: SortedRun, labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    return labels if sorted_run.label_map is None else sorted_run.label_map[labels]
 
 
-def _is_chunked(run: SortedRun) -> bool:
-    return len(run.extents) != len(run.samples) or bool((run.samples.extent_counts != 1).any())
+def _is_chunked(sorted_run: SortedRun) -> bool:
+    return len(sorted_run.extents) != len(sorted_run.samples) or bool(
+        (sorted_run.samples.extent_counts != 1).any()
+    )
 
 
 def _folder_samples(

@@ -1,15 +1,17 @@
-"""What is durable of a packing that runs, so that after a kill the next one resumes from it.
+"""The journal of a running `pack`: what is durable so far.
+
+After a kill the next `pack` resumes from it.
 
 ::
 
-    DST.partial/journal.partial     one JSON object a line, which counts once it is complete
-        {"version": 2, "source": kind, "options": {...}}
-        {"samples": all so far, "bytes": ..., "shards": [[length, digest], ...],
+    DST.partial/journal.partial     one JSON object a line, which is valid once complete
+        {"version": 2, "source": resume key, "options": {...}}
+        {"samples": count so far, "bytes": ..., "shards": [[length, digest], ...],
          "runs": [[name, checksum], ...], "listing": digest of names, sizes, times, labels so far}
 
 A line is written when a shard is closed between two samples, after the shard and the sorted-run
-files of its samples are on storage. The next packing reads the source's listing again, and keeps
-the shards up to the last line of which the digest is the same.
+files of its samples are on storage. The next `pack` reads the source's listing again, and keeps the
+shards up to the last line whose digest is the same.
 """
 
 from __future__ import annotations
@@ -42,44 +44,45 @@ JOURNAL_NAME = "journal.partial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
+class PackedState:
     """How far packing had come when a shard was closed.
 
     Attributes:
-        samples: packed so far.
-        bytes: of these samples.
+        samples: number of samples packed so far.
+        bytes: size of these samples.
         listing: digest of their names, sizes, times and labels.
-        runs: all sorted-run files so far, name and checksum.
+        sorted_runs: name and checksum of every sorted-run file so far.
     """
 
     samples: int
     bytes: int
     listing: str
-    runs: list[tuple[str, int]]
+    sorted_runs: list[tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalEntry:
-    """One line: what is durable once its shards are; `shards` and `runs` since the line before."""
+    """One line. `shards` and `sorted_runs` hold only what was added since the previous line."""
 
     samples: int
     bytes: int
     listing: str
     shards: list[FileDigest]
-    runs: list[tuple[str, int]]
+    sorted_runs: list[tuple[str, int]]
 
 
 class ListingDigest:
-    """A digest of the names, sizes, times and labels of samples, however they are cut in batches.
+    """A digest of the names, sizes, times and labels of samples, however batches divide them.
 
-    Of labels too, because a class that comes or goes moves those of samples that stayed.
+    Labels are included, because adding or removing a class renumbers the labels of unchanged
+    samples.
     """
 
     def __init__(self) -> None:
         self._columns = [hashlib.blake2b(digest_size=16) for _ in range(5)]
 
     def update(self, samples: SampleColumns, lengths: NDArray[np.uint64]) -> None:
-        """Take samples that follow those before, and their lengths."""
+        """Add the next samples and their lengths."""
         columns = (
             samples.names,
             np.diff(samples.name_offsets),
@@ -91,7 +94,7 @@ class ListingDigest:
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
 
     def text(self) -> str:
-        """Return the digest of all so far."""
+        """Return the digest of all samples so far."""
         return "".join(digest.hexdigest() for digest in self._columns)
 
 
@@ -99,9 +102,9 @@ class Journal:
     """Appends lines to the journal of a packing; `ShardWriter`'s syncing thread owns it.
 
     Args:
-        folder: takes the file; once a line is durable, it is resumable.
-        header: what the next packing must have in common with this one.
-        entries: lines of the packing before that still hold.
+        folder: the folder for the file; it is `resumable` once a line is durable.
+        header: the values that the next `pack` must share with this one.
+        entries: lines of the previous journal that are still valid.
     """
 
     def __init__(
@@ -109,25 +112,25 @@ class Journal:
     ) -> None:
         self._folder = folder
         self._file = folder.create(JOURNAL_NAME)
-        self._shard_count = self._run_count = 0  # that are noted
+        self._shard_count = self._sorted_run_count = 0  # in the lines so far
         self._write(header)
         for entry in entries:
             self._append(entry)
 
-    def append(self, checkpoint: Checkpoint, shards: Sequence[FileDigest]) -> None:
+    def append(self, state: PackedState, shards: Sequence[FileDigest]) -> None:
         """Make a line durable.
 
         Args:
-            checkpoint: how far packing has come.
-            shards: all that are durable.
+            state: how far packing has come.
+            shards: all durable shards.
         """
         self._append(
             JournalEntry(
-                samples=checkpoint.samples,
-                bytes=checkpoint.bytes,
-                listing=checkpoint.listing,
+                samples=state.samples,
+                bytes=state.bytes,
+                listing=state.listing,
                 shards=list(shards[self._shard_count :]),
-                runs=checkpoint.runs[self._run_count :],
+                sorted_runs=state.sorted_runs[self._sorted_run_count :],
             )
         )
 
@@ -138,11 +141,11 @@ class Journal:
                 "bytes": entry.bytes,
                 "listing": entry.listing,
                 "shards": [[shard.length, shard.digest.hex()] for shard in entry.shards],
-                "runs": entry.runs,
+                "runs": entry.sorted_runs,
             }
         )
         self._shard_count += len(entry.shards)
-        self._run_count += len(entry.runs)
+        self._sorted_run_count += len(entry.sorted_runs)
         self._folder.resumable = True
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -151,7 +154,7 @@ class Journal:
 
 
 def read_journal(folder: Path, header: dict[str, Any]) -> list[JournalEntry]:
-    """Return what a packing with the same header left in `folder` and what is still there."""
+    """Return the lines of a journal with the same header, up to the first with a damaged file."""
     try:
         lines = (
             (folder / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]
@@ -171,7 +174,9 @@ def read_journal(folder: Path, header: dict[str, Any]) -> list[JournalEntry]:
             _length(folder / shard_name(shard + k)) == digest.length
             for k, digest in enumerate(entry.shards)
         )
-        if not are_complete or not all(_is_run(folder / name, crc) for name, crc in entry.runs):
+        if not are_complete or not all(
+            _is_intact_sorted_run(folder / name, crc) for name, crc in entry.sorted_runs
+        ):
             break
         shard += len(entry.shards)
         entries.append(entry)
@@ -187,7 +192,7 @@ def _parse(line: bytes) -> JournalEntry:
         shards=[
             FileDigest(int(length), bytes.fromhex(digest)) for length, digest in data["shards"]
         ],
-        runs=[(str(name), int(checksum)) for name, checksum in data["runs"]],
+        sorted_runs=[(str(name), int(checksum)) for name, checksum in data["runs"]],
     )
 
 
@@ -198,7 +203,7 @@ def _length(path: Path) -> int:
         return -1
 
 
-def _is_run(path: Path, checksum: int) -> bool:
+def _is_intact_sorted_run(path: Path, checksum: int) -> bool:
     found = 0
     try:
         with path.open("rb") as file:
@@ -211,12 +216,14 @@ def _is_run(path: Path, checksum: int) -> bool:
 
 @dataclass(slots=True)
 class ResumePoint:
-    """Where packing begins: behind what `entries` say is durable, or at the source's start.
+    """Where packing begins.
+
+    That is after the samples that `entries` record as durable, or at the source's start.
 
     Attributes:
-        entries: of the journal that hold for the source as it is now.
-        listing: digest of the samples before.
-        batches: the samples behind.
+        entries: lines of the journal that are valid for the source as it is now.
+        listing: digest of the samples that were passed over.
+        batches: the samples that remain to be packed.
     """
 
     entries: list[JournalEntry]
@@ -225,11 +232,11 @@ class ResumePoint:
 
 
 def resume(source: OpenSource, entries: list[JournalEntry], large_bytes: int) -> ResumePoint:
-    """Pass over the samples that are packed already, as far as the source still has them.
+    """Pass over the samples that are already packed, as far as the source still has them.
 
     Args:
-        source: is read again from its start.
-        entries: of the journal that a killed packing left.
+        source: the source, which is read again from its start.
+        entries: lines of the journal that a killed `pack` left.
         large_bytes: as in `OpenSource.batches`.
     """
     while True:
@@ -241,7 +248,7 @@ def resume(source: OpenSource, entries: list[JournalEntry], large_bytes: int) ->
 
 
 def _pass_over(point: ResumePoint) -> int:
-    """Move the point behind its entries; return how many of them the source matches."""
+    """Move the point past the samples of its entries; return how many entries match the source."""
     passed = 0
     batch: SourceBatch | None = None
     for number, entry in enumerate(point.entries):

@@ -1,8 +1,8 @@
 """The hash table of names, built in order of hash so that it streams, whatever its size.
 
-A sample is placed at its home (the top bits of the hash) or right behind the one before it. Taken
-in order of hash this is one pass; to have that order, samples are first distributed to files by the
-top bits of their hash, and each file is sorted in memory.
+A sample is placed at its home (the top bits of the hash) or right after the previous sample. In
+order of hash this is one pass; for that order, samples are first distributed to files by the top
+bits of their hash, and each file is sorted in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BUCKET_SAMPLES = 1 << 20  # 16 MiB of hashes and numbers
 _MAX_BUCKETS = 512  # files that are open at a time
-TAIL_SLOTS = 64  # at least so many behind the last home: the length is known before the names are
+TAIL_SLOTS = 64  # slots after the last home, at least: the length is known before the names are
 _SAMPLE_BITS = np.uint64(40)
 _MARK = np.uint64(0xFFFFFF)
 _BLOCK_SLOTS = 1 << 20
@@ -43,7 +43,7 @@ class NameTable:
 
     Args:
         sample_count: how many names there will be.
-        folder: takes the hashes for a while where memory does not.
+        folder: the folder for temporary files of hashes that exceed memory.
     """
 
     def __init__(self, sample_count: int, folder: PackFolder) -> None:
@@ -59,7 +59,7 @@ class NameTable:
             ]
 
     def add(self, hashes: NDArray[np.uint64], first_sample: int) -> None:
-        """Take the hashes of samples `first_sample` and following."""
+        """Add the hashes of the samples from `first_sample` on."""
         pairs = np.empty((len(hashes), 2), np.uint64)
         pairs[:, 0] = hashes
         pairs[:, 1] = np.arange(first_sample, first_sample + len(hashes))
@@ -82,7 +82,7 @@ class NameTable:
         buckets = 1 << self._bucket_bits
         written = 0  # slots
         begin = 0  # the first slot that may be free
-        late = np.zeros((0, 2), np.uint64)  # slot and entry, beyond the bucket they belong to
+        late = np.zeros((0, 2), np.uint64)  # slot and entry that lie after the end of their bucket
         for k, pairs in enumerate(self._buckets()):
             pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # ties: by number
             home = (pairs[:, 0] >> home_shift).astype(np.int64)

@@ -31,7 +31,7 @@ class PackOptions(Configuration):
             stored in chunks. 0 = 256 MiB, or what keeps a large pack at about 256 shards.
         codec: `zstd` stores a sample encoded if that is smaller at all, `auto` if it saves at least
             a tenth, `none` never. Samples over 64 MiB are stored as they are.
-        codec_level: of zstd, 1 to 19: the higher, the smaller and slower.
+        codec_level: level of zstd, 1 to 19: the higher, the smaller and slower.
         parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
             from the others. 0 = no parity.
     Changes which samples there are:
@@ -78,7 +78,7 @@ class PackOptions(Configuration):
 class PackSummary(Record):
     """What was packed, or would be; `elapsed_s` is 0 for a dry run.
 
-    `reused_sample_count` were packed by a run before that was killed. `opens_before` and
+    `reused_sample_count` were packed by an earlier `pack` that was killed. `opens_before` and
     `opens_after` are the files that an epoch opens.
     """
 
@@ -115,8 +115,8 @@ class ShardLimits:
     Attributes:
         shard_bytes: a shard is closed before it would grow beyond this.
         growth_shards: for sources of unknown size, the limit doubles after so many shards; 0 =
-            never. So the number of shards grows with the logarithm of what comes.
-        max_bytes: that growth ends at.
+            never. So the number of shards grows with the logarithm of the source's bytes.
+        max_bytes: the limit is never raised beyond this.
     """
 
     shard_bytes: int
@@ -125,7 +125,7 @@ class ShardLimits:
 
     @property
     def large_bytes(self) -> int:
-        """The length above which a sample comes alone and is read in chunks."""
+        """The length above which a sample is a batch of its own and is read in chunks."""
         return min(BATCH_BYTES, self.shard_bytes - HEADER_BYTES)
 
     def limit(self, shard: int) -> int:

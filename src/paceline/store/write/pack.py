@@ -37,7 +37,7 @@ from paceline.store.write.partial import PartialPack, check_destination, unwrita
 from paceline.store.write.pipeline import PackedSamples, pack_resumable
 from paceline.store.write.placement import ShardPlacement
 from paceline.store.write.sections import index_bytes
-from paceline.store.write.sorted_runs import open_run
+from paceline.store.write.sorted_runs import open_sorted_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,21 +56,22 @@ def pack(
 ) -> PackSummary:
     """Pack `source` into the new folder `destination` and return what it holds.
 
-    Killed at any moment, this leaves nothing, a ``destination.partial`` from which the next run
+    Killed at any moment, this leaves nothing, a ``destination.partial`` from which the next `pack`
     resumes, or the complete pack.
 
     Args:
         source: `Folder`, `Archives` or `Samples`.
-        destination: does not exist yet, though its parent does.
+        destination: a folder that does not exist yet, in a folder that does.
         options: shard size, codec, parity, and what to do about symbolic links.
         on_progress: called after each batch of samples.
-        clock: in place of the system's.
+        clock: the clock for `elapsed_s`; None = the system's.
 
     Raises:
-        DestinationExists: nothing was touched.
+        DestinationExists: `destination` exists; it is untouched.
         NotFound: the source, or the folder for `destination`, does not exist.
         UsageError: the source holds something that cannot be packed, or a name twice.
-        StorageError: the disk is full, or the source cannot be read or changed meanwhile.
+        StorageError: the disk is full, the source cannot be read, or the source was changed while
+            it was packed.
     """
     options = options or PackOptions()
     target = Path(destination).absolute()
@@ -130,12 +131,12 @@ def _pack(
     limits = shard_limits(source.totals(), options)
     header = _journal_header(source, options, limits)
     partial = PartialPack(target)
-    # The source translates its own errors: what else the system refuses is about the target.
+    # The source translates its own errors: any other OSError concerns the target.
     with (
         os_errors_as(lambda problem: unwritable(target, problem, kept=partial.resumable)),
         partial,
     ):
-        can_resume = source.kind and not options.restart
+        can_resume = source.resume_key and not options.restart
         packed = pack_resumable(
             source,
             partial,
@@ -146,11 +147,16 @@ def _pack(
             on_progress=on_progress,
         )
         metadata = _metadata(packed, source, partial, options.parity_group)
-        runs = [open_run(partial.folder / name, source.classes().label_map) for name in packed.runs]
-        index_length = write_index(partial, INDEX_NAME, runs, metadata)
-        layout = layout_of(runs)
-        stored_bytes = sum(int(run.extents.stored_lengths.sum()) for run in runs)
-        del runs
+        sorted_runs = [
+            open_sorted_run(partial.folder / name, source.classes().label_map)
+            for name in packed.sorted_runs
+        ]
+        index_length = write_index(partial, INDEX_NAME, sorted_runs, metadata)
+        layout = layout_of(sorted_runs)
+        stored_bytes = sum(
+            int(sorted_run.extents.stored_lengths.sum()) for sorted_run in sorted_runs
+        )
+        del sorted_runs
         partial.commit()
     return PackSummary(
         source=source.where,
@@ -237,7 +243,7 @@ def _journal_header(
 ) -> dict[str, Any]:
     return {
         "version": FORMAT_VERSION,
-        "source": source.kind,
+        "source": source.resume_key,
         "options": {
             "shard_bytes": limits.shard_bytes,
             "growth_shards": limits.growth_shards,

@@ -2,8 +2,8 @@
 
 ::
 
-    DST.partial/   mkdir, lock             a killed run leaves this; readers refuse it by its name,
-        shards, index: write, fsync        and the next run resumes or replaces it
+    DST.partial/   mkdir, lock             a killed `pack` leaves this; readers refuse its name,
+        shards, index: write, fsync        and the next `pack` resumes or replaces it
         fsync the folder
     DST/           rename, fsync parent    from here on the pack is complete
 
@@ -41,7 +41,7 @@ class PartialPack(PackFolder):
     """Owns ``DST.partial`` until `commit`.
 
     Leaving the context without it removes everything, unless `resumable` says that enough is
-    durable for the next run to resume from.
+    durable for the next `pack` to resume from.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -90,7 +90,7 @@ class PartialPack(PackFolder):
         """Turn the partial pack into the pack.
 
         Raises:
-            DestinationExists: another program made the destination meanwhile; it is untouched.
+            DestinationExists: another program has made the destination since; it is untouched.
         """
         for file in tuple(self._open):
             assert file.path.name.endswith(PARTIAL_SUFFIX)
@@ -109,7 +109,7 @@ class PartialPack(PackFolder):
         sync_folder(self.destination.parent)
 
     def _is_in_place(self) -> bool:
-        """Return whether the rename is still to come: an interrupt may strike right behind it."""
+        """Return whether the rename is still to come: an interrupt may come right after it."""
         try:
             return os.path.samestat(os.fstat(self._lock), self.folder.lstat())
         except OSError:
@@ -157,8 +157,8 @@ def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageEr
 
     Args:
         path: the destination.
-        problem: what the system said.
-        kept: whether a folder was left behind that the next run can resume from.
+        problem: the system's error.
+        kept: whether a folder remains that the next `pack` can resume from.
     """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "Free space or choose another destination" if full else "Check the place, and pack again"

@@ -1,4 +1,4 @@
-r"""Packs the samples of a source: the stages that a sample passes, and what runs where.
+r"""Packs the samples of a source: the stages that a sample passes, and the thread of each stage.
 
 ::
 
@@ -7,11 +7,11 @@ r"""Packs the samples of a source: the stages that a sample passes, and what run
                                     \--> columns, sorted-run files
     '------------- packing thread ------'  '- writing, hashing and syncing threads -'
 
-Each stage is a generator that takes values from the one before and hands values on; nothing calls
-back. The packing thread, which is the caller's, pulls the source, fills buffers, places samples
-and collects their columns. Whatever it gives to a shard it does not touch again until `BufferRing`
-lends the buffer anew. A shard's end carries a checkpoint forward: the syncing thread notes it in
-the journal once the shard is durable, and the packing thread does not wait for that.
+Each stage is a generator that takes values from the previous stage and yields values for the next;
+nothing calls back. The packing thread, which is the caller's, pulls the source, fills buffers,
+places samples and collects their columns. It does not touch a buffer that it gave to a shard until
+`BufferRing` lends the buffer again. When a shard ends, `PackedState` travels to the syncing thread,
+which writes it to the journal once the shard is durable; the packing thread does not wait for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from paceline.store.format.layout import shard_name
 from paceline.store.write.encoding import read_batches
 from paceline.store.write.files import FileDigest
-from paceline.store.write.journal import Checkpoint, Journal, ResumePoint, resume
+from paceline.store.write.journal import Journal, PackedState, ResumePoint, resume
 from paceline.store.write.options import PackProgress
 from paceline.store.write.placement import PlacedBytes, ShardPlacement, place
 from paceline.store.write.shards import ShardWriter
@@ -44,21 +44,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSamples:
-    """What a source came to.
+    """What was packed from a source.
 
     Attributes:
-        sample_count: of the source.
-        byte_count: of these samples.
-        reused_sample_count: that a packing before this one had packed.
+        sample_count: samples in the source.
+        byte_count: bytes of these samples.
+        reused_sample_count: samples that an earlier, killed packing had already packed.
         shards: length and digest of each shard, in order.
-        runs: names of the sorted-run files.
+        sorted_runs: names of the sorted-run files.
     """
 
     sample_count: int
     byte_count: int
     reused_sample_count: int
     shards: list[FileDigest]
-    runs: list[str]
+    sorted_runs: list[str]
 
 
 def pack_resumable(
@@ -74,28 +74,28 @@ def pack_resumable(
     """Pack a source into a folder of its own, with a journal if the source can be read again.
 
     Args:
-        source: is read to its end.
-        folder: takes shards, sorted-run files and journal.
+        source: the source, which is read to its end.
+        folder: the folder for shards, sorted-run files and journal.
         options: how to pack.
-        limits: of the shards.
-        header: of the journal.
-        entries: of the journal that a killed packing left.
-        on_progress: is called after each batch.
+        limits: limits on the size of the shards.
+        header: first line of the journal.
+        entries: lines of the journal that a killed `pack` left.
+        on_progress: called after each batch.
     """
     folder.resumable = bool(entries)  # passing over them may take long, and be interrupted
     point = resume(source, entries, limits.large_bytes)
     shards = [shard for entry in point.entries for shard in entry.shards]
-    runs = [run for entry in point.entries for run in entry.runs]
-    _keep_only(folder, len(shards), [name for name, _ in runs])
+    sorted_runs = [file for entry in point.entries for file in entry.sorted_runs]
+    _keep_only(folder, len(shards), [name for name, _ in sorted_runs])
     folder.resumable = bool(point.entries)
-    journal = Journal(folder, header, point.entries) if source.kind else None
-    progress = _PackedColumns(folder, source.totals(), on_progress, point, runs)
+    journal = Journal(folder, header, point.entries) if source.resume_key else None
+    progress = _PackedColumns(folder, source.totals(), on_progress, point, sorted_runs)
     placement = ShardPlacement(limits, closed=[shard.length for shard in shards])
     writer = ShardWriter(folder, shards, journal)
     return _run(read_batches(point.batches, limits, options), placement, writer, progress)
 
 
-def pack_behind(
+def pack_after_existing(
     source: OpenSource,
     folder: PackFolder,
     options: PackOptions,
@@ -104,15 +104,15 @@ def pack_behind(
     first_shard: int,
     on_progress: Callable[[PackProgress], None] | None,
 ) -> PackedSamples:
-    """Pack a source into new shards behind those of an existing pack, without a journal.
+    """Pack a source into new shards, numbered after those of an existing pack, without a journal.
 
     Args:
-        source: is read to its end.
-        folder: of the pack.
+        source: the source, which is read to its end.
+        folder: the folder of the pack.
         options: how to pack.
-        limits: of the shards.
+        limits: limits on the size of the shards.
         first_shard: the number of the first new shard.
-        on_progress: is called after each batch.
+        on_progress: called after each batch.
     """
     placement = ShardPlacement(limits, first_shard)
     point = ResumePoint([], source.batches(limits.large_bytes))
@@ -133,8 +133,8 @@ def _run(
                 writer.write(placed)
                 columns.add(placed)
             else:
-                is_noted = placed.is_between_samples and writer.has_journal
-                writer.close_shard(columns.checkpoint() if is_noted else None)
+                is_recorded = placed.is_between_samples and writer.has_journal
+                writer.close_shard(columns.state() if is_recorded else None)
         shards = writer.finish()
     finally:
         writer.stop()
@@ -150,13 +150,13 @@ class _PackedColumns:
         totals: SourceTotals,
         on_progress: Callable[[PackProgress], None] | None,
         point: ResumePoint,
-        runs: list[tuple[str, int]],
+        sorted_runs: list[tuple[str, int]],
     ) -> None:
         last = point.entries[-1] if point.entries else None
         self._totals = totals
         self._on_progress = on_progress
         self._listing = point.listing
-        self._runs = SortedRunWriter(folder, runs)
+        self._sorted_runs = SortedRunWriter(folder, sorted_runs)
         self._sample_count = self._reused_sample_count = last.samples if last else 0
         self._byte_count = self._reused_byte_count = last.bytes if last else 0
         if last is not None:
@@ -164,34 +164,34 @@ class _PackedColumns:
             self._report()
 
     def add(self, placed: PlacedBytes) -> None:
-        """Take the samples that are complete with these bytes, if any."""
+        """Add the samples that these bytes complete, if any."""
         if placed.samples is None or placed.lengths is None or placed.extents is None:
             return
         self._listing.update(placed.samples, placed.lengths)
-        self._runs.add(placed.samples, placed.extents)
+        self._sorted_runs.add(placed.samples, placed.extents)
         self._sample_count += len(placed.samples)
         self._byte_count += int(placed.lengths.sum())
         self._report()
 
-    def checkpoint(self) -> Checkpoint:
+    def state(self) -> PackedState:
         """Make the columns so far durable and return how far packing has come."""
-        self._runs.flush()
-        return Checkpoint(
+        self._sorted_runs.flush()
+        return PackedState(
             samples=self._sample_count,
             bytes=self._byte_count,
             listing=self._listing.text(),
-            runs=list(self._runs.files),
+            sorted_runs=list(self._sorted_runs.files),
         )
 
     def packed(self, shards: list[FileDigest]) -> PackedSamples:
-        """Make the last columns durable and return what the source came to."""
-        self._runs.flush()
+        """Make the last columns durable and return what was packed from the source."""
+        self._sorted_runs.flush()
         return PackedSamples(
             sample_count=self._sample_count,
             byte_count=self._byte_count,
             reused_sample_count=self._reused_sample_count,
             shards=shards,
-            runs=[name for name, _ in self._runs.files],
+            sorted_runs=[name for name, _ in self._sorted_runs.files],
         )
 
     def _report(self) -> None:
@@ -207,7 +207,7 @@ class _PackedColumns:
             )
 
 
-def _keep_only(folder: PackFolder, shard_count: int, runs: list[str]) -> None:
-    """Remove what a killed packing left and its journal does not vouch for."""
-    kept = {*runs, *(shard_name(k) for k in range(shard_count))}
+def _keep_only(folder: PackFolder, shard_count: int, sorted_runs: list[str]) -> None:
+    """Remove the files that a killed `pack` left, except shards and sorted runs to keep."""
+    kept = {*sorted_runs, *(shard_name(k) for k in range(shard_count))}
     folder.remove(name for name in folder.names() if name not in kept)

@@ -1,7 +1,7 @@
 """The placing stage of packing: which shard takes each sample, and where in it.
 
-It decides in the order in which samples come and gives values to the writing stage: bytes for a
-shard, with the columns of the samples that they complete, and the end of a shard.
+It places samples in the order in which they come and yields values for the writing stage: bytes for
+a shard, with the columns of the samples that they complete, and the end of a shard.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ShardPlacement:
     """Decides which shard takes each sample; knows lengths only, so it also plans a dry run.
 
     Args:
-        limits: of the shards.
-        first_shard: the number of the first.
-        closed: lengths of the shards that are there already, from the first on.
+        limits: limits on the size of the shards.
+        first_shard: the number of the first shard.
+        closed: lengths of the shards that exist already, from the first on.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class ShardPlacement:
     ) -> None:
         self._limits = limits
         self._first = first_shard
-        self.closed = list(closed)  # lengths of the shards that are closed
-        self.length = 0  # of the open one; 0 = there is none
+        self.closed = list(closed)  # lengths of the closed shards
+        self.length = 0  # length of the open shard; 0 = no shard is open
 
     @property
     def shard(self) -> int:
-        """The number of the open shard, or of the next."""
+        """The number of the open shard, or of the next one if none is open."""
         return self._first + len(self.closed)
 
     @property
@@ -58,8 +58,8 @@ class ShardPlacement:
         """Return how many of the next samples the open shard takes.
 
         Args:
-            lengths: stored bytes of each.
-            begins: where each lies relative to the first, shape (n + 1,).
+            lengths: stored bytes of each sample.
+            begins: offset of each sample from the first, and the end, shape (n + 1,).
         """
         base = self.length or HEADER_BYTES
         room = self.limit - base
@@ -109,15 +109,16 @@ class ShardPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBytes:
-    """Bytes that go to the end of a shard, and the samples that are complete with them.
+    """Bytes to append to a shard, and the samples that they complete.
 
     Attributes:
-        shard: its number.
-        data: padded to the alignment, but for what is part of a large sample.
-        buffer: what `data` lies in, lent again once `data` is written.
-        samples: that are complete, in the order of the source; None = the sample goes on.
-        lengths: of these samples, in bytes as they are read.
-        extents: of these samples, in all shards.
+        shard: number of the shard.
+        data: the bytes, padded to the alignment unless they are part of a large sample.
+        buffer: the buffer that holds `data`, lent again once `data` is written.
+        samples: samples that these bytes complete, in the order of the source; None = the sample
+            continues.
+        lengths: lengths of these samples as they are read, in bytes.
+        extents: extents of these samples, in all shards.
     """
 
     shard: int
@@ -133,7 +134,7 @@ class ShardEnd:
     """The open shard gets no more bytes.
 
     Attributes:
-        is_between_samples: a packing that resumes may begin behind it.
+        is_between_samples: whether a later packing may resume after this shard.
     """
 
     is_between_samples: bool
@@ -194,9 +195,9 @@ def _place_large(
     """Place a sample that comes in chunks, in one extent or, if no shard holds it, in several.
 
     Args:
-        chunk: the first.
-        chunks: the others come next.
-        placement: of the shards.
+        chunk: the first chunk of the sample.
+        chunks: yields the other chunks next.
+        placement: decides the shards.
     """
     length, samples = chunk.sample_length, chunk.samples
     must_close = placement.is_chunked(length) or placement.length + length > placement.limit

@@ -53,7 +53,7 @@ class Samples:
 class _OpenSamples:
     """Reads the pairs of `Samples`."""
 
-    kind = ""
+    resume_key = ""
 
     def __init__(self, source: Samples) -> None:
         self._pairs = source.pairs
@@ -65,7 +65,7 @@ class _OpenSamples:
         return SourceTotals()
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
-        """Yield all samples; one that is larger than `large_bytes` comes alone."""
+        """Yield all samples; one larger than `large_bytes` is a batch of its own."""
         collector = SampleCollector()
         label = self._tree.label
         for text, body in self._pairs:
@@ -85,7 +85,7 @@ class _OpenSamples:
         yield from collector.take()
 
     def folders(self) -> list[bytes]:
-        """Return all folders, once the batches are through."""
+        """Return all folders, once all batches have been read."""
         return self._tree.folders()
 
     def classes(self) -> SourceClasses:

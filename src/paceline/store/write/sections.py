@@ -38,7 +38,7 @@ class IndexWriter:
     So columns of any size stream through: nothing is held.
 
     Args:
-        file: takes the index; it is new and empty, and is not closed.
+        file: the file for the index; it is new and empty, and is not closed.
         lengths: bytes of each section, in the order in which they lie in the file.
     """
 

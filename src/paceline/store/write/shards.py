@@ -1,12 +1,12 @@
 """The writing stage of packing: shards, each hashed and made durable on the way.
 
-What is read next, what is written, hashed (SHA-256 of complete shards) and synced overlap: each has
-a thread beside the one that packs, and does its work in order. They take whole batches, so their
-Python costs nothing per sample. ::
+Reading, writing, hashing (SHA-256 of each shard) and syncing overlap. Writing, hashing and syncing
+have one thread each beside the packing thread; each thread works in order. The threads take whole
+batches, so their Python costs nothing per sample. ::
 
     packing thread   --data-->   writing thread    os.write, start_writeback
                      --data-->   hashing thread    SHA-256 of the open shard
-                     --file, digest, checkpoint--> syncing thread    fsync, close, journal entry
+                     --file, digest, state------> syncing thread    fsync, close, journal entry
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.store.write.files import PackFolder
-    from paceline.store.write.journal import Checkpoint, Journal
+    from paceline.store.write.journal import Journal, PackedState
     from paceline.store.write.placement import PlacedBytes
 
 _PENDING = 8  # calls that wait for the writing and syncing threads
@@ -50,12 +50,12 @@ class _OpenShard:
 
 
 class ShardWriter:
-    """Appends bytes to shards. Use it from one thread, the one that packs.
+    """Appends bytes to shards. Only the packing thread may call it.
 
     Args:
-        folder: takes the files.
-        complete: shards that are there already.
-        journal: notes what is durable; the syncing thread owns it.
+        folder: the folder for the shards.
+        complete: shards that a killed `pack` has completed.
+        journal: the journal that records what is durable; the syncing thread owns it.
 
     Attributes:
         shards: length and digest of each shard that is durable. The syncing thread appends to it;
@@ -81,11 +81,11 @@ class ShardWriter:
 
     @property
     def has_journal(self) -> bool:
-        """Whether checkpoints are noted."""
+        """Whether a journal records what is durable."""
         return self._journal is not None
 
     def write(self, placed: PlacedBytes) -> None:
-        """Append bytes to their shard, which is made if it is new."""
+        """Append bytes to their shard; create the shard if it is new."""
         if self._open is None:
             self._open = _OpenShard(self._folder.create(shard_name(placed.shard)))
             header = file_header(FileMagic.SHARD, placed.shard)
@@ -95,15 +95,16 @@ class ShardWriter:
             if placed.buffer is not None:
                 placed.buffer.readers = self._open.last
 
-    def close_shard(self, checkpoint: Checkpoint | None) -> None:
+    def close_shard(self, state: PackedState | None) -> None:
         """Close the open shard; it becomes durable in the background.
 
         Args:
-            checkpoint: what the journal notes then; None = a sample goes on in the next shard.
+            state: the state that the journal records once the shard is durable; None = nothing to
+                record: a sample continues in the next shard, or there is no journal.
         """
         shard, self._open = self._open, None
         assert shard is not None
-        self._submit(self._syncing, lambda: self._complete(shard, checkpoint))
+        self._submit(self._syncing, lambda: self._complete(shard, state))
 
     def finish(self) -> list[FileDigest]:
         """Wait until everything is durable; return all shards."""
@@ -112,7 +113,7 @@ class ShardWriter:
         return self.shards
 
     def stop(self) -> None:
-        """End the threads once what they were given is done, or has failed."""
+        """End the threads once their work is done, or has failed."""
         for thread in (self._writing, self._hashing, self._syncing):
             thread.shutdown(wait=True)
 
@@ -121,15 +122,15 @@ class ShardWriter:
         written = self._submit(self._writing, lambda: _write(shard.file, data))
         shard.last = (written, hashed)
 
-    def _complete(self, shard: _OpenShard, checkpoint: Checkpoint | None) -> None:
-        """Make a shard durable, then note it: the syncing thread."""
+    def _complete(self, shard: _OpenShard, state: PackedState | None) -> None:
+        """Make a shard durable, then record it in the journal. Runs in the syncing thread."""
         for work in shard.last:
             work.result()
         assert shard.file.length % ALIGNMENT == 0
         self._folder.close(shard.file)
         self.shards.append(FileDigest(shard.file.length, shard.digest.digest()))
-        if self._journal is not None and checkpoint is not None:
-            self._journal.append(checkpoint, self.shards)
+        if self._journal is not None and state is not None:
+            self._journal.append(state, self.shards)
 
     def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> Future[Any]:
         while len(self._pending) > _PENDING or (self._pending and self._pending[0].done()):
@@ -150,7 +151,7 @@ class ShardWriter:
 
 
 def _write(file: PackFile, data: NDArray[np.uint8]) -> None:
-    """Append to a shard: the writing thread."""
+    """Append to a shard. Runs in the writing thread."""
     file.write(data.data)
     waiting = file.length - file.begun
     if waiting >= _WRITEBACK_BYTES:  # so that the sync at the end finds little to do

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<8sQQQQ")
 _MAGIC = b"PACERUN1"
-RUN_SAMPLES = 1 << 19
-_RUN_NAME_BYTES = 64 << 20
+SORTED_RUN_SAMPLES = 1 << 19
+_SORTED_RUN_NAME_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -53,11 +53,12 @@ class SortedRun:
     """Columns of samples that are sorted by name, mapped from a file.
 
     Attributes:
-        samples: sorted by name.
-        extents: those of one sample follow each other.
-        encoded_count: how many extents are encoded.
-        label_map: what to write for each label; index -1 is what stands for none.
-        release: drops the pages that were read from this process.
+        samples: columns of the samples, sorted by name.
+        extents: columns of the extents; extents of one sample are consecutive.
+        encoded_count: number of encoded extents.
+        label_map: array indexed by a label of the samples (negative labels index from its end, as
+            in NumPy); the value is the label to write. None: labels are written unchanged.
+        release: drops the file's pages that this process has read.
     """
 
     samples: SampleColumns
@@ -70,10 +71,11 @@ class SortedRun:
 class SortedRunWriter:
     """Collects samples in the order in which they come, and writes them as sorted-run files.
 
-    The thread that packs owns it.
+    The packing thread owns it.
 
     Args:
-        folder: takes the files.
+        folder: the folder for the files.
+        files: name and checksum of each file that a killed packing has completed.
 
     Attributes:
         files: name and checksum of each file that is durable.
@@ -93,7 +95,7 @@ class SortedRunWriter:
         self._extents.append(extents)
         self._count += len(samples)
         self._name_bytes += len(samples.names)
-        if self._count >= RUN_SAMPLES or self._name_bytes >= _RUN_NAME_BYTES:
+        if self._count >= SORTED_RUN_SAMPLES or self._name_bytes >= _SORTED_RUN_NAME_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -106,7 +108,7 @@ class SortedRunWriter:
         self._samples.clear()
         self._extents.clear()
         self._count = self._name_bytes = 0
-        name = run_name(len(self.files))
+        name = sorted_run_name(len(self.files))
         file = self._folder.create(name)
         checksum = 0
         encoded_count = np.count_nonzero(extents.codecs)
@@ -118,21 +120,21 @@ class SortedRunWriter:
         self.files.append((name, checksum))
 
 
-def run_name(number: int) -> str:
+def sorted_run_name(number: int) -> str:
     """Return the file name of a sorted run.
 
-    >>> run_name(3)
+    >>> sorted_run_name(3)
     'run-00003.partial'
     """
     return f"run-{number:05d}.partial"
 
 
-def open_run(path: Path, label_map: NDArray[np.int32] | None = None) -> SortedRun:
-    """Map the sorted run at `path`, which this process or one before it has completed.
+def open_sorted_run(path: Path, label_map: NDArray[np.int32] | None = None) -> SortedRun:
+    """Map the sorted run at `path`, which this process or an earlier one has completed.
 
     Args:
-        path: of the file.
-        label_map: what to write for each label.
+        path: path of the file.
+        label_map: as in `SortedRun`.
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

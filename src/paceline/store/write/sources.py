@@ -1,8 +1,9 @@
 """What can be packed: small values that name a source, and what reads its samples once opened.
 
 An open source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills
-a buffer with the bytes of its samples on request, so that a packing that resumes can pass over what
-is packed already. A sample that is larger than a batch comes alone and is read in chunks.
+a buffer with the bytes of its samples on request, so that a resumed `pack` can pass over the
+samples that are already packed. A sample that is larger than a batch forms one of its own
+and is read in chunks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Bodies(Protocol):
         ...
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
-        """Write what comes next of the one large sample; return how many bytes that is."""
+        """Write the next bytes of the one large sample; return their number."""
         ...
 
     def drop(self, count: int) -> Bodies:
@@ -79,9 +80,9 @@ class SourceClasses(NamedTuple):
     """The classes of a source in the order of their labels.
 
     Attributes:
-        names: of the classes.
-        label_map: what to write for each label in the batches, with what stands for -1 at its end;
-            None: as it is.
+        names: names of the classes.
+        label_map: array indexed by a label of the batches (negative labels index from its end, as
+            in NumPy); the value is the label to write. None: labels are written unchanged.
     """
 
     names: list[bytes]
@@ -92,27 +93,28 @@ class OpenSource(Protocol):
     """Yields the samples of a source; afterwards it knows their folders and classes.
 
     Attributes:
-        where: names it in messages and in the summary.
-        kind: identifies it to a packing that resumes; empty = it cannot be read again.
+        where: name of the source in messages and in the summary.
+        resume_key: packing resumes only if the journal holds an equal value; empty = the source
+            cannot be read twice.
     """
 
     where: str
-    kind: str
+    resume_key: str
 
     def totals(self) -> SourceTotals:
         """Return what is known before reading."""
         ...
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
-        """Yield all samples from the start; one that is larger than `large_bytes` comes alone."""
+        """Yield all samples from the start; one larger than `large_bytes` is a batch of its own."""
         ...
 
     def folders(self) -> list[bytes]:
-        """Return all folders, once the batches are through."""
+        """Return all folders, once all batches have been read."""
         ...
 
     def classes(self) -> SourceClasses:
-        """Return the classes, once the batches are through."""
+        """Return the classes, once all batches have been read."""
         ...
 
 
@@ -148,7 +150,7 @@ class FolderTree:
         return self._label
 
     def add(self, folder: bytes) -> int:
-        """Note a folder and those above it; return the number of the topmost."""
+        """Record a folder and its parent folders; return the number of the top-level folder."""
         above = folder
         while above and above not in self._folders:
             self._folders.add(above)
@@ -169,13 +171,13 @@ class FolderTree:
 
 
 def label_map(first_seen: list[bytes], ordered: list[bytes]) -> NDArray[np.int32]:
-    """Return where in `ordered` each name of `first_seen` stands; index -1 is -1."""
+    """Return the index in `ordered` of each name of `first_seen`; the label -1 stays -1."""
     place = {name: k for k, name in enumerate(ordered)}
     return np.array([*(place[name] for name in first_seen), -1], np.int32)
 
 
 class SampleCollector:
-    """Collects samples that come singly into batches."""
+    """Collects single samples into batches."""
 
     def __init__(self) -> None:
         self._names: list[bytes] = []
@@ -188,7 +190,7 @@ class SampleCollector:
     def add(
         self, name: bytes, body: bytes, label: int, mode: int = REGULAR_MODE, mtime_ns: int = 0
     ) -> bool:
-        """Append a sample; return whether the batch is to be taken now."""
+        """Append a sample; return whether the batch is full."""
         self._names.append(name)
         self._bodies.append(body)
         self._labels.append(label)
@@ -205,7 +207,7 @@ class SampleCollector:
         lengths = np.fromiter(map(len, self._bodies), np.uint64, count)
         bodies: Bodies = ByteBodies(self._bodies)
         batch = SourceBatch(self._samples(), lengths, bodies)
-        self.__init__()  # type: ignore[misc]  # begins anew
+        self.__init__()  # type: ignore[misc]  # empties it
         yield batch
 
     def _samples(self) -> SampleColumns:
@@ -234,7 +236,7 @@ class ByteBodies:
         return gather(self.bodies, begins[:-1], target)
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
-        """Write what comes next of the one large sample; return how many bytes that is."""
+        """Write the next bytes of the one large sample; return their number."""
         body = np.frombuffer(self.bodies[0], np.uint8)
         chunk = body[self.position : self.position + len(target)]
         target[: len(chunk)] = chunk
