@@ -367,7 +367,7 @@ def test_residuals_of_a_calibrated_machine_are_part_of_the_step():
     pair = estimate(machine, make_workload(STEP, dataset=data), Plan(mesh=Mesh(data=2)))
     assert (pair.breakdown.other, pair.breakdown.waiting) == (1e-3, 2e-3)
     assert pair.breakdown.input == pytest.approx(8e-3 - 5e-3)
-    assert "what a run showed" in pair.sources["other"]
+    assert "a residual measured in a run" in pair.sources["other"]
     alone = estimate(machine, make_workload(STEP), Plan())
     assert (alone.breakdown.waiting, alone.breakdown.input) == (0.0, 0.0)
 

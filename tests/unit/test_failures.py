@@ -118,7 +118,7 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
     assert first_traceback(tmp_path) == ""
     with pytest.raises(ScriptFailed) as caught:
         raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
-    assert caught.value.fix == "See what it printed"
+    assert caught.value.fix == "See what the rank printed"
 
 
 def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):

@@ -49,20 +49,20 @@ def test_a_job_is_ready(script, tmp_path):
 
 
 def test_a_folder_is_chosen_that_is_free(script, tmp_path):
-    first = ready(script).run
+    first = ready(script).run_folder
     assert first.parent.name == "paceline-runs"
     assert first.name.startswith("train-2023")
     first.mkdir(parents=True)
-    assert ready(script).run.name == first.name + "-2"
-    assert claim_folder(ready(script)).run.name == first.name + "-2"
+    assert ready(script).run_folder.name == first.name + "-2"
+    assert claim_folder(ready(script)).run_folder.name == first.name + "-2"
 
 
 def test_two_runs_of_one_second_get_folders_of_their_own(script):
     """The name has the second in it, and was checked before the folder was made (B7)."""
     jobs = [ready(script) for _ in range(3)]
     assert len({job.run_folder for job in jobs}) == 1
-    runs = [claim_folder(job).run for job in jobs]
-    assert [run.name.removeprefix(jobs[0].run.name) for run in runs] == ["", "-2", "-3"]
+    runs = [claim_folder(job).run_folder for job in jobs]
+    assert [run.name.removeprefix(jobs[0].run_folder.name) for run in runs] == ["", "-2", "-3"]
     assert all((run / "trace").is_dir() for run in runs)
 
 
@@ -71,7 +71,7 @@ def test_of_two_runs_only_one_gets_a_folder_that_the_user_named(script, tmp_path
     if exists:
         (tmp_path / "RUN").mkdir()
     first, second = ready(script, tmp_path / "RUN"), ready(script, tmp_path / "RUN")
-    assert claim_folder(first).run == tmp_path / "RUN"
+    assert claim_folder(first).run_folder == tmp_path / "RUN"
     with pytest.raises(DestinationExists, match="not empty"):
         claim_folder(second)
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
     with pytest.raises(DestinationExists):
         ready(script, script)  # a file
     (tmp_path / "empty").mkdir()
-    assert ready(script, tmp_path / "empty").run == tmp_path / "empty"
+    assert ready(script, tmp_path / "empty").run_folder == tmp_path / "empty"
     monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Missing) as caught:
         ready(script)
@@ -150,7 +150,7 @@ def test_tasks_of_a_named_step_choose_the_same_folder(script, monkeypatch):
     for name, value in openmpi.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1")
-    assert str(ready(script).run) == "paceline-runs/train-prterun-1"
+    assert str(ready(script).run_folder) == "paceline-runs/train-prterun-1"
 
 
 def test_more_ranks_than_cores_are_warned_of(script, tmp_path):
