@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paceline import store
 from paceline.native import zstd_available
 from paceline.store import PackOptions, open_pack
-from paceline.store.write import index as index_module
-from paceline.store.write import name_table as table_module
-from paceline.store.write import sorted_runs as runs_module
+from paceline.store.write.index import build as index_module
+from paceline.store.write.index import name_table as table_module
+from paceline.store.write.index import sorted_runs as runs_module
 
 _spec = importlib.util.spec_from_file_location(
     "pack_parser", Path(__file__).with_name("pack_parser.py")

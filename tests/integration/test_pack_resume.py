@@ -10,8 +10,8 @@ import pytest
 from paceline import store
 from paceline.core.errors import StorageError
 from paceline.store import PackOptions, open_pack
-from paceline.store.write import folder as folder_module
 from paceline.store.write import pipeline as pipeline_module
+from paceline.store.write.sources import folder as folder_module
 
 OPTIONS = PackOptions(shard_bytes=4096)
 
@@ -177,7 +177,7 @@ def test_an_interrupt_while_it_is_passed_over_keeps_what_was_packed(source, tmp_
 
 
 def test_archives_resume_when_they_are_the_same(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.store.write.sources.BATCH_SAMPLES", 1)
+    monkeypatch.setattr("paceline.store.write.sources.source.BATCH_SAMPLES", 1)
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as file:
         file.add(source, "root")

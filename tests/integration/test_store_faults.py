@@ -23,7 +23,7 @@ import pytest
 from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, StorageError
 from paceline.store import PackOptions, open_pack
-from paceline.store.write import folder as folder_module
+from paceline.store.write.sources import folder as folder_module
 from paceline.studies.faults import Faults
 
 pytestmark = pytest.mark.campaign("faults")

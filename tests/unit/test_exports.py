@@ -43,6 +43,8 @@ EXPORTS = {
     "store.format": [],
     "store.read": [],
     "store.write": [],
+    "store.write.index": [],
+    "store.write.sources": [],
     "studies": [],
     "trace": [],
     "trace.analysis": ["Analysis", "analyse"],

@@ -8,8 +8,8 @@ import pytest
 from paceline import store
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store import PackOptions, open_pack
-from paceline.store.write import archives, tar
 from paceline.store.write import options as limits_module
+from paceline.store.write.sources import archives, tar
 
 
 def write_tar(path, members, **kwargs):

@@ -22,8 +22,8 @@ from paceline.core.errors import (
 )
 from paceline.store import Pack, PackOptions, open_pack
 from paceline.store.write import encoding as encoding_module
-from paceline.store.write import folder as folder_module
 from paceline.store.write import options as limits_module
+from paceline.store.write.sources import folder as folder_module
 
 
 @pytest.fixture

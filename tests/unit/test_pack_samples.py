@@ -9,12 +9,12 @@ from paceline import store
 from paceline.core.errors import ConfigError, Missing, UsageError
 from paceline.native import zstd_available
 from paceline.store import PackOptions, open_pack
-from paceline.store.write import index as index_module
-from paceline.store.write import name_table as table_module
 from paceline.store.write import options as options_module
-from paceline.store.write import sorted_runs as runs_module
+from paceline.store.write.index import build as index_module
+from paceline.store.write.index import name_table as table_module
+from paceline.store.write.index import sorted_runs as runs_module
 from paceline.store.write.options import ShardLimits, shard_limits
-from paceline.store.write.sources import SourceTotals
+from paceline.store.write.sources.source import SourceTotals
 
 
 def content(path):

@@ -20,11 +20,11 @@ from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
 from paceline.store.read.pack import Pack, open_pack
 from paceline.store.write.append import append
-from paceline.store.write.archives import Archives
-from paceline.store.write.folder import Folder
 from paceline.store.write.options import PackOptions, PackProgress, PackSummary
 from paceline.store.write.pack import find_source, pack, plan_pack
-from paceline.store.write.samples import Samples
+from paceline.store.write.sources.archives import Archives
+from paceline.store.write.sources.folder import Folder
+from paceline.store.write.sources.samples import Samples
 
 __all__ = [
     "Archives",

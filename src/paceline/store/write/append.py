@@ -38,7 +38,8 @@ from paceline.store.format.leftovers import file_digest, pending_parity, stale_f
 from paceline.store.read.pack import open_pack
 from paceline.store.write.columns import ExtentColumns, SampleColumns
 from paceline.store.write.files import FileDigest, PackFolder
-from paceline.store.write.index import IndexMetadata, write_index
+from paceline.store.write.index.build import IndexMetadata, write_index
+from paceline.store.write.index.sorted_runs import SortedRun, open_sorted_run
 from paceline.store.write.options import (
     PackOptions,
     PackProgress,
@@ -48,8 +49,7 @@ from paceline.store.write.options import (
 )
 from paceline.store.write.parity import groups, write_parity
 from paceline.store.write.pipeline import PackedSamples, pack_after_existing
-from paceline.store.write.sorted_runs import SortedRun, open_sorted_run
-from paceline.store.write.sources import SourceClasses, label_map
+from paceline.store.write.sources.source import SourceClasses, label_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.sources import OpenSource, PackSource
+    from paceline.store.write.sources.source import OpenSource, PackSource
 
 _NEW_INDEX = INDEX_NAME + PARTIAL_SUFFIX
 

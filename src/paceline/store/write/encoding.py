@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from paceline.native import crc32c, encode
 from paceline.store.format.layout import aligned_begins, padding
 from paceline.store.write.columns import SampleColumns
-from paceline.store.write.sources import BATCH_BYTES
+from paceline.store.write.sources.source import BATCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.store.write.options import PackOptions, ShardLimits
-    from paceline.store.write.sources import SourceBatch
+    from paceline.store.write.sources.source import SourceBatch
 
 _BUFFERS = 4  # one is being filled, one is placed, two wait to be written
 _MAX_ENCODED_BYTES = 64 << 20  # larger samples are stored as they are

@@ -28,7 +28,7 @@ import numpy as np
 from paceline.native import crc32c
 from paceline.store.format.layout import shard_name
 from paceline.store.write.files import FileDigest
-from paceline.store.write.sources import SourceBatch
+from paceline.store.write.sources.source import SourceBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from paceline.store.write.columns import SampleColumns
     from paceline.store.write.files import PackFolder
-    from paceline.store.write.sources import OpenSource
+    from paceline.store.write.sources.source import OpenSource
 
 JOURNAL_NAME = "journal.partial"
 

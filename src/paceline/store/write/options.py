@@ -10,10 +10,10 @@ from paceline.core.errors import ConfigError, Missing
 from paceline.core.record import Record
 from paceline.native import zstd_available
 from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES
-from paceline.store.write.sources import BATCH_BYTES
+from paceline.store.write.sources.source import BATCH_BYTES
 
 if TYPE_CHECKING:
-    from paceline.store.write.sources import SourceTotals
+    from paceline.store.write.sources.source import SourceTotals
 
 DEFAULT_SHARD_BYTES = 256 << 20
 MAX_SHARD_BYTES = 16 << 30

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import UsageError, os_errors_as
 from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, aligned_begins
-from paceline.store.write.archive_paths import find_archives
-from paceline.store.write.archives import Archives
-from paceline.store.write.folder import Folder
-from paceline.store.write.index import (
+from paceline.store.write.index.build import (
     IndexLayout,
     IndexMetadata,
     layout_of,
     section_lengths,
     write_index,
 )
+from paceline.store.write.index.sections import index_bytes
+from paceline.store.write.index.sorted_runs import open_sorted_run
 from paceline.store.write.journal import read_journal
 from paceline.store.write.options import (
     PackOptions,
@@ -36,14 +35,15 @@ from paceline.store.write.parity import groups, parity_length, write_all_parity
 from paceline.store.write.partial import PartialPack, check_destination, unwritable
 from paceline.store.write.pipeline import PackedSamples, pack_resumable
 from paceline.store.write.placement import ShardPlacement
-from paceline.store.write.sections import index_bytes
-from paceline.store.write.sorted_runs import open_sorted_run
+from paceline.store.write.sources.archive_paths import find_archives
+from paceline.store.write.sources.archives import Archives
+from paceline.store.write.sources.folder import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.store.write.options import ShardLimits
-    from paceline.store.write.sources import OpenSource, PackSource
+    from paceline.store.write.sources.source import OpenSource, PackSource
 
 
 def pack(

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 from paceline.store.format.layout import shard_name
 from paceline.store.write.encoding import read_batches
 from paceline.store.write.files import FileDigest
+from paceline.store.write.index.sorted_runs import SortedRunWriter
 from paceline.store.write.journal import Journal, PackedState, ResumePoint, resume
 from paceline.store.write.options import PackProgress
 from paceline.store.write.placement import PlacedBytes, ShardPlacement, place
 from paceline.store.write.shards import ShardWriter
-from paceline.store.write.sorted_runs import SortedRunWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.store.write.files import PackFolder
     from paceline.store.write.journal import JournalEntry
     from paceline.store.write.options import PackOptions, ShardLimits
-    from paceline.store.write.sources import OpenSource, SourceTotals
+    from paceline.store.write.sources.source import OpenSource, SourceTotals
 
 _log = logging.getLogger(__name__)
 

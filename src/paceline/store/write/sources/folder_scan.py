@@ -15,7 +15,7 @@ import numpy as np
 from paceline.core.errors import NotFound, StorageError, UsageError, os_errors_as, reason
 from paceline.native import list_folder
 from paceline.store.write.columns import SampleColumns
-from paceline.store.write.sources import MAX_NAME_BYTES
+from paceline.store.write.sources.source import MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

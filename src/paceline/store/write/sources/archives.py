@@ -20,8 +20,8 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import NotFound, StorageError, UsageError
-from paceline.store.write.archive_paths import find_archives
-from paceline.store.write.sources import (
+from paceline.store.write.sources.archive_paths import find_archives
+from paceline.store.write.sources.source import (
     BATCH_BYTES,
     FolderTree,
     SampleCollector,
@@ -31,7 +31,7 @@ from paceline.store.write.sources import (
     check_name,
     label_map,
 )
-from paceline.store.write.tar import (
+from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
     READ_BYTES,
     archive_errors,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from paceline.store.write.sources import OpenSource
+    from paceline.store.write.sources.source import OpenSource
 
 _MAX_CLASS_BYTES = 255
 _MAX_GROUP_BYTES = 512 << 20  # of members that wait in memory for the class of their group

@@ -20,14 +20,14 @@ from paceline.native import NameMerger, lower_bounds, name_hashes
 from paceline.store.format.header import IndexCounts
 from paceline.store.format.layout import DIGEST_BYTES, Section, joined
 from paceline.store.write.columns import EXTENT_TYPES, SAMPLE_TYPES, spread
-from paceline.store.write.name_table import TAIL_SLOTS, NameTable, home_count
-from paceline.store.write.sections import IndexWriter
+from paceline.store.write.index.name_table import TAIL_SLOTS, NameTable, home_count
+from paceline.store.write.index.sections import IndexWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.store.write.files import PackFile, PackFolder
-    from paceline.store.write.sorted_runs import SortedRun
+    from paceline.store.write.index.sorted_runs import SortedRun
 
 BLOCK_SAMPLES = 1 << 17
 

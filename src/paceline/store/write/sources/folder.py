@@ -21,8 +21,8 @@ from paceline.core.errors import StorageError, os_errors_as
 from paceline.native import read_files
 from paceline.store.format.layout import aligned_begins
 from paceline.store.write.columns import SAMPLE_TYPES, SampleColumns, concatenate_samples
-from paceline.store.write.folder_scan import FolderScan, open_root, unreadable
-from paceline.store.write.sources import (
+from paceline.store.write.sources.folder_scan import FolderScan, open_root, unreadable
+from paceline.store.write.sources.source import (
     BATCH_BYTES,
     BATCH_SAMPLES,
     SourceBatch,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from paceline.store.write.sources import OpenSource
+    from paceline.store.write.sources.source import OpenSource
 
 _MEMORY_BYTES = 64 << 20  # of a listing; a longer one waits in a file
 _BLOCK_SAMPLES = 1 << 16  # of a listing, that are in memory at a time

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.store.write.files import PackFile, PackFolder
-    from paceline.store.write.sections import IndexWriter
+    from paceline.store.write.index.sections import IndexWriter
 
 BUCKET_SAMPLES = 1 << 20  # 16 MiB of hashes and numbers
 _MAX_BUCKETS = 512  # files that are open at a time

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.store.write.sources import (
+from paceline.store.write.sources.source import (
     FolderTree,
     SampleCollector,
     SourceBatch,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from paceline.store.write.sources import OpenSource
+    from paceline.store.write.sources.source import OpenSource
 
 
 @dataclass(frozen=True, slots=True)

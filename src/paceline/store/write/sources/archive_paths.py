@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound
-from paceline.store.write.folder_scan import unreadable
+from paceline.store.write.sources.folder_scan import unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
