@@ -20,7 +20,7 @@ def run(folder, *arguments):
     ("rank", "place"),
     [
         (1, "data"),
-        (0, "compute"),
+        pytest.param(0, "compute", marks=pytest.mark.campaign("e2e")),
         pytest.param(0, "data", marks=pytest.mark.campaign("e2e")),
         pytest.param(1, "compute", marks=pytest.mark.campaign("e2e")),
     ],

@@ -306,7 +306,9 @@ def test_a_rank_that_somebody_terminates_is_named(tmp_path):
 # --- stopped from outside ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whom", ["launcher", "all"])
+@pytest.mark.parametrize(
+    "whom", ["launcher", pytest.param("all", marks=pytest.mark.campaign("e2e"))]
+)
 def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
     arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
     with Launched(tmp_path, *arguments, own_group=True) as running:

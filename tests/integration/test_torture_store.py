@@ -123,6 +123,7 @@ def test_faults_count_and_strike_once(tmp_path):
     assert os.write is not None
 
 
+@pytest.mark.campaign("faults")
 def test_the_verb(tmp_path):
     command = [sys.executable, "-m", "paceline", "torture", "store"]
     small = ["--corruptions", "20", "--kills", "2", "--faults", "1"]
