@@ -200,10 +200,10 @@ def analyse_now(folder):
 
 def analyse_before(folder):
     from paceline.trace.arrivals import encounters
+    from paceline.trace.blame import blame, lateness_s
+    from paceline.trace.communication import communication
+    from paceline.trace.phases import phases
 
-    from paceline.trace.analysis.blame import blame, lateness_s
-    from paceline.trace.analysis.communication import communication
-    from paceline.trace.analysis.phases import phases
     from paceline.trace.merge import load_run
 
     begin = time.perf_counter()

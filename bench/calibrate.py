@@ -88,7 +88,7 @@ def repeat(folder, epochs):
 
 def main():
     flags = options(__doc__)
-    from paceline.store import PackOptions, pack_folder
+    from paceline import store
     from paceline.studies.demo_files import IMAGES, PACK, make_folder, write_images
 
     report = Report("calibrate", flags.json)
@@ -96,7 +96,7 @@ def main():
         os.chdir(name)  # the demo's script finds its pack below the working directory
         make_folder()
         write_images()
-        pack_folder(IMAGES, PACK, options=PackOptions())
+        store.pack(store.Folder(IMAGES), PACK)
         for i in range(QUICK_REPEATS if flags.quick else REPEATS):
             tell(f"repeat {i}")
             folder = Path(name) / f"repeat-{i}"
