@@ -5,8 +5,12 @@ from __future__ import annotations
 from paceline.core.machine import (
     CollectiveCost,
     CollectivePoint,
+    Device,
     FrameworkOverhead,
+    Machine,
+    Point,
     Quantity,
+    Rate,
 )
 
 
@@ -39,3 +43,23 @@ def framework(framework: str, what: str, phase: str, seconds: float) -> Framewor
         processes=1,
         seconds=sheet(seconds),
     )
+
+
+def small_machine() -> Machine:
+    """Return a machine of four cores with one rate for all sizes."""
+    rates = tuple(
+        Rate(
+            operator=operator,
+            phase="forward",
+            dtype="float32",
+            threads=1,
+            processes=1,
+            unit=unit,
+            source="datasheet",
+            points=(Point(work=1.0, rate_per_s=1e9),),
+        )
+        for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
+    )
+    device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
+    costs = (collective("all_reduce", 1e-4, 1e9),)
+    return Machine(name="m", devices=(device,), collectives=costs)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from machines import collective, sheet
+from machines import small_machine
 
 from paceline.cli.plan import plan
 from paceline.core.errors import (
@@ -14,7 +14,7 @@ from paceline.core.errors import (
     ScriptFailed,
     UsageError,
 )
-from paceline.core.machine import Device, Machine, Point, Rate
+from paceline.core.machine import Machine
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import load_plan_file
 from paceline.studies.predict import load_machine, predict
@@ -55,25 +55,7 @@ def hangs():
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("plan")
     (place / "model.py").write_text(MODEL)
-
-    rates = tuple(
-        Rate(
-            operator=operator,
-            phase="forward",
-            dtype="float32",
-            threads=1,
-            processes=1,
-            unit=unit,
-            source="datasheet",
-            points=(Point(work=1.0, rate_per_s=1e9),),
-        )
-        for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
-    )
-    device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
-    machine = Machine(
-        name="m", devices=(device,), collectives=(collective("all_reduce", 1e-4, 1e9),)
-    )
-    (place / "machine.json").write_text(machine.to_text())
+    (place / "machine.json").write_text(small_machine().to_text())
     return place
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from launching import paceline
-from machines import collective, sheet
+from machines import small_machine
 
-from paceline.core.machine import Device, Machine, Point, Rate
+from paceline.core.machine import Machine
 from paceline.core.plan_file import load_plan_file
 from paceline.report.model import gather
 
@@ -44,30 +44,11 @@ if __name__ == "__main__":
 TRAINED_BYTES = 4 * (256 * 64 + 64 + 64 * 4 + 4)
 
 
-def _machine():
-    rates = tuple(
-        Rate(
-            operator=operator,
-            phase="forward",
-            dtype="float32",
-            threads=1,
-            processes=1,
-            unit=unit,
-            source="datasheet",
-            points=(Point(work=1.0, rate_per_s=1e9),),
-        )
-        for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
-    )
-    device = Device(name="cpu", kind="cpu", cores=4, memory_bytes=sheet(1e9), rates=rates)
-    costs = (collective("all_reduce", 1e-4, 1e9),)
-    return Machine(name="m", devices=(device,), collectives=costs)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("planned")
     (place / "train.py").write_text(TRAIN)
-    (place / "machine.json").write_text(_machine().to_text())
+    (place / "machine.json").write_text(small_machine().to_text())
     arguments = ("train.py:step", "-n", 2, "--threads", 2, "--machine", "machine.json")
     done = paceline(place, "plan", *arguments, "--out", "plan.json")
     assert done.code == 0, done.err
