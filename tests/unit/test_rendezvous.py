@@ -84,6 +84,15 @@ def task(
     )
 
 
+def ended_well(outcome):
+    """Whether a member of a good run ended as it should.
+
+    It leaves as soon as rank 0 knows that its rank ended; one that had to connect again on a busy
+    machine may hear how the whole run ended first.
+    """
+    return outcome in (None, JobEnd(exit_code=0))
+
+
 def in_threads(*functions):
     """Run functions at the same time; return what they returned or raised, in order."""
     outcomes = [None] * len(functions)
@@ -144,7 +153,8 @@ def test_tasks_start_together_and_share_the_cores_that_they_have_in_common(run):
     others = [task(run, rank, 3, cores=(0, 1) if rank < 2 else (2,)) for rank in (1, 2)]
     zero = task(run, 0, 3)
     outcomes = in_threads(root(zero, seen=seen), *(member(other, seen=seen) for other in others))
-    assert outcomes == [(), None, None]
+    assert outcomes[0] == ()
+    assert all(map(ended_well, outcomes[1:]))
     assert len({(start.address, start.port) for start in seen.values()}) == 1
     assert {rank: (start.share_index, start.share_count) for rank, start in seen.items()} == {
         0: (0, 2),
@@ -243,7 +253,8 @@ def test_a_named_job_needs_no_file_to_find_its_root(run, tmp_path):
     outcomes = in_threads(
         root(task(run, 0, name="slurm-7.0")), member(task(elsewhere, 1, name="slurm-7.0"))
     )
-    assert outcomes == [(), None]
+    assert outcomes[0] == ()
+    assert ended_well(outcomes[1])
 
 
 def test_a_root_whose_ports_are_taken_is_found_through_its_file(run, monkeypatch):
@@ -255,7 +266,8 @@ def test_a_root_whose_ports_are_taken_is_found_through_its_file(run, monkeypatch
         monkeypatch.setattr(addresses, "agreed_ports", lambda _job: tuple(ports))
         seen = {}
         outcomes = in_threads(root(task(run, 0), seen=seen), member(task(run, 1), seen=seen))
-    assert outcomes == [(), None]
+    assert outcomes[0] == ()
+    assert ended_well(outcomes[1])
 
 
 def test_where_tcp_is_blocked_messages_go_through_files(run, monkeypatch):
@@ -414,7 +426,7 @@ def test_several_hundred_tasks_over_loopback(run):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert outcomes[0] == ()
-    assert outcomes[1:] == [None] * (size - 1)
+    assert all(map(ended_well, outcomes[1:]))
     assert not [thread for thread in threading.enumerate() if thread.name in ("paceline-root",)]
 
 
