@@ -211,7 +211,7 @@ def analyse_before(folder):
     loaded = time.perf_counter()
     met = encounters(trace)
     parts = phases(trace, met)
-    late = lateness_s(trace, min(one.steps for one in parts), met)
+    late = lateness_s(trace, min(part.steps for part in parts), met)
     found = answers(parts, late, blame(trace, parts, late_s=late), communication(trace, met))
     events = sum(len(rank.events) for rank in trace.ranks)
     return loaded - begin, time.perf_counter() - loaded, events, found

@@ -81,7 +81,7 @@ def torch_free(report, folder):
     commands = [("--help",), *((verb, "--help") for verb in VERBS)]
     commands += [("pack", "images", "images.pack"), ("store", "ls", "images.pack")]
     commands += [("why", "RUN"), ("report", "RUN"), ("trace", "stats", "RUN")]
-    guilty = [" ".join(one) for one in commands if loads_torch(folder, *one)]
+    guilty = [" ".join(command) for command in commands if loads_torch(folder, *command)]
     report.row(commands=len(commands), load_torch=guilty)
     report.bar("commands that load torch and should not", len(guilty), 0, reason=", ".join(guilty))
 

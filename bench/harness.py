@@ -60,7 +60,9 @@ def median_interval(groups, *, seed=0, draws=4000):
     medians = []
     for _ in range(draws):
         drawn = [groups[i] for i in rng.integers(len(groups), size=len(groups))]
-        medians.append(np.median(np.concatenate([rng.choice(one, len(one)) for one in drawn])))
+        medians.append(
+            np.median(np.concatenate([rng.choice(group, len(group)) for group in drawn]))
+        )
     low, high = np.quantile(medians, [0.025, 0.975])
     return float(np.median(np.concatenate(groups))), float(low), float(high)
 
@@ -89,11 +91,11 @@ class Report:
         from paceline.runs.versions import versions
 
         self.load.append(os.getloadavg()[0])
-        for one in self.bars:
-            verdict = "met" if one["met"] else "NOT MET"
-            reason = f" ({one['reason']})" if "reason" in one else ""
-            sign = ">=" if "at_least" in one else "<="
-            tell(f"{verdict:>8}: {one['name']}: {_short(one['value'])} {sign} {one['bar']}{reason}")
+        for bar in self.bars:
+            verdict = "met" if bar["met"] else "NOT MET"
+            reason = f" ({bar['reason']})" if "reason" in bar else ""
+            sign = ">=" if "at_least" in bar else "<="
+            tell(f"{verdict:>8}: {bar['name']}: {_short(bar['value'])} {sign} {bar['bar']}{reason}")
         if self.as_json:
             result = {
                 "name": self.name,
@@ -104,7 +106,7 @@ class Report:
                 "bars": self.bars,
             }
             print(json.dumps(result))
-        return 0 if all(one["met"] for one in self.bars) else 1
+        return 0 if all(bar["met"] for bar in self.bars) else 1
 
 
 def _short(value):

@@ -67,8 +67,8 @@ def transformer(width, heads, depth, length, batch, vocabulary=256):
         def forward(self, x):
             b, t, w = x.shape
             q, k, v = (
-                one.view(b, t, heads, w // heads).transpose(1, 2)
-                for one in self.qkv(self.norm1(x)).chunk(3, -1)
+                part.view(b, t, heads, w // heads).transpose(1, 2)
+                for part in self.qkv(self.norm1(x)).chunk(3, -1)
             )
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(b, t, w))
@@ -192,18 +192,18 @@ def run_ranks(name, ranks, cores, seconds):
         processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--train", name]
-                + [str(one) for one in (rank, ranks, threads, f"{folder}/store", seconds)],
+                + [str(value) for value in (rank, ranks, threads, f"{folder}/store", seconds)],
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for rank in range(ranks)
         ]
         try:
-            return [json.loads(one.communicate(timeout=120)[0]) for one in processes]
+            return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
         finally:
-            for one in processes:
-                one.kill()
-                one.wait()
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def middle(values, part=0.5):
@@ -236,7 +236,9 @@ def compare(name, ranks, predicted, rounds):
         for each in zip(*(outcome["steps"] for outcome in outcomes), strict=False)
     ]
     measured = middle(slowest)
-    references = [one for outcomes in rounds for each in outcomes for one in each["reference"]]
+    references = [
+        reference for outcomes in rounds for each in outcomes for reference in each["reference"]
+    ]
     marks = [mark for outcomes in rounds for mark in outcomes[0]["marks"]]
     phases = [middle([mark[i] for mark in marks]) for i in range(3)]
     return {
@@ -281,7 +283,9 @@ def main():
         compare(name, ranks, predicted[name, ranks], rounds[name, ranks]) for name, ranks in rounds
     ]
     least = {  # by ranks: the more of them, the fewer threads each has
-        ranks: min(one for row in rows if row["ranks"] == ranks for one in row["reference_s"])
+        ranks: min(
+            reference for row in rows if row["ranks"] == ranks for reference in row["reference_s"]
+        )
         for ranks in RANKS
     }
     for row in rows:

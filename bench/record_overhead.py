@@ -269,7 +269,7 @@ def compare(report, launches, on, off, size):
         for times in launches
     ]
     middle, low, high = median_interval(ratios)
-    steps = [one for times in launches for block in times[off][size] for one in block]
+    steps = [seconds for times in launches for block in times[off][size] for seconds in block]
     report.row(
         on=on,
         off=off,
@@ -278,7 +278,7 @@ def compare(report, launches, on, off, size):
         ratio=middle,
         low=low,
         high=high,
-        ratios_of_launches=[middle_s(one) for one in ratios],
+        ratios_of_launches=[middle_s(ratio) for ratio in ratios],
     )
     return middle, high
 

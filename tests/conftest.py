@@ -57,7 +57,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 def _unexpected_skips(reporter):
     reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", [])}
-    return sorted(one for one in reasons if not any(known in one for known in ALLOWED_SKIPS))
+    return sorted(
+        reason for reason in reasons if not any(known in reason for known in ALLOWED_SKIPS)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -94,13 +94,13 @@ class Launched:
         """Check for processes, shared memory and temporary files."""
         assert self.running() == [], self.running()
         # torch makes an empty cache folder when it is imported, under torchrun too.
-        left = [one for one in self.temporary.rglob("*") if "torchinductor" not in one.name]
+        left = [path for path in self.temporary.rglob("*") if "torchinductor" not in path.name]
         assert left == [], left
         await_true(lambda: not self.shared_memory(), "shared memory to be gone")
 
 
 def _names(folder: str) -> set[str]:
-    return {one.name for one in Path(folder).iterdir()}
+    return {path.name for path in Path(folder).iterdir()}
 
 
 def paceline(folder: Path, *args, **options) -> Launched:

@@ -25,11 +25,11 @@ def _blocks(page, language):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere_and_verbs_exist(page):
     text = page.read_text()
-    links = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", text)]
-    inside = [one for one in links if one and "://" not in one]
-    assert not [one for one in inside if not (page.parent / one).exists()]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    inside = [link for link in links if link and "://" not in link]
+    assert not [link for link in inside if not (page.parent / link).exists()]
     verbs = re.findall(r"(?:`|\$ |^ {4}|&& )paceline ([a-z]+)", text, re.MULTILINE)
-    assert not [one for one in verbs if one not in VERBS]
+    assert not [verb for verb in verbs if verb not in VERBS]
 
 
 def test_every_page_can_be_found_from_the_readme():
@@ -40,8 +40,8 @@ def test_every_page_can_be_found_from_the_readme():
             continue
         seen.add(page)
         links = re.findall(r"\]\(([^)\s#]+)", page.read_text())
-        ahead += [(page.parent / one).resolve() for one in links if "://" not in one]
-    assert not [str(one.relative_to(ROOT)) for one in PAGES if one not in seen]
+        ahead += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
 
 
 @pytest.mark.campaign("e2e")
@@ -78,4 +78,4 @@ def test_what_a_page_tells_to_run_runs(tmp_path, name):
 def test_the_page_of_configuration_lists_each_key(verb, options):
     text = (ROOT / "docs/reference/configuration.md").read_text()
     keys = re.findall(rf"^\| `{verb}` \| `(\w+)`", text, re.MULTILINE)
-    assert keys == [one.name for one in dataclasses.fields(options)]
+    assert keys == [field.name for field in dataclasses.fields(options)]

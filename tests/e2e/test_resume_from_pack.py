@@ -64,7 +64,7 @@ def killed(folder, uninterrupted):
 
 def test_an_epoch_gives_each_sample_once(uninterrupted):
     assert sorted(chain.from_iterable(uninterrupted)) == list(range(COUNT))
-    assert [len(one) for one in uninterrupted] == [BATCH] * (COUNT // BATCH) + [COUNT % BATCH]
+    assert [len(batch) for batch in uninterrupted] == [BATCH] * (COUNT // BATCH) + [COUNT % BATCH]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_waiting_for_the_loader_is_recorded_as_input(folder, uninterrupted):
     recorded = 0
     for rank in run.ranks:
         inputs = rank.events_of(Kind.INPUT)
-        names = [rank.names[one] for one in inputs["name"].tolist()]
+        names = [rank.names[number] for number in inputs["name"].tolist()]
         assert names.count("iter") == 1
         assert names.count("next") == len(uninterrupted) + 1  # the last one says that it is over
         recorded += int(inputs["amount"].sum())

@@ -25,7 +25,7 @@ def outcome(tmp_path_factory):
     arguments = ["--quick", "--json", "--out", str(out), "--folder", str(folder)]
     result = CliRunner().invoke(verb, arguments, catch_exceptions=False)
     assert result.exit_code == 0
-    assert [one.name for one in folder.iterdir()] == ["machine.json"]
+    assert [path.name for path in folder.iterdir()] == ["machine.json"]
     return result, out
 
 
@@ -40,16 +40,21 @@ def test_measures_compute_links_and_storage(outcome):
     machine = Machine.from_text(outcome[1].read_text())
     assert machine.missing == ()
     (device,) = machine.devices
-    classes = {(one.operator, one.phase, one.processes) for one in device.rates}
+    classes = {(rate.operator, rate.phase, rate.processes) for rate in device.rates}
     for operator in ("matmul", "convolution", "attention", "batch_norm", "elementwise"):
         for phase in ("forward", "backward"):
             assert {(operator, phase, 1), (operator, phase, 2)} <= classes
-    assert {"float32", "bfloat16"} <= {one.dtype for one in device.rates}
-    assert all(point.rate_per_s > 0 for one in device.rates for point in one.points)
-    overheads = {(one.operator, one.phase): one.seconds.value for one in device.overheads}
+    assert {"float32", "bfloat16"} <= {rate.dtype for rate in device.rates}
+    assert all(point.rate_per_s > 0 for rate in device.rates for point in rate.points)
+    overheads = {
+        (overhead.operator, overhead.phase): overhead.seconds.value for overhead in device.overheads
+    }
     for key in (("matmul", "forward"), ("elementwise", "optimizer")):
         assert overheads[key] > 0
-    frameworks = {(one.framework, one.what, one.phase) for one in device.framework_overheads}
+    frameworks = {
+        (overhead.framework, overhead.what, overhead.phase)
+        for overhead in device.framework_overheads
+    }
     assert frameworks == {
         *(("torch", "phase", phase) for phase in ("forward", "backward", "optimizer")),
         ("ddp", "wrapper", "forward"),
@@ -66,15 +71,15 @@ def test_measures_compute_links_and_storage(outcome):
         assert len(seconds) >= 5
         assert seconds == sorted(seconds)
     measured = [
-        *(one.seconds for one in device.overheads),
-        *(one.latency_s for one in machine.links),
-        *(point.seconds for one in machine.collectives for point in one.points),
+        *(overhead.seconds for overhead in device.overheads),
+        *(link.latency_s for link in machine.links),
+        *(point.seconds for collective in machine.collectives for point in collective.points),
         device.bandwidth_bytes_per_s,
     ]
-    assert all(one.low <= one.value <= one.high for one in measured)
-    points = [point for one in device.rates for point in one.points]
-    assert all(one.low_per_s <= one.rate_per_s <= one.high_per_s for one in points)
-    assert any(one.low_per_s < one.high_per_s for one in points)
+    assert all(figure.low <= figure.value <= figure.high for figure in measured)
+    points = [point for rate in device.rates for point in rate.points]
+    assert all(point.low_per_s <= point.rate_per_s <= point.high_per_s for point in points)
+    assert any(point.low_per_s < point.high_per_s for point in points)
     (tier,) = machine.tiers
     assert tier.bandwidth_bytes_per_s.value > 0
     assert tier.open_latency_s.value > 0

@@ -64,9 +64,9 @@ def test_the_result_is_as_designed(digits):
 
 def test_phases_explain_the_loop(digits):
     for rank in RunFolder(digits.folder / "RUN").read_result().ranks:
-        explained = sum(one.measured_s for one in rank.phases if one.name != "other")
+        explained = sum(phase.measured_s for phase in rank.phases if phase.name != "other")
         assert explained >= 0.97 * rank.loop_wall_s
-        assert sum(one.measured_s for one in rank.phases) == pytest.approx(rank.loop_wall_s)
+        assert sum(phase.measured_s for phase in rank.phases) == pytest.approx(rank.loop_wall_s)
 
 
 def test_the_weights_are_those_of_plain_torchrun(digits, tmp_path):
@@ -92,7 +92,7 @@ def test_the_scripts_output_is_on_stdout_and_ours_on_stderr(digits):
 
 def test_the_folder_holds_what_the_design_lists(digits):
     run = digits.folder / "RUN"
-    names = sorted(str(one.relative_to(run)) for one in run.rglob("*") if one.is_file())
+    names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
     assert names == [
         *("config.json", "machine.json", "result.json"),
         *("trace/rank-00000.trace", "trace/rank-00001.trace", "versions.json"),
@@ -172,7 +172,7 @@ def test_a_folder_that_is_not_empty_stays_untouched(tmp_path, hello):
     assert done.code == 2
     assert "not empty" in done.err
     assert "--out" in done.err
-    assert [one.name for one in (tmp_path / "RUN").iterdir()] == ["mine.txt"]
+    assert [path.name for path in (tmp_path / "RUN").iterdir()] == ["mine.txt"]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, hello):
@@ -208,7 +208,7 @@ def test_a_dry_run_says_what_and_where_and_writes_nothing(tmp_path, hello):
     done = paceline(tmp_path, "run", "--dry-run", "-n", 2, hello)
     assert done.code == 0
     assert "world size 2, writing paceline-runs/hello-" in done.err
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["hello.py", "tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hello.py", "tmp"]
 
 
 # --- scripts that fail -------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_failed_run_keeps_its_result(raised):
         "phase": "backward",
         "error": "ValueError('the loss is not finite')",
     }
-    assert min(len(one.events) for one in load_run(raised.folder / "RUN").ranks) > 0
+    assert min(len(rank.events) for rank in load_run(raised.folder / "RUN").ranks) > 0
     raised.assert_nothing_left()
 
 
@@ -282,7 +282,7 @@ def test_a_killed_rank_leaves_no_process_shared_memory_or_file(killed):
 
 def test_the_trace_of_a_killed_rank_is_readable(killed):
     ranks = load_run(killed.folder / "RUN").ranks
-    assert [one.rank for one in ranks] == [0, 1]
+    assert [entry.rank for entry in ranks] == [0, 1]
     assert not ranks[1].complete
 
 
@@ -322,11 +322,11 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
     assert "stopped by SIGINT" in running.err
     assert "paceline report RUN" in running.err
     running.assert_nothing_left()
-    assert all(one.status.step >= 5 for one in load_run(tmp_path / "RUN").ranks)
+    assert all(rank.status.step >= 5 for rank in load_run(tmp_path / "RUN").ranks)
     result = RunFolder(tmp_path / "RUN").read_result()
     assert result.exit_code == 130
     assert result.failure is None
-    assert all(one.steps >= 1 for one in result.ranks)
+    assert all(rank.steps >= 1 for rank in result.ranks)
 
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path):
@@ -356,7 +356,7 @@ def test_under_mpirun_each_task_is_a_rank(tmp_path):
     assert last_json(done.out)["backend"] == "gloo"
     result = RunFolder(tmp_path / "RUN").read_result()
     assert result.world_size == 2
-    assert [(one.rank, one.steps) for one in result.ranks] == [(0, 20), (1, 20)]
+    assert [(rank.rank, rank.steps) for rank in result.ranks] == [(0, 20), (1, 20)]
     done.assert_nothing_left()
 
 

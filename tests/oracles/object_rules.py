@@ -39,7 +39,7 @@ _PHASE_OF = {
     Kind.OPTIMIZER: PHASES.index("optimizer"),
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
 }
-_TRANSFER, _WAITING, _OTHER = (PHASES.index(one) for one in ("transfer", "waiting", "other"))
+_TRANSFER, _WAITING, _OTHER = (PHASES.index(phase) for phase in ("transfer", "waiting", "other"))
 
 
 Key = tuple[str, int]
@@ -335,7 +335,7 @@ def communication(trace: Trace, known: Encounters | None = None) -> tuple[Traffi
         place = (present[0].name, group, size_class_bytes(largest))
         classes.setdefault(place, []).append(present)
     found = [_traffic(*place, together) for place, together in classes.items()]
-    return tuple(sorted(found, key=lambda one: -one.count * one.transfer_s))
+    return tuple(sorted(found, key=lambda operation: -operation.count * operation.transfer_s))
 
 
 def size_class_bytes(amount: int) -> int:

@@ -15,11 +15,11 @@ CORES = st.lists(st.integers(0, 1023), min_size=1, max_size=64, unique=True).map
 def test_shares_are_disjoint_cover_all_and_differ_by_at_most_one(cores, data):
     ranks = data.draw(st.integers(1, len(cores)))
     shares = [core_binding(cores, rank, ranks, {}) for rank in range(ranks)]
-    together = [core for one in shares for core in one.cores]
+    together = [core for share in shares for core in share.cores]
     assert together == cores  # covering, disjoint, and neighbours stay together
-    sizes = [len(one.cores) for one in shares]
+    sizes = [len(share.cores) for share in shares]
     assert max(sizes) - min(sizes) <= 1
-    assert [one.threads for one in shares] == sizes
+    assert [share.threads for share in shares] == sizes
 
 
 @given(CORES, st.integers(1, 64), st.integers(1, 4096))

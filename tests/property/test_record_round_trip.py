@@ -101,7 +101,7 @@ def test_survives_json(record):
 @given(RECORD, st.data())
 def test_an_unknown_key_is_refused_wherever_it_is(record, data):
     plain = record.to_json()
-    places = [plain, *(one for one in plain.values() if isinstance(one, dict) and one)]
+    places = [plain, *(value for value in plain.values() if isinstance(value, dict) and value)]
     if isinstance(record, Everything):
         places = [plain]  # its table takes any key
     place = data.draw(st.sampled_from(places))

@@ -15,8 +15,12 @@ from paceline.training.capture import TrainingStep, capture  # noqa: E402
 
 
 def flops(workload, layer, phase):
-    (found,) = [one for one in workload.layers if one.name == layer]
-    return sum(one.flops * one.count for one in found.operations if one.phase == phase)
+    (found,) = [candidate for candidate in workload.layers if candidate.name == layer]
+    return sum(
+        operation.flops * operation.count
+        for operation in found.operations
+        if operation.phase == phase
+    )
 
 
 def sgd(parameters):
@@ -63,8 +67,8 @@ def test_counts_of_a_cnn():
 def test_operators_belong_to_their_layer_and_class():
     classes = {}
     for layer in capture_cnn().layers:
-        for one in layer.operations:
-            classes.setdefault((layer.name, one.phase), set()).add(one.operator)
+        for operation in layer.operations:
+            classes.setdefault((layer.name, operation.phase), set()).add(operation.operator)
     assert classes["0", "forward"] == classes["0", "backward"] == {"convolution"}
     assert "batch_norm" in classes["1", "forward"]
     assert "batch_norm" in classes["1", "backward"]
@@ -88,7 +92,7 @@ def test_the_model_is_neither_run_nor_changed():
     module[2].register_forward_hook(lambda _module, _inputs, output: calls.append(type(output)))
     capture_cnn(module=module)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert all(one.grad is None for one in module.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
     assert len(module[2]._forward_hooks) == 1
     assert all(kind is not torch.Tensor for kind in calls)
 
@@ -138,7 +142,7 @@ def test_adam_and_attention():
     assert workload.flops == product * (2 + 5)
     assert workload.optimizer_bytes >= 2 * workload.parameter_bytes
     assert "dataset.seconds_per_sample" in workload.measured
-    found = {one.operator for layer in workload.layers for one in layer.operations}
+    found = {operation.operator for layer in workload.layers for operation in layer.operations}
     assert {"attention", "embedding", "transcendental"} <= found
 
 

@@ -24,9 +24,9 @@ def _without_fix(tree):
         if not isinstance(call, ast.Call):
             continue
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-        told = [one.value for one in call.keywords if one.arg == "fix"]
-        passed_on = any(one.arg is None for one in call.keywords)
-        empty = any(isinstance(one, ast.Constant) and not one.value for one in told)
+        told = [keyword.value for keyword in call.keywords if keyword.arg == "fix"]
+        passed_on = any(keyword.arg is None for keyword in call.keywords)
+        empty = any(isinstance(value, ast.Constant) and not value.value for value in told)
         if name in NAMES and not passed_on and (not told or empty):
             lines.append(call.lineno)
     return lines

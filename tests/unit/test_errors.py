@@ -23,7 +23,7 @@ def drawn_parent(name):
     lines = errors.__doc__.splitlines()
     at = next(i for i, one in enumerate(lines) if re.search(rf"\+-- {name}\b", one))
     depth = lines[at].index("+--")
-    above = (LINE.search(one) for one in reversed(lines[:at]) if "+--" in one)
+    above = (LINE.search(line) for line in reversed(lines[:at]) if "+--" in line)
     for match in above:
         if match.start() < depth:
             return match.group(1)
@@ -31,22 +31,22 @@ def drawn_parent(name):
 
 
 def test_the_docstring_draws_every_class():
-    assert set(TREE) == {one.__name__ for one in CLASSES}
+    assert set(TREE) == {error.__name__ for error in CLASSES}
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda error: error.__name__)
 def test_code_parent_and_built_in_are_as_drawn(cls):
     base, code = TREE[cls.__name__]
     assert cls.exit_code == int(code)
-    assert drawn_parent(cls.__name__) in {one.__name__ for one in cls.__bases__}
-    built_ins = [one for one in cls.__mro__ if one.__module__ == "builtins"]
+    assert drawn_parent(cls.__name__) in {base.__name__ for base in cls.__bases__}
+    built_ins = [base for base in cls.__mro__ if base.__module__ == "builtins"]
     if base:
-        assert base in {one.__name__ for one in cls.__bases__}
+        assert base in {parent.__name__ for parent in cls.__bases__}
     assert built_ins[0] not in (Exception, BaseException), "the nearest built-in is none"
     assert cls.__doc__
 
 
-@pytest.mark.parametrize("cls", [PacelineError, *CLASSES], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("cls", [PacelineError, *CLASSES], ids=lambda error: error.__name__)
 def test_json_and_text_carry_what_where_why_fix(cls):
     error = cls("it broke", where="rank 3", why="too hot", fix="Cool it")
     assert error.to_json() == {

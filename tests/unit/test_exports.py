@@ -64,9 +64,9 @@ def test_every_package_is_listed():
 def test_a_package_offers_what_is_pinned_here(name):
     module = importlib.import_module(f"paceline.{name}".rstrip("."))
     assert sorted(getattr(module, "__all__", [])) == EXPORTS[name]
-    for one in EXPORTS[name]:
-        if one not in ("Loader", "PackDataset"):  # load torch
-            assert getattr(module, one) is not None
+    for export in EXPORTS[name]:
+        if export not in ("Loader", "PackDataset"):  # load torch
+            assert getattr(module, export) is not None
 
 
 @pytest.mark.parametrize("name", EXPORTS)

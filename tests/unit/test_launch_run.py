@@ -167,7 +167,7 @@ def test_the_configuration_counts_ranks(script):
 def test_a_summary_of_traces(tmp_path):
     run = write_run(tmp_path / "RUN", data_parallel(2, 20))
     result = summarize(run, 2, 0)
-    assert [(one.rank, one.steps) for one in result.ranks] == [(0, 20), (1, 20)]
+    assert [(rank.rank, rank.steps) for rank in result.ranks] == [(0, 20), (1, 20)]
     assert result.step_time_s == pytest.approx(0.010)
     assert result.loop_wall_s == pytest.approx(0.2)
     assert result.straggler is None

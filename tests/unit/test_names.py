@@ -13,6 +13,7 @@ SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parent.parent.parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+TESTS = sorted(path for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py"))
 NATIVE = sorted([*ROOT.glob("native/**/*.[ch]pp"), *ROOT.glob("native/**/*.[ch]")])
 
 # Pronouns in place of nouns, and words of our own where the field has one (docs/glossary.md).
@@ -47,3 +48,13 @@ def test_the_text_uses_the_terms_of_the_field(pattern):
         if re.search(rf"(?<![`'\"])\b({pattern})\b", line)
     ]
     assert not found, f"instead: {WORDS[pattern]}"
+
+
+def test_tests_and_benchmarks_name_the_elements_of_a_loop():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in TESTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\bfor one in\b(?!\")|\blambda one\b(?!\")", line) and path != Path(__file__)
+    ]
+    assert not found

@@ -21,7 +21,7 @@ def _compare(run, predicted=None, **kwargs):
 def test_a_stragglers_window_and_the_warm_up_are_left_out(tmp_path):
     found = _compare(tmp_path, PREDICTED)
     assert (found.steps, found.undisturbed_steps) == (100, 100 - 10 - 41)
-    measured = {one.name: one.measured_s for one in found.phases}
+    measured = {phase.name: phase.measured_s for phase in found.phases}
     assert measured["input"] == pytest.approx(0.001)
     assert measured["backward"] == pytest.approx(0.004)
     assert measured["waiting"] == 0
@@ -32,7 +32,7 @@ def test_errors_and_ratios(tmp_path):
     found = _compare(tmp_path, PREDICTED)
     assert found.predicted_step_s == pytest.approx(0.011)
     assert found.step_time_error == pytest.approx(0.1)
-    ratios = {one.name: one.ratio for one in found.phases}
+    ratios = {phase.name: phase.ratio for phase in found.phases}
     assert ratios["backward"] == pytest.approx(1.25)
     assert ratios["waiting"] is None
     assert Comparison.from_text(found.to_text()) == found
@@ -46,7 +46,7 @@ def test_a_step_time_may_be_predicted_apart_from_phases(tmp_path):
 def test_without_prediction_there_is_only_the_measurement(tmp_path):
     found = _compare(tmp_path)
     assert found.step_time_error is None
-    assert all(one.predicted_s is None for one in found.phases)
+    assert all(phase.predicted_s is None for phase in found.phases)
     assert found.measured_step_s > 0
 
 

@@ -60,7 +60,7 @@ SECTIONS = [
 
 def _machine(name="box"):
     quantity = Quantity(value=1e9, source="probe")
-    costs = tuple(collective(one, 1e-4, 1e9) for one in ("all_reduce", "broadcast"))
+    costs = tuple(collective(operation, 1e-4, 1e9) for operation in ("all_reduce", "broadcast"))
     device = Device(name=name, kind="cpu", cores=2, memory_bytes=quantity)
     return Machine(name=name, devices=(device,), collectives=costs, missing=(name,))
 
@@ -313,7 +313,7 @@ def test_json_holds_what_the_page_shows(tmp_path):
     data = json.loads(json.dumps(to_json(gather(_run(tmp_path)))))
     assert data["version"] == 1
     assert data["stragglers"][0]["rank"] == 1
-    assert [one["name"] for one in data["phases"]] == list(PHASES)
+    assert [phase["name"] for phase in data["phases"]] == list(PHASES)
     assert data["step_time_error"] == pytest.approx(0.1)
     assert data["collectives"][0]["modelled_s"] > 0
     assert data["ranks"][1]["phases"]["input"] > data["ranks"][0]["phases"]["input"]

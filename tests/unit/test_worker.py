@@ -24,7 +24,7 @@ def rank(tmp_path):
         command += ["--temporary", temporary] if temporary else []
         command += ["--", script, *args]
         return subprocess.run(
-            [str(one) for one in command],
+            [str(word) for word in command],
             env={**environ, **place, **(env or {})},
             cwd=tmp_path,
             capture_output=True,

@@ -21,7 +21,7 @@ def main():
     works = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda one: works.append(dist.all_reduce(one.grad, async_op=True))
+            lambda tensor: works.append(dist.all_reduce(tensor.grad, async_op=True))
         )
     for _ in range(4):
         optimizer.zero_grad()
