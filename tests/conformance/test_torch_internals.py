@@ -284,6 +284,44 @@ def test_capability_thread_state(world):
     assert len(threads) == 20
 
 
+def test_capability_dynamo_frames():
+    """A hidden function is not compiled, nor what it calls; what a passing one calls is."""
+    import torch._dynamo
+
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph.code)
+        return graph.forward
+
+    def leaf(x):
+        return x.sin()
+
+    def hidden(x):
+        return leaf(x) + 1
+
+    def passing(x):
+        return leaf(x) + 1
+
+    set_strategy, strategy, action = internals._dynamo_frames()
+    set_strategy(hidden.__code__, strategy(action.SKIP, action.SKIP))
+    set_strategy(passing.__code__, strategy(action.SKIP, action.DEFAULT))
+    run = torch._dynamo.optimize(backend)
+    graphs = []
+    for function in (hidden, passing):
+        seen.clear()
+        run(function)(torch.ones(1))
+        graphs.append(len(seen))
+    assert graphs == [0, 1]
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def traced(x):
+        return x + 1 if internals.at_run_time() else x - 1
+
+    assert internals.at_run_time()
+    assert traced(torch.ones(1)).item() == 0
+
+
 def test_a_recorder_that_fails_amid_a_collective_says_so_once_and_ends_nothing(
     world, tmp_path, monkeypatch, caplog
 ):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
+
+from paceline.trace.collectors import torch_internals as internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,11 +36,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
-        execute, callback = spec.loader.exec_module, self.callback
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            callback(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is this module's own
+        execute = functools.partial(_execute, spec.loader.exec_module, self.callback)
+        spec.loader.exec_module = execute  # type: ignore[method-assign]  # this loader is this module's own
         return spec
+
+
+def _execute(
+    execute: Callable[[ModuleType], None],
+    callback: Callable[[ModuleType], None],
+    module: ModuleType,
+) -> None:
+    execute(module)
+    callback(module)
+
+
+internals.calls_the_script(_execute)

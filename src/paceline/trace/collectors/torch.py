@@ -19,8 +19,10 @@ import torch
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_hooks import phase_of
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
-from paceline.trace.collectors.torch_phases import PhaseRecorder, phase_of
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.collectors.torch_phases import PhaseRecorder
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -47,6 +49,8 @@ class TorchCollector:
         CollectiveRecorder(self.in_flight).install()
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader)
+        if Capability.DYNAMO_FRAMES in self.available:
+            internals.hide_from_dynamo(__package__)
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""

@@ -6,7 +6,6 @@ stays legal. It opens a phase only if it is the outermost one on the main thread
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_hooks import RecordedKind, around
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -43,6 +43,7 @@ class PhaseRecorder:
         self.loop = loop
         self.in_flight = in_flight
         self.available = available
+        self.kinds: dict[Kind, RecordedKind] = {}
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
 
@@ -116,88 +117,82 @@ class PhaseRecorder:
             amount: from the call's arguments, the bytes that it moved.
             after: called with the end of a call that nothing encloses.
         """
-        original = getattr(owner, attribute)
         recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
 
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.opens(number):
-                return original(*args, **kwargs)
+        def before(*_args: Any, **_kwargs: Any) -> tuple[int, int] | None:
+            if not self.opens(number):
+                return None
+            begin_ns = recorder.begin(number)
             outer, self.loop.phase = self.loop.phase, number
             self.loss_begin_ns = 0
-            begin_ns = recorder.begin(number)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.loop.phase = outer
-                size = amount(*args, **kwargs) if amount else 0
-                end_ns = recorder.end(number, name, begin_ns, size, outer)
-                if after and outer == IDLE:
-                    after(end_ns)
+            return begin_ns, outer
 
-        setattr(owner, attribute, timed)
+        def ended(state: tuple[int, int], _result: Any, *args: Any, **kwargs: Any) -> None:
+            begin_ns, outer = state
+            self.loop.phase = outer
+            size = amount(*args, **kwargs) if amount else 0
+            end_ns = recorder.end(number, name, begin_ns, size, outer)
+            if after and outer == IDLE:
+                after(end_ns)
+
+        original = getattr(owner, attribute)
+        setattr(owner, attribute, around(original, self.recorded(kind), before, ended))
+
+    def recorded(self, kind: Kind) -> RecordedKind:
+        """Return whether phases of a kind are recorded: all their hooks share it."""
+        if kind not in self.kinds:
+            lost = f"the phase {kind.name.lower()} (its time counts as other)"
+            self.kinds[kind] = RecordedKind(lost, kind)
+        return self.kinds[kind]
 
     def _wrap_backward(self) -> None:
-        original = torch.autograd.backward
         recorder, number = self.recorder, int(Kind.BACKWARD)
         backward_name, loss_name = recorder.intern("backward"), recorder.intern("loss")
 
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def before(*_args: Any, **_kwargs: Any) -> tuple[int, int] | None:
             if not self.opens(number):
-                return original(*args, **kwargs)
-            outer, self.loop.phase = self.loop.phase, number
+                return None
             begin_ns = recorder.begin(number)
             if self.loss_begin_ns:
                 recorder.record(int(Kind.FORWARD), MAIN, loss_name, self.loss_begin_ns, begin_ns)
                 self.loss_begin_ns = 0
             self.in_flight.enter_backward()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.loop.phase = outer
-                recorder.end(number, backward_name, begin_ns, 0, outer)
-                self.in_flight.leave_backward()
-                if self.stepped_in_backward:
-                    self.stepped_in_backward = False
-                    recorder.end_step()
+            outer, self.loop.phase = self.loop.phase, number
+            return begin_ns, outer
 
-        torch.autograd.backward = backward
+        def after(state: tuple[int, int], *_args: Any, **_kwargs: Any) -> None:
+            begin_ns, outer = state
+            self.loop.phase = outer
+            recorder.end(number, backward_name, begin_ns, 0, outer)
+            self.in_flight.leave_backward()
+            if self.stepped_in_backward:
+                self.stepped_in_backward = False
+                recorder.end_step()
+
+        kind = self.recorded(Kind.BACKWARD)
+        torch.autograd.backward = around(torch.autograd.backward, kind, before, after)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
-        original = getattr(torch.Tensor, attribute)
         recorder, name = self.recorder, self.recorder.intern(f"copy {attribute}")
         number, passive = int(Kind.COPY), (int(Kind.COPY), int(Kind.INPUT))
 
-        @functools.wraps(original)
-        def copied(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.loop.phase in passive:
-                return original(*args, **kwargs)
-            begin_ns = monotonic_ns()
-            result = original(*args, **kwargs)
-            source = args[0]
+        def before(*_args: Any, **_kwargs: Any) -> int | None:
+            return None if self.loop.phase in passive else monotonic_ns()
+
+        def after(begin_ns: int, result: Any, source: Any, *args: Any, **kwargs: Any) -> None:
+            if result is None:  # it raised
+                return
             if attribute == "copy_":
                 # The parser's word is "other", the documentation's is "src".
-                source = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("src"))
+                source = args[0] if args else kwargs.get("other", kwargs.get("src"))
             device = getattr(source, "device", None)
             if device != result.device and threading.get_ident() == self.loop.main_thread:
                 size = result.numel() * result.element_size()
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
-            return result
 
-        setattr(torch.Tensor, attribute, copied)
-
-
-def phase_of(error: BaseException) -> str:
-    """Return the phase in which `error` was raised, or nothing if it was between phases."""
-    frames = error.__traceback__
-    while frames is not None:
-        frame = frames.tb_frame
-        if frame.f_code.co_filename == __file__ and "number" in frame.f_locals:
-            return Kind(frame.f_locals["number"]).name.lower()
-        frames = frames.tb_next
-    return ""
+        original = getattr(torch.Tensor, attribute)
+        setattr(torch.Tensor, attribute, around(original, self.recorded(Kind.COPY), before, after))
 
 
 def _saved_bytes(*args: object, **kwargs: object) -> int:

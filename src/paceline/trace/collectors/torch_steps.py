@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
@@ -37,10 +38,15 @@ class StepRecorder:
         self.phases = phases
         self.name = recorder.intern("step")
         self.trained = TrainedParameters(recorder)
+        self.trains = RecordedKind("how many bytes of parameters the run trains")
         self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
         self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
         if Capability.OPTIMIZER_HOOKS in available:
-            internals.hook_optimizer_steps(self._before, self._after)
+            lost = Capability.OPTIMIZER_HOOKS.value
+            steps = RecordedKind(lost, Kind.OPTIMIZER, self._leave_open_steps)
+            internals.hook_optimizer_steps(
+                callback(steps, self._before), callback(steps, self._after)
+            )
 
     def _before(self, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread:
@@ -57,7 +63,7 @@ class StepRecorder:
     def _after(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread or not self.open:
             return
-        self.trained.note_step(optimizer)
+        self.trains.attempt(self.trained.note_step, optimizer)
         begin_ns, self.loop.phase = self.open.pop()
         if self.open:
             return
@@ -66,3 +72,8 @@ class StepRecorder:
             self.phases.stepped_in_backward = True
         else:
             self.recorder.end_step()
+
+    def _leave_open_steps(self) -> None:
+        if self.open:
+            self.loop.phase = self.open[0][1]
+            self.open.clear()
