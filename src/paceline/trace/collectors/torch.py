@@ -19,7 +19,7 @@ import torch
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
-from paceline.trace.collectors.torch_hooks import phase_of
+from paceline.trace.collectors.torch_hooks import RecordedKind, phase_of
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -40,21 +40,31 @@ class TorchCollector:
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
         self.in_flight = InFlight(recorder, self.loop, self.available)
+        self.collectives = CollectiveRecorder(self.in_flight)
         self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available)
 
     def install(self) -> None:
-        """Put the hooks in place."""
-        self.phases.install()
-        StepRecorder(self.recorder, self.loop, self.phases, self.available)
-        CollectiveRecorder(self.in_flight).install()
-        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
-        on_import("paceline.store.feed.loader", self.phases.wrap_loader)
+        """Put the hooks in place. What fails is not recorded, and a warning says so."""
+        checkpoints = self.phases.recorded(Kind.CHECKPOINT)
+        waits = self.phases.recorded(Kind.INPUT)
+        RecordedKind("phases of the loop").attempt(self.phases.install)
+        RecordedKind(Capability.OPTIMIZER_HOOKS.value).attempt(self._see_steps)
+        RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
+        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)
+        on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits)
         if Capability.DYNAMO_FRAMES in self.available:
-            internals.hide_from_dynamo(__package__)
+            hidden = RecordedKind(Capability.DYNAMO_FRAMES.value)
+            hidden.attempt(internals.hide_from_dynamo, __package__)
+
+    def _see_steps(self) -> None:
+        StepRecorder(self.recorder, self.loop, self.phases, self.available)
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
-        self.in_flight.close()
+        RecordedKind("collectives that had not completed").attempt(self.in_flight.close)
+        RecordedKind("the accelerator's peak of memory").attempt(self._note_device_memory)
+
+    def _note_device_memory(self) -> None:
         if torch.cuda.is_initialized():  # pragma: no cover - needs a GPU
             name = self.recorder.intern("device_peak_memory_bytes")
             now = self.recorder.begin(IDLE)

@@ -39,7 +39,9 @@ class CollectiveRecorder:
         self.recorder = in_flight.recorder
         self.available = in_flight.available
         self.libraries: list[torch.library.Library] = []
-        self.collectives = RecordedKind(Capability.DISPATCHER.value)
+        self.collectives = RecordedKind(
+            Capability.DISPATCHER.value, when_stopped=in_flight.forget_all
+        )
         self.waits = RecordedKind(Capability.WORKS.value)
 
     def install(self) -> None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,12 +63,14 @@ class RecordedKind:
         if not self.on:
             return
         self.on = False
+        place = traceback.extract_tb(problem.__traceback__)[-1:]
         _LOG.warning(
-            "not recorded from here on: %s; a hook of the recorder failed (%s: %s). The script "
-            "trains on. Please report this with torch's version, %s",
+            "not recorded from here on: %s; a hook of the recorder failed (%s: %s%s), the script "
+            "trains on. Please report this, with torch's version: %s",
             self.lost,
             type(problem).__name__,
             problem,
+            "".join(f", {Path(frame.filename).name}:{frame.lineno}" for frame in place),
             torch.__version__,
         )
         if self._when_stopped is not None:
