@@ -101,6 +101,9 @@ def around(
             the call unrecorded.
         after: called with the state, the call's result (None if it raised) and its arguments.
     """
+    inner = internals.inside_disable(original)
+    if inner is not None:
+        return internals.disable(around(inner, kind, before, after))
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> F:

@@ -16,8 +16,8 @@ import sys
 import threading
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _LOG = logging.getLogger(__name__)
+F = TypeVar("F")
 
 
 class Capability(Enum):
@@ -291,6 +292,20 @@ def calls_the_script(function: Callable[..., object]) -> None:
     _calls_the_script.add(function.__code__)
 
 
+def disable(function: Callable[..., F]) -> Callable[..., F]:
+    """Return `function` as torch's own functions that must not be compiled are decorated."""
+    disabled: Callable[..., F] = torch._disable_dynamo(function)  # noqa: SLF001  # loads no part of Dynamo
+    return disabled
+
+
+def inside_disable(function: Callable[..., F]) -> Callable[..., F] | None:
+    """Return what torch decorated by `disable`; None if it did not."""
+    if getattr(function, "__code__", None) is not disable(len).__code__:
+        return None
+    inner: Callable[..., F] | None = getattr(function, "__wrapped__", None)
+    return inner
+
+
 def hide_from_dynamo(package: str) -> None:
     """Have Dynamo leave alone the functions of a package's loaded modules, and what they call.
 
@@ -318,18 +333,15 @@ def _dynamo_frames() -> tuple[Callable[..., None], Any, Any]:
 
 def _codes_of(module: ModuleType) -> Iterator[CodeType]:
     """Yield the code of all functions that a module defines, nested ones and methods included."""
-    values = [value for value in vars(module).values() if _defined_in(value, module)]
-    for owner in [value for value in values if isinstance(value, type)]:
-        values += vars(owner).values()
+    values = list(vars(module).values())
+    for owner in values.copy():
+        if isinstance(owner, type) and owner.__module__ == module.__name__:
+            values += vars(owner).values()
     for value in values:
         for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
-            code = getattr(function, "__code__", None)
-            if isinstance(code, CodeType):
-                yield from _with_nested(code)
-
-
-def _defined_in(value: object, module: ModuleType) -> bool:
-    return getattr(value, "__module__", None) == module.__name__
+            # By its globals: an Enum has methods of the module enum in its own dict.
+            if isinstance(function, FunctionType) and function.__globals__ is vars(module):
+                yield from _with_nested(function.__code__)
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:

@@ -7,6 +7,7 @@ its counters, and all warnings. A recorded run must write the very same file as 
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -139,6 +140,100 @@ def full_graph(backend):
 def recomputed(backend):
     model = nn.Sequential(Block(recompute=True), nn.Linear(WIDTH, 1))
     return train(model, call=torch.compile(model, backend=backend))
+
+
+def recomputed_eagerly(backend):
+    """Activation checkpointing by the eager code that compiled blocks are called from."""
+    del backend
+    model = own()
+    first, rest = model[0], model[1:]
+
+    def call(inputs):
+        hidden = checkpoint(first, inputs, use_reentrant=False)
+        return checkpoint(rest, hidden, use_reentrant=True)
+
+    return train(model, call=call)
+
+
+def whole_step(backend):
+    """One compiled function that has the forward pass, the backward pass and the step in it."""
+    model = own()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend=backend)
+    def step(inputs, target):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    for inputs, target in batches():
+        step(inputs, target)
+    return model
+
+
+def refused_calls(backend):
+    """A compiled function that calls what Dynamo never traces."""
+    model = own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend=backend)
+    def epoch():
+        for inputs, target in batches():
+            model.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), target)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            torch.save(model.state_dict(), io.BytesIO())
+
+    epoch()
+    return model
+
+
+def reset(backend):
+    """Dynamo forgets what it compiled, and compiles again."""
+    model = own()
+    for _ in range(2):
+        torch.compiler.reset()
+        train(model, call=torch.compile(model, backend=backend, fullgraph=True))
+    return model
+
+
+def on_device(backend):
+    """A compiled model on a GPU, as CUDA graphs."""
+    model = own().cuda()
+    train(model, call=lambda inputs: torch.compile(model, backend=backend)(inputs.cuda()).cpu())
+    return model.cpu()
+
+
+def captured(backend):
+    """A step that the script captures as a CUDA graph itself, and replays."""
+    del backend
+    model = nn.Linear(WIDTH, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(8, WIDTH, device="cuda")
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    return model.cpu()
 
 
 def breaking(backend):
