@@ -1,4 +1,4 @@
-"""``paceline trace``: a run's traces for other tools, and in numbers."""
+"""``paceline trace``: exports and summarises the traces of a run."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def export(run: Path, form: str, out: Path | None) -> None:
 
 
 @trace.command(
-    short_help="Print what RUN recorded, in numbers.",
+    short_help="Print statistics of the traces of RUN.",
     epilog="Example: paceline trace stats RUN --json",
 )
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def stats(run: Path, as_json: bool) -> None:
-    """Print what RUN recorded: events by kind, time by phase, clocks and collectives."""
+    """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives."""
     from rich.console import Console
 
     from paceline.report.terminal import render_stats
