@@ -104,7 +104,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 def raise_failure(
     run: Path, script: Path, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
-    """Raise the error that the exits call for; none when all ranks ended well.
+    """Raise the error for the exits of a run; do nothing if every rank succeeded.
 
     Raises:
         Interrupted: a signal stopped the launcher.

@@ -1,4 +1,4 @@
-"""The folder of a new run: its name, who gets it, and when it is refused."""
+"""The folder of a new run: chooses its name, claims it, and refuses it if it is taken."""
 
 from __future__ import annotations
 

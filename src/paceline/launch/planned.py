@@ -1,4 +1,4 @@
-"""Applies a Plan to a run: what it sets, what contradicts it, and what a script must do itself.
+"""Applies a Plan to a run: refuses contradictions, warns of values that only a script can set.
 
 An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
 loader workers are set in the script's own code: of a plan with such values the run follows the

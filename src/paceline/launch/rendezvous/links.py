@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.allocation import Allocation
 
-CONNECT_S = 3.0  # a firewall that drops packets would hold a connection attempt for minutes
+CONNECT_S = 3.0  # a firewall that drops packets would stall a connection attempt for minutes
 _FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only after so many attempts
 _FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
 
@@ -116,7 +116,7 @@ class FolderLink:
         return [parse_notice(line)]
 
     def close(self) -> None:
-        """Do nothing: the last report stays until the root, who removes the folder, has read it."""
+        """Do nothing: the last report must stay until the root has read it."""
 
 
 def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> RootLink | None:
