@@ -1,10 +1,14 @@
 """Skew: by how much each rank entered its collectives later than it could have.
 
-A rank's *compute time since the last sync* at a collective is the time since the last moment at
-which it was synchronised with the other ranks, minus the time that it has spent waiting in one-way
-operations since then. Its skew is that time minus the smallest such time among the ranks. The time
-of entry alone would accuse the wrong rank: a broadcast makes its receivers as late as its root, and
-they carry that delay into the next all-reduce.
+A *sync* of a rank is the end of its wait for a synchronising collective (all-reduce, all-gather,
+reduce-scatter, all-to-all, barrier); a *sync interval* is the time between two syncs. One-way
+operations (broadcast, reduce, gather, scatter, send, receive) do not synchronise all ranks.
+
+A rank's *compute time since the last sync* at a collective is the time since the rank's last sync,
+minus the time that the rank has spent waiting in one-way operations since then. The rank's skew is
+that time minus the smallest such time among the ranks. The time of entry alone would accuse the
+wrong rank: a broadcast makes its receivers as late as its root, and the receivers carry that delay
+into the next all-reduce.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ if TYPE_CHECKING:
 def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndarray:
     """Return each rank's skew in each step, shape (ranks, steps), seconds.
 
-    A step may hold several moments at which ranks synchronise; their skews add up, since after
-    each of them all start equal. Collectives of one sync interval count once, by the largest skew.
-    A step without a synchronising collective counts as 0.
+    If ranks synchronise several times in a step, the skews add up, since all ranks start equal
+    after each sync. Several collectives in one sync interval count once, by the largest skew. A
+    step without a synchronising collective has skew 0.
 
     Args:
         matches: the run's matched collectives and messages.
@@ -55,8 +59,8 @@ def compute_since_sync_ns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a rank's compute time since the last sync at each entry, and the sync interval.
 
-    A sync interval begins when the rank was last synchronised. Sync intervals are counted from 1;
-    interval 0, before the first sync, has no beginning, and its compute time has no meaning.
+    Sync intervals are numbered from 1. Interval 0 is the time before the first sync; it has no
+    beginning, so its compute time has no meaning.
 
     Args:
         entered_ns: times at which the rank entered its collectives, in order, shape (calls,).

@@ -26,7 +26,7 @@ _MAGIC = b"PACETRCE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The header of a trace: who, and where in its run the rank is or ended.
+    """The header of a trace: the rank, and its current or last step and phase.
 
     Attributes:
         phase: kind of event that the rank is in; None between phases.
