@@ -1,4 +1,4 @@
-"""The single door to the compiled module: everything else imports from here.
+"""The only interface to the compiled module: all other modules import it from here.
 
 What crosses the boundary gets its names and types here: tuples become named tuples, and an error of
 the core becomes one of ours (`_pack_error`), once, for all callers. The signatures of the module
@@ -91,7 +91,7 @@ class Extent(NamedTuple):
 
 
 class PackEntry(NamedTuple):
-    """What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
+    """An entry of a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
 
     name: str
     is_folder: bool

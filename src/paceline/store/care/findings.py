@@ -41,7 +41,7 @@ class RepairReport(Record):
         path: path of the pack.
         identity: identity of the pack.
         dry_run: whether nothing was written.
-        repaired: what is right again.
+        repaired: what was damaged and is intact again.
         lost: what could not be repaired.
         stale_files: names of files that belonged to no version of the pack and were removed.
     """

@@ -261,7 +261,7 @@ class _ExtractTarget:
             os.close(descriptor)
 
     def commit(self) -> None:
-        """Have everything on storage, then give it its name."""
+        """Sync everything to storage, then rename the folder to its final name."""
         self._leave_folder()
         _sync_file_system(self._root)
         try:

@@ -2,8 +2,8 @@
 
 ::
 
-    PACK/                  locked; what a killed append left is finished or removed
-        shard-*.pace       the next numbers: written, fsync; readers ignore what no index names
+    PACK/                  locked; an append that was killed earlier is finished or undone
+        shard-*.pace       the next numbers: written, fsync; ignored by readers of the old index
         parity-*.partial   of groups that change
         index.pace.partial written, fsync, renamed over index.pace; fsync the folder
         parity-*.pace      renamed: redundancy, so it may come last
@@ -70,10 +70,10 @@ def append(
     on_progress: Callable[[PackProgress], None] | None = None,
     clock: Clock | None = None,
 ) -> PackSummary:
-    """Add the samples of `source` to an existing pack and return what it holds then.
+    """Add the samples of `source` to an existing pack and return its new summary.
 
-    Killed at any moment, this leaves the pack as it was or with all new samples. Readers that
-    have it open keep the samples that they know.
+    If killed, the pack either is as it was or has all new samples. Readers that have the pack open
+    keep the samples that they see.
 
     Args:
         source: `Folder`, `Archives` or `Samples`.

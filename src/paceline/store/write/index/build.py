@@ -331,7 +331,7 @@ def _folder_samples(
                 raise UsageError(
                     "a sample is named like a folder",
                     where=repr(folders[k])[1:],
-                    why="another sample lies below that name",
+                    why="the name of another sample begins with it and a slash",
                     fix="Rename one of the two",
                 )
     both = np.stack([bounds(b"/"), bounds(b"0")], axis=1)  # "0" is what follows "/"

@@ -90,7 +90,7 @@ class OpenFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder and of the listing."""
+        """Close the folder and delete the listing."""
         self._listing.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)

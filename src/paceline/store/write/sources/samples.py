@@ -1,4 +1,4 @@
-"""Samples that a program has or makes: any iterable of names and bytes."""
+"""Samples that a program generates: any iterable of pairs of a name and bytes."""
 
 from __future__ import annotations
 
