@@ -1,4 +1,4 @@
-"""The Estimate: a predicted step, with the Plan that it is of and what it was predicted from.
+"""The Estimate: a predicted step, with its Plan and the digests of its Workload and Machine.
 
 `perf` makes one, a plan file carries it, a run keeps it, and the report sets it beside the
 measurement. It names its Workload and Machine by name and by digest, so that it is never compared

@@ -108,7 +108,7 @@ def digest(data: object) -> str:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Return the advice that an unknown `name` deserves: the nearest known ones."""
+    """Return a hint for an unknown `name`: the nearest known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if close:

@@ -16,8 +16,8 @@ Messages travel over a socket pair that carries nothing else, so whatever torch 
 prints cannot be taken for the answer. What they print goes to the caller's stderr if
 `WorkerCall.show_output` is set; its last line is part of the error if no answer comes.
 
-How it can end: an answer; the worker's own PacelineError, raised again as the same class;
-`DeadlineExceeded`; or `WorkerFailed` for a foreign exception, a crash, a kill, and garbage.
+A call ends in an answer; the worker's own PacelineError, raised again as the same class;
+`DeadlineExceeded`; or `WorkerFailed` for any other exception, a crash, a kill, an invalid answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EXIT_GRACE_S = 2.0  # a worker that has answered may run its exit handlers
 
 
 class WorkerMessage(Record):
-    """A request or an answer that is never stored: both sides are the same Paceline."""
+    """A request or an answer. It is never stored: both sides run the same version of Paceline."""
 
     __slots__ = ()
 

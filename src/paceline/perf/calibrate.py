@@ -95,7 +95,7 @@ class ObservedCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Measurements of a run's undisturbed steps.
+    """Measurements of a run's undisturbed steps (docs/glossary.md).
 
     Attributes:
         phases: seconds per step by the names of `Breakdown`.
@@ -177,9 +177,9 @@ def calibrate(
     """
     if evidence.steps < 1:
         raise UsageError(
-            "the run has no undisturbed step to calibrate from",
+            "the run has no step to calibrate from in which no rank was late",
             where=machine.name,
-            why="every step is in the warm-up or in a straggler's window",
+            why="every step is in the warm-up or in a straggler's step range, or lost events",
             fix="Calibrate from a longer run, or one without a straggler",
         )
     prior = step_breakdown(machine, workload, plan)

@@ -206,7 +206,7 @@ def total_cost(costs: Iterable[OperatorCost]) -> OperatorCost:
 
 
 def rate_at(points: tuple[Point, ...], work: float) -> float:
-    """Return the rate at `work`: between points along a power law, beyond them the nearest's."""
+    """Return the rate at `work`: a power law between points, constant extrapolation beyond."""
     if work <= points[0].work:
         return points[0].rate_per_s
     for low, high in itertools.pairwise(points):

@@ -1,4 +1,4 @@
-"""Says what this machine offers a training job, what is wrong with it, and what to do.
+"""Checks whether this machine is fit for training, and says what to fix.
 
 Each check is a pure function from facts to a finding; `diagnose` gathers the facts: files under
 /proc and /sys through `root`, programs through `run`, torch through `ask_torch` in a process of its

@@ -1,8 +1,8 @@
-"""Measures this node into a Machine, in at most about 20 seconds. The loop begins here.
+"""Measures this node and returns a Machine, in at most about 20 seconds.
 
 What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
-What cannot be measured here is named in `Machine.missing` instead of being guessed.
+Figures that cannot be measured here are named in `Machine.missing` instead of being guessed.
 """
 
 from __future__ import annotations

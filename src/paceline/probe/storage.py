@@ -1,4 +1,4 @@
-"""How fast a folder gives up its files: one long file, and many small ones."""
+"""Measures how fast files of a folder are read: one long file, and many small files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def measure_folder(folder: Path, *, quick: bool) -> Tier:
-    """Return what reading from `folder` costs; what it writes there is gone afterwards.
+    """Return bandwidth and latency of reading from `folder`; temporary files are removed.
 
     Raises:
         StorageError: the folder cannot be written, or is full.
@@ -64,7 +64,7 @@ def _read_long(path: Path, size: int) -> float:
 
 
 def _open_small(folder: Path) -> Quantity:
-    """Return the seconds of opening a small file and asking for its size."""
+    """Return the seconds of open() and fstat() of a small file."""
     paths = [folder / f"{number:04d}" for number in range(SMALL_COUNT)]
     for path in paths:
         path.write_bytes(b"\0" * SMALL_BYTES)

@@ -1,7 +1,7 @@
 """The folder of a run: where its files lie, and how they are read; see run-folder.md.
 
-`launch` writes the files, `report` and `cli` read them. A file of an older version is brought to
-the current form on reading; of a newer one it is said which Paceline wrote it.
+`launch` writes the files, `report` and `cli` read them. A file of an older version is upgraded when
+it is read; the error for a file of a newer version names the Paceline that wrote it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calibrates a Machine by a run: reads the run's evidence here, lets `perf` fit the machine."""
+"""Calibrates a Machine by a run: gathers the measurements here, `perf` fits the Machine to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derives a Workload from an ordinary model: one training step on tensors that hold no data.
+"""Derives a Workload from an ordinary model: one training step on fake tensors (without data).
 
 The module is copied with fake tensors in place of its parameters; forward, backward and optimizer
 step then run on them under a dispatch mode that sees every operator with its shapes. Nothing is
