@@ -118,7 +118,7 @@ class PackReader(_native.PackReader):
     """
 
     def entries(self, folder: int) -> list[PackEntry]:  # type: ignore[override]  # of one kind
-        """Return what lies in a folder; -1 is the pack itself."""
+        """Return the entries of a folder; -1 is the root of the pack."""
         return super().entries(folder, PackEntry)  # type: ignore[return-value]  # of that kind
 
     def extents(self, sample: int) -> list[Extent]:  # type: ignore[override]  # named
@@ -135,7 +135,7 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 
     Args:
         path: of its shard.
-        bad: what is known of it.
+        bad: the damaged sample.
     """
     name = os.fsdecode(bad.name) or "?"
     return CorruptPack(
@@ -147,7 +147,7 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 
 
 class _PackProblem(NamedTuple):
-    """What a PackError of the core says."""
+    """The fields of a PackError of the core."""
 
     kind: Literal["io", "corrupt", "sample", "version"]
     file: bytes
@@ -296,8 +296,8 @@ def read_files(
     Args:
         descriptor: of the folder.
         names: offsets and bytes of their relative paths.
-        lengths: that each must have.
-        mtimes_ns: when each must have been last written.
+        lengths: expected length of each file.
+        mtimes_ns: expected time of the last write of each file.
         positions: of each in `target`, ascending.
         target: takes them all.
         follow: read what symbolic links lead to.

@@ -105,7 +105,7 @@ class OpenFile:
 
 @dataclass(slots=True)
 class ShardState:
-    """What is wrong with a shard, if anything.
+    """The damage of a shard, if any.
 
     Attributes:
         shard: number of the shard.
@@ -182,7 +182,7 @@ def decoded(stored: bytes, length: int) -> bytes | None:
 def examine_shard(
     path: Path, index: IndexFile, shard: int, extents: NDArray[np.int64]
 ) -> ShardState:
-    """Return what is wrong with a shard; reads all of it, twice where it is damaged.
+    """Return the damage of a shard; reads all of the shard, damaged parts twice.
 
     Args:
         path: the pack.

@@ -206,7 +206,7 @@ class _Repair:
         repair = ShardRepair(
             self._path, self._index, sources, self._findings, dry_run=self._dry_run
         )
-        # A repaired shard may be what the parity of another was missing: until nothing changes.
+        # A repaired shard may allow to repair another one by parity: repeat until nothing changes.
         while damaged:
             left = [state for state in damaged if not repair.repair(state, extents_of[state.shard])]
             if self._dry_run or len(left) == len(damaged):

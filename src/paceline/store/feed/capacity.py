@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def worker_count(options: LoaderOptions) -> int:
-    """Return how many workers there are: within the cores that this process may use."""
+    """Return the number of workers, within the cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     if options.workers is None:
         computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
@@ -40,7 +40,7 @@ def check_shared_memory(needed_bytes: int) -> None:
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
-        return  # then torch says what it does without
+        return  # torch reports a missing /dev/shm itself
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
         raise StorageError(

@@ -223,7 +223,7 @@ class Loader:
         return threads
 
     def start_processes(self) -> Iterator[Batch | Exception]:
-        """Return what torch's DataLoader has its worker processes make of the epoch's rest."""
+        """Return the rest of the epoch from the worker processes of torch's DataLoader."""
         if self._processes is None:
             options, workers = self.options, worker_count(self.options)
             share = self.batches.global_batch_size / self.batches.world_size

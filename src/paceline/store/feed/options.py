@@ -29,8 +29,8 @@ class LoaderOptions:
             positions and other ranks. A rank's share of a batch of which every
             sample is damaged is an error even so.
         numbers: deliver (samples, labels, sample numbers) rather than (samples, labels).
-        workers: threads or processes; None: the cores that this process may use less torch's own
-            threads (less one, where a GPU computes), at least 1.
+        workers: number of threads or processes; None: the number of cores that this process may use
+            minus torch's own threads (minus one, if a GPU computes), at least 1.
         worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
         start_method: start method of processes: ``fork``, ``forkserver`` or ``spawn``; None is
             torch's default.

@@ -35,7 +35,7 @@ DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
 PARTIAL_SUFFIX = ".partial"
 NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
-# What packing, appending and repair write before it counts: all that they may remove.
+# Temporary files of packing, appending and repair: the only files that they may remove.
 UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
 
 _FILE_HEADER = struct.Struct("<8sII44x")
@@ -101,7 +101,7 @@ def parity_name(group: int) -> str:
 
 
 class FileMagic(bytes, Enum):
-    """How the files beside the index begin."""
+    """The first bytes of the files other than the index."""
 
     SHARD = b"PACESHRD"
     PARITY = b"PACEPRTY"

@@ -1,4 +1,4 @@
-"""Adds samples to a pack: new shards beside the old ones, then a new index in place of the old.
+"""Adds samples to a pack: new shards in the same folder, then a new index replaces the old one.
 
 ::
 
@@ -217,7 +217,7 @@ def _refuse_damage(folder: _GrowingPack) -> None:
 
 
 def _all_classes(before: Sequence[bytes], new: SourceClasses) -> SourceClasses:
-    """Return all classes, the old ones first, and what to write for the labels of new samples."""
+    """Return all classes, the old ones first, and the labels to write for new samples."""
     names = [*before, *sorted(set(new.names) - set(before))]
     moved = label_map(new.names, names)
     return SourceClasses(names, moved if new.label_map is None else moved[new.label_map])
@@ -238,7 +238,7 @@ def _append_parity(folder: _GrowingPack, first_shard: int, count: int) -> list[F
 
 
 class _PackBefore:
-    """What a pack holds before samples are appended: its index, and its samples as a sorted run."""
+    """The pack before samples are appended: its index, and its samples as a sorted run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

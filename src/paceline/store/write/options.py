@@ -76,7 +76,7 @@ class PackOptions(Configuration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary(Record):
-    """What was packed, or would be; `elapsed_s` is 0 for a dry run.
+    """Summary of a packing or a dry run; `elapsed_s` is 0 for a dry run.
 
     `reused_sample_count` were packed by an earlier `pack` that was killed. `opens_before` and
     `opens_after` are the files that an epoch opens.

@@ -1,4 +1,4 @@
-"""An unfinished pack: a folder beside the destination that becomes it by one rename.
+"""An unfinished pack: the folder DST.partial, which one rename turns into the pack DST.
 
 ::
 

@@ -138,7 +138,7 @@ class OpenArchives:
         self.resume_key = repr(states)
 
     def totals(self) -> SourceTotals:
-        """Return nothing: what archives hold is seen when they are read."""
+        """Return no totals: the content of archives is only known when they are read."""
         return SourceTotals()
 
     def folders(self) -> list[bytes]:
@@ -268,7 +268,7 @@ class _LargeMember:
         raise AssertionError
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
-        """Write what comes next of the sample; return how many bytes that is."""
+        """Write the next bytes of the sample; return their number."""
         chunk = self.file.read(len(target))
         target[: len(chunk)] = np.frombuffer(chunk, np.uint8)
         return len(chunk)

@@ -61,7 +61,7 @@ class _OpenSamples:
         self.where = source.where
 
     def totals(self) -> SourceTotals:
-        """Return what is known before reading: nothing."""
+        """Return no totals: they are not known before reading."""
         return SourceTotals()
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:
