@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LOST = "its task stopped reporting"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-# What a traceback holds if the rank lost a peer: errors of gloo, NCCL and torch's own store.
+# Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
 _LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
 
 

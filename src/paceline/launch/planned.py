@@ -25,7 +25,7 @@ def check_plan(
     allocation: Allocation | None,
     environ: Mapping[str, str],
 ) -> None:
-    """Refuse what contradicts the plan.
+    """Raise an error if a setting contradicts the plan.
 
     Args:
         plan: the plan that the run follows.

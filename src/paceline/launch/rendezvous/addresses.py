@@ -28,7 +28,7 @@ _CANDIDATES = 4
 
 
 def job_identity(allocation: Allocation, run: Path) -> str:
-    """Return what all tasks of a job know, and no other job has: its name, or the run's folder."""
+    """Return an identity that only the tasks of one job share: its name or the run's folder."""
     return allocation.name or f"{allocation.source}:{run.resolve()}"
 
 

@@ -32,7 +32,7 @@ class RootLink(Protocol):
     """A connection of a member; only the member's thread uses it."""
 
     def fileno(self) -> int:
-        """Return what to select on; -1 for a link that must be polled."""
+        """Return the descriptor to select on; -1 for a link that must be polled."""
 
     def send(self, report: TaskReport) -> None:
         """Send a report.
@@ -94,7 +94,7 @@ class FolderLink:
         self._seen = b""
 
     def fileno(self) -> int:
-        """Return that there is nothing to select on."""
+        """Return -1: files must be polled."""
         return -1
 
     def send(self, report: TaskReport) -> None:

@@ -53,7 +53,7 @@ ROOT_TICK_S = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkFaults:
-    """What the network does to messages; probabilities per message.
+    """Faults of the network; probabilities per message.
 
     Attributes:
         loss: it never arrives.

@@ -36,7 +36,7 @@ class JobPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartInfo:
-    """What a task needs to start its rank.
+    """The values that a task needs to start its rank.
 
     Attributes:
         address: address on which rank 0's process group listens.

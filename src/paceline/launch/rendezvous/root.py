@@ -135,7 +135,7 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 
 @dataclass(slots=True)
 class _Task:
-    """What the root knows of a task.
+    """The root's knowledge of a task.
 
     `ended` is how its rank ended, `gone_s` when its connection closed, `lost` whether it stopped
     reporting, `left` whether its last report has come.

@@ -309,7 +309,7 @@ class RootServer:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raise the soft limit on open files if it is lower; what the hard limit leaves must do.
+    """Raise the soft limit on open files to `count`, or to the hard limit if that is lower.
 
     Tasks that then find no connection report through files.
     """
