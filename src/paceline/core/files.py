@@ -47,7 +47,7 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 class LockOutcome(Enum):
-    """What came of the attempt to lock a file or folder."""
+    """The outcome of an attempt to lock a file or folder."""
 
     ACQUIRED = auto()
     HELD = auto()  # by another process
@@ -149,5 +149,5 @@ def read_text(path: Path) -> str:
 
 
 def _partial(path: Path) -> Path:
-    """Return where this process writes what is to become `path`: beside it, for the rename."""
+    """Return the temporary file that becomes `path`: in the same folder, for the rename."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -1,13 +1,13 @@
-"""The Machine: what a cluster can do, each number with its source and, where known, its interval.
+"""The Machine: the performance of a cluster, each number with its source and interval, if known.
 
 `paceline probe` measures a Machine, a file under ``machines/`` describes one, `paceline calibrate`
 corrects one by a run, and `perf` predicts from it. Four kinds of figures are kept apart, since each
 kind has other readers:
 
-    Rate, Overhead      what an operator costs on a device, by class, phase, dtype and threads
-    FrameworkOverhead   what torch or DistributedDataParallel adds, whatever the operators are
+    Rate, Overhead      cost of an operator on a device, by class, phase, dtype and threads
+    FrameworkOverhead   time that torch or DistributedDataParallel adds to the operators
     Link                latency and bandwidth between two ranks, and which ranks share it
-    CollectiveCost      what a library's collective costs over a link, as a curve over bytes
+    CollectiveCost      duration of a library's collective over a link, as a curve over bytes
 
 A rate depends on how many threads ran and how many processes kept the node busy at the same time,
 so both are part of a rate's key, instead of being folded into a peak that no program reaches.
@@ -133,7 +133,7 @@ class Overhead(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameworkOverhead(Record):
-    """What a framework adds to a step in addition to operators and collectives.
+    """Time that a framework adds to a step in addition to operators and collectives.
 
     `seconds` and `seconds_per_byte`: exactly one of the two is given.
 
@@ -170,7 +170,7 @@ class FrameworkOverhead(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device(Record):
-    """What computes: a node's CPU, or one of its accelerators.
+    """A device that computes: a node's CPU, or one of its accelerators.
 
     Attributes:
         name: as the maker calls it.
@@ -184,7 +184,7 @@ class Device(Record):
         first_touch_bytes_per_s: writing newly allocated memory for the first time.
         rates: curves per operator class, dtype, threads and busy processes.
         overheads: seconds per operator.
-        framework_overheads: what the framework that trains adds on this device.
+        framework_overheads: time that the training framework adds on this device.
     """
 
     version: ClassVar[int] = 2
@@ -215,8 +215,9 @@ class Link(Record):
         level: for example ``shared-memory``, ``loopback`` or ``network``.
         latency_s: of an empty message.
         bandwidth_bytes_per_s: of a long one.
-        sharing: who shares that bandwidth when several send at once: only the ``pair`` itself, all
-            ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the level.
+        sharing: which ranks share that bandwidth when several send at once: only the ``pair``
+            itself, all ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the
+            level.
     """
 
     version: ClassVar[int] = 2
@@ -248,7 +249,7 @@ class CollectivePoint(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCost(Record):
-    """What one collective operation of a library costs over a link, as a curve over bytes.
+    """Duration of a library's collective operation over a link, as a curve over bytes.
 
     Attributes:
         backend: the library, for example ``gloo``, ``nccl`` or ``mpi``.
@@ -310,7 +311,7 @@ class Machine(Record):
         nodes: how many.
         devices: of one node; the first is the one that trains unless a Plan says otherwise.
         links: between ranks, nearest first.
-        collectives: what libraries' collectives cost over these links.
+        collectives: durations of libraries' collectives over these links.
         tiers: of storage, fastest first.
         missing: what could not be measured, and why.
     """

@@ -96,7 +96,7 @@ def call_all(works: Sequence[WorkerCall[A]], *, deadline_s: float) -> tuple[A, .
     in a worker's process group is left.
 
     Args:
-        works: what to ask, and whom.
+        works: the requests, each with its worker's module.
         deadline_s: for all of them together, their start included.
 
     Raises:
@@ -210,12 +210,14 @@ class WorkerProcess(Generic[A]):
         self.connection.setblocking(False)
 
     def receive(self) -> bool:
-        """Take what has arrived; return whether the answer is complete.
+        """Read the bytes that have arrived; return whether the answer is complete.
 
         Raises:
             WorkerFailed: the worker ended, or sent something that is not an answer.
         """
-        ended = self._has_ended()  # before reading: what it sent before its end is still read
+        ended = (
+            self._has_ended()
+        )  # before reading: bytes that it sent before its end are still read
         closed = False
         try:
             while not closed and not self._is_complete():
@@ -309,7 +311,7 @@ class WorkerProcess(Generic[A]):
 
 
 class _Output:
-    """Keeps the end of what a worker prints, until it ends.
+    """Keeps the last bytes that a worker prints.
 
     Its own thread is the only reader of the pipe, and the only writer of `_tail`.
     """

@@ -1,4 +1,4 @@
-"""What one operator call costs on a machine: its overhead, and its work over the measured rate.
+"""The cost of one operator call on a machine: its overhead plus its work over the measured rate.
 
 ::
 
@@ -8,9 +8,9 @@
 
 Most classes have one of the two rates; convolutions have both: they rearrange their tensors.
 
-Limits: a call with no work costs its overhead, which is what bounds small models; a large one costs
-work / rate, the roofline with the efficiency that this class was measured to reach. On a machine
-that is described by datasheets a curve is one point, the peak, and overheads are 0.
+Limits: a call without work costs its overhead, which dominates in small models; a large call costs
+work / rate, the roofline with the measured efficiency of its class. On a machine that is described
+by datasheets a curve is one point, the peak, and overheads are 0.
 """
 
 from __future__ import annotations

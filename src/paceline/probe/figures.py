@@ -18,7 +18,7 @@ ROUNDS = 3
 
 
 def typical_s(samples: Sequence[float]) -> float:
-    """Return the 20th percentile of the samples: what a call takes when nothing disturbs it.
+    """Return the 20th percentile of the samples: the duration of an undisturbed call.
 
     The median would be right on an idle node; a neighbour that takes the core for some of the time
     must not be measured as a property of the machine.

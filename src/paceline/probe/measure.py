@@ -170,7 +170,7 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
 
 
 def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[FrameworkOverhead, ...]:
-    """Return what DDP adds, the mean of both ranks."""
+    """Return DDP's overheads, the mean of both ranks."""
     by_rank = [worker.communication.ddp for worker in pair if worker.communication]
     return tuple(_mean(overheads) for overheads in zip(*by_rank, strict=True))
 

@@ -83,7 +83,7 @@ class RunFolder:
             raise _unreadable(problem.where, why) from problem
 
     def read_plan(self) -> PlanFile | None:
-        """Return what the run was planned to be; None without a plan. Errors as `read_record`.
+        """Return the plan that the run followed; None without a plan. Errors as `read_record`.
 
         A folder of an earlier Paceline holds the Estimate alone, as ``estimate.json``.
         """
@@ -115,7 +115,7 @@ class RunFolder:
         return config
 
     def read_versions(self) -> dict[str, Any]:
-        """Return ``versions.json``: what took part; empty without it. Errors as `read_record`."""
+        """Return ``versions.json``; empty without the file. Errors as `read_record`."""
         versions = _read_object(self.file("versions.json"))
         self._refuse_newer("versions.json", versions, VERSIONS_VERSION)
         return versions

@@ -49,7 +49,7 @@ SCRIPT = Path(__file__).with_name("demo_train.py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injection(Record):
-    """What the demo does to one rank; the analysis never sees it.
+    """The slow-down that the demo injects into one rank; the analysis does not get it.
 
     Attributes:
         rank: to slow.
@@ -123,7 +123,7 @@ class Injected(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult(Record):
-    """What the demo leaves as ``paceline-demo/result.json``.
+    """The content of ``paceline-demo/result.json``.
 
     Attributes:
         test_accuracy: on the fifth of the images that was not trained on.
@@ -227,7 +227,7 @@ def _train(
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
-    """Train, and return what the script itself wrote: accuracy and what it injected."""
+    """Train, and return the output of the script: accuracy and the injected slow-down."""
     answer = FOLDER / "trained.json"
     args = ["--result", str(answer), "--epochs", str(EPOCHS), "--seed", str(seed)]
     if injection is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStep:
-    """What one step of a training loop needs.
+    """The inputs of one step of a training loop.
 
     Attributes:
         module: the model; it is not changed.

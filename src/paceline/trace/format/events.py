@@ -98,7 +98,7 @@ EVENT_DTYPE = np.dtype(
     ]
 )
 
-# A flag: nobody saw the call complete, so `end_ns` is only when it returned. Backends that queue
+# A flag: completion was not observed, so `end_ns` is when the call returned. Backends that queue
 # collectives on a device's stream (NCCL) report completion when the work is queued.
 COMPLETION_UNKNOWN = 1
 

@@ -108,7 +108,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 class _Tables:
-    """What the blocks of one file add up to."""
+    """The tables and events of one file, collected from its blocks."""
 
     def __init__(self, path: Path, status: Status) -> None:
         self.path = path

@@ -54,7 +54,7 @@ class Status:
 
 
 def parse_header(data: bytes, path: Path) -> Status:
-    """Return what the first page of the file at `path` says.
+    """Return the header in the first page of the file at `path`.
 
     Raises:
         CorruptTrace: it is not a trace, damaged, or of a newer format.

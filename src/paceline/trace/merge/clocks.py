@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.trace.format.files import RankTrace
     from paceline.trace.merge.matches import Matches
 
-# What clock_adjtime(2) lets a clock be slewed by; a crystal alone is off by a tenth of it.
+# The limit of clock_adjtime(2) for slewing a clock; a crystal alone is off by a tenth of it.
 MAX_DRIFT = 500e-6
 _HALVINGS = 96  # each leaves two thirds: 1e-3 becomes 1e-20, below a nanosecond in a year
 _KEPT_GAP = 0.9
