@@ -43,14 +43,14 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
         entered = matches.calls["enter_ns"][own]
         compute_ns[own], intervals[own] = compute_since_sync_ns(entered, own_waits)
     counted = synchronising & (intervals > 0)
-    rows = matches.by_instance[counted[matches.by_instance]]
+    rows = matches.by_instance[counted[matches.by_instance]]  # of `matches.calls`, by instance
     calls = matches.calls[rows]
     late_ns = compute_ns[rows] - _smallest(compute_ns[rows], calls["instance"])
     chosen = (late_ns > 0) & (calls["step"] < steps)
     traces, steps_of_calls = calls["trace"][chosen], calls["step"][chosen]
     result = np.zeros((len(waits), steps))
-    worst, places = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
-    np.add.at(result, (traces[places], steps_of_calls[places]), worst / 1e9)
+    largest_ns, at = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
+    np.add.at(result, (traces[at], steps_of_calls[at]), largest_ns / 1e9)
     return result
 
 
@@ -73,8 +73,8 @@ def compute_since_sync_ns(
     ended_ns = np.maximum.accumulate(waits["end_ns"])
     over = np.searchsorted(ended_ns, entered_ns, side="right")  # waits that ended before each entry
     syncs = waits["synchronises"]
-    rows = np.arange(1, len(waits) + 1)
-    last_sync = np.concatenate([[0], np.maximum.accumulate(np.where(syncs, rows, 0))])[over]
+    numbers = np.arange(1, len(waits) + 1)  # of waits, from 1; 0 stands for no sync yet
+    last_sync = np.concatenate([[0], np.maximum.accumulate(np.where(syncs, numbers, 0))])[over]
     intervals = np.concatenate([[0], np.cumsum(syncs)])[over]
     lengths = np.where(syncs, 0, waits["end_ns"] - waits["begin_ns"])
     waited = np.concatenate([[0], np.cumsum(lengths)])
@@ -83,7 +83,7 @@ def compute_since_sync_ns(
 
 
 def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
-    """Return for each row the smallest value of its instance; rows are ordered by instance."""
+    """Return for each value the smallest of its instance; values are ordered by instance."""
     if not len(values):
         return values
     first = np.flatnonzero(np.concatenate([[True], instances[1:] != instances[:-1]]))
@@ -94,12 +94,12 @@ def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
 def _largest(
     late_ns: np.ndarray, traces: np.ndarray, steps: np.ndarray, intervals: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest value of each (trace, step, interval), and the index of a row with it."""
+    """Return the largest value of each (trace, step, interval), and its index in `late_ns`."""
     order = np.lexsort((late_ns, intervals, steps, traces))
     last = np.ones(len(order), dtype=bool)
     for column in (traces, steps, intervals):
         ordered = column[order]
         last[:-1] &= ordered[1:] == ordered[:-1]
     last[:-1] = ~last[:-1]
-    places = order[last]
-    return late_ns[places], places
+    at = order[last]
+    return late_ns[at], at
