@@ -41,7 +41,9 @@ def export(run: Path, form: str, out: Path | None) -> None:
     run = RunFolder.open(run).path
     path = out or run / "trace.json"
     if out is not None and out.exists():
-        raise DestinationExists("will not overwrite", where=str(out), fix="Name another file")
+        raise DestinationExists(
+            "the file exists and is not overwritten", where=str(out), fix="Choose another file"
+        )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
     commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(run))))

@@ -31,7 +31,7 @@ def commit_bytes(path: Path, data: bytes) -> None:
 def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     """Write `chunks` one after the other, for content larger than memory; see `commit_bytes`."""
     partial = _partial(path)
-    fix = "Free space or choose another place; what was there is unchanged"
+    fix = "Free space or choose another path; the old content is unchanged"
     try:
         with storage_errors("cannot write", where=path, fix=fix):
             with partial.open("wb") as file:

@@ -243,7 +243,7 @@ class WorkerProcess(Generic[A]):
                 f"{self.work.name} failed",
                 where=self.work.module,
                 why=str(message["raised"]),
-                fix="Correct what it names",
+                fix="Fix the error that it names",
             )
         try:
             return self.work.answer.from_json(message.get("answer"), where=self.work.name)
@@ -298,7 +298,9 @@ class WorkerProcess(Generic[A]):
             f"{self.work.name} {how}",
             where=self.work.module,
             why=self._output.last_line() or "it printed nothing",
-            fix="See what it printed" if self.work.show_output else "Run it alone to see more",
+            fix="See the output of the process"
+            if self.work.show_output
+            else "Run the code alone to see its output",
         )
 
     def _garbage(self, why: str) -> WorkerFailed:
@@ -357,5 +359,5 @@ def _late(work: WorkerCall[Any], deadline_s: float) -> DeadlineExceeded:
         f"{work.name} did not end in time",
         where=work.module,
         why=f"{deadline_s:g} s passed",
-        fix="See that it neither waits for input nor for a busy machine",
+        fix="Check that it does not wait for input, and that the machine is not overloaded",
     )

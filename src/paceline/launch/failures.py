@@ -126,7 +126,7 @@ def raise_failure(
             f"rank {failure.rank} was killed by {failure.signal}",
             where=f"step {failure.step}, phase {failure.phase}",
             why=_why_killed(failure.signal),
-            fix=f"See what led to it: paceline report {run}",
+            fix=f"See the steps before it: paceline report {run}",
         )
     if failure.error == _LOST:
         raise DeadlineExceeded(

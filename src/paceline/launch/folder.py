@@ -75,7 +75,7 @@ def claim(run: Path, *, is_default_name: bool) -> Path:
                 "cannot make the run's folder",
                 where=str(run),
                 why=problem.strerror or "",
-                fix="Name another place: --out RUN",
+                fix="Choose another folder: --out RUN",
             ) from problem
         else:
             return run

@@ -118,7 +118,7 @@ def diagnose(
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
+        raise NotFound("no such folder", where=str(folder), fix="Give an existing folder")
     environ = environment() if environ is None else environ
     limits = node.read_limits(root)
     mount = node.mount_of(str(folder.resolve()), node.read_mounts(root))
@@ -252,7 +252,7 @@ def check_torch(answer: TorchAnswer) -> Finding:
             topic="torch",
             status="fail",
             what=f"installed, but does not import: {answer.problem}",
-            fix='Run: python -c "import torch" and correct what it names',
+            fix='Run: python -c "import torch" and fix the error that it prints',
         )
     backends = ", ".join(facts.backends) or "no backend"
     what = f"{facts.torch}, {facts.gpus} GPU(s), {backends}"

@@ -56,7 +56,7 @@ def measure(
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
+        raise NotFound("no such folder", where=str(folder), fix="Give an existing folder")
     with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
         return _measure(folder, quick=quick, on_progress=on_progress)
 

@@ -27,7 +27,7 @@ def measure_folder(folder: Path, *, quick: bool) -> Tier:
     """
     mount = mount_of(str(folder.resolve()), read_mounts())
     kind = mount.kind if mount else "unknown"
-    fix = "Name a folder that can be written, with --folder"
+    fix = "Give a writable folder with --folder"
     with (
         storage_errors("cannot measure the folder", where=folder, fix=fix),
         tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name,

@@ -25,7 +25,7 @@ def make_folder() -> None:
     """
     if FOLDER.exists() and not _MARK.exists():
         raise DestinationExists(
-            "there is a folder that no demo has made",
+            "the folder exists, and was not made by a demo",
             where=str(FOLDER),
             fix="Move it away, or start the demo elsewhere",
         )

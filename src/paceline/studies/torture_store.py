@@ -99,7 +99,7 @@ def torture_store(
     options = options or TortureOptions()
     clock = clock or SystemClock()
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name one on the disk to test")
+        raise NotFound("no such folder", where=str(folder), fix="Give a folder on the disk to test")
     folder = folder.absolute()  # errors name files so
     work = Path(tempfile.mkdtemp(prefix="paceline-torture-", dir=folder))
     try:

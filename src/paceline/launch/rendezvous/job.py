@@ -206,8 +206,8 @@ class TaskRendezvous:
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
             f"{name_ranks(outcome.present) if outcome.present else 'no rank'} arrived",
-            fix="See the output of the missing tasks, and whether they reach that port or share "
-            "that folder; raise rendezvous_timeout_s if they only need longer",
+            fix="Check the output of the missing tasks, and that they can reach that port or that "
+            "folder; raise rendezvous_timeout_s if they need more time",
         )
 
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:

@@ -266,7 +266,7 @@ def require_pack(path: Path) -> None:
             "the pack is unfinished",
             where=str(path),
             why="packing was killed, or is still running",
-            fix="Run paceline pack again: it resumes or replaces what is there",
+            fix="Run paceline pack again: it resumes or replaces the unfinished pack",
         )
     try:
         (path / INDEX_NAME).lstat()

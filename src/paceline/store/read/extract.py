@@ -340,5 +340,5 @@ def _unwritable(target: Path, problem: OSError) -> StorageError:
         what,
         where=str(target),
         why=reason(problem),
-        fix="Free space or choose another destination; nothing was left behind",
+        fix="Free space or choose another destination; no files were left behind",
     )

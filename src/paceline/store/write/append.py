@@ -117,7 +117,7 @@ def _failed(path: Path, problem: OSError, folder: _GrowingPack) -> StorageError:
         "cannot append to the pack",
         where=str(path),
         why=reason(problem),
-        fix="Free space or check the place, and append again; the pack is as it was",
+        fix="Free space or check the permissions, then append again; the pack is unchanged",
     )
 
 
@@ -263,7 +263,7 @@ def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
             "the pack is damaged",
             where=str(folder / INDEX_NAME),
             why="its samples do not add up to its extents",
-            fix="Bring back a good copy of the index",
+            fix="Restore the index from a copy of the pack",
         )
     samples = SampleColumns(
         names=index.name_bytes,

@@ -114,7 +114,7 @@ def find_source(
         raise UsageError(
             "several sources can be packed only if all are archives",
             where=", ".join(str(path) for path in named)[:500],
-            fix="Name one folder, or .tar files",
+            fix="Give one folder, or .tar files",
         )
     return Folder(named[0])
 

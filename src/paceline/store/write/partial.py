@@ -161,11 +161,15 @@ def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageEr
         kept: whether a folder remains that the next `pack` can resume from.
     """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "Free space or choose another destination" if full else "Check the place, and pack again"
+    fix = (
+        "Free space or choose another destination"
+        if full
+        else "Check the permissions, then pack again"
+    )
     if kept:
         fix += f"; what is packed so far is kept in {path.name}{PARTIAL_SUFFIX}"
     else:
-        fix += "; nothing was left behind"
+        fix += "; no files were left behind"
     return StorageError(
         "the disk is full" if full else "cannot write the pack",
         where=str(path),

@@ -105,7 +105,7 @@ class Archives:
             raise UsageError(
                 "not a tar archive",
                 where=", ".join(str(path) for path in named)[:500],
-                fix="Name .tar files, patterns of them, or a folder that holds nothing else",
+                fix="Give .tar files, patterns of them, or a folder with only .tar files",
             )
         return nullcontext(OpenArchives(found))
 

@@ -190,5 +190,5 @@ def archive_errors(path: str) -> Iterator[None]:
 def damaged_archive(path: str, why: str) -> StorageError:
     """Return the error for a damaged archive."""
     return StorageError(
-        "the archive is damaged", where=path, why=why, fix="Bring back a good copy of it"
+        "the archive is damaged", where=path, why=why, fix="Restore the archive from a copy"
     )
