@@ -22,7 +22,7 @@ QUICK = (
 ALL = (
     *QUICK,
     *("eager_ddp", "ddp_of_compiled", "compiled_optimizer_in_a_function", "recomputed"),
-    *("recomputed_eagerly", "breaking", "whole_step", "functional", "reset"),
+    *("recomputed_eagerly", "breaking", "whole_step", "functional", "reset", "refused_calls"),
 )
 
 
@@ -40,6 +40,8 @@ def assert_same(folder, backend, cases):
     recorded = outcomes(folder, "recorded", backend, cases)
     for case in cases:
         for key in plain[0][case]:
+            if key == "reasons" and case == "refused_calls":
+                continue  # the same breaks; what is called is one function deeper
             for rank in (0, 1):
                 assert recorded[rank][case][key] == plain[rank][case][key], (case, key, rank)
     return recorded
@@ -56,7 +58,7 @@ def test_dynamo_makes_of_a_recorded_script_what_it_makes_of_an_unrecorded_one(tm
         trained = 3 * 5  # steps of the cases that train
         assert len(rank.events_of(Kind.BACKWARD)) == trained
         names = [rank.names[name] for name in rank.events_of(Kind.FORWARD)["name"].tolist()]
-        assert names.count("forward") == trained
+        assert names.count("loss") == trained
         collectives = rank.events_of(Kind.COLLECTIVE)["name"].tolist()
         assert [rank.names[name] for name in collectives].count("all_reduce") >= 2 * 3 + 3
 

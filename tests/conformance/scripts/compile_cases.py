@@ -315,10 +315,9 @@ def outcome(case, backend):
     return {
         "weights": digest.hexdigest(),
         "graphs": graphs.codes,
-        "counters": {
-            name: dict(counters[name])
-            for name in ("frames", "stats", "graph_break", "unimplemented")
-        },
+        "counters": {name: dict(counters[name]) for name in ("frames", "stats")},
+        "breaks": sorted(counters["graph_break"].values()),
+        "reasons": dict(counters["graph_break"]),
         "warnings": [str(warning.message) for warning in warned] + logged.texts,
     }
 
