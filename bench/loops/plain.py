@@ -347,9 +347,9 @@ def write_result(name, models, steps):
     """Write the digest of the weights of this rank, and its number of steps."""
     digest = hashlib.sha256()
     for model in models:
-        for name, value in sorted(model.state_dict().items()):
+        for key, value in sorted(model.state_dict().items()):
             local = value.to_local() if hasattr(value, "to_local") else value
-            digest.update(name.encode())
+            digest.update(key.encode())
             digest.update(local.detach().cpu().contiguous().numpy().tobytes())
     path = Path(os.environ["LOOP_OUT"]) / f"{name}-{dist_rank()}.json"
     path.write_text(json.dumps({"digest": digest.hexdigest(), "steps": steps}))
