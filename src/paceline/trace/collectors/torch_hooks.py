@@ -20,20 +20,40 @@ import functools
 import logging
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.trace.format.events import Kind
-
 _LOG = logging.getLogger(__name__)
 F = TypeVar("F")
 S = TypeVar("S")
+
+
+class OpenPhase(NamedTuple):
+    """A phase that a hook opened: the state of that hook.
+
+    Attributes:
+        begin_ns: when it began.
+        outer: the phase around it.
+        number: the `Kind` of the phase.
+        tag: number of the object that is used, for its event.
+        flags: for its event.
+    """
+
+    begin_ns: int
+    outer: int
+    number: int
+    tag: int = 0
+    flags: int = 0
+
+
+RAISED = object()  # in place of the result of a call that raised
 
 
 class RecordedKind:
@@ -41,20 +61,13 @@ class RecordedKind:
 
     Attributes:
         lost: in words, what the trace lacks when this is not recorded.
-        phase: the phase that its hooks open, if they do.
         on: whether it is still recorded.
     """
 
-    __slots__ = ("_when_stopped", "lost", "on", "phase")
+    __slots__ = ("_when_stopped", "lost", "on")
 
-    def __init__(
-        self,
-        lost: str,
-        phase: Kind | None = None,
-        when_stopped: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, lost: str, when_stopped: Callable[[], None] | None = None) -> None:
         self.lost = lost
-        self.phase = phase
         self.on = True
         self._when_stopped = when_stopped
 
@@ -99,7 +112,7 @@ def around(
         kind: what the hook records.
         before: called with the call's arguments; what it returns is given to `after`. None leaves
             the call unrecorded.
-        after: called with the state, the call's result (None if it raised) and its arguments.
+        after: called with the state, the call's result (RAISED if it raised) and its arguments.
     """
     inner = internals.inside_disable(original)
     if inner is not None:
@@ -116,10 +129,10 @@ def around(
             state = None
         if state is None:
             return original(*args, **kwargs)
-        result = None
+        result: Any = RAISED
         try:
             result = original(*args, **kwargs)
-            return result
+            return result  # type: ignore[no-any-return]  # what `original` returned
         finally:
             try:
                 after(state, result, *args, **kwargs)
@@ -149,8 +162,8 @@ def phase_of(error: BaseException) -> str:
     while frames is not None:
         frame = frames.tb_frame
         if frame.f_code.co_filename == __file__:
-            kind = frame.f_locals.get("kind")
-            if isinstance(kind, RecordedKind) and kind.phase is not None:
-                return kind.phase.name.lower()
+            state = frame.f_locals.get("state")
+            if isinstance(state, OpenPhase):
+                return Kind(state.number).name.lower()
         frames = frames.tb_next
     return ""
