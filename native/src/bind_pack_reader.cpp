@@ -51,12 +51,16 @@ nb::bytes name_of(const PackReader& reader, Get get) {
 nb::bytes read_sample(const PackReader& reader, std::uint64_t sample) {
   std::size_t size = 0;
   reader.index().read([&] { size = reader.checked_length(sample); });
-  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
-  if (result == nullptr) throw nb::python_error();
-  const nb::bytes owner = nb::steal<nb::bytes>(result);
-  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
   const auto id = static_cast<std::int64_t>(sample);
   const std::int64_t offsets[] = {0, static_cast<std::int64_t>(size)};
+  reader.check_memory({&id, 1}, offsets);
+  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (result == nullptr) {
+    PyErr_Clear();  // it says no more than MemoryError
+    reader.fail_memory({&id, 1}, offsets, UINT64_MAX);
+  }
+  const nb::bytes owner = nb::steal<nb::bytes>(result);
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
   nb::gil_scoped_release released;
   reader.read_batch({&id, 1}, offsets, {target, size});
   return owner;
@@ -93,7 +97,12 @@ nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::int64_t>> read_batch(const 
   {
     nb::gil_scoped_release released;
     size = reader.plan_batch(ids, offsets.span());
-    lease = std::make_unique<Lease>(size);
+    reader.check_memory(ids, offsets.span());
+    try {
+      lease = std::make_unique<Lease>(size);
+    } catch (const std::bad_alloc&) {
+      reader.fail_memory(ids, offsets.span(), UINT64_MAX);
+    }
     reader.read_batch(ids, offsets.span(), lease->buffer);
   }
   auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
@@ -285,20 +294,18 @@ nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t f
   return result;
 }
 
-// Values of a column at these samples, copied.
-template <class T>
-Array<T> taken(const PackReader& reader, std::span<const T> (PackIndex::*column)() const noexcept,
-               const Ids& array) {
+// What `get` returns for each of these samples.
+template <class T, class Get>
+Array<T> values_of(const PackReader& reader, const Ids& array, Get get) {
   const auto ids = span_of(array);
-  const auto values = (reader.index().*column)();
   std::unique_ptr<T[]> result(new T[ids.size()]);
   T* const target = result.get();
   reader.index().read([&] {
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (ids[i] < 0 || static_cast<std::size_t>(ids[i]) >= values.size()) {
+      if (ids[i] < 0 || static_cast<std::uint64_t>(ids[i]) >= reader.index().sample_count()) {
         throw std::out_of_range("no such sample");
       }
-      target[i] = values[static_cast<std::size_t>(ids[i])];
+      target[i] = get(static_cast<std::uint64_t>(ids[i]));
     }
   });
   nb::capsule owner(target, [](void* p) noexcept { delete[] static_cast<T*>(p); });
@@ -326,7 +333,7 @@ PyObject* pack_error_maker = nullptr;
 }  // namespace
 
 void raise_pack_error(const PackError& error) noexcept {
-  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version"};
+  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version", "memory"};
   try {
     const nb::object problem = nb::borrow(pack_error_maker)(
         "kind"_a = kinds[static_cast<int>(error.kind)], "file"_a = to_bytes(error.file),
@@ -413,7 +420,16 @@ void bind_pack_reader(nb::module_& module) {
       .def(
           "labels",
           [](const PackReader& self, const Ids& ids) {
-            return taken(self, &PackIndex::labels, ids);
+            const auto labels = self.index().labels();
+            return values_of<std::int32_t>(self, ids, [&](std::uint64_t i) { return labels[i]; });
+          },
+          "ids"_a)
+      .def(
+          "lengths",
+          [](const PackReader& self, const Ids& ids) {
+            return values_of<std::int64_t>(self, ids, [&](std::uint64_t i) {
+              return static_cast<std::int64_t>(self.index().claimed_length(i));
+            });
           },
           "ids"_a)
       .def(

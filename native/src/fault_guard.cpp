@@ -13,7 +13,7 @@ namespace paceline {
 namespace {
 
 constexpr std::uint64_t check_interval_ns = 20'000'000;
-// A handler that returns from the same fault so often has not mended what it was called for.
+// A handler that returns from the same fault so often has not repaired what it was called for.
 constexpr int max_repeats = 1000;
 
 struct Guard {

@@ -468,6 +468,14 @@ std::pair<std::uint64_t, std::uint64_t> PackIndex::extents(std::uint64_t sample)
   return {first, end};
 }
 
+std::uint64_t PackIndex::claimed_length(std::uint64_t sample) const {
+  constexpr std::uint64_t most = std::uint64_t{1} << 42;
+  const auto [first, end] = extents(sample);
+  std::uint64_t length = 0;
+  for (std::uint64_t i = first; i < end; ++i) length = std::min(length + std::min(lengths_[i], most), most);
+  return length;
+}
+
 Extent PackIndex::extent(std::uint64_t index) const {
   if (index >= extent_count()) throw std::out_of_range("no such extent");
   const std::uint8_t codec = codecs_.empty() ? 0 : codecs_[index];

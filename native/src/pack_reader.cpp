@@ -12,6 +12,7 @@
 #include <exception>
 #include <mutex>
 
+#include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
 #include "paceline/zstd.hpp"
@@ -30,6 +31,7 @@ constexpr std::size_t shared_bytes = 2 * 1024 * 1024;  // below it, waking threa
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
 constexpr std::uint64_t check_interval_ns = 20'000'000;
 constexpr int revalidated_batches = 64;
+constexpr std::int64_t large_batch_bytes = std::int64_t{256} << 20;
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
@@ -172,6 +174,35 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
     }
   });
   return static_cast<std::size_t>(offsets.back());
+}
+
+void PackReader::check_memory(std::span<const std::int64_t> ids,
+                              std::span<const std::int64_t> offsets) const {
+  if (offsets.back() < large_batch_bytes) return;
+  const std::uint64_t free_bytes = available_memory_bytes();
+  if (static_cast<std::uint64_t>(offsets.back()) > free_bytes) fail_memory(ids, offsets, free_bytes);
+}
+
+void PackReader::fail_memory(std::span<const std::int64_t> ids,
+                             std::span<const std::int64_t> offsets,
+                             std::uint64_t free_bytes) const {
+  std::size_t largest = 0;
+  const auto length = [&](std::size_t i) { return offsets[i + 1] - offsets[i]; };
+  for (std::size_t i = 1; i < ids.size(); ++i) {
+    if (length(i) > length(largest)) largest = i;
+  }
+  PackError problem(PackError::Kind::memory, index_.path(),
+                    std::to_string(ids.size()) + " samples have " + std::to_string(offsets.back()) +
+                        " bytes by the index, the largest of them " +
+                        std::to_string(length(largest)));
+  if (free_bytes != UINT64_MAX) {
+    problem = PackError(problem.kind, problem.file,
+                        problem.what() + ("; " + std::to_string(free_bytes) + " are free"));
+  }
+  problem.sample = static_cast<std::uint64_t>(ids[largest]);
+  problem.shard = first_shard(problem.sample);
+  problem.name = name_or_nothing(problem.sample);
+  throw problem;
 }
 
 std::byte* PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,

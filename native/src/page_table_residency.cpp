@@ -85,7 +85,7 @@ class PageTableResidency final : public Residency {
   std::span<const std::byte> bytes_of(std::size_t first, std::size_t count) const noexcept;
   bool present(Range range) const noexcept;
   bool is_trusted(std::size_t page) const noexcept;
-  void distrust(std::size_t page) noexcept;
+  void invalidate(std::size_t page) noexcept;
   void clear(Bits& bits) noexcept;
 
   std::span<const std::byte> mapping_;
@@ -125,7 +125,7 @@ bool PageTableResidency::is_trusted(std::size_t page) const noexcept {
   return get(trusted_[0].get(), page) || get(trusted_[1].get(), page);
 }
 
-void PageTableResidency::distrust(std::size_t page) noexcept {
+void PageTableResidency::invalidate(std::size_t page) noexcept {
   unset(trusted_[0].get(), page);
   unset(trusted_[1].get(), page);
 }
@@ -177,7 +177,7 @@ void PageTableResidency::expect_faults(std::span<const std::byte> bytes) noexcep
     const std::size_t count = std::min(found.size(), window.end - first);
     const bool known = pages_present(bytes_of(first, count), {found.data(), count});
     for (std::size_t i = 0; i < count; ++i) {
-      if (!known || found[i] == 0) distrust(first + i);
+      if (!known || found[i] == 0) invalidate(first + i);
     }
   }
 }
@@ -185,7 +185,7 @@ void PageTableResidency::expect_faults(std::span<const std::byte> bytes) noexcep
 void PageTableResidency::invalidate_around(std::span<const std::byte> bytes) noexcept {
   if (bytes.empty()) return;
   const Range window = around(pages(bytes));
-  for (std::size_t page = window.first; page < window.end; ++page) distrust(page);
+  for (std::size_t page = window.first; page < window.end; ++page) invalidate(page);
 }
 
 void PageTableResidency::trust(std::span<const std::byte> bytes) noexcept {
@@ -196,11 +196,11 @@ void PageTableResidency::trust(std::span<const std::byte> bytes) noexcept {
   // The rest of a page at the edge was not verified: if the page was not trusted before, whatever
   // shares it must not become trusted by this.
   if (begin % page_size != 0 && range.first > 0 && !is_trusted(range.first)) {
-    distrust(range.first - 1);
+    invalidate(range.first - 1);
   }
   if ((begin + bytes.size()) % page_size != 0 && range.end < page_count_ &&
       !is_trusted(range.end - 1)) {
-    distrust(range.end);
+    invalidate(range.end);
   }
   for (std::size_t page = range.first; page < range.end; ++page) {
     if (!get(words, page)) set(words, page);

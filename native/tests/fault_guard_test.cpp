@@ -119,13 +119,13 @@ void threads_survive_at_the_same_time_and_with_the_signal_blocked() {
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they handle the signal, too
 
-sigjmp_buf mended;
+sigjmp_buf repaired;
 volatile int calls = 0;
 struct sigaction found {};
 
 void jump(int) {
   calls = calls + 1;
-  siglongjmp(mended, 1);
+  siglongjmp(repaired, 1);
 }
 
 void come_back(int) { calls = calls + 1; }
@@ -165,7 +165,7 @@ void a_handler_of_before_or_after_has_what_is_not_ours() {
             wait_for_the_next_look();
             for (int round = 1; round <= 3; ++round) {
               CHECK(survives(file) && calls == round - 1);
-              if (sigsetjmp(mended, 0) == 0) file.touch();
+              if (sigsetjmp(repaired, 0) == 0) file.touch();
               CHECK(calls == round);
             }
             _exit(7);
@@ -187,7 +187,7 @@ void a_handler_that_raises_again_is_asked_once() {
   }
 }
 
-void a_handler_that_mends_nothing_does_not_hang() {
+void a_handler_that_repairs_nothing_does_not_hang() {
   const CutOff file;
   CHECK(end_of([&] {
           install(&come_back);
@@ -210,6 +210,6 @@ int main() {
   a_fault_of_anyone_else_ends_the_process();
   a_handler_of_before_or_after_has_what_is_not_ours();
   a_handler_that_raises_again_is_asked_once();
-  a_handler_that_mends_nothing_does_not_hang();
+  a_handler_that_repairs_nothing_does_not_hang();
 #endif
 }

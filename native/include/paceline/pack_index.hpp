@@ -81,7 +81,7 @@ static_assert(sizeof(SectionEntry) == 32);
 constexpr std::uint32_t section_required = 1;
 
 struct PackError : std::runtime_error {
-  enum class Kind { io, corrupt, sample, version };
+  enum class Kind { io, corrupt, sample, version, memory };
 
   PackError(Kind what_kind, std::string file_name, const std::string& why)
       : std::runtime_error(why), kind(what_kind), file(std::move(file_name)) {}
@@ -90,7 +90,7 @@ struct PackError : std::runtime_error {
   std::string file;
   int error = 0;              // errno of Kind::io
   bool direct = false;        // of Kind::io: it was opened past the page cache
-  std::uint64_t sample = 0;   // of Kind::sample, with shard and name
+  std::uint64_t sample = 0;   // of Kind::sample and Kind::memory, with shard and name
   std::uint32_t shard = 0;
   std::string name;           // "" if the index is damaged there
   std::uint32_t version = 0;  // of Kind::version: what a reader needs; 0 = an unknown section
@@ -227,6 +227,8 @@ class PackIndex {
   // The extents [first, end) of a sample. Throws PackError, std::out_of_range.
   std::pair<std::uint64_t, std::uint64_t> extents(std::uint64_t sample) const;
   Extent extent(std::uint64_t index) const;  // known to lie within its shard
+  // Bytes of a sample by the index alone, unchecked; at most 2^42, so that a batch's add up.
+  std::uint64_t claimed_length(std::uint64_t sample) const;
 
  private:
   struct Strings {

@@ -69,6 +69,12 @@ class PackReader {
   // Fills `offsets`, one longer than `ids`, with the places of these samples in one buffer; returns
   // the size of that buffer.
   std::size_t plan_batch(std::span<const std::int64_t> ids, std::span<std::int64_t> offsets) const;
+  // Throws PackError if a batch of this size does not fit into the memory that is free, rather than let
+  // the kernel end some process for it.
+  void check_memory(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets) const;
+  [[noreturn]] void fail_memory(std::span<const std::int64_t> ids,
+                                std::span<const std::int64_t> offsets,
+                                std::uint64_t free_bytes) const;
   // Reads samples to the places that plan_batch found in `target`. Throws the PackError of the first
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,

@@ -152,7 +152,7 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
             damaged.append(problem)
             if not as_json:
                 print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
-        sample_count, byte_count = len(pack), int(pack.lengths.sum())
+        sample_count, byte_count = len(pack), int(pack.index.lengths.sum())
     checked, wrong = verify_files(path, _progress("compared", "files")) if shards else (0, [])
     for problem in wrong if not as_json else ():
         print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)

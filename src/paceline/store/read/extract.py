@@ -86,6 +86,7 @@ def extract(
     """
     target = Path(os.path.abspath(destination))  # noqa: PTH100  # keeps links as the user wrote them
     _check_target(target)
+    pack.index.check()
     folders, samples = _selected(pack, list(names))
     for folder in folders:
         check_name(folder, str(pack.path))
