@@ -108,10 +108,20 @@ def cat(path: str, name: str, as_json: bool) -> None:
 @click.argument("path", metavar="PACK")
 @click.argument("destination", metavar="DEST")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option(
+    "--no-space-check",
+    is_flag=True,
+    help="Begin even if the files do not fit: the file system compresses.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def extract(
-    path: str, destination: str, names: tuple[str, ...], dry_run: bool, as_json: bool
+    path: str,
+    destination: str,
+    names: tuple[str, ...],
+    no_space_check: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Write samples of PACK as files below the new folder DEST.
 
@@ -123,7 +133,12 @@ def extract(
 
     with open_pack(path) as pack:
         summary = extract_samples(
-            pack, destination, names, dry_run=dry_run, on_progress=_progress("extracted", "samples")
+            pack,
+            destination,
+            names,
+            dry_run=dry_run,
+            check_space=not no_space_check,
+            on_progress=_progress("extracted", "samples"),
         )
     if as_json:
         _print_record(summary)

@@ -69,10 +69,14 @@ class SourceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTotals:
-    """What a source knows before it is read; 0 = unknown."""
+    """What a source knows before it is read; 0 = unknown.
+
+    `archive_bytes` are those of the archives that hold the samples.
+    """
 
     sample_count: int = 0
     byte_count: int = 0
+    archive_bytes: int = 0
     is_exact: bool = False
 
 
