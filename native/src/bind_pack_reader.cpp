@@ -283,8 +283,8 @@ void add_entries(const PackReader& reader, std::int64_t folder, EntryMaker& make
   }
 }
 
-// What lies in a folder, first its folders and then its samples, as they sort; -1 is the pack
-// itself. Costs what is in it, whatever lies deeper.
+// The entries of a folder, first its folders and then its samples, sorted; -1 is the root of the
+// pack. Takes time proportional to the entries, not to those of sub-folders.
 nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
   nb::list result;
   EntryMaker make(type);

@@ -1,5 +1,5 @@
-// What a reader asks of the page cache and of its own page table: bring pages in, look whether they
-// are there, count faults. Without state; thread-safe, and safe to use in a forked child.
+// Operations on the page cache and on this process's page table: bring pages in, check whether they
+// are present, count faults. Stateless; thread-safe, and safe to use in a forked child.
 #pragma once
 
 #include <cstddef>
@@ -39,9 +39,9 @@ enum class DirtyPages { none, some, unknown };
 DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64_t offset,
                        std::uint64_t length) noexcept;
 
-// Has the pages under `target` made, so that copying to them does not fault.
+// Populates the pages under `target`, so that copying to them does not fault.
 void populate_for_writing(std::span<std::byte> target) noexcept;
-// Starts to read the pages under `bytes` from storage, and nothing beside them.
+// Starts to read the pages under `bytes` from storage, and no others.
 void read_ahead(std::span<const std::byte> bytes) noexcept;
 
 }  // namespace paceline

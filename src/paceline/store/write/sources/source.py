@@ -1,4 +1,4 @@
-"""What can be packed: small values that name a source, and what reads its samples once opened.
+"""Sources of samples: values that name a source, and the readers that opening them returns.
 
 An open source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills
 a buffer with the bytes of its samples on request, so that a resumed `pack` can pass over the
@@ -69,9 +69,9 @@ class SourceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTotals:
-    """What a source knows before it is read; 0 = unknown.
+    """Totals of a source that are known before it is read; 0 = unknown.
 
-    `archive_bytes` are those of the archives that hold the samples.
+    `archive_bytes` is the size of the archives that hold the samples.
     """
 
     sample_count: int = 0
