@@ -56,7 +56,14 @@ with Loader(pack, 4, rank=0, world_size=1, options=options) as loader:
 HANDLERS = {
     "none": "",
     "faulthandler before": "import faulthandler; faulthandler.enable()\n",
-    "faulthandler after": "import faulthandler, time; faulthandler.enable(); time.sleep(0.05)\n",
+    # Reads go on until the guard has found the other handler, which takes 20 ms.
+    "faulthandler after": """
+import faulthandler, time
+faulthandler.enable()
+until = time.monotonic() + 0.1
+while time.monotonic() < until:
+    pack.read(0)
+""",
 }
 
 
