@@ -1,7 +1,8 @@
 """Prediction beside measurement, phase by phase: the place where the loop closes.
 
 What is predicted is a step that nothing disturbs. So the measured side takes the steps after a
-warm-up that lie outside every straggler's window.
+warm-up in which no rank was late, and the typical ones of them: the middle half by step time. Medians
+of phases would not add up to the median step; shares of typical steps do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Comparison(Record):
     """A typical undisturbed step, as predicted and as measured.
 
     Attributes:
-        phases: in the order of a step; each is the median over steps, then the mean over ranks.
+        phases: in the order of a step. Each is its share of the typical steps (the middle half by step
+            time), the mean over ranks, times `measured_step_s`, so that they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
         undisturbed_steps: how many steps that is of.
@@ -89,11 +91,12 @@ def compare(
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
-        for rank in rank_phases:
-            measured += rank.median_breakdown(padded(chosen, rank.steps))
-        measured = measured.scaled(1 / len(rank_phases))
         slowest = np.max([rank.step_s[:steps] for rank in rank_phases], axis=0)
         step_s = float(np.median(slowest[chosen]))
+        typical = middle_half(slowest, chosen)
+        sums = np.sum([rank.seconds[:steps][typical].sum(axis=0) for rank in rank_phases], axis=0)
+        shares = sums / max(float(sums.sum()), 1e-12)
+        measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     if unfit:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
@@ -113,6 +116,19 @@ def compare(
         steps=steps,
         unfit=unfit,
     )
+
+
+def middle_half(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the places of the middle half of the chosen values, at least one of them.
+
+    Args:
+        values: shape (steps,).
+        chosen: mask of the same shape; at least one value is chosen.
+    """
+    places = np.flatnonzero(chosen)
+    ordered = places[np.argsort(values[places], kind="stable")]
+    aside = len(ordered) // 4
+    return np.asarray(ordered[aside : len(ordered) - aside])
 
 
 def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:

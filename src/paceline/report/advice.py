@@ -1,0 +1,448 @@
+"""What would make a run faster: rules from measured figures to a change and the time that it saves.
+
+Every rule is a pure function of `Facts`, listed in `RULES`. It estimates what a change saves by a
+formula that stands beside it, never more than the phase that the time comes from, and names the
+figures that the estimate rests on. A saving below `LEAST_SHARE` of the loop is not worth a change of
+somebody's script, and is not proposed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.breakdown import Breakdown
+from paceline.core.record import Record
+from paceline.report.units import format_bytes, format_seconds, format_share, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LEAST_SHARE = 0.02  # of the loop
+MOST_ADVICE = 4
+MOST_WORKERS = 8  # that one rank is advised to have
+_WORKING = ("copy", "forward", "backward", "optimizer", "evaluation", "host", "other")
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice(Record):
+    """A change, and what it would save.
+
+    Attributes:
+        rule: name of the rule.
+        phase: that the saved time comes from.
+        action: what to do and what it saves, as a sentence.
+        evidence: the figures that it rests on, as a sentence.
+        saving_s: seconds of a step that it would save, at most, in the steps that it is about.
+        phase_s: seconds of the phase in these steps.
+        share: of the whole loop that it would save, 0 to 1.
+    """
+
+    rule: str
+    phase: str
+    action: str
+    evidence: str
+    saving_s: float
+    phase_s: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """Steps that a rule may be about; seconds are means over them.
+
+    Attributes:
+        steps: how many.
+        words: which, as they end a sentence: ``in steps 40 to 80``.
+        rank: whose step; None for the mean over all ranks.
+        step: seconds of its step by phase.
+        others: the same of the other ranks; None without other ranks.
+    """
+
+    steps: int
+    words: str
+    rank: int | None
+    step: Breakdown
+    others: Breakdown | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lateness:
+    """A straggler: its steps, the cause, and how late it is in a typical one of them."""
+
+    scope: Scope
+    cause: str
+    late_s: float
+    late_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The script's own named work: how often in the run, and seconds in all, the mean over ranks."""
+
+    name: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the rules read; seconds are per step and the mean over ranks where nothing else is said.
+
+    Attributes:
+        steps: of the run.
+        step: the mean step.
+        undisturbed: the steps in which no rank was late; None if there are none.
+        stragglers: the ranks that were late.
+        host_work: named work of the script, sums over the run.
+        checkpoints: how many the run wrote.
+        loader_workers: of the loader that the script iterates over; None if that is not known.
+        ranks: on one node.
+        threads: of each rank.
+        cores: of the node; 0 if not known.
+        cpu_s: seconds that the threads of a node's ranks ran.
+        not_running_s: seconds that the threads of a rank were runnable without a core.
+        reduced_bytes: that a rank gives to all-reduces.
+        reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
+    """
+
+    steps: int
+    step: Breakdown
+    undisturbed: Scope | None = None
+    stragglers: tuple[Lateness, ...] = ()
+    host_work: tuple[Work, ...] = ()
+    checkpoints: int = 0
+    loader_workers: int | None = None
+    ranks: int = 1
+    threads: int = 1
+    cores: int = 0
+    cpu_s: float = 0.0
+    not_running_s: float = 0.0
+    reduced_bytes: float = 0.0
+    reduced_share: float = 0.0
+
+    @property
+    def loop_s(self) -> float:
+        """Seconds of the whole loop."""
+        return self.step.total_s * self.steps
+
+    @property
+    def whole(self) -> Scope:
+        """All steps of the run."""
+        return Scope(steps=self.steps, words="", rank=None, step=self.step)
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """Return what would help, the largest saving first; empty if nothing is worth a change."""
+    if facts.steps < 1 or facts.loop_s <= 0:
+        return ()
+    proposals = [advice for rule in RULES for advice in rule(facts)]
+    for advice in proposals:
+        assert 0 <= advice.saving_s <= advice.phase_s * (1 + 1e-9), advice
+    chosen = [advice for advice in proposals if advice.share >= LEAST_SHARE]
+    return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
+
+
+def saving_words(advice: Advice) -> str:
+    """Return what the advice saves of the whole loop, as a sentence."""
+    return f"Saves up to {format_share(advice.share)} of the loop."
+
+
+# --- input ------------------------------------------------------------------------------------
+
+
+def loader_workers(facts: Facts) -> Iterator[Advice]:
+    """Propose workers that load the next batches while the ranks compute.
+
+    Workers that load a batch in `production_s` deliver one every `production_s / workers`; a step
+    takes that or its own work, whichever is longer, and no less than the cores allow.
+    """
+    slow_data = [late.scope for late in facts.stragglers if late.cause == "data"]
+    for scope in [*slow_data, *([facts.undisturbed] if facts.undisturbed else [])]:
+        step_s, input_s = scope.step.total_s, scope.step.input
+        if input_s <= 0:
+            continue
+        workers, saving_s = _best_workers(facts, scope)
+        whose = "the ranks wait" if scope.rank is None else f"rank {scope.rank} waits"
+        has = _workers_words(facts.loader_workers)
+        yield _advice(
+            facts,
+            scope,
+            rule="loader_workers",
+            phase="input",
+            saving_s=saving_s,
+            action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, input_s)} of "
+            f"waiting for data{scope.words and ' ' + scope.words}.",
+            evidence=f"Of a step of {format_seconds(step_s)} {whose} {format_seconds(input_s)} for "
+            f"data{has}.",
+        )
+
+
+def _best_workers(facts: Facts, scope: Scope) -> tuple[int, float]:
+    """Return the fewest workers that save all that workers can save, and the seconds they save."""
+    if facts.loader_workers is None:
+        return 1, max(0.0, _saving_by_workers(facts, scope, 1))
+    least = facts.loader_workers + 1
+    savings = [
+        (workers, max(0.0, _saving_by_workers(facts, scope, workers)))
+        for workers in range(least, max(least, MOST_WORKERS) + 1)
+    ]
+    best_s = max(saving_s for _, saving_s in savings)
+    return next((n, saving_s) for n, saving_s in savings if saving_s >= 0.98 * best_s)
+
+
+def _saving_by_workers(facts: Facts, scope: Scope, workers: int) -> float:
+    step_s = scope.step.total_s
+    bounds = [facts.cpu_s / facts.cores if facts.cores else 0.0]
+    for ranks_step in (scope.step, scope.others):
+        if ranks_step is None:
+            continue
+        production_s = ranks_step.input
+        if facts.loader_workers and ranks_step.input > 0:
+            production_s = step_s * facts.loader_workers
+        busy_s = ranks_step.total_s - ranks_step.input
+        if ranks_step is scope.others:  # they would wait less, too
+            busy_s -= ranks_step.waiting
+        bounds += [busy_s, production_s / workers]
+    return min(scope.step.input, step_s - max(bounds))
+
+
+def _workers_action(facts: Facts, workers: int) -> str:
+    if facts.loader_workers is None:
+        return "Loading the next batch while the ranks compute"
+    count = workers - facts.loader_workers if facts.loader_workers else workers
+    more = " more" if facts.loader_workers else ""
+    return f"{_number(count).capitalize()}{more} loader worker{'s' if count != 1 else ''}"
+
+
+def _workers_words(workers: int | None) -> str:
+    if workers is None:
+        return ""
+    return "; its loader has no workers" if not workers else f"; its loader has {plural(workers, 'worker')}"
+
+
+# --- waiting ----------------------------------------------------------------------------------
+
+# What to do about a straggler, by cause; {rank} is the straggler. `data` has a rule of its own.
+AGAINST_CAUSE = {
+    "compute": "Giving rank {rank} as much to compute as the other ranks",
+    "not_running": "Leaving rank {rank} its cores (another process takes them)",
+    "blocked": "Taking the lock, sleep or I/O of rank {rank} out of its step",
+    "stopped": "Keeping rank {rank} from being stopped",
+    "checkpoint": "Writing rank {rank}'s checkpoints in the background, or a part on each rank,",
+    "gc": "Collecting garbage on all ranks in the same steps (gc.disable(), then gc.collect() "
+    "every n-th step)",
+}
+
+
+def help_straggler(facts: Facts) -> Iterator[Advice]:
+    """Propose to remove what makes a rank late: the others stop waiting for as long as it is late.
+
+    They save its skew, in the share of the steps in which it is late, and never more than they wait.
+    """
+    for late in facts.stragglers:
+        others = late.scope.others
+        if others is None or late.cause not in AGAINST_CAUSE:
+            continue
+        saving_s = min(late.late_s * late.late_share, others.waiting)
+        yield _advice(
+            facts,
+            late.scope,
+            rule=f"straggler_{late.cause}",
+            phase="waiting",
+            phase_s=others.waiting,
+            saving_s=saving_s,
+            action=f"{AGAINST_CAUSE[late.cause].format(rank=late.scope.rank)} would save "
+            f"{_of(saving_s, others.waiting)} of waiting {late.scope.words}.",
+            evidence=f"Rank {late.scope.rank} is {format_seconds(late.late_s)} late "
+            f"{late.scope.words}, and the other ranks wait {format_seconds(others.waiting)} per step.",
+        )
+
+
+def even_batches(facts: Facts) -> Iterator[Advice]:
+    """Propose equal work if ranks wait although no rank is late for long."""
+    waiting_s = facts.step.waiting
+    if facts.stragglers or waiting_s <= 0:
+        return
+    yield _advice(
+        facts,
+        facts.whole,
+        rule="even_batches",
+        phase="waiting",
+        saving_s=waiting_s,
+        action="Batches that take all ranks equally long (samples of like length together) would "
+        f"save up to {format_seconds(waiting_s)} of waiting.",
+        evidence="No rank is late for long, yet in each step the ranks wait "
+        f"{format_seconds(waiting_s)} for each other.",
+    )
+
+
+# --- communication ----------------------------------------------------------------------------
+
+
+def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
+    """Propose to reduce gradients every other batch: half of the exposed all-reduces go away."""
+    transfer_s = facts.step.transfer * facts.reduced_share
+    if transfer_s <= 0:
+        return
+    yield _advice(
+        facts,
+        facts.whole,
+        rule="accumulate_gradients",
+        phase="transfer",
+        saving_s=transfer_s / 2,
+        action="Accumulating gradients over two batches (no_sync(); the global batch doubles) would "
+        f"save {_of(transfer_s / 2, facts.step.transfer)} of communication per batch.",
+        evidence=f"A rank gives {format_bytes(facts.reduced_bytes)} to all-reduces in each step, and "
+        f"{format_seconds(transfer_s)} of their time is not hidden by computation.",
+    )
+
+
+# --- work that can be done less often -------------------------------------------------------------
+
+
+def rarer_checkpoints(facts: Facts) -> Iterator[Advice]:
+    """Propose to write half as many checkpoints."""
+    spent_s = facts.step.checkpoint
+    if spent_s <= 0 or facts.checkpoints < 2:
+        return
+    each_s = spent_s * facts.steps / facts.checkpoints
+    yield _advice(
+        facts,
+        facts.whole,
+        rule="rarer_checkpoints",
+        phase="checkpoint",
+        saving_s=spent_s / 2,
+        action="Half as many checkpoints would save "
+        f"{_of(spent_s / 2, spent_s)} of writing them per step.",
+        evidence=f"The run wrote {plural(facts.checkpoints, 'checkpoint')} of "
+        f"{format_seconds(each_s)} each.",
+    )
+
+
+def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
+    """Propose to evaluate half as often."""
+    spent_s = facts.step.evaluation
+    if spent_s <= 0:
+        return
+    yield _advice(
+        facts,
+        facts.whole,
+        rule="rarer_evaluation",
+        phase="evaluation",
+        saving_s=spent_s / 2,
+        action=f"Evaluating half as often would save {_of(spent_s / 2, spent_s)} per step.",
+        evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop.",
+    )
+
+
+# Named host work that need not be done in each step: what to do, and the share of it that remains.
+AGAINST_HOST_WORK = {
+    "garbage collection": ("Freezing what lives for the whole run (gc.freeze() before the loop)", 0.5),
+    "logging": ("Logging every tenth time", 0.1),
+    "item": ("Reading values of tensors (.item()) every tenth time", 0.1),
+}
+
+
+def rarer_host_work(facts: Facts) -> Iterator[Advice]:
+    """Propose to do named work of the script less often."""
+    for work in facts.host_work:
+        if work.name not in AGAINST_HOST_WORK or facts.step.host <= 0:
+            continue
+        action, remains = AGAINST_HOST_WORK[work.name]
+        spent_s = min(work.seconds / facts.steps, facts.step.host)
+        saving_s = spent_s * (1 - remains)
+        yield _advice(
+            facts,
+            facts.whole,
+            rule=f"host_{work.name.replace(' ', '_')}",
+            phase="host",
+            saving_s=saving_s,
+            action=f"{action} would save {_of(saving_s, spent_s)} per step.",
+            evidence=f"{work.name.capitalize()} takes {format_seconds(spent_s)} of each step, in "
+            f"{work.count:,} calls.",
+        )
+
+
+# --- cores ------------------------------------------------------------------------------------
+
+
+def enough_cores(facts: Facts) -> Iterator[Advice]:
+    """Propose fewer threads than cores, or cores of one's own.
+
+    Threads of a rank that lack a core at the same time delay its step once, so its step is delayed
+    by at least their time without a core over their number, and by no more than it works.
+    """
+    working_s = sum(getattr(facts.step, phase) for phase in _WORKING)
+    saving_s = min(facts.not_running_s / max(1, facts.threads), working_s)
+    if saving_s <= 0 or not facts.cores:
+        return
+    wanted = facts.ranks * facts.threads
+    action = "Keeping other processes off the cores of the run"
+    if wanted > facts.cores:
+        action = f"At most {plural(facts.cores, 'thread')} on {plural(facts.cores, 'core')}"
+    yield _advice(
+        facts,
+        facts.whole,
+        rule="enough_cores",
+        phase="backward",
+        phase_s=working_s,
+        saving_s=saving_s,
+        action=f"{action} would save about {_of(saving_s, working_s)} of computing.",
+        evidence=f"{plural(facts.ranks, 'rank')} of {plural(facts.threads, 'thread')} run on "
+        f"{plural(facts.cores, 'core')}; a rank's threads were ready without a core for "
+        f"{format_seconds(facts.not_running_s)} of each step.",
+    )
+
+
+RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
+    loader_workers,
+    help_straggler,
+    even_batches,
+    accumulate_gradients,
+    rarer_checkpoints,
+    rarer_evaluation,
+    rarer_host_work,
+    enough_cores,
+)
+
+
+def _advice(
+    facts: Facts,
+    scope: Scope,
+    *,
+    rule: str,
+    phase: str,
+    saving_s: float,
+    action: str,
+    evidence: str,
+    phase_s: float | None = None,
+) -> Advice:
+    return Advice(
+        rule=rule,
+        phase=phase,
+        action=action,
+        evidence=evidence,
+        saving_s=saving_s,
+        phase_s=getattr(scope.step, phase) if phase_s is None else phase_s,
+        share=min(1.0, saving_s * scope.steps / facts.loop_s),
+    )
+
+
+def _of(part_s: float, whole_s: float) -> str:
+    """Return both durations in one unit.
+
+    >>> _of(0.012, 0.0181), _of(0.0004, 1.2)
+    ('12.0 of 18.1 ms', '0.000400 of 1.20 s')
+    """
+    part, whole = format_seconds(part_s), format_seconds(whole_s)
+    unit = whole.rpartition(" ")[2]
+    if part.endswith(f" {unit}"):
+        return f"{part.rpartition(' ')[0]} of {whole}"
+    return f"{part} of {whole}"
+
+
+def _number(count: int) -> str:
+    return _NUMBERS[count] if 0 <= count < len(_NUMBERS) else f"{count:,}"
