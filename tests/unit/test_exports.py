@@ -18,6 +18,7 @@ EXPORTS = {
     "perf": ["estimate"],
     "probe": [],
     "report": [],
+    "report.page": [],
     "runs": [],
     "store": [
         "Archives",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import paceline.report.charts
-import paceline.report.svg
+import paceline.report.page.chart
+import paceline.report.page.svg
 import paceline.report.units
 import paceline.report.words
 import paceline.trace.analysis.communication
@@ -163,8 +163,8 @@ def test_the_summary_is_one_line():
 @pytest.mark.parametrize(
     "module",
     [
-        paceline.report.charts,
-        paceline.report.svg,
+        paceline.report.page.chart,
+        paceline.report.page.svg,
         paceline.report.units,
         paceline.report.words,
         paceline.trace.analysis.communication,

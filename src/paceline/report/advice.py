@@ -2,13 +2,12 @@
 
 Every rule is a pure function of `Facts`, listed in `RULES`. It estimates what a change saves by a
 formula that stands beside it, never more than the phase that the time comes from, and names the
-figures that the estimate rests on. A saving below `LEAST_SHARE` of the loop is not worth a change of
-somebody's script, and is not proposed.
+figures that the estimate rests on. A saving below `LEAST_SHARE` of the loop is not worth a change
+of somebody's script, and is not proposed.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.02  # of the loop
 MOST_ADVICE = 4
+NOTABLE_WAITING = 0.1  # of a step
 MOST_WORKERS = 8  # that one rank is advised to have
 _WORKING = ("copy", "forward", "backward", "optimizer", "evaluation", "host", "other")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -32,7 +32,7 @@ class Advice(Record):
 
     Attributes:
         rule: name of the rule.
-        phase: that the saved time comes from.
+        phase: that the saved time comes from; ``computing`` for all phases of work together.
         action: what to do and what it saves, as a sentence.
         evidence: the figures that it rests on, as a sentence.
         saving_s: seconds of a step that it would save, at most, in the steps that it is about.
@@ -47,6 +47,16 @@ class Advice(Record):
     saving_s: float
     phase_s: float
     share: float
+
+    @property
+    def saving(self) -> str:
+        """What it saves of the whole loop, as a sentence."""
+        return f"Saves up to {format_share(self.share)} of the loop."
+
+    @property
+    def sentence(self) -> str:
+        """All that it says."""
+        return f"{self.action} {self.saving} {self.evidence}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +79,17 @@ class Scope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lateness:
-    """A straggler: its steps, the cause, and how late it is in a typical one of them."""
+class StragglerScope:
+    """A straggler: its steps, the cause, and its skew in them, the mean over these steps."""
 
     scope: Scope
     cause: str
     late_s: float
-    late_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The script's own named work: how often in the run, and seconds in all, the mean over ranks."""
+class HostWork(Record):
+    """The script's own named work: calls in the run and seconds in all, the mean over ranks."""
 
     name: str
     count: int
@@ -111,8 +120,8 @@ class Facts:
     steps: int
     step: Breakdown
     undisturbed: Scope | None = None
-    stragglers: tuple[Lateness, ...] = ()
-    host_work: tuple[Work, ...] = ()
+    stragglers: tuple[StragglerScope, ...] = ()
+    host_work: tuple[HostWork, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None
     ranks: int = 1
@@ -128,10 +137,13 @@ class Facts:
         """Seconds of the whole loop."""
         return self.step.total_s * self.steps
 
-    @property
-    def whole(self) -> Scope:
-        """All steps of the run."""
-        return Scope(steps=self.steps, words="", rank=None, step=self.step)
+    def share(self, saved_s: float) -> float:
+        """Return the share of the loop that so many seconds in all steps together are."""
+        return min(1.0, saved_s / self.loop_s)
+
+    def share_of_steps(self, saving_s: float) -> float:
+        """Return the share of the loop that so many seconds in each step are."""
+        return self.share(saving_s * self.steps)
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
@@ -145,11 +157,6 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
 
 
-def saving_words(advice: Advice) -> str:
-    """Return what the advice saves of the whole loop, as a sentence."""
-    return f"Saves up to {format_share(advice.share)} of the loop."
-
-
 # --- input ------------------------------------------------------------------------------------
 
 
@@ -157,36 +164,39 @@ def loader_workers(facts: Facts) -> Iterator[Advice]:
     """Propose workers that load the next batches while the ranks compute.
 
     Workers that load a batch in `production_s` deliver one every `production_s / workers`; a step
-    takes that or its own work, whichever is longer, and no less than the cores allow.
+    takes that or its own work, whichever is longer, and no less than the cores allow. One number of
+    workers is proposed for all steps, the one for those in which most is saved.
     """
-    slow_data = [late.scope for late in facts.stragglers if late.cause == "data"]
-    for scope in [*slow_data, *([facts.undisturbed] if facts.undisturbed else [])]:
-        step_s, input_s = scope.step.total_s, scope.step.input
-        if input_s <= 0:
-            continue
-        workers, saving_s = _best_workers(facts, scope)
-        whose = "the ranks wait" if scope.rank is None else f"rank {scope.rank} waits"
-        has = _workers_words(facts.loader_workers)
-        yield _advice(
-            facts,
-            scope,
-            rule="loader_workers",
-            phase="input",
-            saving_s=saving_s,
-            action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, input_s)} of "
-            f"waiting for data{scope.words and ' ' + scope.words}.",
-            evidence=f"Of a step of {format_seconds(step_s)} {whose} {format_seconds(input_s)} for "
-            f"data{has}.",
-        )
+    scopes = [late.scope for late in facts.stragglers if late.cause == "data"]
+    if facts.undisturbed is not None:
+        scopes.append(facts.undisturbed)
+    scopes = [scope for scope in scopes if scope.step.input > 0]
+    if not scopes:
+        return
+    best = max(scopes, key=lambda scope: scope.steps * _best_workers(facts, scope)[1])
+    workers, saving_s = _best_workers(facts, best)
+    saved_s = sum(scope.steps * _saving_by_workers(facts, scope, workers) for scope in scopes)
+    whose = "the ranks wait" if best.rank is None else f"rank {best.rank} waits"
+    yield Advice(
+        rule="loader_workers",
+        phase="input",
+        saving_s=saving_s,
+        phase_s=best.step.input,
+        share=facts.share(saved_s),
+        action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, best.step.input)} of "
+        f"waiting for data{best.words and ' ' + best.words}.",
+        evidence=f"Of a step of {format_seconds(best.step.total_s)} {whose} "
+        f"{format_seconds(best.step.input)} for data{_workers_words(facts.loader_workers)}.",
+    )
 
 
 def _best_workers(facts: Facts, scope: Scope) -> tuple[int, float]:
     """Return the fewest workers that save all that workers can save, and the seconds they save."""
     if facts.loader_workers is None:
-        return 1, max(0.0, _saving_by_workers(facts, scope, 1))
+        return 1, _saving_by_workers(facts, scope, 1)
     least = facts.loader_workers + 1
     savings = [
-        (workers, max(0.0, _saving_by_workers(facts, scope, workers)))
+        (workers, _saving_by_workers(facts, scope, workers))
         for workers in range(least, max(least, MOST_WORKERS) + 1)
     ]
     best_s = max(saving_s for _, saving_s in savings)
@@ -206,7 +216,7 @@ def _saving_by_workers(facts: Facts, scope: Scope, workers: int) -> float:
         if ranks_step is scope.others:  # they would wait less, too
             busy_s -= ranks_step.waiting
         bounds += [busy_s, production_s / workers]
-    return min(scope.step.input, step_s - max(bounds))
+    return max(0.0, min(scope.step.input, step_s - max(bounds)))
 
 
 def _workers_action(facts: Facts, workers: int) -> str:
@@ -220,7 +230,11 @@ def _workers_action(facts: Facts, workers: int) -> str:
 def _workers_words(workers: int | None) -> str:
     if workers is None:
         return ""
-    return "; its loader has no workers" if not workers else f"; its loader has {plural(workers, 'worker')}"
+    return (
+        "; its loader has no workers"
+        if not workers
+        else f"; its loader has {plural(workers, 'worker')}"
+    )
 
 
 # --- waiting ----------------------------------------------------------------------------------
@@ -240,38 +254,42 @@ AGAINST_CAUSE = {
 def help_straggler(facts: Facts) -> Iterator[Advice]:
     """Propose to remove what makes a rank late: the others stop waiting for as long as it is late.
 
-    They save its skew, in the share of the steps in which it is late, and never more than they wait.
+    They save its skew, and never more than they wait.
     """
     for late in facts.stragglers:
         others = late.scope.others
         if others is None or late.cause not in AGAINST_CAUSE:
             continue
-        saving_s = min(late.late_s * late.late_share, others.waiting)
-        yield _advice(
-            facts,
-            late.scope,
+        saving_s = min(late.late_s, others.waiting)
+        yield Advice(
             rule=f"straggler_{late.cause}",
             phase="waiting",
-            phase_s=others.waiting,
             saving_s=saving_s,
+            phase_s=others.waiting,
+            share=facts.share(saving_s * late.scope.steps),
             action=f"{AGAINST_CAUSE[late.cause].format(rank=late.scope.rank)} would save "
             f"{_of(saving_s, others.waiting)} of waiting {late.scope.words}.",
-            evidence=f"Rank {late.scope.rank} is {format_seconds(late.late_s)} late "
-            f"{late.scope.words}, and the other ranks wait {format_seconds(others.waiting)} per step.",
+            evidence=f"On average rank {late.scope.rank} is {format_seconds(late.late_s)} late in "
+            f"each of these steps, and the other ranks wait {format_seconds(others.waiting)}.",
         )
 
 
 def even_batches(facts: Facts) -> Iterator[Advice]:
-    """Propose equal work if ranks wait although no rank is late for long."""
+    """Propose equal work if ranks wait much although no rank is late for long.
+
+    Ranks that lack a core now and then wait, too, and equal batches would not help them.
+    """
     waiting_s = facts.step.waiting
-    if facts.stragglers or waiting_s <= 0:
+    if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
         return
-    yield _advice(
-        facts,
-        facts.whole,
+    if facts.not_running_s > waiting_s / 2:
+        return
+    yield Advice(
         rule="even_batches",
         phase="waiting",
         saving_s=waiting_s,
+        phase_s=waiting_s,
+        share=facts.share_of_steps(waiting_s),
         action="Batches that take all ranks equally long (samples of like length together) would "
         f"save up to {format_seconds(waiting_s)} of waiting.",
         evidence="No rank is late for long, yet in each step the ranks wait "
@@ -287,16 +305,16 @@ def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
     transfer_s = facts.step.transfer * facts.reduced_share
     if transfer_s <= 0:
         return
-    yield _advice(
-        facts,
-        facts.whole,
+    yield Advice(
         rule="accumulate_gradients",
         phase="transfer",
         saving_s=transfer_s / 2,
-        action="Accumulating gradients over two batches (no_sync(); the global batch doubles) would "
-        f"save {_of(transfer_s / 2, facts.step.transfer)} of communication per batch.",
-        evidence=f"A rank gives {format_bytes(facts.reduced_bytes)} to all-reduces in each step, and "
-        f"{format_seconds(transfer_s)} of their time is not hidden by computation.",
+        phase_s=facts.step.transfer,
+        share=facts.share_of_steps(transfer_s / 2),
+        action="Accumulating gradients over two batches (no_sync(); the global batch doubles) "
+        f"would save {_of(transfer_s / 2, facts.step.transfer)} of communication per batch.",
+        evidence=f"A rank gives {format_bytes(facts.reduced_bytes)} to all-reduces in each step, "
+        f"and {format_seconds(transfer_s)} of their time is not hidden by computation.",
     )
 
 
@@ -309,12 +327,12 @@ def rarer_checkpoints(facts: Facts) -> Iterator[Advice]:
     if spent_s <= 0 or facts.checkpoints < 2:
         return
     each_s = spent_s * facts.steps / facts.checkpoints
-    yield _advice(
-        facts,
-        facts.whole,
+    yield Advice(
         rule="rarer_checkpoints",
         phase="checkpoint",
         saving_s=spent_s / 2,
+        phase_s=spent_s,
+        share=facts.share_of_steps(spent_s / 2),
         action="Half as many checkpoints would save "
         f"{_of(spent_s / 2, spent_s)} of writing them per step.",
         evidence=f"The run wrote {plural(facts.checkpoints, 'checkpoint')} of "
@@ -327,12 +345,12 @@ def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
     spent_s = facts.step.evaluation
     if spent_s <= 0:
         return
-    yield _advice(
-        facts,
-        facts.whole,
+    yield Advice(
         rule="rarer_evaluation",
         phase="evaluation",
         saving_s=spent_s / 2,
+        phase_s=spent_s,
+        share=facts.share_of_steps(spent_s / 2),
         action=f"Evaluating half as often would save {_of(spent_s / 2, spent_s)} per step.",
         evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop.",
     )
@@ -340,7 +358,7 @@ def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
 
 # Named host work that need not be done in each step: what to do, and the share of it that remains.
 AGAINST_HOST_WORK = {
-    "garbage collection": ("Freezing what lives for the whole run (gc.freeze() before the loop)", 0.5),
+    "garbage collection": ("Collecting garbage by hand, once an epoch (gc.disable())", 0.0),
     "logging": ("Logging every tenth time", 0.1),
     "item": ("Reading values of tensors (.item()) every tenth time", 0.1),
 }
@@ -354,12 +372,12 @@ def rarer_host_work(facts: Facts) -> Iterator[Advice]:
         action, remains = AGAINST_HOST_WORK[work.name]
         spent_s = min(work.seconds / facts.steps, facts.step.host)
         saving_s = spent_s * (1 - remains)
-        yield _advice(
-            facts,
-            facts.whole,
+        yield Advice(
             rule=f"host_{work.name.replace(' ', '_')}",
             phase="host",
             saving_s=saving_s,
+            phase_s=facts.step.host,
+            share=facts.share_of_steps(saving_s),
             action=f"{action} would save {_of(saving_s, spent_s)} per step.",
             evidence=f"{work.name.capitalize()} takes {format_seconds(spent_s)} of each step, in "
             f"{work.count:,} calls.",
@@ -383,13 +401,12 @@ def enough_cores(facts: Facts) -> Iterator[Advice]:
     action = "Keeping other processes off the cores of the run"
     if wanted > facts.cores:
         action = f"At most {plural(facts.cores, 'thread')} on {plural(facts.cores, 'core')}"
-    yield _advice(
-        facts,
-        facts.whole,
+    yield Advice(
         rule="enough_cores",
-        phase="backward",
-        phase_s=working_s,
+        phase="computing",
         saving_s=saving_s,
+        phase_s=working_s,
+        share=facts.share_of_steps(saving_s),
         action=f"{action} would save about {_of(saving_s, working_s)} of computing.",
         evidence=f"{plural(facts.ranks, 'rank')} of {plural(facts.threads, 'thread')} run on "
         f"{plural(facts.cores, 'core')}; a rank's threads were ready without a core for "
@@ -409,39 +426,16 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
 )
 
 
-def _advice(
-    facts: Facts,
-    scope: Scope,
-    *,
-    rule: str,
-    phase: str,
-    saving_s: float,
-    action: str,
-    evidence: str,
-    phase_s: float | None = None,
-) -> Advice:
-    return Advice(
-        rule=rule,
-        phase=phase,
-        action=action,
-        evidence=evidence,
-        saving_s=saving_s,
-        phase_s=getattr(scope.step, phase) if phase_s is None else phase_s,
-        share=min(1.0, saving_s * scope.steps / facts.loop_s),
-    )
-
-
 def _of(part_s: float, whole_s: float) -> str:
-    """Return both durations in one unit.
+    """Return both durations in the unit and with the decimals of the whole.
 
-    >>> _of(0.012, 0.0181), _of(0.0004, 1.2)
-    ('12.0 of 18.1 ms', '0.000400 of 1.20 s')
+    >>> _of(0.0092, 0.0181), _of(0.0004, 1.2)
+    ('9.2 of 18.1 ms', '0.00 of 1.20 s')
     """
-    part, whole = format_seconds(part_s), format_seconds(whole_s)
-    unit = whole.rpartition(" ")[2]
-    if part.endswith(f" {unit}"):
-        return f"{part.rpartition(' ')[0]} of {whole}"
-    return f"{part} of {whole}"
+    whole, unit = format_seconds(whole_s).split(" ")
+    decimals = len(whole.partition(".")[2])
+    factor = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[unit]
+    return f"{part_s * factor:.{decimals}f} of {whole} {unit}"
 
 
 def _number(count: int) -> str:

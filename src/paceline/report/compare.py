@@ -1,8 +1,8 @@
 """Prediction beside measurement, phase by phase: the place where the loop closes.
 
 What is predicted is a step that nothing disturbs. So the measured side takes the steps after a
-warm-up in which no rank was late, and the typical ones of them: the middle half by step time. Medians
-of phases would not add up to the median step; shares of typical steps do.
+warm-up in which no rank was late, and the typical ones of them: the middle half by step time.
+Medians of phases would not add up to the median step; shares of typical steps do.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Comparison(Record):
     """A typical undisturbed step, as predicted and as measured.
 
     Attributes:
-        phases: in the order of a step. Each is its share of the typical steps (the middle half by step
-            time), the mean over ranks, times `measured_step_s`, so that they add up to it.
+        phases: in the order of a step. Each is its share of the typical steps (the middle half by
+            step time), the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
         undisturbed_steps: how many steps that is of.

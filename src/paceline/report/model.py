@@ -17,9 +17,11 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.report.advice import Advice, HostWork, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.words import failure_words, gap_words, sync_place, verdict
+from paceline.report.facts import gather_facts
+from paceline.report.words import caution_words, failure_words, gap_words, sync_place, verdict
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
@@ -39,6 +41,9 @@ class Report:
     Attributes:
         run: its folder.
         words: the verdict.
+        cautions: what must be known before the verdict: what the traces lack.
+        advice: what would make the run faster, the largest saving first.
+        host_work: the script's own named work, the longest first.
         trace: its events on one clock.
         rank_phases: seconds by step and phase of each rank that left a trace.
         skew_s: skew, shape (ranks, steps).
@@ -54,6 +59,9 @@ class Report:
 
     run: Path
     words: str
+    cautions: tuple[str, ...]
+    advice: tuple[Advice, ...]
+    host_work: tuple[HostWork, ...]
     trace: Trace
     rank_phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
@@ -148,9 +156,14 @@ def gather(run: Path) -> Report:
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
     words = " ".join([words, *gaps])
+    machine = folder.read_record(Machine, "machine.json")
+    facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
         words=words,
+        cautions=caution_words(trace),
+        advice=advise(facts),
+        host_work=facts.host_work,
         trace=trace,
         rank_phases=analysis.phases,
         skew_s=skew_s,
@@ -158,7 +171,7 @@ def gather(run: Path) -> Report:
         traffic=traffic,
         comparison=comparison,
         result=result,
-        machine=folder.read_record(Machine, "machine.json"),
+        machine=machine,
         estimate=estimate,
         versions=folder.read_versions(),
         config=config,
@@ -239,6 +252,9 @@ def to_json(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "steps": report.steps,
         "step_time_s": report.step_time_s,
+        "cautions": list(report.cautions),
+        "advice": [_plain(advice) for advice in report.advice],
+        "host_work": [_plain(work) for work in report.host_work],
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "ranks": [
             {

@@ -50,10 +50,10 @@ def format_seconds(seconds: float | None, digits: int = 3) -> str:
 
 
 def seconds_that_add_up(parts_s: Sequence[float]) -> list[str]:
-    """Return durations, and their sum after them, so that the shown numbers add up to the shown sum.
+    """Return durations, and after them their sum: the shown numbers add up to the shown sum.
 
-    All have one unit and as many decimals, the sum with four digits. A part differs by less than one
-    unit of the last digit from what it is.
+    All have one unit and as many decimals, the sum with four digits. A part differs by less than
+    one unit of the last digit from what it is.
 
     >>> seconds_that_add_up([0.00333, 0.00333, 0.00333])
     ['3.33 ms', '3.33 ms', '3.33 ms', '9.99 ms']

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.runs.result import Failure, RunResult
     from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.merge import Trace
 
 BECAUSE = {
     "data": "because of data loading",
@@ -35,6 +36,8 @@ DOING = {
     "host": "the script's own work between phases",
     "other": "the rest of the loop",
 }
+_LABELS = {"transfer": "communication"}
+_SHOWN_RANKS = 8
 _NOTABLE_WAITING = 0.1
 _NO_STEP = (
     "No step was recorded, so nothing is known about stragglers: "
@@ -136,6 +139,31 @@ def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
             "size: these are left out (paceline trace stats lists them)."
         )
     return sentences
+
+
+def caution_words(trace: Trace) -> tuple[str, ...]:
+    """Return a sentence for each way in which the traces do not hold the whole run."""
+    sentences = []
+    cut = [str(rank.rank) for rank in trace.ranks if not rank.complete]
+    if cut:
+        shown = ", ".join(cut[:_SHOWN_RANKS]) + (", ..." if len(cut) > _SHOWN_RANKS else "")
+        whose = f"trace of rank {shown} ends" if len(cut) == 1 else f"traces of ranks {shown} end"
+        sentences.append(f"The {whose} before the run did: what came later is not known.")
+    dropped = sum(rank.status.dropped_count for rank in trace.ranks)
+    if dropped:
+        sentences.append(
+            f"{plural(dropped, 'event')} could not be recorded: sums of phases may be too small."
+        )
+    return tuple(sentences)
+
+
+def phase_label(name: str) -> str:
+    """Return a phase as tables and charts name it.
+
+    >>> phase_label("transfer"), phase_label("input")
+    ('communication', 'input')
+    """
+    return _LABELS.get(name, name)
 
 
 def sync_place(operations: frozenset[str], syncs_per_step: float) -> str:

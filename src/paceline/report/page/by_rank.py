@@ -8,14 +8,15 @@ from paceline.core.breakdown import PHASES
 from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, LABEL_X, Chart
 from paceline.report.units import format_seconds, format_share
+from paceline.report.words import phase_label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.breakdown import Breakdown
 
-# A share is written into its bar if the bar is this wide, as a share of the longest: on a wide page,
-# and on a narrow one.
+# A share is written into its bar if the bar is this wide, as a share of the longest bar: on a wide
+# page, and on a narrow one.
 _ROOM, _NARROW_ROOM = 0.05, 0.15
 _LEAST = 0.0002  # of the longest bar: narrower ones would not be seen
 
@@ -25,7 +26,9 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> Chart:
     end = max((spent.total_s for spent in times), default=0.0) or 1.0
     height, gap = (22.0, 6.0) if len(ranks) <= 16 else (11.0, 3.0)
     bottom = len(ranks) * (height + gap)
-    marks = [svg.line(at / end * FIELD, 0, at / end * FIELD, bottom, "grid") for at in svg.ticks(end, 7)]
+    marks = [
+        svg.line(at / end * FIELD, 0, at / end * FIELD, bottom, "grid") for at in svg.ticks(end, 7)
+    ]
     labels, over = [], []
     for row, (rank, spent) in enumerate(zip(ranks, times, strict=True)):
         y = row * (height + gap) + gap / 2
@@ -34,7 +37,7 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> Chart:
         for name, seconds in spent.items():
             width, share = seconds / end, format_share(seconds / max(spent.total_s, 1e-12))
             if width >= _LEAST:
-                title = f"rank {rank}, {name}: {format_seconds(seconds)}, {share}"
+                title = f"rank {rank}, {phase_label(name)}: {format_seconds(seconds)}, {share}"
                 x = begin_s / end * FIELD
                 marks.append(svg.rect(x, y, width * FIELD, height, f"phase {name}", title))
             if width >= _ROOM and height > 15:
@@ -55,6 +58,7 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> Chart:
         labels=labels,
         over=over,
         legend=[
-            (svg.swatch([svg.rect(0, 0, 14, 12, f"phase {name}")]), name) for name in present
+            (svg.swatch([svg.rect(0, 0, 14, 12, f"phase {name}")]), phase_label(name))
+            for name in present
         ],
     )

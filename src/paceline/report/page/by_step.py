@@ -137,7 +137,10 @@ def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> Chart:
     if few:
         shapes = [svg.polyline(points, f"line line-{i}") for i, points in enumerate(drawn)]
     else:
-        shapes = [svg.polygon(drawn[2] + drawn[0][::-1], "band"), svg.polyline(drawn[1], "line line-0")]
+        shapes = [
+            svg.polygon(drawn[2] + drawn[0][::-1], "band"),
+            svg.polyline(drawn[1], "line line-0"),
+        ]
     marks.append(svg.group(shapes, "lines"))
     beyond = np.flatnonzero(cells.max(axis=0) > top_s)
     over = [svg.arrow(svg.percent(x[i] / FIELD), 0, "beyond") for i in beyond.tolist()]
@@ -174,7 +177,9 @@ def _line_legend(
     names: Sequence[str], *, few: bool, longest_s: float | None
 ) -> list[tuple[str, str]]:
     if few:
-        samples = [svg.swatch([svg.line(0, 6, 28, 6, f"line line-{i}")], 28) for i in range(len(names))]
+        samples = [
+            svg.swatch([svg.line(0, 6, 28, 6, f"line line-{i}")], 28) for i in range(len(names))
+        ]
         items = list(zip(samples, names, strict=True))
     else:
         items = [

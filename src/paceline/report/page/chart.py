@@ -1,9 +1,9 @@
-"""The frame of a chart: legend, row labels, a plot that stretches, an axis, and values to zoom into.
+"""The frame of a chart: legend, row labels, a plot that stretches, an axis, values to zoom into.
 
 Every plot is `FIELD` units wide and stretches to its column; text does not stretch, and lies in
-drawings of its own, placed in percent. So one chart fits a phone, a wide screen and paper without a
-script, and to zoom is to change the view box of the plot and to draw the marks again from the values
-(`page.js`).
+drawings of its own, placed in percent. So one chart fits a phone, a wide screen and paper without
+a script, and to zoom is to change the view box of the plot and to draw the marks again from the
+values (`page.js`).
 
     legend
     +--------+----------------------------+
@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.report.page import svg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 FIELD = 1000.0  # width of a plot in its own units
 COLUMNS = 400
@@ -155,10 +152,9 @@ def encode(seconds: np.ndarray) -> np.ndarray:
 
 
 def _encoded(values: Values) -> dict[str, str]:
-    rows, columns = values.seconds.shape
     return {
         "drawing": values.drawing,
-        "columns": str(columns),
+        "columns": str(values.seconds.shape[1]),
         "top": f"{values.top_s:.9g}",
         "rows": json.dumps(list(values.rows)),
         "values": base64.b64encode(encode(values.seconds).tobytes()).decode("ascii"),

@@ -16,11 +16,11 @@ from paceline import __version__
 from paceline.core.errors import DestinationExists, NotFound
 from paceline.core.files import commit_text
 from paceline.report.page import (
-    lateness,
     memory,
     overview,
     prediction,
     provenance,
+    skew,
     times,
     traffic,
 )
@@ -63,7 +63,7 @@ def render_html(report: Report) -> str:
             overview.advice(report),
             overview.key_figures(report),
             times.by_phase(report),
-            lateness.skew(report),
+            skew.skew_by_step(report),
             times.by_step(report),
             times.host_work(report),
             prediction.typical_step(report),

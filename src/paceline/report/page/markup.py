@@ -49,7 +49,7 @@ def table(
     )
     last = len(lines) - 1
     body = "".join(
-        f"<tr{' class="total"' if total and i == last else ''}>{_cells(styles, row)}</tr>"
+        f"<tr{' class=total' if total and i == last else ''}>{_cells(styles, row)}</tr>"
         for i, row in enumerate(lines)
     )
     return (

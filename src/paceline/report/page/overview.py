@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.report.advice import saving_words
 from paceline.report.page.markup import figures
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 
@@ -42,7 +41,7 @@ def advice(report: Report) -> str:
         return ""
     items = "".join(
         f"<li><p><strong>{escape(advice.action)}</strong></p>"
-        f'<p class="note">{escape(saving_words(advice))} {escape(advice.evidence)}</p></li>'
+        f'<p class="note">{escape(advice.saving)} {escape(advice.evidence)}</p></li>'
         for advice in report.advice
     )
     return f'<section class="advice"><h2>What would help</h2><ol>{items}</ol></section>'
@@ -62,7 +61,9 @@ def key_figures(report: Report) -> str:
     if report.world_size > 1:
         waiting, transfer = total.waiting / max(wall_s, 1e-12), total.transfer / max(wall_s, 1e-12)
         items.append(("Waiting", format_share(waiting), "of the loop, for ranks that come later"))
-        items.append(("Communication", format_share(transfer), "of the loop, not hidden by compute"))
+        items.append(
+            ("Communication", format_share(transfer), "of the loop, not hidden by compute")
+        )
     if total.evaluation:
         share = format_share(total.evaluation / max(wall_s, 1e-12))
         items.append(("Evaluation", share, "of the loop"))

@@ -69,7 +69,9 @@ def _compared(comparison: Comparison) -> str:
     step_s = comparison.predicted_step_s or 0.0
     ratio = f"{step_s / comparison.measured_step_s:.2f}" if comparison.measured_step_s else "-"
     rows.append(["step", "", predicted_step, measured_step, ratio])
-    items = [(svg.swatch([svg.rect(0, 2, 14, 8, style)]), style) for style in ("predicted", "measured")]
+    items = [
+        (svg.swatch([svg.rect(0, 2, 14, 8, style)]), style) for style in ("predicted", "measured")
+    ]
     heads = ["phase", "", "predicted", "measured", "ratio"]
     return legend(items) + table(heads, rows, names=2, total=True)
 

@@ -1,7 +1,7 @@
 """Pieces of SVG as text: pure functions that escape what they are given.
 
-Colours come from CSS classes, so one drawing serves a light page, a dark page and paper. A place is a
-number of the drawing's own units, or text in percent of its width, as `percent` returns it.
+Colours come from CSS classes, so one drawing serves a light page, a dark page and paper. A place is
+a number of the drawing's own units, or text in percent of its width, as `percent` returns it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ Point = tuple[float, float]
 Place = float | str
 
 
-def drawing(
-    parts: Iterable[str], style: str, *, height: float, width: float | None = None
-) -> str:
+def drawing(parts: Iterable[str], style: str, *, height: float, width: float | None = None) -> str:
     """Return an SVG whose units are pixels, for text that must not be stretched.
 
     It says nothing to those who listen: its labels repeat what a chart's table says.
@@ -46,9 +44,7 @@ def percent(share: float) -> str:
     return f"{_n(100 * share)}%"
 
 
-def rect(
-    x: Place, y: float, width: Place, height: float, style: str, title: str = ""
-) -> str:
+def rect(x: Place, y: float, width: Place, height: float, style: str, title: str = "") -> str:
     """Return a rectangle of class `style`; `title` shows when pointed at."""
     place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
     if not title:
@@ -108,7 +104,8 @@ def swatch(parts: Iterable[str], width: float = 14, height: float = 12) -> str:
     """Return a sample of a mark, for a legend; the words beside it say what it stands for."""
     return (
         f'<svg class="swatch" width="{_n(width)}" height="{_n(height)}" '
-        f'viewBox="0 0 {_n(width)} {_n(height)}" aria-hidden="true">{"".join(parts)}</svg>'
+        f'viewBox="0 0 {_n(width)} {_n(height)}" preserveAspectRatio="none" aria-hidden="true">'
+        f"{''.join(parts)}</svg>"
     )
 
 

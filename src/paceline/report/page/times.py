@@ -93,7 +93,12 @@ def host_work(report: Report) -> str:
         return ""
     loop_s = max(report.total.total_s, 1e-12)
     rows = [
-        [work.name, f"{work.count:,}", format_seconds(work.seconds), format_share(work.seconds / loop_s)]
+        [
+            work.name,
+            f"{work.count:,}",
+            format_seconds(work.seconds),
+            format_share(work.seconds / loop_s),
+        ]
         for work in report.host_work[:MAX_ROWS]
     ]
     note = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.report.model import Report
 
 
-def skew(report: Report) -> str:
+def skew_by_step(report: Report) -> str:
     """Return how late each rank was in each step."""
     if report.world_size < 2 or not report.steps:
         return ""

@@ -1,0 +1,150 @@
+"""Gathers the figures that advice rests on from the analysis of a run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.breakdown import PHASES, Breakdown
+from paceline.report.advice import Facts, HostWork, Scope, StragglerScope
+from paceline.report.compare import undisturbed_steps
+from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.machine import Machine
+    from paceline.trace.analysis import Analysis
+    from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.phases import RankPhases
+    from paceline.trace.format.files import RankTrace
+
+
+def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine | None) -> Facts:
+    """Return what the rules of `advice` read.
+
+    Args:
+        analysis: of the run.
+        config: the run's ``config.json``.
+        machine: that it ran on.
+    """
+    ranks, steps = analysis.phases, analysis.steps
+    traces = analysis.trace.ranks
+    if not steps:
+        return Facts(steps=0, step=Breakdown())
+    everything = np.ones(steps, dtype=bool)
+    by_node = Counter(trace.status.boot_id for trace in traces)
+    threads = config.get("threads")
+    return Facts(
+        steps=steps,
+        step=_mean_step(ranks, everything),
+        undisturbed=_undisturbed(ranks, analysis.stragglers),
+        stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
+        host_work=host_work(analysis),
+        checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
+        loader_workers=_loader_workers(traces),
+        ranks=max(by_node.values()),
+        threads=threads if isinstance(threads, int) else 1,
+        cores=_cores(machine),
+        cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
+        not_running_s=_mean(rank.not_running_s[:steps] for rank in ranks),
+        **_reductions(analysis),
+    )
+
+
+def host_work(analysis: Analysis) -> tuple[HostWork, ...]:
+    """Return the script's named work in the loop, the longest first: sums, the mean over ranks."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for trace in analysis.trace.ranks:
+        events = _in_loop(trace, Kind.HOST, analysis.steps)
+        durations_s = (events["end_ns"] - events["begin_ns"]) / 1e9
+        for number in np.unique(events["name"]).tolist():
+            named = events["name"] == number
+            seconds[trace.names[number]] += float(durations_s[named].sum())
+            counts[trace.names[number]] += int(named.sum())
+    ranks = max(1, len(analysis.trace.ranks))
+    return tuple(
+        HostWork(name=name, count=round(counts[name] / ranks), seconds=total / ranks)
+        for name, total in sorted(seconds.items(), key=lambda item: -item[1])
+    )
+
+
+def _undisturbed(ranks: Sequence[RankPhases], stragglers: Sequence[Straggler]) -> Scope | None:
+    chosen = undisturbed_steps(ranks, stragglers)
+    if not chosen.any():
+        return None
+    words = "in the other steps" if stragglers else ""
+    return Scope(steps=int(chosen.sum()), words=words, rank=None, step=_mean_step(ranks, chosen))
+
+
+def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
+    ranks = analysis.phases
+    chosen = np.zeros(analysis.steps, dtype=bool)
+    chosen[late.first_step : late.last_step + 1] = True
+    index = next(i for i, rank in enumerate(ranks) if rank.rank == late.rank)
+    others = [rank for rank in ranks if rank.rank != late.rank]
+    scope = Scope(
+        steps=int(chosen.sum()),
+        words=f"in steps {late.first_step} to {late.last_step}",
+        rank=late.rank,
+        step=_mean_step([ranks[index]], chosen),
+        others=_mean_step(others, chosen) if others else None,
+    )
+    mean_late_s = float(analysis.skew_s[index, chosen].mean())
+    return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
+
+
+def _mean_step(ranks: Sequence[RankPhases], chosen: np.ndarray) -> Breakdown:
+    """Return a step's seconds by phase, the mean over the chosen steps and over ranks."""
+    means = np.mean([rank.seconds[: len(chosen)][chosen].mean(axis=0) for rank in ranks], axis=0)
+    return Breakdown(**dict(zip(PHASES, means.tolist(), strict=True)))
+
+
+def _mean(by_rank: Any) -> float:
+    return float(np.mean([np.mean(values) for values in by_rank]))
+
+
+def _in_loop(trace: RankTrace, kind: Kind, steps: int) -> np.ndarray:
+    events = trace.events_of(kind)
+    recorded = trace.events_of(Kind.STEP)
+    first_ns = int(recorded["begin_ns"].min()) if len(recorded) else 0
+    in_loop = (events["begin_ns"] >= first_ns) & (events["step"] < steps)
+    return np.asarray(events[in_loop & (events["location"] == MAIN)])
+
+
+def _count(trace: RankTrace, kind: Kind, steps: int) -> int:
+    return len(_in_loop(trace, kind, steps))
+
+
+def _loader_workers(traces: Sequence[RankTrace]) -> int | None:
+    """Return the workers of the loaders of all ranks; None if some rank does not say."""
+    found = []
+    for trace in traces:
+        if LOADER_WORKERS not in trace.names:
+            return None
+        counters = trace.events_of(Kind.COUNTER)
+        named = counters[counters["name"] == trace.names.index(LOADER_WORKERS)]
+        found.append(int(named["amount"].max(initial=0)))
+    return max(found, default=None)
+
+
+def _cores(machine: Machine | None) -> int:
+    devices = machine.devices if machine is not None else ()
+    return next((device.cores for device in devices if device.kind == "cpu"), 0)
+
+
+def _reductions(analysis: Analysis) -> dict[str, float]:
+    seconds = {"all_reduce": 0.0, "rest": 0.0}
+    reduced_bytes = 0.0
+    for line in analysis.traffic:
+        kind = "all_reduce" if line.operation == "all_reduce" else "rest"
+        seconds[kind] += line.count * line.transfer_s
+        reduced_bytes += line.bytes if kind == "all_reduce" else 0
+    total = sum(seconds.values())
+    return {
+        "reduced_bytes": reduced_bytes / analysis.steps,
+        "reduced_share": seconds["all_reduce"] / total if total > 0 else 0.0,
+    }
