@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LEAST_SHARE = 0.02  # of the loop
+LEAST_STEPS = 20  # of a run: fewer say too little about the next run
 MOST_ADVICE = 4
 NOTABLE_WAITING = 0.1  # of a step
 MOST_WORKERS = 8  # that one rank is advised to have
@@ -148,7 +149,7 @@ class Facts:
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
     """Return what would help, the largest saving first; empty if nothing is worth a change."""
-    if facts.steps < 1 or facts.loop_s <= 0:
+    if facts.steps < LEAST_STEPS or facts.loop_s <= 0:
         return ()
     proposals = [advice for rule in RULES for advice in rule(facts)]
     for advice in proposals:
@@ -431,11 +432,14 @@ def _of(part_s: float, whole_s: float) -> str:
 
     >>> _of(0.0092, 0.0181), _of(0.0004, 1.2)
     ('9.2 of 18.1 ms', '0.00 of 1.20 s')
+    >>> _of(0.0181, 0.0181)
+    'all 18.1 ms'
     """
     whole, unit = format_seconds(whole_s).split(" ")
     decimals = len(whole.partition(".")[2])
     factor = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[unit]
-    return f"{part_s * factor:.{decimals}f} of {whole} {unit}"
+    part = f"{part_s * factor:.{decimals}f}"
+    return f"all {whole} {unit}" if part == whole else f"{part} of {whole} {unit}"
 
 
 def _number(count: int) -> str:

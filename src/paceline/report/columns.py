@@ -86,11 +86,23 @@ def divided(sizes: Sequence[int], limit: int, *, names: int) -> list[list[int]]:
     """Return which columns stand beside each other in tables that are at most `limit` wide.
 
     Each table begins with the first `names` columns; every other column is in one of the tables. A
-    table takes one column even if that is too wide.
+    table takes one column even if that is too wide. There are as few tables as possible, and the
+    widest of them is as narrow as that allows.
 
-    >>> divided([6, 5, 7], 15, names=1)
-    [[0, 1], [0, 2]]
+    >>> divided([6, 5, 7], 15, names=1), divided([1, 1, 1, 1, 1], 10, names=1)
+    ([[0, 1], [0, 2]], [[0, 1, 2], [0, 3, 4]])
     """
+    tables = _filled(sizes, limit, names)
+    for narrower in range(limit - 1, 0, -1):
+        other = _filled(sizes, narrower, names)
+        if len(other) > len(tables):
+            break
+        tables = other
+    return tables
+
+
+def _filled(sizes: Sequence[int], limit: int, names: int) -> list[list[int]]:
+    """Return the columns of tables that are filled one after the other."""
     fixed = total_width(sizes[:names])
     tables: list[list[int]] = []
     room = 0

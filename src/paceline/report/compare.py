@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.record import Record
+from paceline.report.units import shown_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,6 +117,13 @@ def compare(
         steps=steps,
         unfit=unfit,
     )
+
+
+def shown_phases(comparison: Comparison) -> list[PhaseComparison]:
+    """Return the phases that are worth a row: predicted, or more than a trace of the step."""
+    measured = {phase.name: phase.measured_s for phase in comparison.phases}
+    shown = shown_parts(tuple(measured), [measured])
+    return [phase for phase in comparison.phases if phase.name in shown or phase.predicted_s]
 
 
 def middle_half(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.core.breakdown import PHASES
+from paceline.report.compare import shown_phases
 from paceline.report.fitting_table import FittingTable
 from paceline.report.units import (
     format_bytes,
@@ -23,6 +24,7 @@ from paceline.report.units import (
     plural,
     seconds_that_add_up,
     shares_that_add_up,
+    shown_parts,
     significant,
 )
 from paceline.report.words import gap_words, phase_label, printable
@@ -104,7 +106,7 @@ def render_stats(stats: TraceStats) -> Group:
         ]
         for rank in stats.ranks
     ]
-    present = [name for name in PHASES if any(getattr(r.breakdown, name) for r in stats.ranks)]
+    present = shown_parts(PHASES, [dict(rank.breakdown.items()) for rank in stats.ranks])
     times = [
         [
             *(significant(getattr(rank.breakdown, name)) for name in present),
@@ -227,12 +229,11 @@ def render_calibration(calibration: Calibration) -> Group:
 
 
 def _phases(report: Report) -> FittingTable:
-    total = report.total
-    present = [name for name in PHASES if getattr(total, name) > 0]
     late = {straggler.rank for straggler in report.stragglers}
     late_first = sorted(report.rank_phases, key=lambda rank: (rank.rank not in late, rank.rank))
     ranks = sorted(late_first[:_ROWS], key=lambda rank: rank.rank)
     times = [rank.breakdown() for rank in ranks]
+    present = shown_parts(PHASES, [dict(spent.items()) for spent in times])
     rows = [
         [
             *shares_that_add_up([getattr(spent, name) for name in present]),
@@ -278,7 +279,7 @@ def _stragglers(report: Report) -> FittingTable:
 
 
 def _comparison(comparison: Comparison) -> FittingTable:
-    phases = [phase for phase in comparison.phases if phase.measured_s > 0 or phase.predicted_s]
+    phases = shown_phases(comparison)
     *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
     *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
     rows = [

@@ -9,10 +9,11 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 # Binary units for memory and files, decimal units for rates, as the field has them.
 _DECIMAL = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+_LEAST_SHARE = 0.0005  # 0.1 % when it is rounded
 _SECONDS = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -80,6 +81,19 @@ def shares_that_add_up(parts: Sequence[float]) -> list[str]:
     total = math.fsum(parts)
     scaled = [1000 * part / total if total > 0 else 0.0 for part in parts]
     return [f"{count / 10:.1f} %" for count in rounded_parts(scaled)]
+
+
+def shown_parts(names: Sequence[str], wholes: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the parts that some whole has so much of that `shares_that_add_up` would show it.
+
+    >>> shown_parts(["input", "copy", "other"], [{"input": 1.0, "copy": 0.0, "other": 1e-9}])
+    ['input']
+    """
+    kept = set()
+    for whole in wholes:
+        total = math.fsum(whole.values())
+        kept |= {name for name in names if whole[name] >= _LEAST_SHARE * total > 0}
+    return [name for name in names if name in kept]
 
 
 def rounded_parts(parts: Sequence[float]) -> list[int]:

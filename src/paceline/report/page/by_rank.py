@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from paceline.core.breakdown import PHASES
 from paceline.report.page import svg
 from paceline.report.page.chart import FIELD, LABEL_X, Chart
-from paceline.report.units import format_seconds, format_share
+from paceline.report.units import format_seconds, format_share, shown_parts
 from paceline.report.words import phase_label
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def time_bars(ranks: Sequence[int], times: Sequence[Breakdown]) -> Chart:
                 middle = svg.percent((begin_s + seconds / 2) / end)
                 over.append(svg.text(middle, y + height / 2 + 4, share, style, "middle"))
             begin_s += seconds
-    present = [name for name in PHASES if any(getattr(spent, name) > 0 for spent in times)]
+    present = shown_parts(PHASES, [dict(spent.items()) for spent in times])
     return Chart(
         name="time-by-phase",
         title="Time of each rank by phase",

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+_LONG = 40  # letters: a longer name gets a wide column, rather than many short lines
+
+
 class Html(str):
     """Markup that this program made; every other string is somebody's text."""
 
@@ -59,9 +62,11 @@ def table(
 
 
 def _cells(styles: Sequence[str], row: Sequence[object]) -> str:
-    return "".join(
-        f'<td class="{style}">{markup(cell)}</td>' for style, cell in zip(styles, row, strict=True)
-    )
+    cells = []
+    for style, cell in zip(styles, row, strict=True):
+        is_long = style == "name" and not isinstance(cell, Html) and len(str(cell)) > _LONG
+        cells.append(f'<td class="{style}{" long" * is_long}">{markup(cell)}</td>')
+    return "".join(cells)
 
 
 def details(summary: str, body: str) -> str:

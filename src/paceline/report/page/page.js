@@ -125,11 +125,12 @@
       return `steps ${count(Math.floor(low * this.end))} to ${count(last)} of ${count(this.end)}`;
     }
 
-    // Columns from `low` to `high`, each with the worst of its values: [begins, rows of values].
+    // Columns from `low` to `high`, and one more on each side, each with the worst of its values:
+    // [where columns begin, rows of values].
     worst(low, high) {
-      const first = clamp(Math.floor(low * this.columns), 0, this.columns - 1);
-      const stop = clamp(Math.ceil(high * this.columns), first + 1, this.columns);
-      const shown = Math.min(stop - first, COLUMNS);
+      const first = clamp(Math.floor(low * this.columns) - 1, 0, this.columns - 1);
+      const stop = clamp(Math.ceil(high * this.columns) + 1, first + 1, this.columns);
+      const shown = Math.min(stop - first, COLUMNS + 2);
       const begins = Array.from({ length: shown + 1 }, (_, i) =>
         first + Math.round((i * (stop - first)) / shown));
       const rows = this.rows.map((_, row) => {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.report.compare import shown_phases
 from paceline.report.page import svg
 from paceline.report.page.chart import legend
 from paceline.report.page.markup import Html, details, section, table
@@ -38,7 +39,7 @@ def typical_step(report: Report) -> str:
 
 
 def _measured(comparison: Comparison) -> str:
-    phases = [phase for phase in comparison.phases if phase.measured_s > 0]
+    phases = shown_phases(comparison)
     seconds = [phase.measured_s for phase in phases]
     *shown, total = seconds_that_add_up(seconds)
     total_s = max(sum(seconds), 1e-12)
@@ -52,7 +53,7 @@ def _measured(comparison: Comparison) -> str:
 
 
 def _compared(comparison: Comparison) -> str:
-    phases = [phase for phase in comparison.phases if phase.measured_s > 0 or phase.predicted_s]
+    phases = shown_phases(comparison)
     *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
     *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
     top_s = max(max(phase.predicted_s or 0.0, phase.measured_s) for phase in phases)

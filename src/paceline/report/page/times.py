@@ -11,7 +11,7 @@ from paceline.report.page.by_rank import time_bars
 from paceline.report.page.by_step import LINES, step_lines
 from paceline.report.page.chart import COLUMNS, ROWS, blocks, render
 from paceline.report.page.markup import details, section, table
-from paceline.report.units import format_seconds, format_share, seconds_that_add_up
+from paceline.report.units import format_seconds, format_share, seconds_that_add_up, shown_parts
 from paceline.report.words import phase_label
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def by_phase(report: Report) -> str:
         return ""
     shown = _shown_ranks(report)
     times = [rank.breakdown() for rank in shown]
-    present = [name for name in PHASES if any(getattr(spent, name) > 0 for spent in times)]
+    present = shown_parts(PHASES, [dict(spent.items()) for spent in times])
     rows = []
     for rank, spent in zip(shown, times, strict=True):
         *parts, total = seconds_that_add_up([getattr(spent, name) for name in present])
