@@ -8,6 +8,7 @@ of somebody's script, and is not proposed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,7 +114,7 @@ class Facts:
         threads: of each rank.
         cores: of the node; 0 if not known.
         cpu_s: seconds that the threads of a node's ranks ran.
-        not_running_s: seconds that the threads of a rank were runnable without a core.
+        no_core_s: seconds that a rank's main thread was runnable without a core.
         reduced_bytes: that a rank gives to all-reduces.
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
     """
@@ -129,7 +130,7 @@ class Facts:
     threads: int = 1
     cores: int = 0
     cpu_s: float = 0.0
-    not_running_s: float = 0.0
+    no_core_s: float = 0.0
     reduced_bytes: float = 0.0
     reduced_share: float = 0.0
 
@@ -156,6 +157,11 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
         assert 0 <= advice.saving_s <= advice.phase_s * (1 + 1e-9), advice
     chosen = [advice for advice in proposals if advice.share >= LEAST_SHARE]
     return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
+
+
+def working_s(step: Breakdown) -> float:
+    """Return the seconds of a step in which a rank works, in all such phases together."""
+    return math.fsum(getattr(step, phase) for phase in _WORKING)
 
 
 # --- input ------------------------------------------------------------------------------------
@@ -283,7 +289,7 @@ def even_batches(facts: Facts) -> Iterator[Advice]:
     waiting_s = facts.step.waiting
     if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
         return
-    if facts.not_running_s > waiting_s / 2:
+    if facts.no_core_s > waiting_s / 2:
         return
     yield Advice(
         rule="even_batches",
@@ -389,13 +395,9 @@ def rarer_host_work(facts: Facts) -> Iterator[Advice]:
 
 
 def enough_cores(facts: Facts) -> Iterator[Advice]:
-    """Propose fewer threads than cores, or cores of one's own.
-
-    Threads of a rank that lack a core at the same time delay its step once, so its step is delayed
-    by at least their time without a core over their number, and by no more than it works.
-    """
-    working_s = sum(getattr(facts.step, phase) for phase in _WORKING)
-    saving_s = min(facts.not_running_s / max(1, facts.threads), working_s)
+    """Propose fewer threads than cores, or cores of one's own: no time without a core is left."""
+    worked_s = working_s(facts.step)
+    saving_s = min(facts.no_core_s, worked_s)
     if saving_s <= 0 or not facts.cores:
         return
     wanted = facts.ranks * facts.threads
@@ -406,12 +408,12 @@ def enough_cores(facts: Facts) -> Iterator[Advice]:
         rule="enough_cores",
         phase="computing",
         saving_s=saving_s,
-        phase_s=working_s,
+        phase_s=worked_s,
         share=facts.share_of_steps(saving_s),
-        action=f"{action} would save about {_of(saving_s, working_s)} of computing.",
+        action=f"{action} would save {_of(saving_s, worked_s)} of computing.",
         evidence=f"{plural(facts.ranks, 'rank')} of {plural(facts.threads, 'thread')} run on "
-        f"{plural(facts.cores, 'core')}; a rank's threads were ready without a core for "
-        f"{format_seconds(facts.not_running_s)} of each step.",
+        f"{plural(facts.cores, 'core')}; the training loop was ready without a core for "
+        f"{format_seconds(facts.no_core_s)} of each step.",
     )
 
 

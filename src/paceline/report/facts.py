@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice import Facts, HostWork, Scope, StragglerScope
+from paceline.report.advice import Facts, HostWork, Scope, StragglerScope, working_s
 from paceline.report.compare import undisturbed_steps
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
 
@@ -34,22 +34,23 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
     traces = analysis.trace.ranks
     if not steps:
         return Facts(steps=0, step=Breakdown())
-    everything = np.ones(steps, dtype=bool)
+    step = _mean_step(ranks, np.ones(steps, dtype=bool))
     by_node = Counter(trace.status.boot_id for trace in traces)
     threads = config.get("threads")
+    threads = threads if isinstance(threads, int) else 1
     return Facts(
         steps=steps,
-        step=_mean_step(ranks, everything),
+        step=step,
         undisturbed=_undisturbed(ranks, analysis.stragglers),
         stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
         host_work=host_work(analysis),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=_loader_workers(traces),
         ranks=max(by_node.values()),
-        threads=threads if isinstance(threads, int) else 1,
+        threads=threads,
         cores=_cores(machine),
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
-        not_running_s=_mean(rank.not_running_s[:steps] for rank in ranks),
+        no_core_s=_no_core_s(ranks, steps, step, threads),
         **_reductions(analysis),
     )
 
@@ -95,6 +96,17 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     )
     mean_late_s = float(analysis.skew_s[index, chosen].mean())
     return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
+
+
+def _no_core_s(ranks: Sequence[RankPhases], steps: int, step: Breakdown, threads: int) -> float:
+    """Return by how much a step would be shorter, at least, if no thread of a rank lacked a core.
+
+    Threads that lack a core at the same time delay the step once: by their time without a core over
+    their number, if they wait together. What the rank computes takes no less than it ran.
+    """
+    ran_s = _mean(rank.running_s[:steps] for rank in ranks)
+    no_core_s = _mean(rank.not_running_s[:steps] for rank in ranks)
+    return max(0.0, min(no_core_s / threads, working_s(step) - ran_s / threads))
 
 
 def _mean_step(ranks: Sequence[RankPhases], chosen: np.ndarray) -> Breakdown:
