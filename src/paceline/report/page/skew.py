@@ -74,5 +74,5 @@ def _stragglers(report: Report) -> str:
         ]
         for late in report.stragglers[:MAX_ROWS]
     ]
-    heads = ["straggler", "cause", "steps", "typical skew", "others wait, of these steps"]
+    heads = ["straggler", "cause", "steps", "typical skew", "others wait"]
     return table(heads, rows, names=2)
