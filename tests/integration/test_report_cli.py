@@ -34,7 +34,8 @@ def test_why_says_it_in_a_sentence(run):
     verdict, *advice = done.stdout.splitlines()
     assert verdict == (
         "Rank 1 arrives 18 ms late at every all-reduce between steps 40 and 80, because of data "
-        "loading; rank 0 waits 64 % of each of these steps."
+        "loading; rank 0 waits 64 % of each of these steps. A step ends with each step of the "
+        "optimizer."
     )
     assert advice[0] == (
         "What would help: Loading the next batch while the ranks compute would hide 9.0 of 19.0 ms "

@@ -14,11 +14,11 @@ from paceline.report.advice import (
     LEAST_STEPS,
     MOST_ADVICE,
     Facts,
-    HostWork,
     Scope,
     StragglerScope,
     advise,
 )
+from paceline.trace.analysis.host import HostTime
 
 SECONDS = st.floats(0, 1e3, allow_subnormal=False)
 STEPS = 500
@@ -49,7 +49,7 @@ def facts(draw):
         StragglerScope, scope=scopes(has_rank=True), cause=causes, late_s=SECONDS
     )
     names = st.sampled_from([*AGAINST_HOST_WORK, "sampling"])
-    work = st.builds(HostWork, name=names, count=st.integers(0, 10**6), seconds=SECONDS)
+    work = st.builds(HostTime, name=names, measured_s=SECONDS)
     return Facts(
         steps=draw(st.integers(0, STEPS)),
         step=draw(breakdowns()),
@@ -159,7 +159,7 @@ def test_each_cause_of_a_straggler_has_its_advice(cause):
             Facts(
                 steps=100,
                 step=Breakdown(forward=0.02, host=0.01),
-                host_work=(HostWork(name="logging", count=100, seconds=1.0),),
+                host_work=(HostTime(name="logging", measured_s=1.0),),
             ),
             "Logging every tenth time would save 9.0 of 10.0 ms per step",
         ),

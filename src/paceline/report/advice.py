@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
+from paceline.trace.analysis.host import HostTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,15 +91,6 @@ class StragglerScope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostWork(Record):
-    """The script's own named work: calls in the run and seconds in all, the mean over ranks."""
-
-    name: str
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What the rules read; seconds are per step and the mean over ranks where nothing else is said.
 
@@ -107,7 +99,7 @@ class Facts:
         step: the mean step.
         undisturbed: the steps in which no rank was late; None if there are none.
         stragglers: the ranks that were late.
-        host_work: named work of the script, sums over the run.
+        host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
         ranks: on one node.
@@ -123,7 +115,7 @@ class Facts:
     step: Breakdown
     undisturbed: Scope | None = None
     stragglers: tuple[StragglerScope, ...] = ()
-    host_work: tuple[HostWork, ...] = ()
+    host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None
     ranks: int = 1
@@ -377,7 +369,7 @@ def rarer_host_work(facts: Facts) -> Iterator[Advice]:
         if work.name not in AGAINST_HOST_WORK or facts.step.host <= 0:
             continue
         action, remains = AGAINST_HOST_WORK[work.name]
-        spent_s = min(work.seconds / facts.steps, facts.step.host)
+        spent_s = min(work.measured_s / facts.steps, facts.step.host)
         saving_s = spent_s * (1 - remains)
         yield Advice(
             rule=f"host_{work.name.replace(' ', '_')}",
@@ -386,8 +378,7 @@ def rarer_host_work(facts: Facts) -> Iterator[Advice]:
             phase_s=facts.step.host,
             share=facts.share_of_steps(saving_s),
             action=f"{action} would save {_of(saving_s, spent_s)} per step.",
-            evidence=f"{work.name.capitalize()} takes {format_seconds(spent_s)} of each step, in "
-            f"{work.count:,} calls.",
+            evidence=f"{work.name.capitalize()} takes {format_seconds(spent_s)} of each step.",
         )
 
 

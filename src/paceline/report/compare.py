@@ -47,7 +47,8 @@ class Comparison(Record):
 
     Attributes:
         phases: in the order of a step. Each is its share of the typical steps (the middle half by
-            step time), the mean over ranks, times `measured_step_s`: they add up to it.
+            step time), the mean over ranks, times `measured_step_s`: they add up to it. Without
+            evaluation.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
         undisturbed_steps: how many steps that is of.
@@ -92,10 +93,11 @@ def compare(
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
-        slowest = np.max([rank.step_s[:steps] for rank in rank_phases], axis=0)
+        slowest = np.max([rank.train_s[:steps] for rank in rank_phases], axis=0)
         step_s = float(np.median(slowest[chosen]))
         typical = middle_half(slowest, chosen)
         sums = np.sum([rank.seconds[:steps][typical].sum(axis=0) for rank in rank_phases], axis=0)
+        sums[PHASES.index("evaluation")] = 0.0  # it is not part of these step times
         shares = sums / max(float(sums.sum()), 1e-12)
         measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     if unfit:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice import Facts, HostWork, Scope, StragglerScope, working_s
+from paceline.report.advice import Facts, Scope, StragglerScope, working_s
 from paceline.report.compare import undisturbed_steps
+from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         step=step,
         undisturbed=_undisturbed(ranks, analysis.stragglers),
         stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
-        host_work=host_work(analysis),
+        host_work=mean_times([rank.host for rank in ranks]),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=_loader_workers(traces),
         ranks=max(by_node.values()),
@@ -55,22 +56,24 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
     )
 
 
-def host_work(analysis: Analysis) -> tuple[HostWork, ...]:
-    """Return the script's named work in the loop, the longest first: sums, the mean over ranks."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    for trace in analysis.trace.ranks:
-        events = _in_loop(trace, Kind.HOST, analysis.steps)
-        durations_s = (events["end_ns"] - events["begin_ns"]) / 1e9
-        for number in np.unique(events["name"]).tolist():
-            named = events["name"] == number
-            seconds[trace.names[number]] += float(durations_s[named].sum())
-            counts[trace.names[number]] += int(named.sum())
-    ranks = max(1, len(analysis.trace.ranks))
-    return tuple(
-        HostWork(name=name, count=round(counts[name] / ranks), seconds=total / ranks)
-        for name, total in sorted(seconds.items(), key=lambda item: -item[1])
-    )
+def mean_times(by_rank: Sequence[Sequence[HostTime]]) -> tuple[HostTime, ...]:
+    """Return the named work of all ranks, the longest first: the mean of seconds over ranks.
+
+    Work that was timed and work that was sampled keep apart, whatever their names.
+    """
+    found: dict[tuple[str, bool], list[HostTime]] = defaultdict(list)
+    for times in by_rank:
+        for time in times:
+            found[time.name, time.samples > 0].append(time)
+    means = [
+        HostTime(
+            name=name,
+            measured_s=sum(time.measured_s for time in times) / len(by_rank),
+            samples=sum(time.samples for time in times),
+        )
+        for (name, _), times in found.items()
+    ]
+    return tuple(sorted(means, key=lambda time: -time.measured_s))
 
 
 def _undisturbed(ranks: Sequence[RankPhases], stragglers: Sequence[Straggler]) -> Scope | None:

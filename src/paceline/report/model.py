@@ -17,19 +17,30 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
-from paceline.report.advice import Advice, HostWork, advise
+from paceline.report.advice import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.facts import gather_facts
-from paceline.report.words import caution_words, failure_words, gap_words, sync_place, verdict
+from paceline.report.words import (
+    STEP_RULES,
+    caution_words,
+    failure_words,
+    gap_words,
+    nan_words,
+    sync_place,
+    verdict,
+)
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
+from paceline.trace.merge.steps import StepRule
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
@@ -43,7 +54,7 @@ class Report:
         words: the verdict.
         cautions: what must be known before the verdict: what the traces lack.
         advice: what would make the run faster, the largest saving first.
-        host_work: the script's own named work, the longest first.
+        host_work: the script's own named work, the longest first, as the mean over ranks.
         trace: its events on one clock.
         rank_phases: seconds by step and phase of each rank that left a trace.
         skew_s: skew, shape (ranks, steps).
@@ -55,13 +66,14 @@ class Report:
         estimate: the prediction, if there was one.
         versions: of what took part.
         config: values with their origins, the script and its arguments.
+        nan: the first value that was not a number when the script read it, if there was one.
     """
 
     run: Path
     words: str
     cautions: tuple[str, ...]
     advice: tuple[Advice, ...]
-    host_work: tuple[HostWork, ...]
+    host_work: tuple[HostTime, ...]
     trace: Trace
     rank_phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
@@ -73,6 +85,7 @@ class Report:
     estimate: Estimate | None
     versions: dict[str, Any]
     config: dict[str, Any]
+    nan: NanValue | None = None
 
     @property
     def world_size(self) -> int:
@@ -155,7 +168,8 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
-    words = " ".join([words, *gaps])
+    rule = STEP_RULES[StepRule(analysis.step_rule)]
+    words = " ".join(filter(None, [nan_words(analysis.nan), words, *gaps, rule]))
     machine = folder.read_record(Machine, "machine.json")
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
@@ -175,6 +189,7 @@ def gather(run: Path) -> Report:
         estimate=estimate,
         versions=folder.read_versions(),
         config=config,
+        nan=analysis.nan,
     )
 
 
@@ -255,6 +270,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "cautions": list(report.cautions),
         "advice": [_plain(advice) for advice in report.advice],
         "host_work": [_plain(work) for work in report.host_work],
+        "step_rule": report.trace.step_rule,
+        "nan": _plain(report.nan),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "ranks": [
             {
@@ -267,6 +284,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "clock_drift": report.trace.clocks[i].drift,
                 "clock_error_ns": report.trace.clocks[i].error_ns,
                 "phases": dict(spent.breakdown().items()),
+                "host": [_plain(time) for time in spent.host],
             }
             for i, (rank, spent) in enumerate(
                 zip(report.trace.ranks, report.rank_phases, strict=True)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from paceline.core.breakdown import PHASES
 from paceline.report.compare import shown_phases
+from paceline.report.facts import mean_times
 from paceline.report.fitting_table import FittingTable
 from paceline.report.units import (
     format_bytes,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.report.compare import Comparison
     from paceline.report.model import Report
     from paceline.trace.analysis.communication import Traffic
+    from paceline.trace.analysis.host import HostTime
     from paceline.trace.analysis.stats import TraceStats
     from paceline.trace.merge.matches import Mismatch
 
@@ -62,7 +64,7 @@ def render_terminal(report: Report) -> Group:
         left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
-    parts += _host_work(report)
+    parts += _host_work(report.host_work, report.total.total_s)
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report.comparison)]
     elif report.comparison.unfit:
@@ -88,7 +90,7 @@ def render_details(report: Report) -> Group:
         parts += [Text(), _stragglers(report)]
     if report.steps:
         parts += [Text(), _phases(report)]
-    return Group(*parts, *_host_work(report))
+    return Group(*parts, *_host_work(report.host_work, report.total.total_s))
 
 
 def render_stats(stats: TraceStats) -> Group:
@@ -123,6 +125,9 @@ def render_stats(stats: TraceStats) -> Group:
         Text(),
         _table("clock", heads, ranks, clocks),
     ]
+    times_by_rank = [rank.host for rank in stats.ranks]
+    loop_s = sum(rank.loop_wall_s for rank in stats.ranks) / max(1, len(stats.ranks))
+    parts += _host_work(mean_times(times_by_rank), loop_s)
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     untimed = sum(line.untimed_count for line in stats.traffic)
@@ -251,17 +256,19 @@ def _phases(report: Report) -> FittingTable:
     )
 
 
-def _host_work(report: Report) -> list[RenderableType]:
-    if not report.host_work:
+def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]:
+    if not times:
         return []
-    loop_s = max(report.total.total_s, 1e-12)
-    works = report.host_work[:_ROWS]
     rows = [
-        [f"{work.count:,}", format_seconds(work.seconds), format_share(work.seconds / loop_s)]
-        for work in works
+        [
+            format_seconds(time.measured_s),
+            format_share(time.measured_s / max(loop_s, 1e-12)),
+            f"{time.samples:,} samples" if time.samples else "timed",
+        ]
+        for time in times[:_ROWS]
     ]
-    names = [printable(work.name) for work in works]
-    return [Text(), _table("host work", ["times", "seconds", "of the loop"], names, rows)]
+    names = [printable(time.name) for time in times[:_ROWS]]
+    return [Text(), _table("host work", ["seconds", "of the loop", "measured by"], names, rows)]
 
 
 def _stragglers(report: Report) -> FittingTable:

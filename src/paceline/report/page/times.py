@@ -12,7 +12,8 @@ from paceline.report.page.by_step import LINES, step_lines
 from paceline.report.page.chart import COLUMNS, ROWS, blocks, render
 from paceline.report.page.markup import details, section, table
 from paceline.report.units import format_seconds, format_share, seconds_that_add_up, shown_parts
-from paceline.report.words import phase_label
+from paceline.report.words import STEP_RULES, phase_label
+from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from paceline.report.model import Report
@@ -71,7 +72,7 @@ def by_step(report: Report) -> str:
         return ""
     times = np.array([rank.step_s[: report.steps] for rank in report.rank_phases])
     ranks = [rank.rank for rank in report.rank_phases]
-    note = "From the end of one optimizer step to the end of the next."
+    note = STEP_RULES[StepRule(report.trace.step_rule)]
     if len(ranks) > LINES:
         note += " The line is the median of the ranks, the band their range."
     if report.steps > COLUMNS:
@@ -94,16 +95,16 @@ def host_work(report: Report) -> str:
     loop_s = max(report.total.total_s, 1e-12)
     rows = [
         [
-            work.name,
-            f"{work.count:,}",
-            format_seconds(work.seconds),
-            format_share(work.seconds / loop_s),
+            time.name,
+            format_seconds(time.measured_s),
+            format_share(time.measured_s / loop_s),
+            f"{time.samples:,} samples" if time.samples else "timed",
         ]
-        for work in report.host_work[:MAX_ROWS]
+        for time in report.host_work[:MAX_ROWS]
     ]
     note = (
         "What the script does between phases, by name; the mean over ranks. It is the phase host "
         "of the chart of time by phase."
     )
-    heads = ["work", "times", "seconds", "of the loop"]
+    heads = ["work", "seconds", "of the loop", "measured by"]
     return section("Host work", note, table(heads, rows))
