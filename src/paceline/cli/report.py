@@ -1,4 +1,4 @@
-"""``paceline report``: a run on one page."""
+"""``paceline report``: the report of a run, on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.cli.which_run import chosen_run, run_argument
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def report(run: Path | None, out: Path | None, as_json: bool) -> None:
-    """Summarise RUN here, and write it as one HTML page that needs nothing else.
+    """Print a summary of RUN, and write its report as one self-contained HTML page.
 
-    The page has the verdict, what would help, time by phase, skew, step time, prediction beside
-    measurement, collectives, memory, and what the numbers rest on. Without RUN, the newest run here
-    is taken.
+    The page has the verdict, what would help, time by phase, skew, step time, prediction against
+    measurement, collectives, memory, and the provenance of the numbers. Without RUN, the newest run
+    here is taken.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``paceline trace``: a run's traces for other tools, and in numbers."""
+"""``paceline trace``: exports and summarises the traces of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def export(run: Path | None, form: str, out: Path | None) -> None:
     folder = RunFolder.open(chosen_run(run)).path
     path = out or folder / "trace.json"
     if out is not None and out.exists():
-        raise DestinationExists("will not overwrite", where=str(out), fix="Name another file")
+        raise DestinationExists(
+            "the file exists and is not overwritten", where=str(out), fix="Choose another file"
+        )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
     commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(folder))))
@@ -54,13 +56,13 @@ def export(run: Path | None, form: str, out: Path | None) -> None:
 
 
 @trace.command(
-    short_help="Print what RUN recorded, in numbers.",
+    short_help="Print statistics of the traces of RUN.",
     epilog="Example: paceline trace stats RUN --json",
 )
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def stats(run: Path | None, as_json: bool) -> None:
-    """Print what RUN recorded: events by kind, time by phase, clocks and collectives.
+    """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives.
 
     Without RUN, the newest run here is taken.
     """

@@ -1,4 +1,4 @@
-"""``paceline why``: who was late in a run, and why."""
+"""``paceline why``: which rank was late in a run, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--verbose", is_flag=True, help="Add tables: stragglers, time by phase, host work.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def why(run: Path | None, verbose: bool, as_json: bool) -> None:
-    """Say in a few sentences who was late in RUN, when and why, and what would help.
+    """Say which rank was late in RUN, when and why, or that none was, and what would help.
 
     Without RUN, the newest run here is taken.
     """
