@@ -10,7 +10,7 @@ import pytest
 from launching import SCRIPTS, last_json, paceline
 
 from paceline.trace.analysis import analyse
-from paceline.trace.format.events import COMMUNICATION, DRAIN, MAIN, Kind
+from paceline.trace.format.events import COMMUNICATION, DRAIN, LOADER_WORKERS, MAIN, Kind
 from paceline.trace.merge import load_run
 
 # --- collectives ---------------------------------------------------------------------------------
@@ -261,6 +261,9 @@ def test_an_evaluation_is_neither_a_step_nor_has_it_a_loss(loops):
 def test_a_model_that_makes_samples_is_input(loops):
     section = loops["computed_input"]
     assert section.names(Kind.INPUT) == ["iter", "next", "next", "next"]
+    workers = section.rank.names.index(LOADER_WORKERS)
+    counters = section.of(Kind.COUNTER)
+    assert counters["amount"][counters["name"] == workers].tolist() == [0]
     assert len(section.of(Kind.FORWARD)) == 0
     assert len(section.of(Kind.STEP)) == 0
 

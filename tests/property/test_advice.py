@@ -65,6 +65,7 @@ def facts(draw):
         no_core_s=draw(SECONDS),
         reduced_bytes=draw(SECONDS),
         reduced_share=draw(st.floats(0, 1)),
+        broadcast_share=draw(st.floats(0, 1)),
     )
 
 
@@ -149,6 +150,10 @@ def test_each_cause_of_a_straggler_has_its_advice(cause):
                 reduced_bytes=1 << 20,
             ),
             "would save 5.0 of 10.0 ms of communication per batch",
+        ),
+        (
+            Facts(steps=100, step=Breakdown(forward=0.02, transfer=0.01), broadcast_share=0.4),
+            "broadcast_buffers=False)), would save 4.0 of 10.0 ms of communication",
         ),
         (
             Facts(steps=100, step=Breakdown(forward=0.02, checkpoint=0.01), checkpoints=10),

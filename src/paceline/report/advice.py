@@ -109,6 +109,7 @@ class Facts:
         no_core_s: seconds that a rank's main thread was runnable without a core.
         reduced_bytes: that a rank gives to all-reduces.
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
+        broadcast_share: the same of broadcasts that are repeated in each step.
     """
 
     steps: int
@@ -125,6 +126,7 @@ class Facts:
     no_core_s: float = 0.0
     reduced_bytes: float = 0.0
     reduced_share: float = 0.0
+    broadcast_share: float = 0.0
 
     @property
     def loop_s(self) -> float:
@@ -317,6 +319,25 @@ def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
     )
 
 
+def no_buffer_broadcasts(facts: Facts) -> Iterator[Advice]:
+    """Propose to leave out the broadcasts of buffers that DDP makes before each forward pass."""
+    transfer_s = facts.step.transfer * facts.broadcast_share
+    if transfer_s <= 0:
+        return
+    yield Advice(
+        rule="no_buffer_broadcasts",
+        phase="transfer",
+        saving_s=transfer_s,
+        phase_s=facts.step.transfer,
+        share=facts.share_of_steps(transfer_s),
+        action="Leaving each rank its own buffers, such as the statistics of batch norm "
+        "(DistributedDataParallel(broadcast_buffers=False)), would save "
+        f"{_of(transfer_s, facts.step.transfer)} of communication.",
+        evidence=f"Broadcasts in each step take {format_seconds(transfer_s)} that is not hidden by "
+        "computation.",
+    )
+
+
 # --- work that can be done less often -------------------------------------------------------------
 
 
@@ -413,6 +434,7 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     help_straggler,
     even_batches,
     accumulate_gradients,
+    no_buffer_broadcasts,
     rarer_checkpoints,
     rarer_evaluation,
     rarer_host_work,

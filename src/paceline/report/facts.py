@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.trace.analysis import Analysis
     from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.communication import Traffic
     from paceline.trace.analysis.phases import RankPhases
     from paceline.trace.format.files import RankTrace
+
+_EACH_STEP = 0.9  # broadcasts per step from which they are repeated in each
 
 
 def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine | None) -> Facts:
@@ -52,7 +55,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         cores=_cores(machine),
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
         no_core_s=_no_core_s(ranks, steps, step, threads),
-        **_reductions(analysis),
+        **_communication(analysis),
     )
 
 
@@ -135,15 +138,15 @@ def _count(trace: RankTrace, kind: Kind, steps: int) -> int:
 
 
 def _loader_workers(traces: Sequence[RankTrace]) -> int | None:
-    """Return the workers of the loaders of all ranks; None if some rank does not say."""
-    found = []
+    """Return how many workers each loader has; None if loaders differ, or a rank does not say."""
+    found: set[int] = set()
     for trace in traces:
         if LOADER_WORKERS not in trace.names:
             return None
         counters = trace.events_of(Kind.COUNTER)
-        named = counters[counters["name"] == trace.names.index(LOADER_WORKERS)]
-        found.append(int(named["amount"].max(initial=0)))
-    return max(found, default=None)
+        named = counters["name"] == trace.names.index(LOADER_WORKERS)
+        found |= set(counters["amount"][named].tolist())
+    return found.pop() if len(found) == 1 else None
 
 
 def _cores(machine: Machine | None) -> int:
@@ -151,15 +154,22 @@ def _cores(machine: Machine | None) -> int:
     return next((device.cores for device in devices if device.kind == "cpu"), 0)
 
 
-def _reductions(analysis: Analysis) -> dict[str, float]:
-    seconds = {"all_reduce": 0.0, "rest": 0.0}
-    reduced_bytes = 0.0
-    for line in analysis.traffic:
-        kind = "all_reduce" if line.operation == "all_reduce" else "rest"
-        seconds[kind] += line.count * line.transfer_s
-        reduced_bytes += line.bytes if kind == "all_reduce" else 0
-    total = sum(seconds.values())
+def _communication(analysis: Analysis) -> dict[str, float]:
+    """Return how the transfers of a run divide among all-reduces and repeated broadcasts."""
+    total_s = sum(line.count * line.transfer_s for line in analysis.traffic)
+    reduces = [line for line in analysis.traffic if line.operation == "all_reduce"]
+    broadcasts = [
+        line
+        for line in analysis.traffic
+        if line.operation == "broadcast" and line.count >= _EACH_STEP * analysis.steps
+    ]
+
+    def share(lines: Sequence[Traffic]) -> float:
+        taken_s = sum(line.count * line.transfer_s for line in lines)
+        return taken_s / total_s if total_s > 0 else 0.0
+
     return {
-        "reduced_bytes": reduced_bytes / analysis.steps,
-        "reduced_share": seconds["all_reduce"] / total if total > 0 else 0.0,
+        "reduced_bytes": sum(line.bytes for line in reduces) / analysis.steps,
+        "reduced_share": share(reduces),
+        "broadcast_share": share(broadcasts),
     }

@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_WORKERS,
     LOSS,
     MAIN,
     NEXT,
@@ -73,7 +74,7 @@ class PhaseRecorder:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
             self._wrap_next(internals.loader_iterator())
-        self._wrap_iter(DataLoader)
+        self._wrap_iter(DataLoader, lambda loader: loader.num_workers)
         for owner, attribute, label in _UPDATES:
             self.wrap(owner, attribute, Kind.OPTIMIZER, label)
         for attribute in _CLIPPING:
@@ -106,7 +107,7 @@ class PhaseRecorder:
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)
-        self._wrap_iter(module.Loader)
+        self._wrap_iter(module.Loader, lambda loader: module.worker_count(loader.options))
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -157,10 +158,16 @@ class PhaseRecorder:
 
         setattr(owner, attribute, timed)
 
-    def _wrap_iter(self, owner: type) -> None:
-        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
+    def _wrap_iter(self, owner: type, worker_count: Callable[[Any], int]) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators.
+
+        Args:
+            owner: class of the loader.
+            worker_count: returns how many processes or threads load ahead for a loader.
+        """
         original = owner.__iter__  # type: ignore[attr-defined]  # a loader
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+        workers_name = recorder.intern(LOADER_WORKERS)
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +177,8 @@ class PhaseRecorder:
             self.loss_begin_ns = 0
             loader = self.loaders.number_of(args[0])
             begin_ns = recorder.begin(number)
+            workers = worker_count(args[0])
+            recorder.record(int(Kind.COUNTER), MAIN, workers_name, begin_ns, begin_ns, workers)
             try:
                 iterator = original(*args, **kwargs)
                 self.loaders.number_of(iterator, same_as=args[0])

@@ -128,5 +128,5 @@ DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
 TRAINED_BYTES = "trained_parameter_bytes"
-# A counter when a loop begins to iterate over a DataLoader: its worker processes.
+# A counter when the script begins to iterate over a loader: its workers, which load ahead.
 LOADER_WORKERS = "loader_workers"
