@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice import (
+from paceline.report.advice.facts import Facts, Scope, StragglerScope
+from paceline.report.advice.rules import (
     AGAINST_CAUSE,
     AGAINST_HOST_WORK,
     LEAST_SHARE,
     LEAST_STEPS,
     MOST_ADVICE,
-    Facts,
-    Scope,
-    StragglerScope,
     advise,
 )
 from paceline.trace.analysis.host import HostTime

@@ -18,6 +18,7 @@ EXPORTS = {
     "perf": ["estimate"],
     "probe": [],
     "report": [],
+    "report.advice": [],
     "report.page": [],
     "runs": [],
     "store": [

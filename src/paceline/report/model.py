@@ -17,10 +17,10 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
-from paceline.report.advice import Advice, advise
+from paceline.report.advice.gather import gather_facts
+from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.facts import gather_facts
 from paceline.report.words import (
     STEP_RULES,
     caution_words,

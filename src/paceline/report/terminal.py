@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from paceline.core.breakdown import PHASES
+from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_phases
-from paceline.report.facts import mean_times
 from paceline.report.fitting_table import FittingTable
 from paceline.report.units import (
     format_bytes,

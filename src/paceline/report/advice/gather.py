@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice import Facts, Scope, StragglerScope, working_s
+from paceline.report.advice.facts import Facts, Scope, StragglerScope, working_s
 from paceline.report.compare import undisturbed_steps
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
