@@ -229,7 +229,7 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     report = gather(run)
     assert report.missing_ranks == (1,)
     # One rank alone cannot be late, and nothing is known of the other one.
-    assert report.words.startswith(
+    assert report.verdict.startswith(
         "Rank 1 left no trace, so only the other ranks are described. One rank took 30 steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)

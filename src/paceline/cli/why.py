@@ -35,8 +35,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
         names += ["exit_code", "failure", "stragglers", "host_work"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
-    for sentence in (*report.cautions, report.words):
-        click.echo(printable(sentence))
+    click.echo(printable(report.words))
     for advice in report.advice:
         click.echo(printable(f"What would help: {advice.sentence}"))
     if verbose:

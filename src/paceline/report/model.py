@@ -51,8 +51,8 @@ class Report:
 
     Attributes:
         run: its folder.
-        words: the verdict.
         cautions: what must be known before the verdict: what the traces lack.
+        verdict: which rank was late, when and why, and how the run ended.
         advice: what would make the run faster, the largest saving first.
         host_work: the script's own named work, the longest first, as the mean over ranks.
         trace: its events on one clock.
@@ -70,8 +70,8 @@ class Report:
     """
 
     run: Path
-    words: str
     cautions: tuple[str, ...]
+    verdict: str
     advice: tuple[Advice, ...]
     host_work: tuple[HostTime, ...]
     trace: Trace
@@ -86,6 +86,11 @@ class Report:
     versions: dict[str, Any]
     config: dict[str, Any]
     nan: NanValue | None = None
+
+    @property
+    def words(self) -> str:
+        """The verdict with the cautions before it."""
+        return " ".join([*self.cautions, self.verdict])
 
     @property
     def world_size(self) -> int:
@@ -174,8 +179,8 @@ def gather(run: Path) -> Report:
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
-        words=words,
         cautions=caution_words(trace),
+        verdict=words,
         advice=advise(facts),
         host_work=facts.host_work,
         trace=trace,

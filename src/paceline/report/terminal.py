@@ -78,7 +78,7 @@ def render_verdict(report: Report) -> Group:
     """Return what ``paceline why`` shows: cautions, the verdict, and what would help."""
     failed = report.result is not None and report.result.failure is not None
     parts = [Text(printable(sentence), style="yellow") for sentence in report.cautions]
-    parts.append(Text(printable(report.words), style="bold red" if failed else "bold"))
+    parts.append(Text(printable(report.verdict), style="bold red" if failed else "bold"))
     parts += [Text(printable(f"What would help: {advice.sentence}")) for advice in report.advice]
     return Group(*parts)
 

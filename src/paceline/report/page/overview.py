@@ -20,7 +20,7 @@ def head(report: Report) -> str:
     cautions = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.cautions)
     warning = f'<ul class="cautions" role="note">{cautions}</ul>' if cautions else ""
     return (
-        f'<header><h1>{script}</h1>{warning}<p class="verdict">{escape(report.words)}</p>'
+        f'<header><h1>{script}</h1>{warning}<p class="verdict">{escape(report.verdict)}</p>'
         f'<p class="state">{_state(report)}</p></header>'
     )
 
