@@ -94,7 +94,7 @@ def _evaluations(rank: RankTrace) -> np.ndarray:
     trained = np.unique(events["tag"][passes & ~untrained & (events["tag"] > 0)])
     strong = untrained & ~grad & eval_mode & np.isin(events["tag"], trained)
     asks = kinds == Kind.INPUT
-    loaders = _training_loaders(events, passes & ~untrained)
+    loaders = _training_loaders(events, passes, untrained)
     chosen: list[tuple[int, int]] = []
     rare: list[tuple[int, int]] = []
     for rows in _runs(asks | untrained):
@@ -150,11 +150,14 @@ def _feeds_backward(rank: RankTrace, events: np.ndarray) -> np.ndarray:
     return np.asarray(soft & np.concatenate([is_backward, [False]])[following])
 
 
-def _training_loaders(events: np.ndarray, trains: np.ndarray) -> np.ndarray:
-    """Return the numbers of the loaders whose batches are trained with."""
-    rows = np.flatnonzero((events["kind"] == Kind.INPUT) | trains)
-    rows = rows[:-1][(events["kind"][rows[:-1]] == Kind.INPUT) & trains[rows[1:]]]
-    return np.unique(events["tag"][rows])
+def _training_loaders(events: np.ndarray, passes: np.ndarray, untrained: np.ndarray) -> np.ndarray:
+    """Return the numbers of the loaders whose batches mostly go to passes that train."""
+    rows = np.flatnonzero((events["kind"] == Kind.INPUT) | passes)
+    used = np.flatnonzero(~passes[rows[:-1]] & passes[rows[1:]])
+    loaders, which = np.unique(events["tag"][rows[used]], return_inverse=True)
+    counts = np.bincount(which, minlength=len(loaders))
+    untrained_counts = np.bincount(which, untrained[rows[used + 1]], minlength=len(loaders))
+    return np.asarray(loaders[2 * untrained_counts <= counts])
 
 
 def _span(
