@@ -125,7 +125,7 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   define_group("", {});  // group 0 means "none"
   const auto process = static_cast<std::uint32_t>(getpid());
   main_tid_ = gettid();
-  if (pthread_getcpuclockid(pthread_self(), &main_clock_) != 0) main_clock_ = {};
+  if (pthread_getcpuclockid(pthread_self(), &main_clock_) != 0) main_clock_ = CLOCK_THREAD_CPUTIME_ID;
   define_location(LocationType::thread, "main", process, static_cast<std::uint32_t>(main_tid_));
   define_location(LocationType::communication, "communication", process, 0);
   // The writer must not take the script's signals.
@@ -261,9 +261,11 @@ std::uint64_t Recorder::end_step() {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   start_steps(now);
-  const ThreadTimes times = usage_.sample(now);
-  const ThreadTimes main = {.running_ns = clock_ns(main_clock_),
-                            .runnable_ns = usage_.last_of(main_tid_).runnable_ns};
+  ThreadTimes times = usage_.sample(now);
+  ThreadTimes main = usage_.last_of(main_tid_);
+  const std::uint64_t exact_ns = clock_ns(main_clock_);
+  times.running_ns += exact_ns - main.running_ns;  // schedstat lags for the thread that runs now
+  main.running_ns = exact_ns;
   const std::lock_guard lock(shared_->mutex);
   Event event{.begin_ns = step_begin_ns_.load(std::memory_order_relaxed),
               .end_ns = now,
