@@ -35,6 +35,9 @@ enum class Kind : std::uint8_t {
   step = 10,
   send = 11,
   recv = 12,
+  evaluation = 13,
+  host = 14,
+  sample = 15,
 };
 
 // The state of a rank: idle, or the number of the Kind that it is in.

@@ -34,6 +34,8 @@ StepPhase = Literal[
     "transfer",
     "waiting",
     "checkpoint",
+    "evaluation",
+    "host",
     "other",
 ]
 Operator = Literal[

@@ -30,6 +30,8 @@ _PHASE_OF = {
     Kind.BACKWARD: PHASES.index("backward"),
     Kind.OPTIMIZER: PHASES.index("optimizer"),
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
+    Kind.EVALUATION: PHASES.index("evaluation"),
+    Kind.HOST: PHASES.index("host"),
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
 _PHASE_OF_KIND = np.full(max(Kind) + 1, -1)

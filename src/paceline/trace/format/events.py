@@ -32,6 +32,9 @@ class Kind(IntEnum):
     STEP = 10
     SEND = 11
     RECV = 12
+    EVALUATION = 13
+    HOST = 14
+    SAMPLE = 15
 
 
 class LocationType(IntEnum):
