@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
+from paceline.trace.analysis.counters import step_counters
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
@@ -82,12 +83,13 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
     phases = rank_phases(trace.ranks, waits)
     steps = min((rank.steps for rank in phases), default=0)
     skew = skew_s(trace.matches, waits, steps)
+    counters = [step_counters(rank, steps) for rank in trace.ranks]
     return Analysis(
         trace=trace,
         waits=waits,
         phases=phases,
         skew_s=skew,
-        stragglers=find_stragglers(phases, skew, rules),
+        stragglers=find_stragglers(phases, counters, skew, rules),
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
     )
