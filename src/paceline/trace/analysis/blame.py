@@ -124,7 +124,8 @@ def find_stragglers(
     least_s, loop_s = _least_and_loop_s(ranks, steps, rules)
     total = excess_s(skew)
     own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
-    found = []
+    found: list[tuple[float, Straggler]] = []
+    told: set[int] = set()  # ranks with a pattern that a core would not cure
     for i, pattern, is_own in _patterns(total, own, least_s, rules):
         series = own if is_own else total
         cost_s = float(np.sum(series[i], where=pattern.late))
@@ -132,6 +133,10 @@ def find_stragglers(
         if cost_s < rules.min_cost_share * loop_s or late_s < cost_s / 2:
             continue
         cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
+        if is_own:
+            told.add(i)
+        elif i in told and cause != "not_running":
+            continue  # the same lateness, seen through more noise
         found.append((cost_s, _straggler(i, ranks, skew[i], pattern, cause)))
     found.sort(key=lambda pair: -pair[0])
     return tuple(_without_echoes(found))
@@ -238,10 +243,10 @@ def _straggler(
 
 
 def _without_echoes(found: list[tuple[float, Straggler]]) -> list[Straggler]:
-    """Return the stragglers without what only accompanies, or repeats, a rank's costliest one."""
+    """Return the stragglers without what only accompanies a rank's costliest pattern."""
     costliest: dict[int, float] = {}
-    kept: dict[tuple[int, str], Straggler] = {}
+    kept = []
     for cost_s, straggler in found:
         if cost_s >= _FURTHER_SHARE * costliest.setdefault(straggler.rank, cost_s):
-            kept.setdefault((straggler.rank, straggler.cause), straggler)
-    return list(kept.values())
+            kept.append(straggler)
+    return kept

@@ -28,7 +28,9 @@ import numpy as np
 
 _MIN_STEPS = 8  # of a range, and of a run that is judged
 _PASSES = 2
-_MIN_BATCH, _BATCHES = 4, 24  # steps of a batch, if the range has so many; most batches
+_MIN_BATCH, _BATCHES, _FEW_BATCHES = 4, 24, 8  # steps of a batch, if there are so many; batches
+_TREND_BATCHES = 16
+_CORRELATED = 0.3  # from here on neighbouring batches are not independent
 _ALL_PERIODS = 64  # periods up to here are all tried, longer ones if the series repeats after them
 _LONG_PERIODS = 12
 _MIN_CYCLES = 5
@@ -144,7 +146,8 @@ def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     is_late = inside > min(rules.least_s, level / 2)
     if level < rules.least_s or float(np.mean(is_late)) < rules.min_late_steps:
         return None
-    places = len(series) / len(inside)  # ranges of this length that lie beside each other
+    chance, batch_count = _chance_of_mean(inside)
+    places = len(series) / len(inside) * batch_count  # where a range can begin and end
     return Pattern(
         shape="persistent",
         first=first,
@@ -152,7 +155,7 @@ def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
         late=late,
         fitted_s=np.where(late, level, 0.0),
         parameters=3,
-        chance=min(1.0, rules.series * places * _chance_of_mean(inside)),
+        chance=min(1.0, rules.series * places * (places + 1) / 2 * chance),
     )
 
 
@@ -185,19 +188,28 @@ def best_range(score: np.ndarray) -> tuple[int, int]:
     return int(np.argmin(sums[: last + 1])), last
 
 
-def _chance_of_mean(series: np.ndarray) -> float:
-    """Return the probability of such a mean if the true one is zero: Student's t over batches."""
-    means = np.array([batch.mean() for batch in _batches(series)])
-    spread = float(means.std(ddof=1)) / math.sqrt(len(means))
+def _chance_of_mean(series: np.ndarray) -> tuple[float, int]:
+    """Return the probability of such a mean if the true one is zero, and the number of batches.
+
+    Batches are made longer as long as neighbouring ones resemble each other. Source: G. Fishman,
+    Grouping observations in digital simulation (1978).
+    """
+    count = min(_BATCHES, max(len(series) // _MIN_BATCH, min(4, len(series))))
+    while True:
+        means = np.array([batch.mean() for batch in np.array_split(series, count)])
+        if count < 2 * _FEW_BATCHES or _correlation(means) < _CORRELATED:
+            break
+        count //= 2
+    spread = float(means.std(ddof=1)) / math.sqrt(count)
     if spread == 0.0:
-        return 0.0
-    return _upper_tail_t(float(means.mean()) / spread, len(means) - 1)
+        return 0.0, count
+    return _upper_tail_t(float(means.mean()) / spread, count - 1), count
 
 
-def _batches(series: np.ndarray) -> list[np.ndarray]:
-    """Return the steps in order, in batches of equal size (give or take one)."""
-    most = max(len(series) // _MIN_BATCH, min(4, len(series)))
-    return np.array_split(series, min(_BATCHES, most))
+def _correlation(values: np.ndarray) -> float:
+    """Return the correlation of neighbouring values; 0 if they are all equal."""
+    around = values - values.mean()
+    return float(np.sum(around[1:] * around[:-1]) / max(1e-300, float(np.sum(around**2))))
 
 
 def _upper_tail_t(value: float, freedom: int) -> float:
@@ -338,7 +350,7 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     tested by the number of pairs that rise. Sources: H. Theil (1950), P. Sen (1968); H. Mann (1945),
     M. Kendall, Rank Correlation Methods (1948).
     """
-    batches = _batches(series)
+    batches = np.array_split(series, min(_TREND_BATCHES, len(series) // _MIN_BATCH))
     if len(batches) < _MIN_STEPS:
         return None
     middles = np.array([np.median(batch) for batch in batches])
