@@ -104,13 +104,11 @@ def make_cases(seed):
         )
     for number in range(CULPRITS, CULPRITS + CLEAN):
         neighbour = bool(number % 2)
-        cases.append(
-            Case(number=number, seed=seed, ranks=2 + number // 2 % 2, neighbour=neighbour)
-        )
+        cases.append(Case(number=number, seed=seed, ranks=2 + number // 2 % 2, neighbour=neighbour))
     return cases
 
 
-# --- a run -----------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 class Stage:
@@ -194,7 +192,7 @@ class Stage:
         return set(self.cores)
 
 
-# --- the judgement ---------------------------------------------------------------------------------
+# --- the judgement --------------------------------------------------------------------------------
 
 
 def judge(case, stragglers):

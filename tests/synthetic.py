@@ -146,8 +146,8 @@ def _bursts(random, shape, share):
     while share and step < shape[1]:
         length = int(random.integers(5, 25))
         rank = int(random.integers(shape[0]))
-        result[rank, step : step + length] = BASE_S / 3 * random.random(
-            result[rank, step : step + length].shape
+        result[rank, step : step + length] = (
+            BASE_S / 3 * random.random(result[rank, step : step + length].shape)
         )
         step += length + int(random.exponential(length * (1 - share) / share)) + 1
     return result

@@ -26,8 +26,6 @@ from paceline.trace.analysis.causes import main_cause
 from paceline.trace.analysis.patterns import (
     Pattern,
     PatternRules,
-    count_episodes,
-    episode_size_s,
     find_pattern,
 )
 
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 _WAITING = PHASES.index("waiting")
+_OTHERS = 32  # ranks with which the episodes of a rank are compared, at most
 _FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be told too
 
 
@@ -121,16 +120,16 @@ def find_stragglers(
     steps = skew.shape[1]
     if len(ranks) < 2 or steps == 0:
         return ()
-    least_s, loop_s = _least_and_loop_s(ranks, steps, rules)
+    least_s, least_cost_s = _limits_s(ranks, steps, rules)
     total = excess_s(skew)
     own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
     found: list[tuple[float, Straggler]] = []
     told: set[int] = set()  # ranks with a pattern that a core would not cure
-    for i, pattern, is_own in _patterns(total, own, least_s, rules):
+    for i, pattern, is_own in _patterns(total, own, least_s, least_cost_s, rules):
         series = own if is_own else total
         cost_s = float(np.sum(series[i], where=pattern.late))
         late_s = float(np.sum(total[i], where=pattern.late | _next(pattern.late)))
-        if cost_s < rules.min_cost_share * loop_s or late_s < cost_s / 2:
+        if cost_s < least_cost_s or late_s < cost_s / 2:
             continue
         cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
         if is_own:
@@ -142,13 +141,12 @@ def find_stragglers(
     return tuple(_without_echoes(found))
 
 
-def _least_and_loop_s(
-    ranks: Sequence[RankPhases], steps: int, rules: BlameRules
-) -> tuple[float, float]:
-    """Return the smallest lateness of a late step, and the time of the loop, seconds."""
+def _limits_s(ranks: Sequence[RankPhases], steps: int, rules: BlameRules) -> tuple[float, float]:
+    """Return the smallest lateness of a late step, and of a straggler in all its steps, seconds."""
     shortest = np.min([rank.step_s[:steps] for rank in ranks], axis=0)
     least_s = max(rules.min_late_s, rules.min_late_share * float(np.median(shortest)))
-    return least_s, float(np.min([rank.step_s[:steps].sum() for rank in ranks]))
+    loop_s = float(np.min([rank.step_s[:steps].sum() for rank in ranks]))
+    return least_s, rules.min_cost_share * loop_s
 
 
 def _not_running_s(counters: Sequence[StepCounters], steps: int) -> np.ndarray:
@@ -188,16 +186,16 @@ def without_starvation_s(total: np.ndarray, without: np.ndarray) -> np.ndarray:
     moved = np.where(misplaced, np.copysign(moved, without[:, :-1]), 0.0)
     rest[:, :-1] += moved
     rest[:, 1:] -= moved
-    return rest
+    return np.asarray(rest)
 
 
 def _next(late: np.ndarray) -> np.ndarray:
     """Return the steps after late steps."""
-    return np.concatenate([[False], late[:-1]])
+    return np.asarray(np.concatenate([[False], late[:-1]]))
 
 
 def _patterns(
-    total: np.ndarray, own: np.ndarray, least_s: float, rules: BlameRules
+    total: np.ndarray, own: np.ndarray, least_s: float, least_cost_s: float, rules: BlameRules
 ) -> Iterator[tuple[int, Pattern, bool]]:
     """Yield ranks with a pattern, and whether it is in the lateness that a core would not cure."""
     limits = PatternRules(
@@ -207,12 +205,11 @@ def _patterns(
         series=2 * len(total),
     )
     for series, is_own in ((own, True), (total, False)):
-        sizes = [max(least_s, episode_size_s(rank, least_s) / 2) for rank in series]
-        for i in np.flatnonzero((series > least_s).any(axis=1)).tolist():
-            others = sum(
-                count_episodes(series[j], sizes[i]) for j in range(len(series)) if j != i
-            )
-            pattern = find_pattern(series[i], others, len(series), limits)
+        late_s = np.sum(series, axis=1, where=series > least_s)
+        for i in np.flatnonzero(late_s >= least_cost_s).tolist():
+            others = np.delete(series, i, axis=0)
+            others = others[:: -(-len(others) // _OTHERS)]
+            pattern = find_pattern(series[i], others, limits)
             if pattern is not None:
                 yield i, pattern, is_own
 

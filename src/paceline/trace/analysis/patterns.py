@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -81,17 +80,13 @@ class Pattern:
     slope_s: float = 0.0
 
 
-def find_pattern(
-    series: np.ndarray, others_episodes: int, rank_count: int, rules: PatternRules
-) -> Pattern | None:
+def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the pattern that describes a rank's lateness best; None if noise may have made it.
 
     Args:
         series: lateness of the rank in each step, noise around zero otherwise, shape (steps,),
             seconds.
-        others_episodes: number of episodes of the same size of all other ranks, from
-            `count_episodes`.
-        rank_count: number of ranks.
+        others: the series of other ranks, shape (other ranks, steps).
         rules: the limits.
     """
     if len(series) < _MIN_STEPS:
@@ -104,7 +99,7 @@ def find_pattern(
         persistent(clipped, rules),
         periodic(clipped, rules),
         drifting(clipped, rules),
-        intermittent(clipped, others_episodes, rank_count, rules),
+        intermittent(clipped, others, rules),
     ]
     passed = [
         pattern for pattern in found if pattern is not None and pattern.chance <= rules.max_chance
@@ -274,7 +269,8 @@ def _periods(series: np.ndarray, least_s: float) -> list[int]:
     spectrum = np.fft.rfft(late - late.mean(), 2 * len(late))
     repeats = np.fft.irfft(np.abs(spectrum) ** 2)[: longest + 1]
     repeats[: _ALL_PERIODS + 1] = -np.inf
-    return short + np.argsort(-repeats)[:_LONG_PERIODS].tolist()
+    longer: list[int] = np.argsort(-repeats)[:_LONG_PERIODS].tolist()
+    return short + longer
 
 
 def _best_place(is_late: np.ndarray, period: int) -> tuple[int, float]:
@@ -347,8 +343,8 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the line that the lateness follows, if it grows or shrinks over the whole run.
 
     The slope is the median of the slopes between medians of batches of steps; whether it is one is
-    tested by the number of pairs that rise. Sources: H. Theil (1950), P. Sen (1968); H. Mann (1945),
-    M. Kendall, Rank Correlation Methods (1948).
+    tested by the number of pairs that rise. Sources: H. Theil (1950) and P. Sen (1968); H. Mann
+    (1945) and M. Kendall, Rank Correlation Methods (1948).
     """
     batches = np.array_split(series, min(_TREND_BATCHES, len(series) // _MIN_BATCH))
     if len(batches) < _MIN_STEPS:
@@ -384,59 +380,48 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
 # --- now and then ---------------------------------------------------------------------------------
 
 
-def intermittent(
-    series: np.ndarray, others_episodes: int, rank_count: int, rules: PatternRules
-) -> Pattern | None:
+def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the episodes of late steps, if this rank has more of them than its share.
 
     Noise brings episodes to all ranks alike: of all episodes each is this rank's with a probability
-    of 1 / ranks. Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric
-    Statistics, 3.1.
+    of 1 / ranks. Small and large lateness are tried, since noise brings many small episodes.
+    Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
     """
-    size = episode_size_s(series, rules.least_s)
-    late = series > max(rules.least_s, size / 2)
-    episodes = _episodes(_joined(late))
-    if len(episodes) < _MIN_CYCLES:
+    positive = series[series > rules.least_s]
+    if not len(positive):
         return None
-    level = float(np.median(series[late]))
+    levels = {max(rules.least_s, float(size) / 2) for size in np.quantile(positive, [0.5, 0.9])}
+    best: tuple[float, np.ndarray] | None = None
+    for level_s in levels:
+        late = series > level_s
+        own = int(_episode_begins(late).sum())
+        if own < _MIN_CYCLES:
+            continue
+        theirs = int(_episode_begins(others > level_s).sum())
+        chance = binomial_tail(own, theirs, 1 / (1 + len(others)))
+        if best is None or chance < best[0]:
+            best = (chance, late)
+    if best is None:
+        return None
+    chance, late = best
+    steps = np.flatnonzero(late)
     return Pattern(
         shape="intermittent",
-        first=int(episodes[0][0]),
-        last=int(episodes[-1][1]),
+        first=int(steps[0]),
+        last=int(steps[-1]),
         late=late,
-        fitted_s=np.where(late, level, 0.0),
-        parameters=1 + 2 * len(episodes),
-        chance=min(
-            1.0, rules.series * binomial_tail(len(episodes), others_episodes, 1 / rank_count)
-        ),
+        fitted_s=np.where(late, float(np.median(series[late])), 0.0),
+        parameters=1 + 2 * int(_episode_begins(late).sum()),
+        chance=min(1.0, rules.series * len(levels) * chance),
     )
 
 
-def episode_size_s(series: np.ndarray, least_s: float) -> float:
-    """Return the typical lateness of late steps, seconds; 0 if no step is late."""
-    return _typical(series, least_s)
-
-
-def count_episodes(series: np.ndarray, size_s: float) -> int:
-    """Return the number of episodes in which the series is above `size_s`."""
-    return len(_episodes(_joined(series > size_s)))
-
-
-def _joined(late: np.ndarray) -> np.ndarray:
-    """Return the late steps, and the few steps on time between two of them."""
-    places = np.flatnonzero(late)
-    gaps = np.diff(places)
-    result = late.copy()
-    for place, gap in zip(places[:-1].tolist(), gaps.tolist(), strict=True):
-        if 1 < gap <= _GAP + 1:
-            result[place : place + gap] = True
-    return result
-
-
-def _episodes(late: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last step of each run of late steps."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], late, [False]])))
-    return [(int(first), int(end) - 1) for first, end in pairwise(edges.tolist())][::2]
+def _episode_begins(late: np.ndarray) -> np.ndarray:
+    """Return the steps that begin an episode: late ones after some on time; shapes as `late`."""
+    before = np.zeros_like(late)
+    for distance in range(1, _GAP + 2):
+        before[..., distance:] |= late[..., :-distance]
+    return np.asarray(late & ~before)
 
 
 def binomial_tail(own: int, others: int, share: float) -> float:
