@@ -260,6 +260,8 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
         ranks=_rank_results(analysis),
         straggler=analysis.stragglers[0] if analysis.stragglers else None,
+        stragglers=analysis.stragglers,
+        shifts=analysis.shifts,
         failure=failure,
     )
 

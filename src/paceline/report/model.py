@@ -19,6 +19,7 @@ from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
+from paceline.report.delays import cut_words, shift_words
 from paceline.report.words import failure_words, gap_words, sync_place, verdict
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
@@ -26,6 +27,7 @@ from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.phases import RankPhases, step_time_s
+from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 
@@ -43,6 +45,7 @@ class Report:
         rank_phases: seconds by step and phase of each rank that left a trace.
         skew_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
+        shifts: changes of all ranks within the run.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
         result: None when the run did not come to write one.
@@ -58,6 +61,7 @@ class Report:
     rank_phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
+    shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     comparison: Comparison
     result: RunResult | None
@@ -147,7 +151,8 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
-    words = " ".join([words, *gaps])
+    cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
+    words = " ".join(filter(None, [cut, words, shift_words(analysis.shifts), *gaps]))
     return Report(
         run=run,
         words=words,
@@ -155,6 +160,7 @@ def gather(run: Path) -> Report:
         rank_phases=analysis.phases,
         skew_s=skew_s,
         stragglers=stragglers,
+        shifts=analysis.shifts,
         traffic=traffic,
         comparison=comparison,
         result=result,
@@ -240,6 +246,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "steps": report.steps,
         "step_time_s": report.step_time_s,
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
+        "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [
             {
                 "rank": spent.rank,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from paceline.core.record import Record
 from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.shifts import Shift
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,10 @@ class Failure(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult(Record):
-    """The summary of a run; seconds are measured, see docs/reference/run-folder.md."""
+    """The summary of a run; seconds are measured, see docs/reference/run-folder.md.
+
+    `straggler` is the costliest of `stragglers`; results of before hold it alone.
+    """
 
     kind: Literal["run"] = "run"
     exit_code: int
@@ -68,4 +72,6 @@ class RunResult(Record):
     loop_wall_s: float
     ranks: tuple[RankResult, ...]
     straggler: Straggler | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    shifts: tuple[Shift, ...] = ()
     failure: Failure | None = None

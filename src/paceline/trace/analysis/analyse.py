@@ -15,6 +15,7 @@ from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
 from paceline.trace.analysis.counters import step_counters
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
+from paceline.trace.analysis.shifts import Shift, find_shifts
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
 from paceline.trace.merge import Trace
@@ -35,6 +36,7 @@ class Analysis:
         skew_s: skew of each rank in each step that all ranks completed, shape (ranks, steps),
             seconds.
         stragglers: the ranks that were late, the costliest first.
+        shifts: changes of all ranks within the run, in order of steps.
         traffic: collectives and messages by operation, group and size, the costliest first.
         mismatches: the first collectives on which the ranks that joined do not agree; all such
             collectives are left out of waits, skew and traffic.
@@ -45,6 +47,7 @@ class Analysis:
     phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
+    shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
 
@@ -90,6 +93,7 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         phases=phases,
         skew_s=skew,
         stragglers=find_stragglers(phases, counters, skew, rules),
+        shifts=find_shifts(phases),
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
     )

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 _WAITING = PHASES.index("waiting")
 _OTHERS = 32  # ranks with which the episodes of a rank are compared, at most
-_FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be told too
+_FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be reported too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler(Record):
-    """A rank that was late, with its step range, the shape of its lateness and the cause.
+    """A rank that was late, with its step range, the shape of its delay and the cause.
 
     Attributes:
         rank: the global rank.
@@ -56,7 +56,7 @@ class Straggler(Record):
             drifting (later by `slope_ms_per_step` in each step), or intermittent (in episodes
             without a rhythm).
         period_steps: steps from one late step to the next; 0 if not periodic.
-        slope_ms_per_step: milliseconds by which the lateness grows per step; 0 if not drifting.
+        slope_ms_per_step: milliseconds by which the delay grows per step; 0 if not drifting.
         late_share: share of the steps of the range in which it was late, 0 to 1.
         confidence: 1 minus the probability that noise makes such a pattern in some rank, 0 to 1; it
             grows with the number of steps. 0 in results of Paceline versions that did not say.
@@ -77,13 +77,13 @@ class Straggler(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlameRules(Record):
-    """Limits from which lateness is reported rather than taken for noise.
+    """Limits from which a delay is reported rather than taken for noise.
 
     Attributes:
-        min_late_s: smallest lateness with which a step counts as late, seconds.
+        min_late_s: smallest delay with which a step counts as late, seconds.
         min_late_share: the same as a share of the median step time; the larger of the two counts.
         min_late_steps: minimum share of late steps in a range, or among every k-th step.
-        min_cost_share: minimum sum of the lateness, as a share of the time of the whole loop: a
+        min_cost_share: minimum sum of the delay, as a share of the time of the whole loop: a
             short disturbance by another process is real, but is not reported.
         max_chance: maximum probability that noise makes such a pattern in some rank.
     """
@@ -124,7 +124,7 @@ def find_stragglers(
     total = excess_s(skew)
     own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
     found: list[tuple[float, Straggler]] = []
-    told: set[int] = set()  # ranks with a pattern that a core would not cure
+    seen: set[int] = set()  # ranks with a pattern that more cores would not cure
     for i, pattern, is_own in _patterns(total, own, least_s, least_cost_s, rules):
         series = own if is_own else total
         cost_s = float(np.sum(series[i], where=pattern.late))
@@ -133,16 +133,16 @@ def find_stragglers(
             continue
         cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
         if is_own:
-            told.add(i)
-        elif i in told and cause != "not_running":
-            continue  # the same lateness, seen through more noise
+            seen.add(i)
+        elif i in seen and cause != "not_running":
+            continue  # the same delay, seen through more noise
         found.append((cost_s, _straggler(i, ranks, skew[i], pattern, cause)))
     found.sort(key=lambda pair: -pair[0])
     return tuple(_without_echoes(found))
 
 
 def _limits_s(ranks: Sequence[RankPhases], steps: int, rules: BlameRules) -> tuple[float, float]:
-    """Return the smallest lateness of a late step, and of a straggler in all its steps, seconds."""
+    """Return the smallest delay of a late step, and of a straggler in all its steps, seconds."""
     shortest = np.min([rank.step_s[:steps] for rank in ranks], axis=0)
     least_s = max(rules.min_late_s, rules.min_late_share * float(np.median(shortest)))
     loop_s = float(np.min([rank.step_s[:steps].sum() for rank in ranks]))
@@ -167,7 +167,8 @@ def excess_s(values: np.ndarray) -> np.ndarray:
 
     def of_others(place: int) -> np.ndarray:
         """Return the others' value at a place in their order: one further, past the rank's own."""
-        return np.where(values <= ordered[place], ordered[place + 1], ordered[place])
+        past = values <= ordered[place]
+        return np.asarray(np.where(past, ordered[place + 1], ordered[place]))
 
     return np.asarray(values - (of_others(lower) + of_others(upper)) / 2)
 
@@ -197,14 +198,18 @@ def _next(late: np.ndarray) -> np.ndarray:
 def _patterns(
     total: np.ndarray, own: np.ndarray, least_s: float, least_cost_s: float, rules: BlameRules
 ) -> Iterator[tuple[int, Pattern, bool]]:
-    """Yield ranks with a pattern, and whether it is in the lateness that a core would not cure."""
+    """Yield each pattern with its rank, and whether it was found without time without a core.
+
+    Where the traces do not say when threads had no core, `own` and `total` are the same.
+    """
     limits = PatternRules(
         least_s=least_s,
         min_late_steps=rules.min_late_steps,
         max_chance=rules.max_chance,
         series=2 * len(total),
     )
-    for series, is_own in ((own, True), (total, False)):
+    known = not np.array_equal(own, total)
+    for series, is_own in ((own, True), (total, False))[0 if known else 1 :]:
         late_s = np.sum(series, axis=1, where=series > least_s)
         for i in np.flatnonzero(late_s >= least_cost_s).tolist():
             others = np.delete(series, i, axis=0)

@@ -45,7 +45,7 @@ def main_cause(
         counters: counters of each rank, in the same order.
         late: the late steps, shape (steps,).
         starved: whether time without a core may be the cause, where the main thread's is known: it
-            is not if the lateness is what is left without that time.
+            is not if the delay is what is left without that time.
     """
     seconds = max(
         (seconds_by_cause(i, ranks, counters, steps) for steps in (late, _before(late))),

@@ -1,4 +1,4 @@
-"""Finds the shape of one rank's lateness over the steps of a run, and how likely noise makes it.
+"""Finds the shape of one rank's delay over the steps of a run, and how likely noise makes it.
 
 A series is what one rank was later than the other ranks in each step; without a straggler it is
 noise around zero. Four shapes are tried, each with a test of its own, because a mean over all steps
@@ -38,7 +38,7 @@ _GAP = 2  # steps on time that do not yet end an episode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatternRules:
-    """From where on lateness has a shape; the limits of `BlameRules` in the units of one series.
+    """From where on a delay has a shape; the limits of `BlameRules` in the units of one series.
 
     Attributes:
         least_s: a step is late if the series is above it, seconds.
@@ -55,18 +55,18 @@ class PatternRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pattern:
-    """A shape of lateness.
+    """A shape of a rank's delay.
 
     Attributes:
         shape: persistent, periodic, drifting or intermittent.
         first: first step of the range.
         last: last step of the range.
         late: the steps in which the rank was late by this pattern, shape (steps,).
-        fitted_s: lateness in each step as the pattern describes it, shape (steps,), seconds.
+        fitted_s: delay in each step as the pattern describes it, shape (steps,), seconds.
         parameters: of the description: levels, ends of ranges, period and place in it.
         chance: probability that noise makes such a pattern somewhere in the run, at most 1.
         period: steps from one late step to the next; 0 if not periodic.
-        slope_s: seconds by which lateness grows in each step; 0 if not drifting.
+        slope_s: seconds by which the delay grows in each step; 0 if not drifting.
     """
 
     shape: str
@@ -81,10 +81,10 @@ class Pattern:
 
 
 def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
-    """Return the pattern that describes a rank's lateness best; None if noise may have made it.
+    """Return the pattern that describes a rank's delay best; None if noise may have made it.
 
     Args:
-        series: lateness of the rank in each step, noise around zero otherwise, shape (steps,),
+        series: delay of the rank in each step, noise around zero otherwise, shape (steps,),
             seconds.
         others: the series of other ranks, shape (other ranks, steps).
         rules: the limits.
@@ -157,9 +157,9 @@ def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
 def _late_range(series: np.ndarray, least_s: float) -> tuple[int, int] | None:
     """Return the first and last step of the range that is late most clearly.
 
-    It maximises the sum of (lateness - threshold). Lateness is clipped at twice the threshold, so
+    It maximises the sum of (delay - threshold). Delay is clipped at twice the threshold, so
     that one very late step cannot make a range. The threshold is half the median of all late steps,
-    and never less than `least_s`, so that the range begins and ends where the lateness does; a
+    and never less than `least_s`, so that the range begins and ends where the delay does; a
     second pass takes the median inside the range, which noise does not dilute.
     Source: maximum subarray, J. Bentley, Programming Pearls (1984).
     """
@@ -340,7 +340,7 @@ def _with_chance(pattern: Pattern, chance: float) -> Pattern:
 
 
 def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
-    """Return the line that the lateness follows, if it grows or shrinks over the whole run.
+    """Return the line that the delay follows, if it grows or shrinks over the whole run.
 
     The slope is the median of the slopes between medians of batches of steps; whether it is one is
     tested by the number of pairs that rise. Sources: H. Theil (1950) and P. Sen (1968); H. Mann
@@ -384,7 +384,7 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
     """Return the episodes of late steps, if this rank has more of them than its share.
 
     Noise brings episodes to all ranks alike: of all episodes each is this rank's with a probability
-    of 1 / ranks. Small and large lateness are tried, since noise brings many small episodes.
+    of 1 / ranks. Small and large delays are tried, since noise brings many small episodes.
     Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
     """
     positive = series[series > rules.least_s]
