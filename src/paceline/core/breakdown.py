@@ -1,4 +1,4 @@
-"""Where the seconds of a step or a run went: the currency in which prediction meets measurement."""
+"""Where the seconds of a step or a run went, for predictions and measurements alike."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tupl
         waits: one array of `WAIT_INTERVAL` per rank, from `wait_intervals`.
 
     Raises:
-        CorruptTrace: a rank's steps are not numbered as a run numbers them.
+        CorruptTrace: a rank's step numbers do not increase, or more steps are missing than events
+            were dropped.
     """
     return tuple(_of_rank(rank, own) for rank, own in zip(ranks, waits, strict=True))
 
@@ -136,7 +137,7 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     steps out.
 
     Raises:
-        CorruptTrace: more steps are missing than events were dropped, or numbers do not rise.
+        CorruptTrace: more steps are missing than events were dropped, or numbers do not increase.
     """
     steps = rank.events_of(Kind.STEP)
     numbers = steps["step"].astype(np.int64)
