@@ -229,8 +229,10 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     report = gather(run)
     assert report.missing_ranks == (1,)
     # One rank alone cannot be late, and nothing is known of the other one.
-    assert report.verdict.startswith(
-        "Rank 1 left no trace, so only the other ranks are described. One rank took 30 steps: "
+    assert report.words.startswith(
+        "The trace is incomplete: rank 0 has not closed its file (it still runs, or was killed). "
+        "What follows covers steps 0 to 29. Rank 1 left no trace, so only the other ranks are "
+        "described. One rank took 30 steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text
@@ -539,7 +541,7 @@ def test_a_cut_trace_is_said_before_the_verdict(tmp_path):
     for rank, events in enumerate(data_parallel(2, 30)):
         write_trace(run / "trace" / trace_name(rank), rank, 2, events, close=rank == 0)
     page = render_html(gather(run))
-    caution = page.index("The trace of rank 1 ends before the run did")
+    caution = page.index("The trace is incomplete: rank 1 has not closed its file")
     assert caution < page.index('class="verdict"')
 
 

@@ -32,7 +32,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     if as_json:
         everything = to_json(report)
         names = ["version", "run", "verdict", "cautions", "advice"]
-        names += ["exit_code", "failure", "stragglers", "host_work"]
+        names += ["exit_code", "failure", "stragglers", "shifts", "host_work"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     click.echo(printable(report.words))

@@ -21,9 +21,9 @@ from paceline.report.advice.gather import gather_facts
 from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
+from paceline.report.delays import cut_words, shift_words
 from paceline.report.words import (
     STEP_RULES,
-    caution_words,
     failure_words,
     gap_words,
     nan_words,
@@ -38,6 +38,7 @@ from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
+from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
@@ -59,6 +60,7 @@ class Report:
         rank_phases: seconds by step and phase of each rank that left a trace.
         skew_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
+        shifts: changes of all ranks within the run.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
         result: None when the run did not come to write one.
@@ -78,6 +80,7 @@ class Report:
     rank_phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
+    shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     comparison: Comparison
     result: RunResult | None
@@ -173,20 +176,22 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
+    cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
     rule = STEP_RULES[StepRule(analysis.step_rule)]
-    words = " ".join(filter(None, [nan_words(analysis.nan), words, *gaps, rule]))
+    sentences = [nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
-        cautions=caution_words(trace),
-        verdict=words,
+        cautions=(cut,) if cut else (),
+        verdict=" ".join(filter(None, sentences)),
         advice=advise(facts),
         host_work=facts.host_work,
         trace=trace,
         rank_phases=analysis.phases,
         skew_s=skew_s,
         stragglers=stragglers,
+        shifts=analysis.shifts,
         traffic=traffic,
         comparison=comparison,
         result=result,
@@ -278,6 +283,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "step_rule": report.trace.step_rule,
         "nan": _plain(report.nan),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
+        "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [
             {
                 "rank": spent.rank,
