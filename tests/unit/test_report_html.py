@@ -250,7 +250,7 @@ def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
 def test_ranks_that_lost_events_are_pointed_out(tmp_path):
     run = _run(tmp_path)
     set_dropped_count(run / "trace" / trace_name(0), 7)
-    assert "7 events could not be recorded" in render_html(gather(run))
+    assert "rank 0 lost 7 events" in render_html(gather(run))
 
 
 def test_clock_offsets_are_told(tmp_path):

@@ -273,16 +273,19 @@ def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]
 
 def _stragglers(report: Report) -> FittingTable:
     shown = report.stragglers[:_ROWS]
-    rows = [
-        [
+    rows = tuple(
+        (
+            f"rank {late.rank}",
+            f"{late.cause.replace('_', ' ')}, {late.shape}",
             f"{late.first_step:,} to {late.last_step:,}",
             f"{significant(late.late_ms)} ms",
+            format_share(late.late_share),
             format_share(late.others_wait),
-        ]
+        )
         for late in shown
-    ]
-    names = [f"rank {late.rank}: {late.cause.replace('_', ' ')}" for late in shown]
-    return _table("straggler", ["steps", "typical skew", "others wait"], names, rows)
+    )
+    heads = ("straggler", "cause", "steps", "typical skew", "late steps", "others wait")
+    return FittingTable(heads=heads, rows=rows, names=2)
 
 
 def _comparison(comparison: Comparison) -> FittingTable:

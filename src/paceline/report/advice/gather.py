@@ -10,6 +10,7 @@ import numpy as np
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.report.advice.facts import Facts, Scope, StragglerScope, working_s
 from paceline.report.compare import undisturbed_steps
+from paceline.trace.analysis.counters import step_counters
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
 
@@ -54,7 +55,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         threads=threads,
         cores=_cores(machine),
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
-        no_core_s=_no_core_s(ranks, steps, step, threads),
+        no_core_s=_no_core_s(analysis, step, threads),
         **_communication(analysis),
     )
 
@@ -104,12 +105,17 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
 
 
-def _no_core_s(ranks: Sequence[RankPhases], steps: int, step: Breakdown, threads: int) -> float:
-    """Return by how much a step would be shorter, at least, if no thread of a rank lacked a core.
+def _no_core_s(analysis: Analysis, step: Breakdown, threads: int) -> float:
+    """Return the seconds of a step in which a rank's main thread was runnable without a core.
 
-    Threads that lack a core at the same time delay the step once: by their time without a core over
-    their number, if they wait together. What the rank computes takes no less than it ran.
+    Older traces have only the sum over threads. Threads that lack a core at the same time delay the
+    step once: by their time without a core over their number, if they wait together; and what the
+    rank computes takes no less than it ran.
     """
+    ranks, steps = analysis.phases, analysis.steps
+    counters = [step_counters(trace, steps) for trace in analysis.trace.ranks]
+    if all(rank.known for rank in counters):
+        return _mean(rank.not_running_s for rank in counters)
     ran_s = _mean(rank.running_s[:steps] for rank in ranks)
     no_core_s = _mean(rank.not_running_s[:steps] for rank in ranks)
     return max(0.0, min(no_core_s / threads, working_s(step) - ran_s / threads))

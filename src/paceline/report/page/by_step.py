@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.shifts import Shift
 
 LEVELS = 8
 LINES = 8  # more ranks are drawn as their range
@@ -111,7 +112,7 @@ def _skew_legend(top_s: float, *, framed: bool) -> list[tuple[str, str]]:
     return items
 
 
-def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> Chart:
+def step_lines(step_s: np.ndarray, ranks: Sequence[int], shifts: Sequence[Shift] = ()) -> Chart:
     """Return step time over steps: a line per rank, or their range when there are many.
 
     The scale ends a little above what all but 2 % of the columns reach; longer steps are marked at
@@ -120,6 +121,7 @@ def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> Chart:
     Args:
         step_s: shape (ranks, steps).
         ranks: numbers of the rows.
+        shifts: changes of all ranks, to mark.
     """
     few = len(ranks) <= LINES
     if few:
@@ -142,6 +144,9 @@ def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> Chart:
             svg.polyline(drawn[1], "line line-0"),
         ]
     marks.append(svg.group(shapes, "lines"))
+    for shift in shifts:
+        at = shift.step / step_s.shape[1] * FIELD
+        marks.append(svg.line(at, 0, at, _STEPS_PX, "shift"))
     beyond = np.flatnonzero(cells.max(axis=0) > top_s)
     over = [svg.arrow(svg.percent(x[i] / FIELD), 0, "beyond") for i in beyond.tolist()]
     longest_s = float(cells.max()) if beyond.size else None
@@ -156,7 +161,7 @@ def step_lines(step_s: np.ndarray, ranks: Sequence[int]) -> Chart:
         marks=marks,
         labels=labels,
         over=over,
-        legend=_line_legend(names, few=few, longest_s=longest_s),
+        legend=_line_legend(names, few=few, longest_s=longest_s, shifts=shifts),
         values=Values(seconds=detailed, rows=names, top_s=top_s, drawing="lines"),
     )
 
@@ -174,7 +179,7 @@ def _time_scale(top_s: float) -> tuple[list[str], list[str]]:
 
 
 def _line_legend(
-    names: Sequence[str], *, few: bool, longest_s: float | None
+    names: Sequence[str], *, few: bool, longest_s: float | None, shifts: Sequence[Shift]
 ) -> list[tuple[str, str]]:
     if few:
         samples = [
@@ -186,6 +191,8 @@ def _line_legend(
             (svg.swatch([svg.line(0, 6, 28, 6, "line line-0")], 28), "median of the ranks"),
             (svg.swatch([svg.rect(0, 0, 14, 12, "band")]), "range of the ranks"),
         ]
+    if shifts:
+        items.append((svg.swatch([svg.line(7, 0, 7, 12, "shift")]), "all ranks changed"))
     if longest_s is not None:
         mark = svg.swatch([svg.arrow(7, 10, "beyond")])
         items.append((mark, f"longer than the scale, up to {format_seconds(longest_s)}"))

@@ -25,9 +25,9 @@ def typical_step(report: Report) -> str:
     if not comparison.undisturbed_steps:
         return ""
     note = (
-        f"The mean over ranks and over the middle half of {comparison.undisturbed_steps:,} of "
-        f"{plural(comparison.steps, 'step')}: those after the warm-up in which no rank was late. "
-        "The total is the median step of the slowest rank."
+        f"The mean over ranks and over typical steps: of the {comparison.undisturbed_steps:,} of "
+        f"{plural(comparison.steps, 'step')} after the warm-up in which no rank was late, the half "
+        "closest to the median. The total is the median step of the slowest rank."
     )
     if comparison.unfit:
         note += f" The prediction is not shown beside it, since {comparison.unfit}."

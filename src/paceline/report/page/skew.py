@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.report.delays import brief_steps
 from paceline.report.page.by_step import skew_map, skew_scale_s
 from paceline.report.page.chart import COLUMNS, ROWS, render
 from paceline.report.page.markup import details, section, table
@@ -68,11 +69,15 @@ def _stragglers(report: Report) -> str:
         [
             f"rank {late.rank}",
             late.cause.replace("_", " "),
-            f"{late.first_step:,} to {late.last_step:,}",
+            late.shape,
+            brief_steps(late).removeprefix("in "),
             f"{significant(late.late_ms)} ms",
+            format_share(late.late_share),
             format_share(late.others_wait),
+            format_share(late.confidence) if late.confidence else "-",
         ]
         for late in report.stragglers[:MAX_ROWS]
     ]
-    heads = ["straggler", "cause", "steps", "typical skew", "others wait"]
-    return table(heads, rows, names=2)
+    heads = ["straggler", "cause", "shape", "when", "typical skew"]
+    heads += ["late steps", "others wait", "confidence"]
+    return table(heads, rows, names=4)

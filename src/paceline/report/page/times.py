@@ -85,7 +85,7 @@ def by_step(report: Report) -> str:
         for i, rank in enumerate(ranks[:MAX_ROWS])
     ]
     numbers = details("Numbers", table(["rank", "fastest", "median", "95 %", "slowest"], rows))
-    return section("Step time", note, render(step_lines(times, ranks)), numbers)
+    return section("Step time", note, render(step_lines(times, ranks, report.shifts)), numbers)
 
 
 def host_work(report: Report) -> str:
