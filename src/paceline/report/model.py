@@ -20,16 +20,25 @@ from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.delays import cut_words, shift_words
-from paceline.report.words import failure_words, gap_words, sync_place, verdict
+from paceline.report.words import (
+    STEP_RULES,
+    failure_words,
+    gap_words,
+    nan_words,
+    sync_place,
+    verdict,
+)
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
+from paceline.trace.merge.steps import StepRule
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
@@ -53,6 +62,7 @@ class Report:
         estimate: the prediction, if there was one.
         versions: of what took part.
         config: values with their origins, the script and its arguments.
+        nan: the first value that was not a number when the script read it, if there was one.
     """
 
     run: Path
@@ -69,6 +79,7 @@ class Report:
     estimate: Estimate | None
     versions: dict[str, Any]
     config: dict[str, Any]
+    nan: NanValue | None = None
 
     @property
     def world_size(self) -> int:
@@ -152,7 +163,9 @@ def gather(run: Path) -> Report:
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
     cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
-    words = " ".join(filter(None, [cut, words, shift_words(analysis.shifts), *gaps]))
+    rule = STEP_RULES[StepRule(analysis.step_rule)]
+    sentences = [cut, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    words = " ".join(filter(None, sentences))
     return Report(
         run=run,
         words=words,
@@ -168,6 +181,7 @@ def gather(run: Path) -> Report:
         estimate=estimate,
         versions=folder.read_versions(),
         config=config,
+        nan=analysis.nan,
     )
 
 
@@ -245,6 +259,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "steps": report.steps,
         "step_time_s": report.step_time_s,
+        "step_rule": report.trace.step_rule,
+        "nan": _plain(report.nan),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [
@@ -258,6 +274,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "clock_drift": report.trace.clocks[i].drift,
                 "clock_error_ns": report.trace.clocks[i].error_ns,
                 "phases": dict(spent.breakdown().items()),
+                "host": [_plain(time) for time in spent.host],
             }
             for i, (rank, spent) in enumerate(
                 zip(report.trace.ranks, report.rank_phases, strict=True)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from paceline.core.record import Record
 from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.shifts import Shift
 
 
@@ -29,6 +31,7 @@ class RankResult(Record):
         peak_memory_bytes: high-water mark of the process's resident memory.
         phases: in the order of `Breakdown`.
         dropped_count: events that could not be recorded or written; 0 in a good run.
+        host: the script's own work between phases by name, the longest first.
     """
 
     rank: int
@@ -37,6 +40,7 @@ class RankResult(Record):
     peak_memory_bytes: int
     phases: tuple[PhaseTime, ...]
     dropped_count: int = 0
+    host: tuple[HostTime, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,8 @@ class RunResult(Record):
     """The summary of a run; seconds are measured, see docs/reference/run-folder.md.
 
     `straggler` is the costliest of `stragglers`; results of before hold it alone.
+    `step_rule` is a value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the
+    first value that was not a number when the script read it from a tensor.
     """
 
     kind: Literal["run"] = "run"
@@ -75,3 +81,5 @@ class RunResult(Record):
     stragglers: tuple[Straggler, ...] = ()
     shifts: tuple[Shift, ...] = ()
     failure: Failure | None = None
+    step_rule: str = ""
+    nan: NanValue | None = None

@@ -14,6 +14,7 @@ import numpy as np
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
 from paceline.trace.analysis.counters import step_counters
+from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.shifts import Shift, find_shifts
 from paceline.trace.analysis.skew import skew_s
@@ -40,6 +41,7 @@ class Analysis:
         traffic: collectives and messages by operation, group and size, the costliest first.
         mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
+        nan: the first value that was not a number when the script read it; None if there was none.
     """
 
     trace: Trace
@@ -50,6 +52,7 @@ class Analysis:
     shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
+    nan: NanValue | None = None
 
     @property
     def matches(self) -> Matches:
@@ -60,6 +63,11 @@ class Analysis:
     def steps(self) -> int:
         """Number of steps that every rank completed."""
         return int(self.skew_s.shape[1])
+
+    @property
+    def step_rule(self) -> str:
+        """What ends a step of the training loop, by a value of `merge.steps.StepRule`."""
+        return self.trace.step_rule
 
     @property
     def step_time_s(self) -> float:
@@ -97,4 +105,5 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         shifts=find_shifts(phases),
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
+        nan=first_nan(trace.ranks),
     )
