@@ -280,8 +280,8 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   append(event);
   event.kind = Kind::counter;
   event.tag = 0;
-  const auto count = [&](std::uint16_t name, std::uint64_t amount) {
-    event.name = name;
+  const auto count = [&](std::uint16_t counter, std::uint64_t amount) {
+    event.name = counter;
     event.amount = amount;
     append(event);
   };

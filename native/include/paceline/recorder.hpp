@@ -134,8 +134,8 @@ class Recorder {
                     Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
   void record(const Event& event);
   // Ends the current step now: records it with the time that the process's threads, and the main
-  // thread by itself, ran and waited for a core. `name` says what ended it (0: an optimizer's
-  // step), `tag` which one.
+  // thread by itself, ran and waited for a core. `name` says what ended it (0: an optimizer's step),
+  // `tag` which one.
   std::uint64_t end_step(std::uint16_t name = 0, std::int32_t tag = 0);
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);

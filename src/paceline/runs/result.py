@@ -66,9 +66,9 @@ class Failure(Record):
 class RunResult(Record):
     """The summary of a run; seconds are measured, see docs/reference/run-folder.md.
 
-    `straggler` is the costliest of `stragglers`; results of before hold it alone. `step_rule` is a
-    value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the first value that
-    was not a number when the script read it from a tensor.
+    `straggler` is the costliest of `stragglers`; results of before hold it alone.
+    `step_rule` is a value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the
+    first value that was not a number when the script read it from a tensor.
     """
 
     kind: Literal["run"] = "run"

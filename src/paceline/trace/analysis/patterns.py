@@ -4,7 +4,7 @@ A series is what one rank was later than the other ranks in each step; without a
 noise around zero. Four shapes are tried, each with a test of its own, because a mean over all steps
 hides what happens in every twentieth:
 
-    persistent    a range of steps that are late, perhaps all   batch means, Student's t
+    persistent    a range of steps that are late, perhaps all   medians of batches, Student's t
     periodic      every k-th step is late                       folding, Hoeffding's bound
     drifting      later and later, or less and less             Theil-Sen slope, Mann-Kendall test
     intermittent  episodes of late steps, without a rhythm      episodes over ranks, binomial test
@@ -126,9 +126,10 @@ def _criterion(series: np.ndarray, pattern: Pattern, least_s: float) -> float:
 def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the range in which the rank is late in most steps, if there is one.
 
-    The means of batches of steps are independent of each other where single steps are not; the
-    range is tested by Student's t over them. Source: R. Conway, Some tactical problems in digital
-    simulation (1963); A. Law and W. Kelton, Simulation Modeling and Analysis, 9.5.3.
+    Batches of steps are independent of each other where single steps are not: the range is tested
+    by Student's t over them, with medians in place of means, which one very late step would move.
+    The chance is multiplied by the number of ranges that begin and end with a batch.
+    Source: batch means, R. Conway, Some tactical problems in digital simulation (1963).
     """
     found = _late_range(series, rules.least_s)
     if found is None:
@@ -191,14 +192,14 @@ def _chance_of_mean(series: np.ndarray) -> tuple[float, int]:
     """
     count = min(_BATCHES, max(len(series) // _MIN_BATCH, min(4, len(series))))
     while True:
-        means = np.array([batch.mean() for batch in np.array_split(series, count)])
-        if count < 2 * _FEW_BATCHES or _correlation(means) < _CORRELATED:
+        middles = np.array([np.median(batch) for batch in np.array_split(series, count)])
+        if count < 2 * _FEW_BATCHES or _correlation(middles) < _CORRELATED:
             break
         count //= 2
-    spread = float(means.std(ddof=1)) / math.sqrt(count)
+    spread = float(middles.std(ddof=1)) / math.sqrt(count)
     if spread == 0.0:
         return 0.0, count
-    return _upper_tail_t(float(means.mean()) / spread, count - 1), count
+    return _upper_tail_t(float(middles.mean()) / spread, count - 1), count
 
 
 def _correlation(values: np.ndarray) -> float:

@@ -6,6 +6,7 @@ waiting for other ranks, so that one straggler does not make all ranks look slow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _WAITING = PHASES.index("waiting")
 _MIN_STEPS, _MIN_SHARE = 10, 1 / 32  # of the run, on either side of a change
 _WARM_UP = 5  # steps that do not count: the first ones of a run are slow
-_LEAST_FACTOR = 1.25  # a smaller change is no news
+_LEAST_FACTOR = 1.3  # a smaller change is no news
 _MAX_CHANCE = 1e-6
 _MOST = 8  # changes that are reported
 _MOST_POINTS = 4096  # more steps are taken together in medians
@@ -51,12 +52,11 @@ class Shift(Record):
 def find_shifts(ranks: Sequence[RankPhases]) -> tuple[Shift, ...]:
     """Return the changes of all ranks within the run, in order of steps.
 
-    The lower median over ranks of that time is cut at the step that divides it best into smaller
-    and larger values, then each part again, as long as the cut is no chance; cuts at which the
-    median hardly changes are then taken back.
-    Sources: H. Mann and D. Whitney, On a test of whether one of two random variables is larger
-    (1947), corrected for the number of steps; binary segmentation: A. Scott and M. Knott, A cluster
-    analysis method (1974).
+    The lower median over ranks of that time is cut around the range of steps that differs most from
+    the others, then each part again, as long as a cut is no chance; cuts at which the median hardly
+    changes are then taken back.
+    Sources: circular binary segmentation, A. Olshen and others (2004); the test is that of H. Mann
+    and D. Whitney (1947), corrected for the number of ranges.
 
     Args:
         ranks: phases of each rank of the run.
@@ -90,28 +90,39 @@ def _parts(values: np.ndarray, size: int) -> list[np.ndarray]:
 
 def _cuts(values: np.ndarray, begin: int, end: int, least: int) -> list[int]:
     """Return where `values[begin:end]` is cut into parts of `least` or more, in any order."""
-    cut = _best_cut(values[begin:end], least)
-    if cut is None:
+    found = _best_range(values[begin:end], least)
+    if found is None:
         return []
-    middle = begin + cut
-    return [middle, *_cuts(values, begin, middle, least), *_cuts(values, middle, end, least)]
+    edges = sorted({begin, *(begin + cut for cut in found), end})
+    inner = [_cuts(values, *part, least) for part in pairwise(edges)]
+    return [*edges[1:-1], *(cut for cuts in inner for cut in cuts)]
 
 
-def _best_cut(values: np.ndarray, least: int) -> int | None:
-    """Return the index at which the values change their level most clearly; None if nowhere.
+def _best_range(values: np.ndarray, least: int) -> tuple[int, int] | None:
+    """Return the range that differs most clearly from the rest; None if none does.
 
-    Each index is tested by the ranks of the values after it among all values.
+    It lies between the largest and the smallest sum of the values' ranks, less their mean; or it
+    begins with the values and ends where that sum is largest for its length.
     """
     count = len(values)
     if count < 2 * least:
         return None
-    ranked = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1
+    ranked = np.argsort(np.argsort(values, kind="stable"), kind="stable") - (count - 1) / 2
+    sums = np.concatenate([[0.0], np.cumsum(ranked)])
+    low, high = int(sums.argmin()), int(sums.argmax())
     after = np.arange(least, count - least + 1)
-    differences = np.abs(2 * np.cumsum(ranked)[after - 1] - after * (count + 1))
-    scores = differences / np.sqrt(after * (count - after) * (count + 1) / 3)
-    best = int(np.argmax(scores))
-    chance = 2 * count * upper_tail(float(scores[best]))
-    return int(after[best]) if chance <= _MAX_CHANCE else None
+    single = int(after[np.argmax(np.abs(sums[after]) / np.sqrt(after * (count - after)))])
+    best, best_score = None, 0.0
+    for first, end in ((min(low, high), max(low, high)), (0, single)):
+        first, end = 0 if first < least else first, count if count - end < least else end
+        inside = end - first
+        if inside < least or count - inside < least:
+            continue
+        spread = math.sqrt(inside * (count - inside) * (count + 1) / 12)
+        score = abs(float(sums[end] - sums[first])) / spread
+        if score > best_score:
+            best, best_score = (first, end), score
+    return best if count**2 * upper_tail(best_score) <= _MAX_CHANCE else None
 
 
 def _factor(one_s: float, other_s: float) -> float:

@@ -130,8 +130,6 @@ RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
 MAIN_RUNNING, MAIN_NOT_RUNNING = "main_running_ns", "main_not_running_ns"
 # A counter: the process was stopped (SIGSTOP, a debugger, a frozen container) until this moment.
 STOPPED = "stopped"
-# Name of a HOST event: Python's garbage collector ran.
-GARBAGE_COLLECTION = "garbage collection"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
 TRAINED_BYTES = "trained_parameter_bytes"
 # A counter when the script begins to iterate over a loader: its workers, which load ahead.
