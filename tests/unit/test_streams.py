@@ -1,0 +1,25 @@
+"""Letters that a stream's encoding lacks are written in ASCII."""
+
+import io
+import sys
+
+import pytest
+
+from paceline.cli.streams import accept_any_text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [
+        ("ascii", b"1.50 us --- \\xfc\\u4e2d"),
+        ("latin-1", b"1.50 \xb5s --- \xfc\\u4e2d"),
+        ("utf-8", "1.50 µs ─── ü中".encode()),
+    ],
+)
+def test_what_an_encoding_lacks_is_written_in_ascii(monkeypatch, encoding, written):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    accept_any_text()
+    stream.write("1.50 µs ─── ü中")
+    stream.flush()
+    assert stream.buffer.getvalue() == written
