@@ -1,6 +1,7 @@
 """Letters that a stream's encoding lacks are written in ASCII."""
 
 import io
+import os
 import sys
 
 import pytest
@@ -23,3 +24,12 @@ def test_what_an_encoding_lacks_is_written_in_ascii(monkeypatch, encoding, writt
     stream.write("1.50 µs ─── ü中")
     stream.flush()
     assert stream.buffer.getvalue() == written
+
+
+def test_a_byte_of_a_path_that_is_not_text_is_written_as_its_number(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", stream)
+    accept_any_text()
+    stream.write(os.fsdecode(b"run-\xff"))
+    stream.flush()
+    assert stream.buffer.getvalue() == b"run-\\udcff"

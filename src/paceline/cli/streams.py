@@ -14,16 +14,13 @@ _ASCII = {"µ": "u", "─": "-", "≤": "<", "→": ">"}
 def accept_any_text() -> None:
     """Have stdout and stderr write letters that their encoding lacks in ASCII, instead of failing.
 
-    Call it once, before anything is written. Streams of UTF-8 stay as they are.
+    A locale may be ASCII; and no encoding has a letter for a byte of a path that is not UTF-8. Call
+    it once, before anything is written.
     """
     codecs.register_error(_HANDLER, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and not _is_unicode(stream.encoding):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_HANDLER)
-
-
-def _is_unicode(encoding: str) -> bool:
-    return codecs.lookup(encoding).name.startswith("utf")
 
 
 def _in_ascii(problem: UnicodeError) -> tuple[str, int]:
