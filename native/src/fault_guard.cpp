@@ -2,6 +2,7 @@
 
 #include <setjmp.h>
 #include <signal.h>
+#include <ucontext.h>
 
 #include <atomic>
 #include <cstdint>
@@ -20,6 +21,7 @@ struct Guard {
   const FaultRange* range;
   Guard* outer;
   sigjmp_buf place;
+  sigset_t mask;  // of the thread when the fault came
 };
 
 // What the handler needs of its thread. Initial-exec: the first access to another kind of
@@ -86,6 +88,8 @@ void pass_on(int signal, siginfo_t* info, void* context) noexcept {
 void handle(int signal, siginfo_t* info, void* context) {
   Guard* const guard = state.guard;
   if (guard != nullptr && is_unreadable_page(info) && guard->range->contains(info->si_addr)) {
+    // Saving the mask with `place` would cost a system call each time; the kernel has saved it.
+    guard->mask = static_cast<const ucontext_t*>(context)->uc_sigmask;
     siglongjmp(guard->place, 1);
   }
   pass_on(signal, info, context);
@@ -102,8 +106,8 @@ void install() noexcept {
   if (!is_known) previous.store(new struct sigaction(found), std::memory_order_release);
   struct sigaction ours {};
   ours.sa_sigaction = &handle;
-  // Not blocked while it runs, so that jumping out leaves the thread's mask as it was; on the other
-  // stack, if the thread has one, as for faulthandler.
+  // Not blocked while it runs: the handler of before may raise it again. On the other stack, if the
+  // thread has one, as for faulthandler.
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigaction(SIGBUS, &ours, nullptr);
 }
@@ -141,9 +145,12 @@ struct Disarmed {  // when it goes out of scope, also by an exception
 
 bool run_guarded(const FaultRange& range, void (*work)(void*), void* argument) {
   prepare();
-  Guard guard{&range, state.guard, {}};
+  Guard guard{&range, state.guard, {}, {}};
   const Disarmed disarmed(guard.outer);
-  if (sigsetjmp(guard.place, 0) != 0) return false;
+  if (sigsetjmp(guard.place, 0) != 0) {
+    pthread_sigmask(SIG_SETMASK, &guard.mask, nullptr);
+    return false;
+  }
   state.guard = &guard;
   work(argument);
   return true;

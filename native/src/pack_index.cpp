@@ -537,7 +537,7 @@ void PackIndex::check_content() const {
 void PackIndex::check_names() const {
   for (std::uint64_t i = 0; i < sample_count(); ++i) {
     const std::string_view name = samples_.at(i);
-    if (name.empty() || name.size() > max_name_bytes || name.find('\0') != name.npos) {
+    if (name.empty() || name.size() > max_name_bytes) {
       fail_corrupt(path(), "sample " + std::to_string(i) + " has an impossible name");
     }
     if (i > 0 && samples_.at(i - 1) >= name) {
@@ -569,7 +569,7 @@ void PackIndex::check_extents() const {
 void PackIndex::check_folders() const {
   for (std::uint64_t i = 0; i < folder_count(); ++i) {
     const std::string_view name = folder(i);
-    if (name.empty() || name.size() > max_name_bytes || name.find('\0') != name.npos) {
+    if (name.empty() || name.size() > max_name_bytes) {
       fail_corrupt(path(), "folder " + std::to_string(i) + " has an impossible name");
     }
     if (i > 0 && !comes_before(folder(i - 1), name)) {
