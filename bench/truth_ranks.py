@@ -23,6 +23,7 @@ CHANNEL = struct.Struct("<d")  # a message to a helper: seconds
 BATCH = 4
 BUSY_S, DEVICE_S = 2.5e-3, 4.5e-3  # of a step: computing, and waiting for the device
 HELD = ("lock", "sleep", "pipe")  # ways in which host code blocks
+BEFORE_DEVICE = (1.0, 0.0, 0.5)  # share of the computing by rank: three do not want a core at once
 WARM = 2  # steps in which the culprit does not collect yet
 UNIT = 96  # a unit of work is a product of two matrices of this size
 
@@ -65,13 +66,13 @@ def train(folder, rank, world_size, cores, plant, units, steps, helper):
     )
     if helper is not None:
         helper.send_bytes(struct.pack("<q", os.getpid()))
-    _loop(plant, units, steps, helper)
+    _loop(plant, units, steps, helper, BEFORE_DEVICE[rank % len(BEFORE_DEVICE)])
     collector.close()
     recorder.close()
     os._exit(0)
 
 
-def _loop(plant, units, steps, helper):
+def _loop(plant, units, steps, helper, share):
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
@@ -101,8 +102,10 @@ def _loop(plant, units, steps, helper):
         def forward(self, inputs):
             slowness.apply("stopped")
             slowness.apply("not_running")
-            work(units + slowness.units())
+            count = units + slowness.units()
+            work(round(share * count))
             time.sleep(DEVICE_S)
+            work(count - round(share * count))
             return self.layers(inputs)
 
     torch.manual_seed(0)

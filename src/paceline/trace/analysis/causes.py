@@ -66,19 +66,23 @@ def _before(late: np.ndarray) -> np.ndarray:
 
 
 def _shares_its_cores(i: int, counters: Sequence[StepCounters], late: np.ndarray) -> bool:
-    """Return whether the rank waits longer for a core only because it computes longer.
+    """Return whether the rank waits longer for a core because it computes longer.
 
-    On a core that it shares, a thread waits in proportion to its computing.
+    On a core that it shares, a thread waits in proportion to its computing, for about as long if
+    it shares the core with one other thread.
     """
     steps = np.flatnonzero(late)
 
-    def ratio(values: Sequence[np.ndarray]) -> float:
+    def own_and_others(values: Sequence[np.ndarray]) -> tuple[float, float]:
         means = np.array([value[steps].mean() for value in values])
-        return float(means[i] / max(1e-9, np.delete(means, i).mean()))
+        return float(means[i]), float(np.delete(means, i).mean())
 
-    computes = ratio([rank.running_s for rank in counters])
-    waits = ratio([rank.not_running_s for rank in counters])
-    return computes - 1 > max(_COMPUTES_LONGER, (waits - 1) / 2)
+    running_s, others_running_s = own_and_others([rank.running_s for rank in counters])
+    waiting_s, others_waiting_s = own_and_others([rank.not_running_s for rank in counters])
+    longer = running_s / max(1e-9, others_running_s) - 1
+    waits_longer = waiting_s / max(1e-9, others_waiting_s) - 1
+    as_long = running_s - others_running_s > (waiting_s - others_waiting_s) / 2
+    return longer > _COMPUTES_LONGER and (as_long or longer > waits_longer / 2)
 
 
 def seconds_by_cause(
