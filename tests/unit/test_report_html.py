@@ -188,7 +188,9 @@ def _long(report, ranks, steps):
     skew_s = generator.exponential(0.01, (ranks, steps))
     traffic = report.traffic * 500
     traces = tuple(
-        SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
+        SimpleNamespace(
+            rank=rank, status=report.trace.ranks[0].status, complete=True, step_rule="optimizer"
+        )
         for rank in range(ranks)
     )
     trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)

@@ -24,7 +24,9 @@ from paceline.report.units import (
     plural,
     significant,
 )
+from paceline.report.words import STEP_RULES
 from paceline.trace.analysis.blame import BlameRules
+from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from paceline.core.machine import Rate
@@ -181,7 +183,7 @@ def step_times(report: Report) -> str:
         return ""
     times = np.array([rank.step_s[: report.steps] for rank in report.rank_phases])
     ranks = [rank.rank for rank in report.rank_phases]
-    note = "From the end of one optimizer step to the end of the next."
+    note = STEP_RULES[StepRule(report.trace.step_rule)]
     if len(ranks) > 8:
         note += " The line is the median of the ranks, the band their range."
     if report.steps > charts.COLUMNS:
