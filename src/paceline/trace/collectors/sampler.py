@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_in_flight import Loop
 
 # The first samples name what a short run does, later ones only refine the shares.
-FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 500
+FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300
 NAMES_MAX = 1000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
 _OURS = str(Path(__file__).parents[2])
