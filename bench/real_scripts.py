@@ -30,7 +30,8 @@ RANKS = 2
 FRAMEWORKS = ("trainer_bert", "trainer_gpt2", "accelerate", "lightning")
 PLAIN = (
     *("ddp", "accumulation", "lbfgs", "evaluation", "iterable", "all_reduce", "pipeline", "fsdp"),
-    *("ddp_of_compiled", "compiled_ddp", "gan", "wgan", "marked", "no_optimizer", "by_hand"),
+    *("ddp_of_compiled", "compiled_ddp", "compiled_step"),
+    *("gan", "wgan", "marked", "no_optimizer", "by_hand"),
     *("recomputation", "update_in_backward", "average", "nested"),
 )
 QUICK = ("gan", "evaluation", "no_optimizer", "accelerate")

@@ -61,7 +61,7 @@ def endless(source):
 
 
 def ddp(steps, model=None, wrap=lambda model: model):
-    model = wrap(DistributedDataParallel(model or Net()))
+    model = wrap(DistributedDataParallel(Net() if model is None else model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     criterion = nn.CrossEntropyLoss()
     for x, y in itertools.islice(endless(loader(20)), steps):
@@ -78,6 +78,18 @@ def ddp_of_compiled(steps):
 
 def compiled_ddp(steps):
     return ddp(steps, wrap=lambda model: torch.compile(model, backend="aot_eager"))
+
+
+def compiled_step(steps):
+    """A compiled optimizer runs no hooks."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    for x, y in itertools.islice(endless(loader(20)), steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        step()
+    return [model], steps
 
 
 def accumulation(steps, every=4):
@@ -337,7 +349,8 @@ LOOPS = {
     function.__name__: function
     for function in (
         *(ddp, accumulation, lbfgs, evaluation, iterable, all_reduce, pipeline, fsdp),
-        *(ddp_of_compiled, compiled_ddp, gan, wgan, marked, no_optimizer, by_hand),
+        *(ddp_of_compiled, compiled_ddp, compiled_step),
+        *(gan, wgan, marked, no_optimizer, by_hand),
         *(recomputation, update_in_backward, average, nested),
     )
 }
