@@ -147,7 +147,9 @@ def test_batches_before_the_first_optimizer_step_are_part_of_it(tmp_path):
     marked = Marked()
     marked.phase(Kind.FORWARD).mark(BY_BATCH, 1).phase(Kind.FORWARD).mark(BY_BACKWARD)
     marked.phase(Kind.FORWARD).mark().phase(Kind.FORWARD).mark()
-    (phases,) = analyse(load(tmp_path, marked)).phases
+    trace = load(tmp_path, marked)
+    assert trace.step_rule == StepRule.OPTIMIZER
+    (phases,) = analyse(trace).phases
     assert phases.step_s.tolist() == pytest.approx([0.003, 0.001])
 
 
