@@ -35,7 +35,7 @@ PLAIN = (
     *("recomputation", "update_in_backward", "average", "nested"),
 )
 QUICK = ("gan", "evaluation", "no_optimizer", "accelerate")
-STEPS, QUICK_STEPS = 120, 60
+STEPS, QUICK_STEPS = 60, 30
 DEADLINE_S = 300
 NAMED_LEAST, KINDS_LEAST = 0.97, 16
 

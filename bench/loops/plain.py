@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 
-WIDTH, BATCH, CLASSES = 384, 64, 10
+WIDTH, BATCH, CLASSES = 384, 32, 10
 LOG = logging.getLogger("loop")
 
 
@@ -108,7 +108,7 @@ def accumulation(steps, every=4):
 
 def lbfgs(steps):
     model = DistributedDataParallel(Net())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
     x, y = data(1)[:]
 
     def closure():
