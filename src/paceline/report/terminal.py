@@ -263,7 +263,7 @@ def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]
         [
             format_seconds(time.measured_s),
             format_share(time.measured_s / max(loop_s, 1e-12)),
-            f"{time.samples:,} samples" if time.samples else "timed",
+            plural(time.samples, "sample") if time.samples else "timed",
         ]
         for time in times[:_ROWS]
     ]

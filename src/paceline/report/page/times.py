@@ -11,7 +11,13 @@ from paceline.report.page.by_rank import time_bars
 from paceline.report.page.by_step import LINES, step_lines
 from paceline.report.page.chart import COLUMNS, ROWS, blocks, render
 from paceline.report.page.markup import details, section, table
-from paceline.report.units import format_seconds, format_share, seconds_that_add_up, shown_parts
+from paceline.report.units import (
+    format_seconds,
+    format_share,
+    plural,
+    seconds_that_add_up,
+    shown_parts,
+)
 from paceline.report.words import STEP_RULES, phase_label
 from paceline.trace.merge.steps import StepRule
 
@@ -98,7 +104,7 @@ def host_work(report: Report) -> str:
             time.name,
             format_seconds(time.measured_s),
             format_share(time.measured_s / loop_s),
-            f"{time.samples:,} samples" if time.samples else "timed",
+            plural(time.samples, "sample") if time.samples else "timed",
         ]
         for time in report.host_work[:MAX_ROWS]
     ]
