@@ -12,13 +12,14 @@ what a rank starts (workers of loaders, compilers) inherits it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 AllocatorChoice = Literal["keep", "system"]
 
@@ -45,6 +46,20 @@ class AllocatorSetting:
     variables: dict[str, str]
     note: str
 
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the processes that are started within inherit the variables."""
+        before = {name: os.environ.get(name) for name in self.variables}
+        os.environ.update(self.variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
     def to_json(self) -> dict[str, object]:
         """Return what ``config.json`` of a run says of it."""
         return {"in_effect": self.in_effect, "variables": dict(self.variables)}
@@ -62,6 +77,8 @@ def allocator_setting(
     """
     libc = _glibc() if libc is None else libc
     own = {name: environ[name] for name in _VARIABLES if environ.get(name)}
+    if choice == "keep" and own.items() <= KEEP.items():
+        own = {}  # of a run that this one is part of
     if _TUNABLES.search(tunables := environ.get("GLIBC_TUNABLES", "")):
         own["GLIBC_TUNABLES"] = tunables
     preloaded = _OTHERS.search(environ.get("LD_PRELOAD", ""))
