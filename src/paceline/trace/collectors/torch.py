@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.hooks import Hooks
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
@@ -37,16 +38,30 @@ class TorchCollector:
         self.recorder = recorder
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
+        self.hooks = Hooks()
         self.in_flight = InFlight(recorder, self.loop, self.available)
-        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available)
+        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available, self.hooks)
 
     def install(self) -> None:
         """Put the hooks in place."""
         self.phases.install()
-        StepRecorder(self.recorder, self.loop, self.phases, self.available)
-        CollectiveRecorder(self.in_flight).install()
+        StepRecorder(self.recorder, self.loop, self.phases, self.available, self.hooks)
+        CollectiveRecorder(self.in_flight, self.hooks).install()
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader)
+
+    def pause(self) -> None:
+        """Take all hooks out of torch: what comes until `resume` runs, and costs, as unrecorded.
+
+        To be called between steps. What is on its way is recorded with an unknown completion.
+        """
+        self.in_flight.close()
+        self.phases.loss_begin_ns = 0
+        self.hooks.remove()
+
+    def resume(self) -> None:
+        """Put the hooks back. The next recorded step seems to begin where the last one ended."""
+        self.hooks.put_back()
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""

@@ -126,6 +126,11 @@ def queue_engine_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP2 does
 
 
+def remove_kernels(library: torch.library.Library) -> None:
+    """Take a library's kernels off the dispatcher."""
+    library._destroy()  # noqa: SLF001  # otherwise only at some collection of garbage
+
+
 def unbox_group(argument: Any) -> Any:
     """Return the process group that an operator was given: boxed, by name, or as it is."""
     if isinstance(argument, str):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.native import Recorder
+    from paceline.trace.collectors.hooks import Hooks
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
@@ -38,11 +39,13 @@ class PhaseRecorder:
         loop: Loop,
         in_flight: InFlight,
         available: frozenset[Capability],
+        hooks: Hooks,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
         self.available = available
+        self.hooks = hooks
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
 
@@ -135,7 +138,7 @@ class PhaseRecorder:
                 if after and outer == IDLE:
                     after(end_ns)
 
-        setattr(owner, attribute, timed)
+        self.hooks.replace(owner, attribute, timed)
 
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
@@ -162,7 +165,7 @@ class PhaseRecorder:
                     self.stepped_in_backward = False
                     recorder.end_step()
 
-        torch.autograd.backward = backward
+        self.hooks.replace(torch.autograd, "backward", backward)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
@@ -186,7 +189,7 @@ class PhaseRecorder:
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
             return result
 
-        setattr(torch.Tensor, attribute, copied)
+        self.hooks.replace(torch.Tensor, attribute, copied)
 
 
 def phase_of(error: BaseException) -> str:

@@ -11,7 +11,10 @@ from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.native import Recorder
+    from paceline.trace.collectors.hooks import Hooks
     from paceline.trace.collectors.torch_in_flight import Loop
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
@@ -31,6 +34,7 @@ class StepRecorder:
         loop: Loop,
         phases: PhaseRecorder,
         available: frozenset[Capability],
+        hooks: Hooks,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
@@ -40,7 +44,16 @@ class StepRecorder:
         self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
         self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
         if Capability.OPTIMIZER_HOOKS in available:
-            internals.hook_optimizer_steps(self._before, self._after)
+            hooks.add(self._hook_optimizers)
+
+    def _hook_optimizers(self) -> Callable[[], None]:
+        handles = internals.hook_optimizer_steps(self._before, self._after)
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
 
     def _before(self, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread:
