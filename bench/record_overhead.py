@@ -4,15 +4,14 @@ Two ranks train under `paceline run`, in step with each other. Between blocks of
 the recorder's hooks out of torch, or put them back (`TorchCollector.pause` and `resume`); batch,
 data, allocator and placement of the process stay. Neighbouring blocks, one recorded and one not, in
 an order drawn for each pair, form a pair. The estimate is the median over pairs of the difference
-of their CPU time per step (CLOCK_PROCESS_CPUTIME_ID, all threads of a rank, the mean of both
-ranks), with its bootstrapped 95 % interval; wall time, the slower rank's, stands beside it.
+of their CPU time per step (the median over the block of CLOCK_PROCESS_CPUTIME_ID, less the
+recorder's writer thread; the mean of both ranks), with its bootstrapped 95 % interval. The writer
+works in few steps: its CPU time is counted by itself, on average, and added. Wall time, the slower
+rank's, stands beside it.
 
 The control is the same estimator on pairs of which neither block is recorded ("nothing against
 nothing"), drawn in between. If its interval reaches beyond a bar, this machine cannot tell whether
 the bar is met, and the outcome says so instead of passing or failing.
-
-What a pause leaves is the recorder's writer thread, which looks for events five times a second. Its
-CPU time is measured while the process waits, and added.
 
     python bench/record_overhead.py --json [--quick]
 
@@ -27,6 +26,7 @@ between steps is more than what is to be measured.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -36,7 +36,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -56,10 +55,10 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "1000000000000",
 }
 LONG_S, SHORT_S = 0.05, 0.006
-# Steps of a block: at least two looks of the writer thread, which come every 0.2 s.
-STEPS = {"long": 8, "short": 64}
+# Steps of a block: the writer thread looks for events every 0.2 s.
+STEPS = {"long": 8, "short": 48}
 WARM = 3  # steps of a block that do not count: after a change of hooks Python's caches are cold
-IDLE_S = 2.0
+WRITER = "paceline-writer"
 BAR_SHARE, BAR_S = 0.01, 300e-6
 
 
@@ -85,11 +84,8 @@ def train(folder):
                 # Out and in, or in and out: each block begins after the same change of hooks.
                 for change in sorted(("pause", "resume"), reverse=not request["recorded"]):
                     getattr(collector, change)()
-            if request["count"]:
-                answer = timed_steps(step, batches(data, request["batch"], request["count"]))
-            else:
-                answer = {"idle_cpu_share": idle_cpu_share()}
-            print(json.dumps(answer), file=done, flush=True)
+            loader = batches(data, request["batch"], request["count"])
+            print(json.dumps(timed_steps(step, loader)), file=done, flush=True)
     dist.destroy_process_group()
 
 
@@ -134,20 +130,28 @@ def batches(data, batch, count):
 
 
 def timed_steps(step, loader):
-    """Train the loader's batches; return the seconds of each step, by clock."""
-    wall, cpu = [time.perf_counter()], [time.process_time()]
+    """Train the loader's batches; return the seconds of each step: wall, CPU, the writer's CPU."""
+    writer = writer_schedstat()
+    ends = [times(writer)]
     for inputs, target in loader:
         step(inputs, target)
-        wall.append(time.perf_counter())
-        cpu.append(time.process_time())
-    return {name: list(np.diff(ends)) for name, ends in (("wall", wall), ("cpu", cpu))}
+        ends.append(times(writer))
+    return [list(map(float, durations)) for durations in np.diff(ends, axis=0)]
 
 
-def idle_cpu_share():
-    """Return the CPU time that this process takes while it waits, per second."""
-    begin = time.process_time()
-    threading.Event().wait(IDLE_S)
-    return (time.process_time() - begin) / IDLE_S
+def times(writer):
+    """Return (wall, CPU of all threads but the writer, CPU of the writer) until now, in seconds."""
+    writer_s = int(os.pread(writer, 96, 0).split()[0]) / 1e9 if writer is not None else 0.0
+    return time.perf_counter(), time.process_time() - writer_s, writer_s
+
+
+@functools.cache
+def writer_schedstat():
+    """Return a descriptor of the writer thread's scheduler statistics; None if there is none."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == WRITER:
+            return os.open(task / "schedstat", os.O_RDONLY)
+    return None
 
 
 def costs():
@@ -240,28 +244,20 @@ class Job:
         self.done = [(folder / f"done-{rank}").open() for rank in range(RANKS)]
         signal.alarm(0)
 
-    def ask(self, *, count, batch=0, recorded=False):
-        """Return each rank's answer to a request."""
-        request = json.dumps({"count": count, "batch": batch, "recorded": recorded})
+    def block(self, batch, count, *, recorded=False):
+        """Train a block; return seconds per step: wall of the slower rank, CPU of each rank."""
+        request = json.dumps({"count": count + WARM, "batch": batch, "recorded": recorded})
         for pipe in self.go:
             print(request, file=pipe, flush=True)
         signal.alarm(120)
-        answers = [json.loads(pipe.readline()) for pipe in self.done]
+        ranks = np.asarray([json.loads(pipe.readline())[WARM:] for pipe in self.done])
         signal.alarm(0)
-        return answers
-
-    def block(self, batch, count, *, recorded=False):
-        """Train a block; return seconds per step: wall of the slower rank, CPU of each rank."""
-        ranks = self.ask(count=count + WARM, batch=batch, recorded=recorded)
-        steps = zip(*(rank["wall"][WARM:] for rank in ranks), strict=True)
+        wall, cpu, writer = np.moveaxis(ranks, 2, 0)  # each of shape (ranks, steps)
         return {
-            "wall": statistics.median(map(max, steps)),
-            "cpu": [statistics.fmean(rank["cpu"][WARM:]) for rank in ranks],
+            "wall": float(np.median(wall.max(axis=0))),
+            "cpu": np.median(cpu, axis=1),
+            "writer": np.mean(writer, axis=1),
         }
-
-    def idle_cpu_share(self):
-        """Return the mean CPU time of a waiting rank, per second."""
-        return statistics.fmean(rank["idle_cpu_share"] for rank in self.ask(count=0))
 
     def end(self):
         """Let the job end as ordinary jobs do; its trace is then complete."""
@@ -290,11 +286,11 @@ def batch_for(job, step_s, *, at_least):
 
 
 def launch(place, rng, rounds, batches):
-    """Run both jobs once; return pairs by size and kind, and the writer's idle CPU share.
+    """Run both jobs once; return their pairs by size and kind.
 
     A pair is two neighbouring blocks: ``on`` recorded and not, ``nothing`` neither of them,
-    ``launcher`` recorded under Paceline and under torchrun, ``paused`` its blocks without hooks and
-    torchrun's.
+    ``launcher`` recorded under Paceline and under torchrun, ``paused`` without hooks and under
+    torchrun.
     """
     place.mkdir()
     jobs = {}
@@ -310,33 +306,30 @@ def launch(place, rng, rounds, batches):
         pairs = {size: {"on": [], "nothing": [], "launcher": [], "paused": []} for size in STEPS}
         for _, size in itertools.product(range(rounds), STEPS):
             measure_round(jobs, pairs[size], rng, batches[size], STEPS[size])
-        idle = jobs["recorded"].idle_cpu_share() - jobs["torchrun"].idle_cpu_share()
         for job in jobs.values():
             job.end()
     finally:
         for job in jobs.values():
             job.kill()
-    return pairs, max(0.0, idle)
+    return pairs
 
 
 def measure_round(jobs, pairs, rng, batch, count):
     """Add a pair of each kind to `pairs`."""
     recorded = jobs["recorded"]
-
-    def block(is_on):
-        return recorded.block(batch, count, recorded=bool(is_on))
-
-    first, second = rng.permutation([True, False])
-    blocks = {first: block(first), second: block(second)}
+    blocks = {}
+    for is_on in rng.permutation([True, False]):
+        blocks[bool(is_on)] = recorded.block(batch, count, recorded=bool(is_on))
     pairs["on"].append((blocks[True], blocks[False]))
-    pairs["nothing"].append((block(is_on=False), block(is_on=False)))
+    nothing = [recorded.block(batch, count) for _ in range(2)]
+    pairs["nothing"].append(tuple(nothing))
     bare = jobs["torchrun"].block(batch, count)
-    pairs["paused"].append((pairs["nothing"][-1][1], bare))
-    pairs["launcher"].append((block(is_on=True), bare))
+    pairs["paused"].append((nothing[1], bare))
+    pairs["launcher"].append((blocks[True], bare))
 
 
 def differences(pairs, clock):
-    """Return the differences of pairs, seconds per step: the mean of both ranks' CPU time."""
+    """Return the differences of pairs, seconds per step; of CPU time the mean of both ranks."""
     return [np.mean(first[clock]) - np.mean(second[clock]) for first, second in pairs]
 
 
@@ -351,43 +344,39 @@ def interval(launches, size, kind, clock, function=differences):
     return dict(zip(("median", "low", "high"), median_interval(groups), strict=True))
 
 
-def judge(report, launches, size, idle):
+def judge(report, launches, size):
     """Add the rows of one step size; return (step, added CPU time, how far the control reaches)."""
-    step_s = statistics.median(off["wall"] for pairs in launches for _, off in pairs[size]["on"])
-    by_clock = {}
-    for clock in ("cpu", "wall"):
+    pairs = [pair for launch_pairs in launches for pair in launch_pairs[size]["on"]]
+    step_s = statistics.median(off["wall"] for _, off in pairs)
+    writer_s = float(np.mean([on["writer"] for on, _ in pairs]))
+    for clock in ("wall", "cpu"):
         added = interval(launches, size, "on", clock)
         control = interval(launches, size, "nothing", clock)
         if clock == "cpu":
-            added = {name: seconds + idle * step_s for name, seconds in added.items()}
-        by_clock[clock] = (added, control)
+            added = {name: seconds + writer_s for name, seconds in added.items()}
         report.row(
             size=size,
             step_s=step_s,
             clock=clock,
-            pairs=sum(len(pairs[size]["on"]) for pairs in launches),
+            pairs=len(pairs),
             added_s=added,
             nothing_against_nothing_s=control,
         )
-    ranks = np.median(
-        [np.subtract(on["cpu"], off["cpu"]) for pairs in launches for on, off in pairs[size]["on"]],
-        axis=0,
-    )
-    report.row(size=size, added_cpu_s_by_rank=list(ranks), writer_idle_cpu_s=idle * step_s)
-    for kind in ("paused", "launcher"):
+    by_rank = np.median([on["cpu"] - off["cpu"] for on, off in pairs], axis=0)
+    report.row(size=size, hooks_cpu_s_by_rank=by_rank.tolist(), writer_cpu_s=writer_s)
+    for kind, hooks in (("paused", "out"), ("launcher", "in")):
         report.row(
             size=size,
             against="torchrun",
-            hooks="out" if kind == "paused" else "in",
+            hooks=hooks,
             cpu_ratio=interval(launches, size, kind, "cpu", ratios),
             wall_ratio=interval(launches, size, kind, "wall", ratios),
         )
-    added, control = by_clock["cpu"]
     return step_s, added, max(abs(control["low"]), abs(control["high"]))
 
 
 def add_bar(report, name, added_s, control_s, limit_s, unit_s):
-    """Add a bar on the upper end of the interval; None where the control reaches beyond it."""
+    """Add a bar on the estimate; it has no value where the control reaches beyond the limit."""
     can_tell = control_s <= limit_s
     reason = (
         f"nothing against nothing: up to {control_s / unit_s:.3g}"
@@ -437,21 +426,18 @@ def main():
         costs()
         return 0
     report = Report("record_overhead", flags.json)
-    count, rounds = (1, 7) if flags.quick else (4, 15)
+    count, rounds = (1, 6) if flags.quick else (4, 15)
     rng = np.random.default_rng(0)
-    launches, idle, batches = [], [], {}
+    launches, batches = [], {}
     with tempfile.TemporaryDirectory() as name:
         for number in range(count):
             begin = time.perf_counter()
             place = Path(name) / str(number)
-            pairs, idle_share = launch(place, rng, rounds, batches)
-            launches.append(pairs)
-            idle.append(idle_share)
+            launches.append(launch(place, rng, rounds, batches))
             tell(f"launch {number + 1} of {count}: {time.perf_counter() - begin:.0f} s")
         per_step = events_per_step(place / "recorded" / "RUN")
-    idle_share = statistics.median(idle)
-    long_s, long_added, long_control = judge(report, launches, "long", idle_share)
-    _, short_added, short_control = judge(report, launches, "short", idle_share)
+    long_s, long_added, long_control = judge(report, launches, "long")
+    _, short_added, short_control = judge(report, launches, "short")
     for heat, cost in measured_costs().items():
         cost_s = sum(cost[what] * per_step[what] for what in cost)
         report.row(caches=heat, events_per_step=per_step, cost_s=cost, cost_per_step_s=cost_s)
