@@ -30,7 +30,8 @@ def plan(
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured on tensors without data: it is
-    neither run nor changed.
+    neither run nor changed. What the prediction rests on and should not is said below it: a model
+    that does not fit, operators without a price, a disturbed probe, an extrapolation.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.studies.predict import predict
@@ -49,4 +50,9 @@ def plan(
 
         from paceline.report.terminal import render_estimate
 
-        Console(highlight=False).print(render_estimate(planned.estimate))
+        console = Console(highlight=False)
+        console.print(render_estimate(planned.estimate))
+        if planned.estimate.warnings:
+            console.print()
+        for warning in planned.estimate.warnings:
+            console.print(warning, markup=False, style="yellow", soft_wrap=True)

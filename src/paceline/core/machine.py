@@ -302,6 +302,21 @@ class Tier(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbance(Record):
+    """A part of a probe that stayed disturbed however often it was measured.
+
+    Attributes:
+        part: what was measured, for example ``2 processes: rates``.
+        foreign_cores: cores that other processes used meanwhile, on average.
+        why: what says that it was disturbed, in words.
+    """
+
+    part: str
+    foreign_cores: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine(Record):
     """A cluster of equal nodes.
 
@@ -313,6 +328,8 @@ class Machine(Record):
         collectives: what libraries' collectives cost over these links.
         tiers: of storage, fastest first.
         missing: what could not be measured, and why.
+        disturbed: what was measured while other work disturbed it; figures of these parts may be
+            too slow.
     """
 
     version: ClassVar[int] = 2
@@ -323,6 +340,7 @@ class Machine(Record):
     collectives: tuple[CollectiveCost, ...] = ()
     tiers: tuple[Tier, ...] = ()
     missing: tuple[str, ...] = ()
+    disturbed: tuple[Disturbance, ...] = ()
 
     def link(self, level: str) -> Link | None:
         """Return the link of that level, if the machine has one."""
