@@ -106,10 +106,10 @@ def test_as_many_ranks_as_were_measured_are_not_extrapolated():
 
 def test_a_disturbed_probe_is_carried_to_the_plan():
     disturbed = (
-        Disturbance(part="1 thread alone: rates", foreign_cores=0.3, why="other processes ..."),
-        Disturbance(part="2 threads alone: rates", foreign_cores=0.8, why="used 0.80 cores"),
+        Disturbance(where="1 thread", part="rates", foreign_cores=0.3, why="other processes"),
+        Disturbance(where="2 threads", part="rates", foreign_cores=0.8, why="used 0.80 cores"),
     )
     machine = dataclasses.replace(small_machine(), disturbed=disturbed)
     (warning,) = estimate(machine, SMALL, Plan()).warnings
-    assert "in 2 parts (2 threads alone: rates: used 0.80 cores)" in warning
+    assert "in 2 parts (2 threads, rates: used 0.80 cores)" in warning
     assert "paceline probe" in warning

@@ -306,11 +306,13 @@ class Disturbance(Record):
     """A part of a probe that stayed disturbed however often it was measured.
 
     Attributes:
-        part: what was measured, for example ``2 processes: rates``.
+        where: with what it was measured, for example ``2 threads alone``.
+        part: what was measured, for example ``rates``.
         foreign_cores: cores that other processes used meanwhile, on average.
         why: what says that it was disturbed, in words.
     """
 
+    where: str
     part: str
     foreign_cores: float
     why: str

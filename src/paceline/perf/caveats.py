@@ -131,6 +131,6 @@ def _disturbed(machine: Machine) -> list[str]:
     worst = max(machine.disturbed, key=lambda disturbance: disturbance.foreign_cores)
     return [
         f"{machine.name} was disturbed while it was probed, in {len(machine.disturbed)} parts "
-        f"({worst.part}: {worst.why}): predictions may be too slow; run `paceline probe` when "
-        "nothing else runs"
+        f"({worst.where}, {worst.part}: {worst.why}): predictions may be too slow; run "
+        "`paceline probe` when nothing else runs"
     ]
