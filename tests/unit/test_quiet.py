@@ -9,6 +9,7 @@ from paceline.core.foreign_cpu import CpuUse, cpu_use, parse_busy_s
 from paceline.core.machine import Disturbance, Point, Rate
 from paceline.probe.measure import summary
 from paceline.probe.quiet import QuietParts, slower_with_threads
+from paceline.studies.demo import QUIET_RUN_CORES, disturbances
 
 STAT = """\
 cpu  150 0 60 1900 20 5 5 30 0 0
@@ -183,3 +184,14 @@ def test_the_summary_names_what_was_disturbed_and_what_to_do():
     assert together == "disturbed: 2 threads: rates, memory; worst: memory, used 0.9 cores"
     assert "probe again" in advice
     assert not any("disturbed" in line for line in summary(small_machine()))
+
+
+def test_a_demo_says_what_was_disturbed_its_probe_or_its_training():
+    machine = small_machine()
+    for cores in (None, 0.0, QUIET_RUN_CORES):
+        assert disturbances(machine, cores) == ()
+    assert disturbances(machine, 0.8) == ("the training: other processes used 0.80 cores",)
+    part = Disturbance(where="2 threads", part="rates", foreign_cores=0.5, why="used 0.5 cores")
+    probed = dataclasses.replace(machine, disturbed=(part,))
+    (found,) = disturbances(probed, 0.0)
+    assert found == "the measurement of this machine, in 1 parts (2 threads, rates: used 0.5 cores)"
