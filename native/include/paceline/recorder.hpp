@@ -1,6 +1,6 @@
 // Records events of one rank. The hot path appends to a preallocated buffer: no allocation, no
 // system call but the clock. A thread of its own writes full or aged buffers to the file, so that
-// a crash loses at most one flush interval; what is lost is the tail, never the middle.
+// a crash loses at most the events since the last flush, never earlier ones.
 // The layout of the file: docs/reference/trace-format.md.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace paceline {
 
 constexpr std::uint32_t trace_format_version = 2;
 
-// What an event is. No kind has the number 0: it stands for "idle" in a header.
+// The kind of an event. No kind has number 0, which means "idle" in a header.
 enum class Kind : std::uint8_t {
   input = 1,
   copy = 2,
@@ -35,6 +35,9 @@ enum class Kind : std::uint8_t {
   step = 10,
   send = 11,
   recv = 12,
+  evaluation = 13,
+  host = 14,
+  sample = 15,
 };
 
 // The state of a rank: idle, or the number of the Kind that it is in.
@@ -51,15 +54,18 @@ constexpr std::uint16_t communication_location = 1;
 
 // Flags of an event. The end of a call without a known completion is the moment when it returned.
 constexpr std::uint8_t completion_unknown = 1;
+// Flags of a forward pass.
+constexpr std::uint8_t without_gradients = 2;
+constexpr std::uint8_t evaluation_mode = 4;
 
 struct Event {  // little-endian on disk, 48 bytes
   std::uint64_t begin_ns = 0;
   std::uint64_t end_ns = 0;
-  std::uint64_t amount = 0;    // bytes that this rank gave; a counter's value
+  std::uint64_t amount = 0;    // bytes of this rank's tensors; a counter's value
   std::uint32_t step = 0;
   std::uint32_t sequence = 0;  // collective: of its group; send, recv: of (group, peer, tag); from 1
   std::int32_t peer = -1;      // global rank of the root or of the other side; -1 = none
-  std::int32_t tag = 0;        // of a send or recv
+  std::int32_t tag = 0;        // of a send or recv; else the number of the object that is used
   std::uint16_t name = 0;      // index into the names
   std::uint16_t group = 0;     // index into the groups
   std::uint16_t location = main_location;  // index into the locations
@@ -69,7 +75,7 @@ struct Event {  // little-endian on disk, 48 bytes
 static_assert(sizeof(Event) == 48);
 
 // The first page of the file, mapped: the live part is updated in place, so that a process that
-// outlives this one can say in which step and phase it ended.
+// outlives this one can read in which step and phase it ended.
 struct TraceHeader {
   char magic[8];  // "PACETRCE"
   std::uint32_t version;
@@ -125,10 +131,11 @@ class Recorder {
   std::uint64_t begin(Phase phase);
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
-                    Phase outer);
+                    Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
   void record(const Event& event);
   // Ends the current step now: records it with the time its threads ran and waited for a core.
-  std::uint64_t end_step();
+  // `name` says what ended it (0: an optimizer's step), `tag` which one.
+  std::uint64_t end_step(std::uint16_t name = 0, std::int32_t tag = 0);
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
 

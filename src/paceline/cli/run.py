@@ -19,18 +19,25 @@ if TYPE_CHECKING:
     epilog="Example: paceline run -n 2 examples/ddp_digits.py --epochs 5",
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on this node [default: 1].")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
-@click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
-@click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
+@click.option(
+    "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
+)
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
+    "the plan.",
+)
 @click.option(
     "--plan",
     "plan_path",
     type=click.Path(path_type=Path),
-    help="Follow the plan that paceline plan --out wrote, and compare with its estimate.",
+    help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -47,7 +54,7 @@ def run(
 ) -> None:
     """Run SCRIPT with ARGS on several ranks and record where its time goes.
 
-    The script stays as it is. Its ranks are started as torchrun starts them; inside a Slurm step
+    The script needs no changes. Its ranks are started as torchrun starts them; inside a Slurm step
     or under mpirun each task becomes a rank. The run's folder holds its traces and result.json.
     """
     click.echo(
@@ -87,7 +94,7 @@ def run(
         _warn(trace_warnings(job.run_folder))
         raise
     _warn(trace_warnings(job.run_folder))
-    if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
+    if job.rank != 0:  # only rank 0's task knows how all ranks ended
         return
     from paceline.report.words import summary_line
 
@@ -102,7 +109,7 @@ def run(
 
 @contextlib.contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Send what the ranks print on stdout to stderr: with --json, stdout holds one object."""
+    """Send the ranks' stdout to stderr: with --json, stdout holds one object."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,9 +1,8 @@
 """How many cores other processes use while something is measured.
 
-What is measured is a share of a machine that others may use, too. The kernel counts how long each
-core was busy, whoever ran; this process and its children count their own time; what is left is
-foreign. Time that a hypervisor took from us (steal) is foreign as well. The kernel's own threads
-count as foreign, and so do its interrupts: a few hundredths of a core on an idle node.
+The kernel counts how long each core was busy with any process, and what this process and its
+children used of that; the rest is foreign. Time that a hypervisor took (steal) is foreign as well,
+and so are the kernel's own threads and interrupts: a few hundredths of a core on an idle node.
 
 Source: proc_stat(5) for ``cpuN`` lines in units of 1/USER_HZ s, which is also the resolution: a
 span of 0.2 s is known to about 0.1 cores.

@@ -1,4 +1,4 @@
-"""Leaves nothing running: finds and ends all processes that the ranks of a run started.
+"""Finds and ends all processes that the ranks of a run started, so that none keeps running.
 
 The launcher makes itself the reaper of its descendants, so that a loader worker whose rank was
 killed becomes its own child instead of init's, and can be ended with the run. The resource
@@ -54,7 +54,7 @@ def signal_name(number: int) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when `parent`, who started it, is killed."""
+    """Have the kernel end this process when its parent process `parent` is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it was killed before we asked
         os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,7 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     stopping = threading.Event()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if not stopping.is_set():  # a second signal changes nothing: what is left to do is short
+        if not stopping.is_set():  # a second signal changes nothing: stopping takes seconds
             stopping.set()
             raise StopRequested(signal_name(number))
 

@@ -1,4 +1,4 @@
-"""Starts ranks on this node through torch's elastic agent: the leaf that imports torch."""
+"""Starts ranks on this node through torch's elastic agent. Imports torch."""
 
 from __future__ import annotations
 

@@ -197,6 +197,7 @@ def execute(
         interrupted = interruption(exits)
         failure = None if interrupted else first_failure(job.run_folder, exits)
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
+        failure = result.failure
         commit_text(job.run_folder / "result.json", result.to_text())
         if rendezvous is not None:
             signal_name = interrupted.signal if interrupted else ""
@@ -260,8 +261,19 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
         ranks=_rank_results(analysis),
         straggler=analysis.stragglers[0] if analysis.stragglers else None,
-        failure=failure,
+        failure=_in_loop_steps(analysis, failure),
+        step_rule=analysis.step_rule,
+        nan=analysis.nan,
     )
+
+
+def _in_loop_steps(analysis: Analysis, failure: Failure | None) -> Failure | None:
+    """Return the failure with its step in steps of the loop: the trace's header counts marks."""
+    for rank in analysis.trace.ranks:
+        if failure is not None and rank.rank == failure.rank:
+            step = max(0, failure.step - rank.marks_within_steps)
+            return dataclasses.replace(failure, step=step)
+    return failure
 
 
 def trace_warnings(run: Path) -> tuple[str, ...]:
@@ -292,6 +304,7 @@ def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
                 for name, seconds in phases.breakdown().items()
             ),
             dropped_count=rank.status.dropped_count,
+            host=phases.host,
         )
         for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )

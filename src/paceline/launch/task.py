@@ -1,4 +1,4 @@
-"""A rank that Slurm or mpirun has started: runs its worker between the job's start and end.
+"""A task that Slurm or mpirun has started: runs its rank between the job's start and end.
 
 Each task starts and ends only its own rank. The task learns from the rendezvous how the other ranks
 ended: when one rank fails, every other task stops its rank, and rank 0 learns how all ranks ended.

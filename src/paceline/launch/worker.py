@@ -102,7 +102,7 @@ def _bind(cores: str, environ: Mapping[str, str], threads: int | None) -> None:
 
 
 def _run_script(script: str, args: list[str], run: Path, rank: int) -> int:
-    """Execute the script as `python script` would; write what it raises to the run's folder."""
+    """Execute the script as `python script` would; write its exception to the run's folder."""
     path = Path(script)
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=str(path), __builtins__=__builtins__)
@@ -135,7 +135,7 @@ def _exit_code(stop: SystemExit, run: Path, rank: int) -> int:
 
 
 def _report_failure(error: BaseException, run: Path, rank: int, *, exit_code: int = 0) -> None:
-    """Write a report of what ended the script; an exit has no traceback, as under python."""
+    """Write the exception that ended the script to a file; an exit has no traceback."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -156,7 +156,7 @@ def _report_failure(error: BaseException, run: Path, rank: int, *, exit_code: in
 
 
 def _place(frames: types.TracebackType | None) -> str:
-    """Return in words which line of the script raised the exception, or called what raised it."""
+    """Return the last line of the script in the traceback, in words."""
     if frames is None:
         return ""
     stack = traceback.extract_tb(frames)
@@ -165,11 +165,11 @@ def _place(frames: types.TracebackType | None) -> str:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as the interpreter does, but without destroying what is left.
+    """End the process as the interpreter does, but without destroying objects and process groups.
 
     Tearing down a process group at exit races with its threads: it ends in std::terminate now and
     then (3 of 12 exits of a script that shards its model, also without Paceline), and the abort
-    would turn a good run into a failed one, or hide the exception that ended a bad one.
+    would make a successful run fail, or hide the exception of a failed run.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins threads, as at exit
     atexit._run_exitfuncs()  # noqa: SLF001  # what comes next at exit

@@ -2,6 +2,8 @@
 
 Phases are seen where a script meets torch (`torch_phases`): the DataLoader's iterator, the
 outermost module call, `torch.autograd.backward`, `torch.save`, and optimizers (`torch_steps`).
+Where a step may end is marked (`torch_marks`). Other work of the script is seen by name
+(`torch_host`) or sampled (`sampler`).
 Collectives are seen at the dispatcher (`torch_collectives`), below every front end. What is not
 torch's public interface is in `torch_internals`. Nothing that the script can ask about changes.
 
@@ -19,8 +21,11 @@ import torch
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.hooks import Hooks
 from paceline.trace.collectors.on_import import on_import
+from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_host import HostRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+from paceline.trace.collectors.torch_marks import StepMarks
 from paceline.trace.collectors.torch_phases import PhaseRecorder, phase_of
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
@@ -40,12 +45,20 @@ class TorchCollector:
         self.available = internals.available()
         self.hooks = Hooks()
         self.in_flight = InFlight(recorder, self.loop, self.available)
-        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available, self.hooks)
+        self.marks = StepMarks(recorder)
+        self.phases = PhaseRecorder(
+            recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
+        )
+        self.host = HostRecorder(recorder, self.loop, self.phases)
+        self.sampler = StackSampler(recorder, self.loop)
+        self.marks.on_first = self.sampler.start
 
     def install(self) -> None:
         """Put the hooks in place."""
         self.phases.install()
-        StepRecorder(self.recorder, self.loop, self.phases, self.available, self.hooks)
+        self.host.install()
+        self.marks.listen()
+        StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available, self.hooks)
         CollectiveRecorder(self.in_flight, self.hooks).install()
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader)
@@ -58,13 +71,17 @@ class TorchCollector:
         self.in_flight.close()
         self.phases.loss_begin_ns = 0
         self.hooks.remove()
+        self.sampler.stop()
 
     def resume(self) -> None:
         """Put the hooks back. The next recorded step seems to begin where the last one ended."""
         self.hooks.put_back()
+        self.marks.on_first = self.sampler.start
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
+        self.sampler.stop()
+        self.host.close()
         self.in_flight.close()
         if torch.cuda.is_initialized():  # pragma: no cover - needs a GPU
             name = self.recorder.intern("device_peak_memory_bytes")

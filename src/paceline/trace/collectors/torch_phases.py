@@ -16,8 +16,17 @@ from torch.utils.data import DataLoader
 
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.numbers import ObjectNumbers
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.format.events import IDLE, MAIN, Kind
+from paceline.trace.format.events import (
+    EVALUATION_MODE,
+    IDLE,
+    LOSS,
+    MAIN,
+    NEXT,
+    WITHOUT_GRADIENTS,
+    Kind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +35,18 @@ if TYPE_CHECKING:
     from paceline.native import Recorder
     from paceline.trace.collectors.hooks import Hooks
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+    from paceline.trace.collectors.torch_marks import StepMarks
 
-_OPTIMIZER = int(Kind.OPTIMIZER)
+_OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
+_FORWARD, _EVALUATION = int(Kind.FORWARD), int(Kind.EVALUATION)
+# What belongs to the update of the parameters, beside an optimizer's step.
+_UPDATES = (
+    (torch.optim.Optimizer, "zero_grad", "zero_grad"),
+    (torch.nn.Module, "zero_grad", "zero_grad"),
+    (torch.amp.GradScaler, "unscale_", "unscale"),
+    (torch.amp.GradScaler, "update", "update_scale"),
+)
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 
 
 class PhaseRecorder:
@@ -38,27 +57,34 @@ class PhaseRecorder:
         recorder: Recorder,
         loop: Loop,
         in_flight: InFlight,
+        marks: StepMarks,
         available: frozenset[Capability],
         hooks: Hooks,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
+        self.marks = marks
         self.available = available
         self.hooks = hooks
+        self.modules = ObjectNumbers()
+        self.loaders = ObjectNumbers()
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
 
     def install(self) -> None:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
-            self.wrap(internals.loader_iterator(), "__next__", Kind.INPUT, "next")
-        self.wrap(DataLoader, "__iter__", Kind.INPUT, "iter")
-        self.wrap(torch.optim.Optimizer, "zero_grad", Kind.OPTIMIZER, "zero_grad")
-        self.wrap(torch.nn.Module, "zero_grad", Kind.OPTIMIZER, "zero_grad")
-        self.wrap(torch.nn.utils, "clip_grad_norm_", Kind.OPTIMIZER, "clip_grad_norm")
+            self._wrap_next(internals.loader_iterator())
+        self._wrap_iter(DataLoader)
+        for owner, attribute, label in _UPDATES:
+            self.wrap(owner, attribute, Kind.OPTIMIZER, label)
+        for attribute in _CLIPPING:
+            if hasattr(torch.nn.utils, attribute):
+                label = attribute.removesuffix("_")
+                self.wrap(torch.nn.utils, attribute, Kind.OPTIMIZER, label)
         self.wrap(torch, "save", Kind.CHECKPOINT, "save", amount=_saved_bytes)
-        self.wrap(torch.nn.Module, "__call__", Kind.FORWARD, "forward", after=self._await_loss)
+        self._wrap_forward()
         self._wrap_backward()
         for name in ("to", "cpu", "cuda", "copy_"):
             if hasattr(torch.Tensor, name):
@@ -82,8 +108,8 @@ class PhaseRecorder:
                 recorder.record(int(Kind.COUNTER), MAIN, skipped_name, now_ns, now_ns, skipped)
             return int(batches.delivered_bytes)
 
-        self.wrap(iterator, "__next__", Kind.INPUT, "next", amount=delivered)
-        self.wrap(module.Loader, "__iter__", Kind.INPUT, "iter")
+        self._wrap_next(iterator, amount=delivered)
+        self._wrap_iter(module.Loader)
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -96,9 +122,6 @@ class PhaseRecorder:
             return False
         return threading.get_ident() == self.loop.main_thread
 
-    def _await_loss(self, end_ns: int) -> None:
-        self.loss_begin_ns = end_ns if torch.is_grad_enabled() else 0
-
     def wrap(
         self,
         owner: Any,
@@ -107,7 +130,6 @@ class PhaseRecorder:
         label: str,
         *,
         amount: Callable[..., int] | None = None,
-        after: Callable[[int], None] | None = None,
     ) -> None:
         """Replace a callable by one that records its outermost calls on the main thread.
 
@@ -117,7 +139,6 @@ class PhaseRecorder:
             kind: of event.
             label: name of the event.
             amount: from the call's arguments, the bytes that it moved.
-            after: called with the end of a call that nothing encloses.
         """
         original = getattr(owner, attribute)
         recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
@@ -127,23 +148,100 @@ class PhaseRecorder:
             if torch.compiler.is_compiling() or not self.opens(number):
                 return original(*args, **kwargs)
             outer, self.loop.phase = self.loop.phase, number
-            self.loss_begin_ns = 0
+            if number != _HOST:  # a loss that the script logs is still the loss
+                self.loss_begin_ns = 0
             begin_ns = recorder.begin(number)
             try:
                 return original(*args, **kwargs)
             finally:
                 self.loop.phase = outer
                 size = amount(*args, **kwargs) if amount else 0
-                end_ns = recorder.end(number, name, begin_ns, size, outer)
-                if after and outer == IDLE:
-                    after(end_ns)
+                recorder.end(number, name, begin_ns, size, outer)
 
         self.hooks.replace(owner, attribute, timed)
+
+    def _wrap_iter(self, owner: type) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
+        original = owner.__iter__  # type: ignore[attr-defined]  # a loader
+        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.opens(number):
+                return original(*args, **kwargs)
+            outer, self.loop.phase = self.loop.phase, number
+            self.loss_begin_ns = 0
+            loader = self.loaders.number_of(args[0])
+            begin_ns = recorder.begin(number)
+            try:
+                iterator = original(*args, **kwargs)
+                self.loaders.number_of(iterator, same_as=args[0])
+                return iterator
+            finally:
+                self.loop.phase = outer
+                recorder.end(number, name, begin_ns, 0, outer, loader)
+
+        self.hooks.replace(owner, "__iter__", timed)
+
+    def _wrap_next(self, owner: type, amount: Callable[..., int] | None = None) -> None:
+        """Record how long the loop waits for each batch, and where steps may end."""
+        original = owner.__next__  # type: ignore[attr-defined]  # an iterator
+        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern(NEXT)
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.opens(number):
+                return original(*args, **kwargs)
+            outer, self.loop.phase = self.loop.phase, number
+            self.loss_begin_ns = 0
+            loader = self.loaders.number_of(args[0])
+            if outer == IDLE:
+                self.marks.before_batch()
+            begin_ns = recorder.begin(number)
+            try:
+                batch = original(*args, **kwargs)
+                self.marks.delivered(loader)
+                return batch
+            finally:
+                self.loop.phase = outer
+                size = amount(*args, **kwargs) if amount else 0
+                recorder.end(number, name, begin_ns, size, outer, loader)
+
+        self.hooks.replace(owner, "__next__", timed)
+
+    def _wrap_forward(self) -> None:
+        """Record the outermost calls of modules, with what tells an evaluation from training."""
+        original = torch.nn.Module.__call__
+        recorder, name = self.recorder, self.recorder.intern("forward")
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not args or not self.opens(_FORWARD):
+                return original(*args, **kwargs)
+            flags = 0 if torch.is_grad_enabled() else WITHOUT_GRADIENTS
+            if not args[0].training:
+                flags |= EVALUATION_MODE
+            number = _EVALUATION if flags == WITHOUT_GRADIENTS | EVALUATION_MODE else _FORWARD
+            outer, self.loop.phase = self.loop.phase, number
+            self.loss_begin_ns = 0
+            if outer == IDLE:
+                self.marks.before_forward()
+            module = self.modules.number_of(args[0], same_as=_unwrapped(args[0]))
+            begin_ns = recorder.begin(number)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.loop.phase = outer
+                end_ns = recorder.end(number, name, begin_ns, 0, outer, module, flags)
+                if outer == IDLE and torch.is_grad_enabled():
+                    self.loss_begin_ns = end_ns
+
+        self.hooks.replace(torch.nn.Module, "__call__", timed)
 
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
         recorder, number = self.recorder, int(Kind.BACKWARD)
-        backward_name, loss_name = recorder.intern("backward"), recorder.intern("loss")
+        backward_name, loss_name = recorder.intern("backward"), recorder.intern(LOSS)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -161,9 +259,11 @@ class PhaseRecorder:
                 self.loop.phase = outer
                 recorder.end(number, backward_name, begin_ns, 0, outer)
                 self.in_flight.leave_backward()
+                if outer == IDLE:
+                    self.marks.after_backward()
                 if self.stepped_in_backward:
                     self.stepped_in_backward = False
-                    recorder.end_step()
+                    self.marks.by_optimizer(0)
 
         self.hooks.replace(torch.autograd, "backward", backward)
 
@@ -201,6 +301,16 @@ def phase_of(error: BaseException) -> str:
             return Kind(frame.f_locals["number"]).name.lower()
         frames = frames.tb_next
     return ""
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that DDP, a compiled module and the like wrap; they keep it by a name."""
+    while isinstance(parts := vars(module).get("_modules"), dict):
+        inner = parts.get("_orig_mod", parts.get("module"))
+        if inner is None:
+            return module
+        module = inner
+    return module
 
 
 def _saved_bytes(*args: object, **kwargs: object) -> int:

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.numbers import ObjectNumbers
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.native import Recorder
     from paceline.trace.collectors.hooks import Hooks
     from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
@@ -33,12 +35,15 @@ class StepRecorder:
         recorder: Recorder,
         loop: Loop,
         phases: PhaseRecorder,
+        marks: StepMarks,
         available: frozenset[Capability],
         hooks: Hooks,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.phases = phases
+        self.marks = marks
+        self.optimizers = ObjectNumbers()
         self.name = recorder.intern("step")
         self.trained = TrainedParameters(recorder)
         self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
@@ -74,8 +79,9 @@ class StepRecorder:
         begin_ns, self.loop.phase = self.open.pop()
         if self.open:
             return
-        self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase)
+        number = self.optimizers.number_of(optimizer)
+        self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase, number)
         if self.loop.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
             self.phases.stepped_in_backward = True
         else:
-            self.recorder.end_step()
+            self.marks.by_optimizer(number)
