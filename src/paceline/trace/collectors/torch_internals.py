@@ -10,6 +10,7 @@ version of torch. Supported and tested: 2.10 to 2.14.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import sys
 import threading
@@ -47,6 +48,7 @@ class Capability(Enum):
 # --- names ---------------------------------------------------------------------------------------
 
 
+@functools.cache  # the statement alone takes microseconds amid a step
 def c10d() -> Any:
     """Return the module of torch's process groups and works."""
     from torch._C import _distributed_c10d
