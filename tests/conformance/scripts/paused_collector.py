@@ -2,7 +2,7 @@
 
 Whatever a hook replaces is found by comparing torch before and after: the attributes of its modules
 and classes, its tables of hooks, and the kernels on its dispatcher. So a hook that is put in place
-past `Hooks` is found, too.
+past `HookRegistry` is found, too.
 """
 
 import gc

@@ -6,7 +6,6 @@ collection. What no hook knows is sampled (`sampler`).
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import threading
@@ -16,6 +15,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from paceline.native import monotonic_ns
+from paceline.trace.collectors.torch_hooks import RecordedKind, around, callback
 from paceline.trace.format.events import GARBAGE_COLLECTION, IDLE, MAIN, NAN_READ, Kind
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class HostRecorder:
         self.nan_count = 0
         self.collection_name = recorder.intern(GARBAGE_COLLECTION)
         self.collection_begin_ns = 0
+        self.reads = RecordedKind("reads of a tensor's value, and whether it is a number")
+        collections = RecordedKind("garbage collections (they count as other time)")
+        self.on_collection = callback(collections, self._on_collection)
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -58,11 +61,11 @@ class HostRecorder:
 
     def close(self) -> None:
         """Take the callback of garbage collection away again."""
-        if self._on_collection in gc.callbacks:
-            gc.callbacks.remove(self._on_collection)
+        if self.on_collection in gc.callbacks:
+            gc.callbacks.remove(self.on_collection)
 
     def _hook_collections(self) -> Callable[[], None]:
-        gc.callbacks.append(self._on_collection)
+        gc.callbacks.append(self.on_collection)
         return self.close
 
     def _wrap_read(self, attribute: str, label: str) -> None:
@@ -70,23 +73,21 @@ class HostRecorder:
 
         Nothing waits for a device that would not have: the value is one that the script reads.
         """
-        original = getattr(torch.Tensor, attribute)
         recorder, loop, name = self.recorder, self.loop, self.recorder.intern(label)
 
-        @functools.wraps(original)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            begin_ns = monotonic_ns()
-            value = original(*args, **kwargs)
+        def before(*_args: Any, **_kwargs: Any) -> int:
+            return monotonic_ns()
+
+        def after(begin_ns: int, value: Any, *_args: Any, **_kwargs: Any) -> None:
             end_ns = monotonic_ns()
             is_long = end_ns - begin_ns >= LEAST_NS and loop.phase == IDLE
             if is_long and threading.get_ident() == loop.main_thread:
                 recorder.record(_HOST, MAIN, name, begin_ns, end_ns)
             if type(value) is float and value != value:  # only a NaN differs from itself
                 self._note_nan()
-            return value
 
+        original = getattr(torch.Tensor, attribute)
+        read = around(original, self.reads, before, after)
         self.phases.hooks.replace(torch.Tensor, attribute, read)
 
     def _note_nan(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.numbers import ObjectNumbers
+from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.native import Recorder
-    from paceline.trace.collectors.hooks import Hooks
+    from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_in_flight import Loop
     from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -37,7 +38,7 @@ class StepRecorder:
         phases: PhaseRecorder,
         marks: StepMarks,
         available: frozenset[Capability],
-        hooks: Hooks,
+        hooks: HookRegistry,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
@@ -46,19 +47,23 @@ class StepRecorder:
         self.optimizers = ObjectNumbers()
         self.name = recorder.intern("step")
         self.trained = TrainedParameters(recorder)
+        self.trains = RecordedKind("how many bytes of parameters the run trains")
         self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
         self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
         if Capability.OPTIMIZER_HOOKS in available:
-            hooks.add(self._hook_optimizers)
+            steps = RecordedKind(Capability.OPTIMIZER_HOOKS.value, self._leave_open_steps)
+            before, after = callback(steps, self._before), callback(steps, self._after)
 
-    def _hook_optimizers(self) -> Callable[[], None]:
-        handles = internals.hook_optimizer_steps(self._before, self._after)
+            def put() -> Callable[[], None]:
+                handles = internals.hook_optimizer_steps(before, after)
 
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
+                def remove() -> None:
+                    for handle in handles:
+                        handle.remove()
 
-        return remove
+                return remove
+
+            hooks.add(put)
 
     def _before(self, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread:
@@ -75,7 +80,7 @@ class StepRecorder:
     def _after(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread or not self.open:
             return
-        self.trained.note_step(optimizer)
+        self.trains.attempt(self.trained.note_step, optimizer)
         begin_ns, self.loop.phase = self.open.pop()
         if self.open:
             return
@@ -85,3 +90,8 @@ class StepRecorder:
             self.phases.stepped_in_backward = True
         else:
             self.marks.by_optimizer(number)
+
+    def _leave_open_steps(self) -> None:
+        if self.open:
+            self.loop.phase = self.open[0][1]
+            self.open.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import last_json
 
-from paceline.trace.collectors.hooks import Hooks
+from paceline.trace.collectors.hook_registry import HookRegistry
 
 SCRIPT = Path(__file__).parent / "scripts" / "paused_collector.py"
 
@@ -64,7 +64,7 @@ class Heir(Owner):
 
 
 def test_a_hook_that_the_script_has_replaced_is_left_to_it():
-    hooks = Hooks()
+    hooks = HookRegistry()
     hooks.replace(Heir, "own", lambda _: "hook")
     hooks.remove()
     assert "own" not in vars(Heir)
@@ -76,7 +76,7 @@ def test_a_hook_that_the_script_has_replaced_is_left_to_it():
 
 
 def test_a_hook_that_comes_during_a_pause_waits_for_its_end():
-    hooks, seen = Hooks(), []
+    hooks, seen = HookRegistry(), []
     hooks.remove()
     hooks.add(lambda: seen.append("put") or (lambda: seen.append("removed")))
     assert seen == []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Hooks:
+class HookRegistry:
     """The hooks of one collector, in the order in which they were put in place."""
 
     def __init__(self) -> None:
