@@ -43,6 +43,7 @@ class StackSampler:
         self._stop = _thread.allocate_lock()
         self._stop.acquire()
         self._started = False
+        self._count = 0  # of samples and of wake-ups without one; goes on when sampling does
         # Not by code: code objects of different files can be equal.
         self._names: dict[tuple[str, str, int], int] = {}
         self._skipped: dict[str, bool] = {}
@@ -61,9 +62,8 @@ class StackSampler:
             self._stop.release()
 
     def _run(self) -> None:
-        count = 0
-        while not self._stop.acquire(timeout=self._interval_s(count)):
-            count += 1
+        while not self._stop.acquire(timeout=self._interval_s(self._count)):
+            self._count += 1
             if self._loop.phase == IDLE:
                 self._sample()
 

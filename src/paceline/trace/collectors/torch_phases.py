@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.native import Recorder
+    from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
     from paceline.trace.collectors.torch_marks import StepMarks
 
@@ -59,12 +60,14 @@ class PhaseRecorder:
         in_flight: InFlight,
         marks: StepMarks,
         available: frozenset[Capability],
+        hooks: HookRegistry,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
         self.marks = marks
         self.available = available
+        self.hooks = hooks
         self.modules = ObjectNumbers()
         self.loaders = ObjectNumbers()
         self.kinds: dict[Kind, RecordedKind] = {}
@@ -276,9 +279,8 @@ class PhaseRecorder:
         before: Callable[..., OpenPhase | None],
         after: Callable[..., None],
     ) -> None:
-        setattr(
-            owner, attribute, around(getattr(owner, attribute), self.recorded(kind), before, after)
-        )
+        hooked = around(getattr(owner, attribute), self.recorded(kind), before, after)
+        self.hooks.replace(owner, attribute, hooked)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
@@ -300,7 +302,8 @@ class PhaseRecorder:
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
 
         original = getattr(torch.Tensor, attribute)
-        setattr(torch.Tensor, attribute, around(original, self.recorded(Kind.COPY), before, after))
+        copied = around(original, self.recorded(Kind.COPY), before, after)
+        self.hooks.replace(torch.Tensor, attribute, copied)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
