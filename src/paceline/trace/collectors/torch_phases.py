@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_WORKERS,
     LOSS,
     MAIN,
     NEXT,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.native import Recorder
+    from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_hooks import Arguments, Keywords
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
     from paceline.trace.collectors.torch_marks import StepMarks
@@ -59,12 +61,14 @@ class PhaseRecorder:
         in_flight: InFlight,
         marks: StepMarks,
         available: frozenset[Capability],
+        hooks: HookRegistry,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
         self.marks = marks
         self.available = available
+        self.hooks = hooks
         self.modules = ObjectNumbers()
         self.loaders = ObjectNumbers()
         self.kinds: dict[Kind, RecordedKind] = {}
@@ -75,7 +79,7 @@ class PhaseRecorder:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
             self._wrap_next(internals.loader_iterator())
-        self._wrap_iter(DataLoader)
+        self._wrap_iter(DataLoader, lambda loader: loader.num_workers)
         for owner, attribute, label in _UPDATES:
             self.wrap(owner, attribute, Kind.OPTIMIZER, label)
         for attribute in _CLIPPING:
@@ -108,7 +112,7 @@ class PhaseRecorder:
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)
-        self._wrap_iter(module.Loader)
+        self._wrap_iter(module.Loader, lambda loader: module.worker_count(loader.options))
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -168,14 +172,22 @@ class PhaseRecorder:
         outer, self.loop.phase = self.loop.phase, number
         return OpenPhase(begin_ns, outer, number, tag, flags)
 
-    def _wrap_iter(self, owner: type) -> None:
-        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
+    def _wrap_iter(self, owner: type, worker_count: Callable[[Any], int]) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators.
+
+        Args:
+            owner: class of the loader.
+            worker_count: returns how many processes or threads load ahead for a loader.
+        """
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+        workers_name = recorder.intern(LOADER_WORKERS)
 
         def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             self.loss_begin_ns = 0
+            now_ns, workers = monotonic_ns(), worker_count(args[0])
+            recorder.record(int(Kind.COUNTER), MAIN, workers_name, now_ns, now_ns, workers)
             return self._open(number, self.loaders.number_of(args[0]))
 
         def after(state: OpenPhase, iterator: Any, args: Arguments, _kwargs: Keywords) -> None:
@@ -268,9 +280,8 @@ class PhaseRecorder:
         before: Callable[[Arguments, Keywords], OpenPhase | None],
         after: Callable[[OpenPhase, Any, Arguments, Keywords], None],
     ) -> None:
-        setattr(
-            owner, attribute, around(getattr(owner, attribute), self.recorded(kind), before, after)
-        )
+        hooked = around(getattr(owner, attribute), self.recorded(kind), before, after)
+        self.hooks.replace(owner, attribute, hooked)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
@@ -293,7 +304,8 @@ class PhaseRecorder:
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
 
         original = getattr(torch.Tensor, attribute)
-        setattr(torch.Tensor, attribute, around(original, self.recorded(Kind.COPY), before, after))
+        copied = around(original, self.recorded(Kind.COPY), before, after)
+        self.hooks.replace(torch.Tensor, attribute, copied)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
