@@ -1,4 +1,4 @@
-"""Measures this node and returns a Machine, in at most about 20 seconds.
+"""Measures this node and returns a Machine, in at most about 20 seconds where nothing disturbs it.
 
 What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
