@@ -15,6 +15,7 @@ import sys
 import click
 
 import paceline
+from paceline.cli.streams import accept_any_text
 from paceline.core.errors import PacelineError, StorageError
 from paceline.core.record import nearest
 
@@ -69,6 +70,7 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
+    accept_any_text()
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()  # at interpreter exit a failure could not be reported

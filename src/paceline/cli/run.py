@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
 )
 @click.option(
+    "--allocator",
+    type=click.Choice(["keep", "system"]),
+    help="What becomes of freed memory: it stays with the ranks, or as the C library does "
+    "[default: keep].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -45,6 +51,7 @@ def run(
     out: Path | None,
     record: bool | None,
     bind: bool | None,
+    allocator: str | None,
     machine: Path | None,
     plan_path: Path | None,
     as_json: bool,
@@ -71,7 +78,7 @@ def run(
     from paceline.report.comparable import machine_difference
 
     clock = SystemClock()
-    flags = {"ranks": ranks, "record": record, "bind": bind}
+    flags = {"ranks": ranks, "record": record, "bind": bind, "allocator": allocator}
     resolved = resolve(RunConfig, flags=flags)
     plan = load_plan_file(plan_path) if plan_path is not None else None
     job = prepare(script, args, resolved, out, clock, plan=plan)
@@ -83,6 +90,7 @@ def run(
             _warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
+    click.echo(f"paceline run: {job.allocator.note}", err=True)
     if dry_run:
         return
     try:

@@ -12,13 +12,14 @@ what a rank starts (workers of loaders, compilers) inherits it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 AllocatorChoice = Literal["keep", "system"]
 
@@ -28,7 +29,7 @@ KEEP: dict[str, str] = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1
 # What the user may have set to the same end.
 _VARIABLES = (*KEEP, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _TUNABLES = re.compile(r"glibc\.malloc\.(mmap_max|mmap_threshold|trim_threshold|top_pad)=")
-_OTHERS = re.compile(r"lib((?:je|tc|mi|rp|sn)malloc|hoard)[^/: ]*")
+_OTHERS = re.compile(r"lib(?:(?:je|tc|mi|rp|sn)malloc|hoard)[^/: ]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,20 @@ class AllocatorSetting:
     in_effect: Literal["keep", "system", "own"]
     variables: dict[str, str]
     note: str
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the processes that are started within inherit the variables."""
+        before = {name: os.environ.get(name) for name in self.variables}
+        os.environ.update(self.variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def to_json(self) -> dict[str, object]:
         """Return what ``config.json`` of a run says of it."""
@@ -62,11 +77,13 @@ def allocator_setting(
     """
     libc = _glibc() if libc is None else libc
     own = {name: environ[name] for name in _VARIABLES if environ.get(name)}
+    if choice == "keep" and own.items() <= KEEP.items():
+        own = {}  # of a run that this one is part of
     if _TUNABLES.search(tunables := environ.get("GLIBC_TUNABLES", "")):
         own["GLIBC_TUNABLES"] = tunables
     preloaded = _OTHERS.search(environ.get("LD_PRELOAD", ""))
     if preloaded:
-        return _nothing("own", f"{preloaded.group(1)}, which LD_PRELOAD names")
+        return _nothing("own", f"{preloaded.group(0)}, which LD_PRELOAD names")
     if own:
         listed = " ".join(f"{name}={value}" for name, value in own.items())
         return _nothing("own", f"as your environment says ({listed})")

@@ -39,6 +39,7 @@ from paceline.core.processes import (
     ended_on_signal,
 )
 from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.exits import ExitOutcome, RankExit, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.folder import claim, default_folder, refuse_taken
@@ -93,6 +94,11 @@ class Job:
     def rank(self) -> int:
         """This task's rank; 0 for the launcher of all ranks of a node."""
         return self.allocation.rank if self.allocation else 0
+
+    @property
+    def allocator(self) -> AllocatorSetting:
+        """What the ranks' memory allocator becomes."""
+        return allocator_setting(self.resolved.config.allocator, environment())
 
 
 def prepare(
@@ -232,7 +238,7 @@ def _run_ranks(
     # Removed when all ranks have ended: a killed rank does not remove its loader workers' sockets.
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
         try:
-            with watch, ended_on_signal(clock):
+            with watch, job.allocator.applied(), ended_on_signal(clock):
                 return _start(job, rendezvous, Path(folder), clock)
         except StopRequested as stop:
             return (interrupted_exit(None, stop, clock.wall_s()),)
@@ -261,6 +267,8 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
         ranks=_rank_results(analysis),
         straggler=analysis.stragglers[0] if analysis.stragglers else None,
+        stragglers=analysis.stragglers,
+        shifts=analysis.shifts,
         failure=_in_loop_steps(analysis, failure),
         step_rule=analysis.step_rule,
         nan=analysis.nan,
@@ -339,6 +347,7 @@ def _write_start(job: Job, machine: Machine) -> None:
         "args": list(job.args),
         "world_size": job.ranks,
         "threads": _threads(job),
+        "allocator": job.allocator.to_json(),
     }
     commit_text(job.run_folder / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(job.run_folder / "versions.json", json.dumps(versions(), indent=1) + "\n")

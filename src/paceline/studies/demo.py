@@ -25,8 +25,8 @@ from paceline.launch.run import claim_folder, execute, prepare
 from paceline.probe.doctor import diagnose
 from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
-from paceline.report.html import write_html
 from paceline.report.model import gather
+from paceline.report.page.document import write_html
 from paceline.store import PackOptions
 from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
 from paceline.studies.predict import predict

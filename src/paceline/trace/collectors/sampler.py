@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_in_flight import Loop
 
 # The first samples name what a short run does, later ones only refine the shares.
-FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 500
+FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300
 NAMES_MAX = 1000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
 _OURS = str(Path(__file__).parents[2])
@@ -44,8 +44,9 @@ class StackSampler:
         self._stop.acquire()
         self._started = False
         self._count = 0  # of samples and of wake-ups without one; goes on when sampling does
-        self._names: dict[tuple[CodeType, int], int] = {}
-        self._skipped: dict[CodeType, bool] = {}
+        # Not by code: code objects of different files can be equal.
+        self._names: dict[tuple[str, str, int], int] = {}
+        self._skipped: dict[str, bool] = {}
         self._other = recorder.intern("other functions")
 
     def start(self) -> None:
@@ -84,9 +85,9 @@ class StackSampler:
         """Return the number of the name for a stack; 0 if no frame of it counts."""
         while frame is not None:
             code = frame.f_code
-            skipped = self._skipped.get(code)
+            skipped = self._skipped.get(code.co_filename)
             if skipped is None:
-                skipped = self._skipped[code] = _is_skipped(code.co_filename)
+                skipped = self._skipped[code.co_filename] = _is_skipped(code.co_filename)
             if not skipped:
                 return self._intern(frame, code)
             frame = frame.f_back
@@ -95,7 +96,7 @@ class StackSampler:
     def _intern(self, frame: FrameType, code: CodeType) -> int:
         module = frame.f_globals.get("__name__", "?")
         is_script = module == "__main__"
-        key = (code, frame.f_lineno if is_script else 0)
+        key = (code.co_filename, code.co_qualname, frame.f_lineno if is_script else 0)
         number = self._names.get(key)
         if number is None:
             if len(self._names) >= NAMES_MAX:

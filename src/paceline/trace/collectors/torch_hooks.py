@@ -10,7 +10,7 @@ An exception in `before`, `after` or a `callback` is ours. It stops the recordin
 thing (`RecordedKind`) with one warning that says what the trace will lack; the script goes on.
 Interrupts and exits are not ours: they pass.
 
-Dynamo compiles each Python frame that it meets, ours too, unless it is told not to: see
+Dynamo compiles each Python frame that it meets, ours too, unless it is asked not to: see
 `internals.hide_from_dynamo`.
 """
 

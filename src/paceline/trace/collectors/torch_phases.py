@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_WORKERS,
     LOSS,
     MAIN,
     NEXT,
@@ -77,7 +78,7 @@ class PhaseRecorder:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
             self._wrap_next(internals.loader_iterator())
-        self._wrap_iter(DataLoader)
+        self._wrap_iter(DataLoader, lambda loader: loader.num_workers)
         for owner, attribute, label in _UPDATES:
             self.wrap(owner, attribute, Kind.OPTIMIZER, label)
         for attribute in _CLIPPING:
@@ -110,7 +111,7 @@ class PhaseRecorder:
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)
-        self._wrap_iter(module.Loader)
+        self._wrap_iter(module.Loader, lambda loader: module.worker_count(loader.options))
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -170,14 +171,22 @@ class PhaseRecorder:
         outer, self.loop.phase = self.loop.phase, number
         return OpenPhase(begin_ns, outer, number, tag, flags)
 
-    def _wrap_iter(self, owner: type) -> None:
-        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
+    def _wrap_iter(self, owner: type, worker_count: Callable[[Any], int]) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators.
+
+        Args:
+            owner: class of the loader.
+            worker_count: returns how many processes or threads load ahead for a loader.
+        """
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+        workers_name = recorder.intern(LOADER_WORKERS)
 
         def before(loader: Any) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             self.loss_begin_ns = 0
+            now_ns, workers = monotonic_ns(), worker_count(loader)
+            recorder.record(int(Kind.COUNTER), MAIN, workers_name, now_ns, now_ns, workers)
             return self._open(number, self.loaders.number_of(loader))
 
         def after(state: OpenPhase, iterator: Any, loader: Any) -> None:
