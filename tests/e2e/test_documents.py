@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import VERBS
-from paceline.launch.run import RunConfig
+from paceline.launch.options import RunConfig
 from paceline.store import PackOptions
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,6 +14,7 @@ EXPORTS = {
     "cli": [],
     "core": [],
     "launch": [],
+    "launch.startup": [],
     "launch.rendezvous": [],
     "perf": ["estimate"],
     "probe": [],

@@ -34,7 +34,7 @@ def test_the_first_to_raise_failed_first(tmp_path):
     assert exit_code(exits, failure) == 1
     assert first_traceback(tmp_path).startswith("rank 1:\nTraceback")
     with pytest.raises(ScriptFailed, match="rank 1 failed first") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.why == RAISED
     assert caught.value.where.endswith("train.py")
 
@@ -57,7 +57,7 @@ def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGSEGV", step=17, phase="backward")
     with pytest.raises(RankLost, match="rank 1 was killed by SIGSEGV") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.where == "step 17, phase backward"
     assert "native code crashed" in caught.value.why
     recorder.begin(int(Kind.WAIT))
@@ -100,7 +100,7 @@ def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGTERM")
     with pytest.raises(RankLost, match="SIGTERM") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert "another process sent the signal" in caught.value.why
 
 
@@ -117,7 +117,7 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
     assert exit_code(exits, failure) == 1
     assert first_traceback(tmp_path) == ""
     with pytest.raises(ScriptFailed) as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.fix == "See what the rank printed"
 
 
@@ -131,7 +131,7 @@ def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):
 def test_all_well(tmp_path):
     assert first_failure(tmp_path, ()) is None
     assert exit_code((), None) == 0
-    raise_failure(tmp_path, tmp_path / "train.py", (), None)
+    raise_failure(tmp_path, "train.py", (), None)
 
 
 def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
@@ -140,7 +140,7 @@ def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert exit_code(exits, failure) == 130
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_a_rank_killed_by_any_signal_has_a_result(tmp_path, number, name):
     assert (failure.rank, failure.signal) == (1, name)
     assert exit_code(exits, failure) == 5
     with pytest.raises(RankLost) as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.what == f"rank 1 was killed by {name}"

@@ -16,12 +16,27 @@ if TYPE_CHECKING:
 
 @click.command(
     context_settings={"allow_interspersed_args": False},  # what follows SCRIPT is the script's
-    epilog="Example: paceline run -n 2 examples/ddp_digits.py --epochs 5",
+    epilog="""\b
+Examples:
+  paceline run -n 2 examples/ddp_digits.py --epochs 5
+  paceline run -n 2 -m package.train --epochs 5
+  paceline run -n 2 ./train.sh
+  paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 -n 4 train.py
+Below another launcher: paceline record -- torchrun --nproc-per-node 2 train.py
+""",
 )
-@click.option("-n", "--ranks", type=int, help="Ranks on this node [default: 1].")
+@click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
 @click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
+@click.option("--tag-output/--no-tag-output", default=None, help="Put [RANK] before each line.")
+@click.option("--nnodes", metavar="N", help="Nodes, each with its own launcher [default: 1].")
+@click.option("--node-rank", type=int, help="Number of this node [default: 0].")
+@click.option(
+    "--rdzv-endpoint", metavar="HOST[:PORT]", help="Of node 0; PORT is 29400 if not given."
+)
+@click.option("--rdzv-id", metavar="NAME", help="Of the job: names the run's folder on all nodes.")
 @click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
 @click.option(
     "--plan",
@@ -31,24 +46,31 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     ranks: int | None,
+    module: bool,
     out: Path | None,
     record: bool | None,
     bind: bool | None,
+    tag_output: bool | None,
+    nnodes: str | None,
+    node_rank: int | None,
+    rdzv_endpoint: str | None,
+    rdzv_id: str | None,
     machine: Path | None,
     plan_path: Path | None,
     as_json: bool,
     dry_run: bool,
-    script: Path,
+    script: str,
     args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with ARGS on several ranks and record where its time goes.
 
-    The script stays as it is. Its ranks are started as torchrun starts them; inside a Slurm step
-    or under mpirun each task becomes a rank. The run's folder holds its traces and result.json.
+    The script stays as it is: a Python file, a module (-m), or any program that starts Python. Its
+    ranks get the variables that torchrun gives; inside a Slurm step or under mpirun each task
+    becomes a rank. The run's folder holds its traces and result.json.
     """
     click.echo(
         f"paceline run: {script}" + (f" on {ranks} ranks" if ranks and ranks > 1 else ""), err=True
@@ -58,16 +80,30 @@ def run(
     from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.core.plan_file import load_plan_file
     from paceline.launch.failures import first_traceback
+    from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
-    from paceline.launch.run import claim_folder, execute, prepare, trace_warnings
+    from paceline.launch.prepare import claim_folder, prepare
+    from paceline.launch.program import find_program
+    from paceline.launch.run import execute
+    from paceline.launch.summary import trace_warnings
     from paceline.probe.machine_file import known_machine
     from paceline.report.comparable import machine_difference
 
     clock = SystemClock()
-    flags = {"ranks": ranks, "record": record, "bind": bind}
+    flags = {
+        "ranks": ranks,
+        "record": record,
+        "bind": bind,
+        "tag_output": tag_output,
+        "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
+        "node_rank": node_rank,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_id": rdzv_id,
+    }
     resolved = resolve(RunConfig, flags=flags)
+    program = find_program(script, is_module=module)
     plan = load_plan_file(plan_path) if plan_path is not None else None
-    job = prepare(script, args, resolved, out, clock, plan=plan)
+    job = prepare(program, args, resolved, out, clock, plan=plan)
     _warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:

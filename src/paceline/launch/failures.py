@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import (
     DeadlineExceeded,
@@ -14,6 +13,7 @@ from paceline.core.errors import (
     ScriptFailed,
 )
 from paceline.launch.exits import ExitOutcome, interruption
+from paceline.launch.failure_report import read_reports
 from paceline.runs.result import Failure
 from paceline.trace.format.files import read_status, trace_name
 
@@ -36,7 +36,7 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     a rank that raises breaks them, too, but its failure report carries the time at which it raised.
     torch's elastic agent then kills the remaining ranks, which looks like a kill from outside.
     """
-    reports = _failure_reports(run)
+    reports = read_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
     silent = [
         ended
@@ -80,17 +80,6 @@ def _killed_before(ended: RankExit, exits: tuple[RankExit, ...]) -> bool:
     return bool(ended.signal) and ended is exits[0]
 
 
-def _failure_reports(run: Path) -> list[dict[str, Any]]:
-    """Return the reports of ranks whose script raised, the first to fail first."""
-    reports = []
-    for path in (run / "trace").glob("rank-*.failure"):
-        try:
-            reports.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, json.JSONDecodeError):  # cut short by a full disk
-            continue
-    return sorted(reports, key=lambda report: int(report["at_ns"]))
-
-
 def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
     """Return the run's exit code, as docs/reference/exit-codes.md lists them."""
     if interruption(exits):
@@ -102,7 +91,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 
 
 def raise_failure(
-    run: Path, script: Path, exits: tuple[RankExit, ...], failure: Failure | None
+    run: Path, program: str, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
     """Raise the error that the exits call for; none when all ranks ended well.
 
@@ -137,7 +126,7 @@ def raise_failure(
         )
     raise ScriptFailed(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
-        where=str(script),
+        where=program,
         why=failure.error,
         fix="See what the rank printed"
         if failure.error.startswith("exit code")
@@ -155,6 +144,6 @@ def _why_killed(signal_name: str) -> str:
 
 def first_traceback(run: Path) -> str:
     """Return the traceback of the rank whose script raised first; empty if it exited."""
-    for report in _failure_reports(run):
+    for report in read_reports(run):
         return f"rank {report['rank']}:\n{report['traceback']}" if report["traceback"] else ""
     return ""

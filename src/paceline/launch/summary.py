@@ -1,0 +1,82 @@
+"""Turns the traces of a run into its result."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import NotFound, PacelineError
+from paceline.runs.result import PhaseTime, RankResult, RunResult
+from paceline.trace.analysis import Analysis, analyse
+from paceline.trace.format.files import read_status
+from paceline.trace.merge import load_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.runs.result import Failure
+
+
+def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
+    """Return the result that the traces in folder `run` give; empty when nothing was recorded.
+
+    Args:
+        run: the run's folder.
+        ranks: number of ranks that the launcher started.
+        exit_code: of the run.
+        failure: of the rank that failed first; None if none did.
+    """
+    try:
+        trace = load_run(run)
+    except NotFound:
+        return RunResult(
+            exit_code=exit_code,
+            world_size=ranks,
+            step_time_s=0.0,
+            loop_wall_s=0.0,
+            ranks=(),
+            failure=failure,
+        )
+    analysis = analyse(trace)
+    return RunResult(
+        exit_code=exit_code,
+        world_size=max(ranks, trace.world_size),  # a script may have started ranks itself
+        step_time_s=analysis.step_time_s,
+        loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
+        ranks=_rank_results(analysis),
+        straggler=analysis.stragglers[0] if analysis.stragglers else None,
+        failure=failure,
+    )
+
+
+def trace_warnings(run: Path) -> tuple[str, ...]:
+    """Return one line for each rank whose trace in folder `run` lost events."""
+    lines = []
+    for path in sorted((run / "trace").glob("rank-*.trace")):
+        try:
+            status = read_status(path)
+        except PacelineError:  # damaged, or hardly begun: its reader says so
+            continue
+        if status.error or status.dropped_count:
+            why = os.strerror(status.error) if status.error else "events came too fast"
+            lines.append(
+                f"the trace of rank {status.rank} lacks {status.dropped_count} events: {why}"
+            )
+    return tuple(lines)
+
+
+def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
+    return tuple(
+        RankResult(
+            rank=phases.rank,
+            steps=phases.steps,
+            loop_wall_s=phases.loop_wall_s,
+            peak_memory_bytes=rank.status.peak_memory_bytes,
+            phases=tuple(
+                PhaseTime(name=name, measured_s=seconds)
+                for name, seconds in phases.breakdown().items()
+            ),
+            dropped_count=rank.status.dropped_count,
+        )
+        for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
+    )
