@@ -27,6 +27,7 @@ VERBS = {
     "plan": "Predict step time and memory of a model on this machine.",
     "calibrate": "Improve a machine's description by what a run showed.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
+    "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
@@ -109,10 +110,10 @@ def _drop_stdout() -> None:
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Return whether Paceline's ``--json`` was given: what follows a script's name is its own."""
-    if not argv or argv[0] != "run":
+    """Return whether Paceline's ``--json`` was given: what follows a program's name is its own."""
+    if not argv or argv[0] not in ("run", "record"):
         return "--json" in argv
-    command = importlib.import_module("paceline.cli.run").run
+    command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])
     takes_value = {
         name
         for parameter in command.params

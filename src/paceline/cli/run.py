@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 @click.command(
@@ -75,6 +69,7 @@ def run(
     click.echo(
         f"paceline run: {script}" + (f" on {ranks} ranks" if ranks and ranks > 1 else ""), err=True
     )
+    from paceline.cli.output import print_result, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
@@ -104,51 +99,26 @@ def run(
     program = find_program(script, is_module=module)
     plan = load_plan_file(plan_path) if plan_path is not None else None
     job = prepare(program, args, resolved, out, clock, plan=plan)
-    _warn(job.warnings)
+    warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:
         difference = machine_difference(plan.estimate, described.digest(), described.name)
         if difference:
-            _warn([f"the report will not compare this run with its plan: {difference}"])
+            warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
     if dry_run:
         return
     try:
-        with _stdout_as_stderr() if as_json else contextlib.nullcontext():
+        with stdout_as_stderr() if as_json else contextlib.nullcontext():
             result = execute(job, machine=described, clock=clock)
     except PacelineError as error:
         if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
             click.echo(text, err=True)
-        _warn(trace_warnings(job.run_folder))
+        warn(trace_warnings(job.run_folder))
         raise
-    _warn(trace_warnings(job.run_folder))
+    warn(trace_warnings(job.run_folder))
     if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
         return
-    from paceline.report.words import summary_line
-
-    if as_json:
-        click.echo(result.to_text(), nl=False)
-    click.echo(summary_line(result, job.run_folder), err=True)
-    if job.resolved.config.record:
-        click.echo(
-            f"next: paceline why {job.run_folder}, paceline report {job.run_folder}", err=True
-        )
-
-
-@contextlib.contextmanager
-def _stdout_as_stderr() -> Iterator[None]:
-    """Send what the ranks print on stdout to stderr: with --json, stdout holds one object."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
+    record_on = job.resolved.config.record
+    print_result(result, job.run_folder, as_json=as_json, recorded=record_on)

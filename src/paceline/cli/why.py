@@ -19,7 +19,7 @@ def why(run: Path, as_json: bool) -> None:
     report = gather(run)
     if as_json:
         everything = to_json(report)
-        names = ("version", "run", "verdict", "exit_code", "failure", "stragglers")
+        names = ("version", "run", "state", "verdict", "exit_code", "failure", "stragglers")
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     click.echo(printable(report.words))

@@ -20,7 +20,7 @@ from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.words import failure_words, gap_words, sync_place, verdict
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, RunState
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
@@ -38,6 +38,7 @@ class Report:
 
     Attributes:
         run: its folder.
+        state: whether it has ended, and how if not by itself.
         words: the verdict.
         trace: its events on one clock.
         rank_phases: seconds by step and phase of each rank that left a trace.
@@ -53,6 +54,7 @@ class Report:
     """
 
     run: Path
+    state: RunState
     words: str
     trace: Trace
     rank_phases: tuple[RankPhases, ...]
@@ -147,9 +149,10 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
-    words = " ".join([words, *gaps])
+    words = " ".join([sentence for sentence in (folder.state_words(), words, *gaps) if sentence])
     return Report(
         run=run,
+        state=folder.state(),
         words=words,
         trace=trace,
         rank_phases=analysis.phases,
@@ -234,6 +237,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "kind": "report",
         "run": str(report.run),
         "verdict": report.words,
+        "state": str(report.state),
         "exit_code": result.exit_code if result else None,
         "failure": _plain(result.failure) if result else None,
         "world_size": report.world_size,

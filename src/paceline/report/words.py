@@ -156,6 +156,8 @@ def failure_words(failure: Failure) -> str:
         where = "before the end of its first step"
     if failure.signal:
         return f"Rank {failure.rank} was killed by {failure.signal} {where}."
+    if failure.error.startswith("left "):  # launch.failures: with exit code 0, too early
+        return f"Rank {failure.rank} {failure.error}, {where}."
     text = f"Rank {failure.rank} failed {where}"
     lines = failure.error.strip().splitlines()
     return f"{text}: {printable(lines[-1]).rstrip('.')}." if lines else f"{text}."
