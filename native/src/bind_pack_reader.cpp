@@ -234,8 +234,8 @@ class EntryMaker {
   std::uint32_t mode_ = 0;
 };
 
-// What lies in a folder, first its folders and then its samples, as they sort; -1 is the pack
-// itself. Costs what is in it, whatever lies deeper.
+// The entries of a folder, first its folders and then its samples, sorted; -1 is the root of the
+// pack. Takes time proportional to the entries, not to those of sub-folders.
 nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
   const PackIndex& index = reader.index();
   const bool root = folder < 0;

@@ -6,7 +6,7 @@
 // A bit "verified" beside a page that is merely resident (mincore, or state shared with other
 // processes) would not tell a page that stayed from one that was dropped and read again.
 //
-// Two things make pages present that were not verified. A fault maps what is resident around it
+// Two events make pages present that were not verified. A fault maps resident pages around it
 // ("fault-around", 64 KiB): before a fault, pages there that are gone are invalidated. And a page
 // that two samples share may be brought back for one of them: then the page beyond it is
 // invalidated, so that the other sample is verified as well.

@@ -1,4 +1,4 @@
-"""The single door to the compiled module: everything else imports from here.
+"""The only interface to the compiled module: all other modules import it from here.
 
 What crosses the boundary gets its names and types here: tuples become named tuples, and an error of
 the core becomes one of ours (`_pack_error`), once, for all callers. The signatures of the module
@@ -91,7 +91,7 @@ class Extent(NamedTuple):
 
 
 class PackEntry(NamedTuple):
-    """What lies in a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
+    """An entry of a folder of a pack; for a folder, size, mode and mtime_ns are 0."""
 
     name: str
     is_folder: bool
@@ -118,7 +118,7 @@ class PackReader(_native.PackReader):
     """
 
     def entries(self, folder: int) -> list[PackEntry]:  # type: ignore[override]  # of one kind
-        """Return what lies in a folder; -1 is the pack itself."""
+        """Return the entries of a folder; -1 is the root of the pack."""
         return super().entries(folder, PackEntry)  # type: ignore[return-value]  # of that kind
 
     def extents(self, sample: int) -> list[Extent]:  # type: ignore[override]  # named
@@ -135,7 +135,7 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 
     Args:
         path: of its shard.
-        bad: what is known of it.
+        bad: the damaged sample.
     """
     name = os.fsdecode(bad.name) or "?"
     return CorruptPack(
@@ -147,7 +147,7 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 
 
 class _PackProblem(NamedTuple):
-    """What a PackError of the core says."""
+    """The fields of a PackError of the core."""
 
     kind: Literal["io", "corrupt", "sample", "version"]
     file: bytes
@@ -296,8 +296,8 @@ def read_files(
     Args:
         descriptor: of the folder.
         names: offsets and bytes of their relative paths.
-        lengths: that each must have.
-        mtimes_ns: when each must have been last written.
+        lengths: expected length of each file.
+        mtimes_ns: expected time of the last write of each file.
         positions: of each in `target`, ascending.
         target: takes them all.
         follow: read what symbolic links lead to.

@@ -82,7 +82,7 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path):
     (tmp_path / "paceline-demo/precious").write_text("mine")
     launched = Launched(tmp_path, "demo").wait()
     assert launched.code == 2
-    assert "no demo has made" in launched.err
+    assert "not made by a demo" in launched.err
     assert (tmp_path / "paceline-demo/precious").read_text() == "mine"
 
 

@@ -38,6 +38,8 @@ _PHASE_OF = {
     Kind.BACKWARD: PHASES.index("backward"),
     Kind.OPTIMIZER: PHASES.index("optimizer"),
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
+    Kind.EVALUATION: PHASES.index("evaluation"),
+    Kind.HOST: PHASES.index("host"),
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(phase) for phase in ("transfer", "waiting", "other"))
 

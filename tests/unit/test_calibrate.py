@@ -214,7 +214,7 @@ def test_a_collective_that_took_longer_costs_more():
 
 
 def test_without_an_undisturbed_step_there_is_nothing_to_fit():
-    with pytest.raises(UsageError, match="no undisturbed step"):
+    with pytest.raises(UsageError, match="no step to calibrate from"):
         calibrate(MACHINE, WORKLOAD, PLAN, evidence(steps=0))
 
 

@@ -149,7 +149,7 @@ def test_a_file_system_without_locks_is_said_once(folders, monkeypatch, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "has no locks (No locks available)" in record.getMessage()
-    assert "one run at a time" in record.getMessage()
+    assert "one command at a time" in record.getMessage()
     files._warn_of_no_locks.cache_clear()
 
 

@@ -109,5 +109,5 @@ def test_an_estimate_of_another_plan_is_refused(tmp_path):
     assert kept.plan == Plan(mesh=Mesh(data=2))
     assert kept.estimate is not None
     path.write_text(json.dumps({"plan": {"threads": 7}, "estimate": kept.estimate.to_json()}))
-    with pytest.raises(ConfigError, match="of another plan"):
+    with pytest.raises(ConfigError, match="not for the plan"):
         load_plan_file(path)

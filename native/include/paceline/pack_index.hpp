@@ -1,6 +1,6 @@
-// The index of a pack: one mapped file of flat arrays, and what they say about each sample.
+// The index of a pack: one mapped file of flat arrays, and access to the entries of each sample.
 // The layout: docs/reference/pack-format.md. Everything in the file is checked before it is used:
-// whatever the bytes are, the outcome is an answer that lies within the files or a PackError.
+// whatever its bytes are, every result is within the bounds of the files, or a PackError.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,9 @@ constexpr std::uint32_t pack_format_version = 2;
 
 enum class Section : std::uint32_t {
   offsets = 1,           // u64[extents], within the shard
-  lengths = 2,           // u64[extents], decoded
+  lengths = 2,           // u64[extents], uncompressed
   shards = 3,            // u32[extents]
-  checksums = 4,         // u32[extents], CRC-32C of the decoded bytes
+  checksums = 4,         // u32[extents], CRC-32C of the uncompressed bytes
   labels = 5,            // i32[samples]
   modes = 6,             // u32[samples]
   mtimes = 7,            // i64[samples], nanoseconds
@@ -45,7 +45,7 @@ constexpr std::uint32_t last_section = 23;
 
 enum class Codec : std::uint8_t { none = 0, zstd = 1 };
 constexpr std::uint8_t last_codec = 1;
-// What is decoded is allocated before it can be checked: this bounds it.
+// Memory to decompress into is allocated before the bytes can be checked: this bounds it.
 constexpr std::uint64_t max_encoded_length = std::uint64_t{1} << 30;
 
 struct PackHeader {  // little-endian on disk, as everything here

@@ -1,9 +1,9 @@
 // Reads a pack: the mapped shards that its index names.
 //
-// A batch goes through three steps. What is not in memory is requested first, all of it, in the
-// order in which it lies on storage; then what is in memory is copied, while storage works; then
-// the rest, as it arrives. The copy itself is checked, unless its pages are known to hold what this
-// process checked before (residency.hpp).
+// A batch is read in three steps. Bytes that are not in memory are requested first, all of them, in
+// the order of their storage; then bytes in memory are copied, while storage reads the others; then
+// these are copied as they arrive. The copy is verified, unless its pages are known to hold bytes that
+// this process verified before (residency.hpp).
 #pragma once
 
 #include <atomic>
@@ -63,24 +63,24 @@ class PackReader {
 
   // Length of a sample, known to be in its shards. Throws PackError, std::out_of_range.
   std::size_t checked_length(std::uint64_t sample) const;
-  // Fills `offsets`, one longer than `ids`, with the places of these samples in one buffer; returns
+  // Fills `offsets`, one longer than `ids`, with the offsets of these samples in one buffer; returns
   // the size of that buffer.
   std::size_t plan_batch(std::span<const std::int64_t> ids, std::span<std::int64_t> offsets) const;
   // Reads samples to the places that plan_batch found in `target`. Throws the PackError of the first
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                   std::span<std::byte> target) const;
-  // The samples where they lie, verified; nothing for one that is encoded or in several extents.
+  // Views of the samples, verified; empty for a sample that is compressed or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
       std::span<const std::int64_t> ids) const;
-  // Starts to read what is not in memory; returns at once.
+  // Starts to read samples that are not in memory; returns at once.
   void prefetch(std::span<const std::int64_t> ids) const;
   // Verifies samples [first, end) in place and returns the bad ones.
   std::vector<BadSample> verify(std::uint64_t first, std::uint64_t end) const;
-  // Lets go of all pages of the shards, and of what is known about them.
+  // Drops all pages of the shards, and the knowledge which of them were verified.
   void evict() const;
-  // Lets go of the pages of the index.
+  // Drops the pages of the index.
   void evict_index() const;
 
  private:

@@ -1,6 +1,6 @@
-// What packing needs faster than Python: files read in batches, samples encoded, names sorted and
-// merged. All functions are thread-safe, keep no state and write nothing but what they are given;
-// what is written to disk is written by Python, call by call.
+// The parts of packing that are too slow in Python: reading files in batches, compressing samples,
+// sorting and merging names. All functions are thread-safe, keep no state and write only to their
+// arguments; Python writes to disk, call by call.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace paceline {
 
-// Names end to end, and where each begins (one offset more than names).
+// Concatenated names, and the offset of each (one offset more than names).
 struct NameList {
   std::span<const std::uint64_t> offsets;
   std::string_view blob;
@@ -22,7 +22,7 @@ struct NameList {
   std::string_view operator[](std::size_t index) const noexcept {
     return blob.substr(offsets[index], offsets[index + 1] - offsets[index]);
   }
-  // Whether every name lies within the blob: to be asked before anything else.
+  // Whether every name lies within the blob: call this before anything else.
   bool valid() const noexcept;
 };
 
@@ -38,10 +38,10 @@ struct FolderEntry {
 };
 
 // The entries of an open folder in bytewise order of their names, folders as if they ended in '/'.
-// With `follow`, what links lead to. Throws std::system_error.
+// With `follow`, the targets of links. Throws std::system_error.
 std::vector<FolderEntry> list_folder(int descriptor, bool follow);
 
-// What became of a file that was to be read.
+// The outcome of reading a file.
 enum class ReadOutcome : std::uint8_t { complete, unreadable, gone, no_file, resized, touched };
 
 struct FileRead {
@@ -52,8 +52,8 @@ struct FileRead {
 };
 
 // Reads the files `names` below the folder `descriptor`: file k, which must have lengths[k] bytes and
-// have been last written at mtimes_ns[k], goes to target[positions[k]...]; what lies between the
-// files is zeroed. Returns one state a file; the caller looks for those that are not complete.
+// have been last written at mtimes_ns[k], goes to target[positions[k]...]; gaps between the
+// files are zeroed. Returns one state per file; the caller looks for those that are not complete.
 std::vector<FileRead> read_files(int descriptor, const NameList& names,
                                   std::span<const std::uint64_t> lengths,
                                   std::span<const std::int64_t> mtimes_ns,
@@ -67,7 +67,7 @@ struct Encoded {
   std::vector<std::uint8_t> codecs;
 };
 
-// Encodes each sample with zstd and keeps the frame if it is at most `keep_ratio` of the sample.
+// Compresses each sample with zstd and keeps the frame if it is at most `keep_ratio` of the sample.
 Encoded encode(std::span<const std::byte> source, std::span<const std::uint64_t> positions,
                std::span<const std::uint64_t> lengths, int level, double keep_ratio, int threads);
 

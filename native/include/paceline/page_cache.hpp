@@ -1,5 +1,5 @@
-// What a reader asks of the page cache and of its own page table: bring pages in, look whether they
-// are there, count faults. Without state; thread-safe, and safe to use in a forked child.
+// Operations on the page cache and on this process's page table: bring pages in, check whether they
+// are present, count faults. Stateless; thread-safe, and safe to use in a forked child.
 #pragma once
 
 #include <cstddef>
@@ -28,9 +28,9 @@ class FaultWatch {
 // Brings the pages under `bytes` into the page table; false if they cannot be read, where touching
 // them would raise SIGBUS: the file was truncated, or the device failed.
 bool populate(std::span<const std::byte> bytes) noexcept;
-// Has the pages under `target` made, so that copying to them does not fault.
+// Populates the pages under `target`, so that copying to them does not fault.
 void populate_for_writing(std::span<std::byte> target) noexcept;
-// Starts to read the pages under `bytes` from storage, and nothing beside them.
+// Starts to read the pages under `bytes` from storage, and no others.
 void read_ahead(std::span<const std::byte> bytes) noexcept;
 
 }  // namespace paceline

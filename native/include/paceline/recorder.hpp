@@ -1,6 +1,6 @@
 // Records events of one rank. The hot path appends to a preallocated buffer: no allocation, no
 // system call but the clock. A thread of its own writes full or aged buffers to the file, so that
-// a crash loses at most one flush interval; what is lost is the tail, never the middle.
+// a crash loses at most the events since the last flush, never earlier ones.
 // The layout of the file: docs/reference/trace-format.md.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace paceline {
 
 constexpr std::uint32_t trace_format_version = 2;
 
-// What an event is. No kind has the number 0: it stands for "idle" in a header.
+// The kind of an event. No kind has number 0, which means "idle" in a header.
 enum class Kind : std::uint8_t {
   input = 1,
   copy = 2,
@@ -35,6 +35,9 @@ enum class Kind : std::uint8_t {
   step = 10,
   send = 11,
   recv = 12,
+  evaluation = 13,
+  host = 14,
+  sample = 15,
 };
 
 // The state of a rank: idle, or the number of the Kind that it is in.
@@ -55,7 +58,7 @@ constexpr std::uint8_t completion_unknown = 1;
 struct Event {  // little-endian on disk, 48 bytes
   std::uint64_t begin_ns = 0;
   std::uint64_t end_ns = 0;
-  std::uint64_t amount = 0;    // bytes that this rank gave; a counter's value
+  std::uint64_t amount = 0;    // bytes of this rank's tensors; a counter's value
   std::uint32_t step = 0;
   std::uint32_t sequence = 0;  // collective: of its group; send, recv: of (group, peer, tag); from 1
   std::int32_t peer = -1;      // global rank of the root or of the other side; -1 = none
@@ -69,7 +72,7 @@ struct Event {  // little-endian on disk, 48 bytes
 static_assert(sizeof(Event) == 48);
 
 // The first page of the file, mapped: the live part is updated in place, so that a process that
-// outlives this one can say in which step and phase it ended.
+// outlives this one can read in which step and phase it ended.
 struct TraceHeader {
   char magic[8];  // "PACETRCE"
   std::uint32_t version;

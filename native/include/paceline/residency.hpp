@@ -1,8 +1,8 @@
-// Which pages of a mapped file still hold what this process verified: the seam between a reader and
-// what lets it skip a checksum (docs/decisions/0002).
+// Which pages of a mapped file still hold bytes that this process verified: the interface by which a
+// reader decides whether it may skip a checksum (docs/decisions/0002).
 //
-// A reader works with either implementation, and gives the same bytes. To do without the clever one,
-// let ReadOptions::residency be `verify_always` and delete page_table_residency.cpp.
+// A reader returns the same bytes with either implementation. To remove the page-table
+// implementation, set ReadOptions::residency to `verify_always` and delete page_table_residency.cpp.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ using ResidencyMaker = std::unique_ptr<Residency> (*)(std::span<const std::byte>
 // table (page_table_residency.cpp).
 std::unique_ptr<Residency> trust_page_table(std::span<const std::byte> mapping);
 
-// Trusts nothing: every read populates and verifies.
+// Trusts no page: every read populates and verifies.
 std::unique_ptr<Residency> verify_always(std::span<const std::byte> mapping);
 
 }  // namespace paceline

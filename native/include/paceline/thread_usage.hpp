@@ -1,5 +1,5 @@
 // How long this process's threads ran, and how long they were runnable without getting a core:
-// the second number tells "not running" (a neighbour takes our core) from work and from sleep.
+// the second number distinguishes "not running" (another process uses the core) from work and sleep.
 // Source: Linux Documentation/scheduler/sched-stats.rst, /proc/<pid>/task/<tid>/schedstat.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Zstandard, from the system's libzstd.so.1, which every distribution's base has: loaded when it is
 // first asked for, so that neither a header nor the library is needed to build, or to read packs
-// that hold no encoded sample. All functions are thread-safe.
+// that hold no compressed sample. All functions are thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -1,1 +1,1 @@
-"""The command line: one verb a file; each parses, calls one library function, prints."""
+"""The command line: one module per subcommand, which parses, calls one function and prints."""

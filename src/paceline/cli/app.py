@@ -20,18 +20,18 @@ from paceline.core.record import nearest
 
 VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
-    "doctor": "Check what this machine offers a training job, and what to do about it.",
-    "pack": "Pack a folder of samples into one checked data set.",
+    "doctor": "Check whether this machine is fit for training, and say what to fix.",
+    "pack": "Pack a folder of samples into one checksummed data set.",
     "store": "List, extract, verify and repair packs (ls, extract, verify, repair).",
     "probe": "Measure this machine.",
     "plan": "Predict step time and memory of a model on this machine.",
-    "calibrate": "Improve a machine's description by what a run showed.",
+    "calibrate": "Correct the figures of a machine file by a run.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
     "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
-    "report": "Report a run: verdict, time, skew, prediction against measurement.",
+    "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
-    "torture": "Damage packs, kill packing, fail calls: does this file system hide it?",
+    "torture": "Inject faults into packs and packing here; check that all are detected.",
 }
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
-        sys.stdout.flush()  # here, and not when the interpreter ends, it can be explained
+        sys.stdout.flush()  # at interpreter exit a failure could not be reported
     except PacelineError as error:
         _explain(error, _wants_json(sys.argv[1:]))
         code = error.exit_code
@@ -105,12 +105,12 @@ def main() -> None:
 
 
 def _drop_stdout() -> None:
-    """Send what is still buffered nowhere: writing it at the end would fail again."""
+    """Discard what stdout still buffers: flushing it at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Return whether Paceline's ``--json`` was given: what follows a program's name is its own."""
+    """Return whether ``--json`` was given to Paceline, not to the program after it."""
     if not argv or argv[0] not in ("run", "record"):
         return "--json" in argv
     command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])

@@ -1,4 +1,4 @@
-"""``paceline calibrate``: a machine's description, improved by what a run showed."""
+"""``paceline calibrate``: corrects a machine file by a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import click
 @click.option(
     "--machine",
     type=click.Path(path_type=Path),
-    help="Machine to start from [default: the one that RUN kept].",
+    help="Machine file to correct [default: machine.json in RUN].",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="File for the better machine."
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to write the corrected machine to.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what changed as JSON on stdout.")
 def calibrate(run: Path, machine: Path | None, out: Path, as_json: bool) -> None:
-    """Fit a machine's description to the undisturbed steps of RUN, which followed a plan.
+    """Correct the figures of a machine file by RUN, which followed a plan.
 
-    Rates and overheads are scaled to what each phase of the run took, as far as the run is sure of
-    it. Plan the next run with --machine OUT, and give that run the same --machine.
+    Rates and overheads are scaled to the measured time of each phase, weighted by how precisely the
+    run shows it. Steps of the warm-up, and steps in which a rank was late, are left out. Plan the
+    next run with --machine OUT, and pass the same --machine to that run.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.probe.machine_file import load_machine

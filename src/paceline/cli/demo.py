@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from paceline.trace.format.header import Status
 
 _TITLES = {
-    "check": "check    what this machine offers",
-    "pack": "pack     the images into one checked data set",
+    "check": "check    whether this machine is fit for training",
+    "pack": "pack     the images into one checksummed data set",
     "measure": "measure  this machine",
     "predict": "predict  the run, before it starts",
 }
@@ -27,15 +27,15 @@ _EXPECTED_ERROR = 0.25  # the estimate's own interval
     default="1,20",
     show_default=True,
     metavar="RANK,MS[,CAUSE]",
-    help="Whom to slow, by how much, and in what (data or compute); or none.",
+    help="Rank to slow down, by how many ms, and how (data or compute); or none.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and order.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights and order.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 def demo(straggler: str, seed: int, as_json: bool) -> None:
     """See the whole loop: check, pack, measure, predict, train, blame, report.
 
-    Trains a small CNN on two ranks and slows one of them on purpose in its data loading. Everything
-    is written below ./paceline-demo, which a later demo replaces.
+    Trains a small CNN on two ranks and slows down the data loading of one rank on purpose. All
+    files are written below ./paceline-demo, which the next demo replaces.
     """
     click.echo("paceline demo: the whole loop on handwritten digits, in ./paceline-demo", err=True)
     from paceline.core.clock import SystemClock
@@ -57,7 +57,7 @@ def demo(straggler: str, seed: int, as_json: bool) -> None:
 
 
 class _Screen:
-    """Tells the demo as it goes on: a live table on a terminal, a line now and then elsewhere."""
+    """Shows the demo's progress: a live table on a terminal, a line every few seconds elsewhere."""
 
     line_every_s = 3.0
 
@@ -83,7 +83,7 @@ class _Screen:
             self.console.print(f"  {line}", markup=False, soft_wrap=True)
 
     def show_status(self, ranks: list[Status], now_s: float) -> None:
-        """Show where the ranks are."""
+        """Show the step and phase of each rank."""
         if not ranks:
             return
         if not self.trained:
@@ -110,11 +110,11 @@ class _Screen:
         if result.injected:
             did = result.injected
             out.print(
-                f"  what was done on purpose: rank {did.rank} slowed by {did.injected_ms:.1f} ms "
+                f"  what was injected: rank {did.rank} slowed down by {did.injected_ms:.1f} ms "
                 f"in steps {did.first_step} to {did.last_step} ({did.cause})",
                 soft_wrap=True,
             )
-        out.print("\n[bold]compare  prediction beside measurement, ms per undisturbed step[/bold]")
+        out.print("\n[bold]compare  predicted and measured, ms per step without a late rank[/bold]")
         table = Table("  phase", box=None, pad_edge=False)
         for head in ("predicted", "measured"):
             table.add_column(head, justify="right")
@@ -126,7 +126,7 @@ class _Screen:
         if result.step_time_error is not None:
             out.print(f"  step time predicted within {result.step_time_error:.0%}")
             if result.step_time_error > _EXPECTED_ERROR:
-                out.print("  (a prediction is for a machine that does nothing else meanwhile)")
+                out.print("  (a prediction assumes that nothing else runs on the machine)")
         out.print(f"\nreport: {result.report}", markup=False, soft_wrap=True)
 
 

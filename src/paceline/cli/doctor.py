@@ -1,4 +1,4 @@
-"""``paceline doctor``: what this machine offers a training job, and what to do about it."""
+"""``paceline doctor``: checks whether this machine is fit for training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import click
     "--folder",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Folder that data are read from [default: the working one].",
+    help="Folder with the training data [default: current directory].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.pass_context
 def doctor(context: click.Context, folder: Path, as_json: bool) -> None:
-    """Check what this machine offers a training job, and say what to do.
+    """Check whether this machine is fit for training, and say what to fix.
 
-    Looks at cores, memory, /dev/shm, the file system, torch, MPI, Slurm, GPUs and the clock.
-    Ends with 1 only when training here cannot work.
+    Checks cores, memory, /dev/shm, the file system, torch, MPI, Slurm, GPUs and the clock.
+    Exits with status 1 only if training cannot work on this machine.
     """
     from paceline.probe.doctor import diagnose
 

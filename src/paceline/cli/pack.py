@@ -1,4 +1,4 @@
-"""``paceline pack``: a folder of small files becomes one checked data set."""
+"""``paceline pack``: a folder of small files becomes one checksummed data set."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ def size_bytes(text: str) -> int:
     "--shard-size",
     type=size_bytes,
     metavar="SIZE",
-    help="Close a shard before it outgrows this; larger samples are stored in chunks.  "
+    help="Maximum size of a shard; larger samples are stored in chunks.  "
     "[default: 256MiB, more for packs of more than 64 GiB]",
 )
 @click.option(
     "--codec",
     type=click.Choice(["none", "zstd", "auto"]),
-    help="Encode samples: always, or (auto) those that get smaller by a tenth.  [default: none]",
+    help="Compress samples that get smaller, or (auto) smaller by a tenth.  [default: none]",
 )
-@click.option("--codec-level", type=int, help="Level of zstd, 1 to 19.  [default: 3]")
+@click.option("--codec-level", type=int, help="Compression level of zstd, 1 to 19.  [default: 3]")
 @click.option(
     "--parity",
     type=int,
     metavar="K",
-    help="Add a parity file for every K shards, from which a lost or damaged one is repaired.",
+    help="Add a parity file for every K shards, to repair a lost or damaged shard.",
 )
 @click.option(
     "--follow-symlinks",
     is_flag=True,
     default=None,
-    help="Pack what symbolic links lead to, instead of refusing them.",
+    help="Pack the targets of symbolic links, instead of refusing links.",
 )
-@click.option("--append", is_flag=True, help="Add the samples to the pack DST, which exists.")
+@click.option("--append", is_flag=True, help="Add the samples to the existing pack DST.")
 @click.option(
     "--restart",
     is_flag=True,
     default=None,
-    help="Discard what a killed `paceline pack` left, instead of resuming from it.",
+    help="Discard the shards that a killed `paceline pack` left, instead of resuming.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be packed; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def pack(
     sources: tuple[str, ...],
@@ -93,9 +93,9 @@ def pack(
 ) -> None:
     """Pack the folder or the tar archives SRC into the new pack DST.
 
-    Sub-folders of SRC become the classes; in WebDataset shards, the .cls members name them. Killed
-    at any moment, this leaves nothing, a DST.partial from which the next `paceline pack`
-    resumes, or the complete pack.
+    The sub-folders of SRC become the classes; in WebDataset shards, the .cls members name the
+    classes. If killed, there is either no DST and perhaps a DST.partial, from which the next
+    `paceline pack` resumes, or the complete pack DST.
     """
     from paceline import store
     from paceline.core.clock import SystemClock
@@ -137,7 +137,7 @@ def _interrupted(destination: str, *, append: bool) -> Iterator[None]:
         raise Interrupted(
             "packing was interrupted",
             where=str(partial),
-            why="what is packed so far is kept there",
+            why="the shards that are complete are kept there",
             fix="Run the same command again to resume (--restart to start over)",
         ) from None
 
@@ -146,14 +146,14 @@ def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | 
     from paceline.core.errors import UsageError
 
     why_not = {
-        "--dry-run": (dry_run, "an append that fails leaves the pack as it was"),
-        "--parity": (parity, "new shards get parity as the pack has it"),
-        "--restart": (restart, "an append always starts over"),
+        "--dry-run": (dry_run, "--append has no dry run"),
+        "--parity": (parity, "the parity of the pack also holds for new shards"),
+        "--restart": (restart, "an append never resumes"),
     }
     for name, (given, why) in why_not.items():
         if given:
             raise UsageError(
-                f"--append and {name} do not go together",
+                f"--append and {name} exclude each other",
                 where="paceline pack",
                 why=why,
                 fix="Leave one of them out",
@@ -175,7 +175,7 @@ def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None
         ratio = summary.sample_bytes / max(summary.stored_bytes, 1)
         saved = format_bytes(summary.sample_bytes - summary.stored_bytes)
         print(f"zstd: {saved} less, ratio {ratio:.2f}")
-    print(f"opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
+    print(f"file opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
 
 
 def _rate(summary: PackSummary) -> str:
@@ -191,7 +191,7 @@ def _rate(summary: PackSummary) -> str:
 
 @contextlib.contextmanager
 def _progress(clock: Clock) -> Iterator[Callable[[PackProgress], None]]:
-    """Yield what shows progress on stderr: a bar for people, a line every 10 s for logs."""
+    """Yield a callback that shows progress on stderr: a bar on a terminal, else lines."""
     if not sys.stderr.isatty():
         yield _line_printer(clock)
         return
@@ -246,7 +246,7 @@ def _line_printer(clock: Clock) -> Callable[[PackProgress], None]:
 
 
 def _show_reused(progress: PackProgress) -> None:
-    """Say once, on the first report, what a killed `pack` left."""
+    """Print once, on the first report, how many samples a killed `pack` left."""
     if progress.reused_byte_count and progress.byte_count == progress.reused_byte_count:
         print(
             f"resuming after {progress.sample_count:,} samples, "

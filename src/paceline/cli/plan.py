@@ -10,12 +10,16 @@ import click
 @click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
 @click.argument("target", metavar="FILE.py:FUNCTION")
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=1, help="Ranks [default: 1].")
-@click.option("--machine", type=click.Path(path_type=Path), help="Machine [default: as probed].")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads per rank [default: share].")
+@click.option(
+    "--machine", type=click.Path(path_type=Path), help="Machine file [default: this host's probe]."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads per rank [default: cores / ranks]."
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File for the plan: paceline run --plan takes it.",
+    help="File to write the plan to, for paceline run --plan.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON on stdout.")
 def plan(
@@ -29,8 +33,8 @@ def plan(
     """Predict step time and memory of a model on this machine.
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
-    optimizer (a function of the parameters). The model is captured on tensors without data: it is
-    neither run nor changed.
+    optimizer (a function of the parameters). The model is captured with fake tensors (shapes
+    without data): it is neither run nor changed.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.studies.predict import predict

@@ -1,4 +1,4 @@
-"""``paceline probe``: this machine, measured."""
+"""``paceline probe``: measures this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import click
     "--folder",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Folder whose storage is measured [default: the working one].",
+    help="Folder whose storage is measured [default: current directory].",
 )
 @click.option("--quick", is_flag=True, help="Rougher, in about a third of the time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON on stdout.")
 def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
     """Measure this machine: compute, memory, links between processes, storage.
 
-    Takes up to 20 seconds; leave the machine alone meanwhile. `paceline plan` predicts from it.
+    Takes up to 20 seconds; run nothing else on the machine meanwhile. `paceline plan` predicts from
+    the result.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.probe.machine_file import machine_path

@@ -17,10 +17,14 @@ Examples:
   paceline record -- python train.py
 """,
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
-@click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine file (from paceline probe) to store in the run's folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def record(
     out: Path | None,

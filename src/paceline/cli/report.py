@@ -1,4 +1,4 @@
-"""``paceline report``: a run on one page."""
+"""``paceline report``: the report of a run, on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def report(run: Path, out: Path | None, as_json: bool) -> None:
-    """Summarise RUN here, and write it as one HTML page that needs nothing else.
+    """Print a summary of RUN, and write its report as one self-contained HTML page.
 
-    The page has the verdict, time by phase, skew, collectives, memory, prediction beside
-    measurement, and what the numbers rest on.
+    The page has the verdict, time by phase, skew, collectives, memory, prediction against
+    measurement, and the provenance of the numbers.
     """
     from rich.console import Console
 

@@ -21,9 +21,11 @@ Below another launcher: paceline record -- torchrun --nproc-per-node 2 train.py
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for what the run leaves.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
 @click.option("--record/--no-record", default=None, help="Record traces [default: yes].")
-@click.option("--bind/--no-bind", default=None, help="Give each rank its cores [default: yes].")
+@click.option(
+    "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
+)
 @click.option("--tag-output/--no-tag-output", default=None, help="Put [RANK] before each line.")
 @click.option("--nnodes", metavar="N", help="Nodes, each with its own launcher [default: 1].")
 @click.option("--node-rank", type=int, help="Number of this node [default: 0].")
@@ -31,15 +33,20 @@ Below another launcher: paceline record -- torchrun --nproc-per-node 2 train.py
     "--rdzv-endpoint", metavar="HOST[:PORT]", help="Of node 0; PORT is 29400 if not given."
 )
 @click.option("--rdzv-id", metavar="NAME", help="Of the job: names the run's folder on all nodes.")
-@click.option("--machine", type=click.Path(path_type=Path), help="Keep this machine with the run.")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
+    "the plan.",
+)
 @click.option(
     "--plan",
     "plan_path",
     type=click.Path(path_type=Path),
-    help="Follow the plan that paceline plan --out wrote, and compare with its estimate.",
+    help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--dry-run", is_flag=True, help="Say what would run, and where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -62,8 +69,8 @@ def run(
 ) -> None:
     """Run SCRIPT with ARGS on several ranks and record where its time goes.
 
-    The script stays as it is: a Python file, a module (-m), or any program that starts Python. Its
-    ranks get the variables that torchrun gives; inside a Slurm step or under mpirun each task
+    SCRIPT is a Python file, a module (-m), or any program that starts Python; it needs no changes.
+    Its ranks get the variables that torchrun gives; inside a Slurm step or under mpirun each task
     becomes a rank. The run's folder holds its traces and result.json.
     """
     click.echo(
@@ -118,7 +125,7 @@ def run(
         warn(trace_warnings(job.run_folder))
         raise
     warn(trace_warnings(job.run_folder))
-    if job.rank != 0:  # rank 0 knows of all, this task of its own rank alone
+    if job.rank != 0:  # only rank 0's launcher knows how all ranks ended
         return
     record_on = job.resolved.config.record
     print_result(result, job.run_folder, as_json=as_json, recorded=record_on)

@@ -1,4 +1,4 @@
-"""``paceline store``: look into packs, extract samples, verify packs, repair them."""
+"""``paceline store``: inspect packs, extract samples, verify packs, repair packs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JSON_HELP = "Print one JSON object on stdout."
 
 @click.group(epilog="Example: paceline store ls train.pack")
 def store() -> None:
-    """Look into packs, extract samples, verify packs, repair them."""
+    """Inspect packs, extract samples, verify packs, repair packs."""
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")
@@ -31,9 +31,9 @@ def store() -> None:
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def stat(path: str, name: str | None, as_json: bool) -> None:
-    """Say what is in PACK; or where the sample NAME lies, or what is below the folder NAME.
+    """Print statistics of PACK, of a sample or of a folder.
 
-    Reads only the index.
+    NAME is a sample, whose location is printed, or a folder. Reads only the index.
     """
     from paceline.store.read.describe import FolderStat, describe_name, describe_pack
 
@@ -53,12 +53,13 @@ def stat(path: str, name: str | None, as_json: bool) -> None:
 @store.command(epilog="Example: paceline store ls train.pack cats")
 @click.argument("path", metavar="PACK")
 @click.argument("folder", metavar="[FOLDER]", default="")
-@click.option("-r", "--recursive", is_flag=True, help="List what lies in the folders below too.")
+@click.option("-r", "--recursive", is_flag=True, help="Also list all sub-folders, at any depth.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def ls(path: str, folder: str, recursive: bool, as_json: bool) -> None:
-    """List what lies in PACK, or in the FOLDER of it: bytes, label and name of each.
+    """List the samples and folders in PACK, or in a FOLDER of PACK.
 
-    Costs what is listed, however large the pack is. Folders end in a slash.
+    Lists bytes, label and name of each sample; names of folders end in a slash. Takes time
+    proportional to the listing, not to the pack.
     """
     from paceline.store import open_pack
 
@@ -108,15 +109,15 @@ def cat(path: str, name: str, as_json: bool) -> None:
 @click.argument("path", metavar="PACK")
 @click.argument("destination", metavar="DEST")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def extract(
     path: str, destination: str, names: tuple[str, ...], dry_run: bool, as_json: bool
 ) -> None:
     """Write samples of PACK as files below the new folder DEST.
 
-    NAME is a sample, or a folder for all below it; without NAME, all samples. Permissions and times
-    are restored as they were packed. Killed at any moment, DEST is not there, or complete.
+    NAME is a sample, or a folder for all samples below it; without NAME, all samples are written.
+    Permissions and times are restored. If killed, DEST either does not exist or is complete.
     """
     from paceline.store import open_pack
     from paceline.store.read.extract import extract as extract_samples
@@ -136,12 +137,13 @@ def extract(
 
 @store.command(epilog="Example: paceline store verify train.pack --shards")
 @click.argument("path", metavar="PACK")
-@click.option("--shards", is_flag=True, help="Compare files with their digests as well.")
+@click.option("--shards", is_flag=True, help="Also compare files with their digests.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def verify(path: str, shards: bool, as_json: bool) -> None:
-    """Read all of PACK and name every damaged sample; exit code 4 if there is one.
+    """Read all of PACK and name every damaged sample.
 
-    With --shards every byte counts: what lies between samples as well, and the parity files.
+    Exits with status 4 if there is damage. With --shards every byte is checked, also between
+    samples and in parity files.
     """
     from paceline.store import open_pack
     from paceline.store.care.damage import verify_files
@@ -177,17 +179,19 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
 @store.command(epilog="Example: paceline store repair train.pack --source imagenet/train")
 @click.argument("path", metavar="PACK")
 @click.option("--source", metavar="FOLDER", help="The folder that was packed.")
-@click.option("--replica", metavar="PACK", help="A copy of the pack; it may be damaged elsewhere.")
-@click.option("--dry-run", is_flag=True, help="Say what would be repaired; write nothing.")
+@click.option(
+    "--replica", metavar="PACK", help="A copy of the pack; it may be damaged in other places."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be repaired; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def repair(
     path: str, source: str | None, replica: str | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Repair PACK: wrong bytes, missing or truncated shards, parity, the index, stale files.
+    """Repair PACK: samples, shards, parity files, the index.
 
-    Bytes come from the folder that was packed, from a copy of the pack, or from its parity files,
-    and are written only where they match their checksum. What cannot be repaired is named, and the
-    exit code is 4.
+    Restores damaged bytes and missing or truncated files, and removes stale files. Bytes come from
+    the folder that was packed, from a copy of the pack, or from its parity files, and are written
+    only if they match their checksum. Exits with status 4 if something cannot be repaired.
     """
     from paceline.core.errors import CorruptPack
     from paceline.store.care.repair import repair_pack

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(epilog="Example: paceline torture store --dir /scratch")
 def torture() -> None:
-    """Damage, kill and starve what Paceline does, and count what goes unnoticed."""
+    """Inject faults into Paceline's own work, and count the faults that go undetected."""
 
 
 def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int | None:
@@ -32,26 +32,44 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
     "folder",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Folder on the file system to test [default: the working one].",
+    help="Folder on the file system to test [default: current directory].",
 )
-@click.option("--corruptions", type=click.IntRange(0), default=2000, show_default=True)
-@click.option("--kills", type=click.IntRange(0), default=100, show_default=True)
+@click.option(
+    "--corruptions",
+    type=click.IntRange(0),
+    default=2000,
+    show_default=True,
+    help="How often to damage a pack and read it.",
+)
+@click.option(
+    "--kills",
+    type=click.IntRange(0),
+    default=100,
+    show_default=True,
+    help="How often to kill packing or appending.",
+)
 @click.option(
     "--faults",
     callback=_limit,
     metavar="all|N",
     default="all",
     show_default=True,
-    help="Let each call that changes the disk fail once, or the first N.",
+    help="Let all system calls that change the disk fail, or the first N, each once.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="The same damage again.")
+@click.option(
+    "--seed",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Seed for damage and kills; the same seed repeats them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def store(
     folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
 ) -> None:
-    """Damage packs, kill packing, fail calls, extract hostile names; half a minute or more.
+    """Damage packs, kill packing, fail system calls, extract hostile names; takes half a minute.
 
-    Everything happens in a new folder, which is removed. Ends with 1 if anything went unnoticed.
+    All files are in a new folder, which is removed. Exits with status 1 if a fault goes undetected.
     """
     from paceline.studies.torture_parts import TortureOptions
     from paceline.studies.torture_store import torture_store

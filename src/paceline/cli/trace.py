@@ -1,4 +1,4 @@
-"""``paceline trace``: a run's traces for other tools, and in numbers."""
+"""``paceline trace``: exports and summarises the traces of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def export(run: Path, form: str, out: Path | None) -> None:
     run = RunFolder.open(run).path
     path = out or run / "trace.json"
     if out is not None and out.exists():
-        raise DestinationExists("will not overwrite", where=str(out), fix="Name another file")
+        raise DestinationExists(
+            "the file exists and is not overwritten", where=str(out), fix="Choose another file"
+        )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
     commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(run))))
@@ -49,13 +51,13 @@ def export(run: Path, form: str, out: Path | None) -> None:
 
 
 @trace.command(
-    short_help="Print what RUN recorded, in numbers.",
+    short_help="Print statistics of the traces of RUN.",
     epilog="Example: paceline trace stats RUN --json",
 )
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def stats(run: Path, as_json: bool) -> None:
-    """Print what RUN recorded: events by kind, time by phase, clocks and collectives."""
+    """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives."""
     from rich.console import Console
 
     from paceline.report.terminal import render_stats

@@ -1,4 +1,4 @@
-"""``paceline why``: who was late in a run, and why."""
+"""``paceline why``: which rank was late in a run, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def why(run: Path, as_json: bool) -> None:
-    """Say in one or two sentences who was late in RUN, when and why, or that nobody was."""
+    """Say in one or two sentences which rank was late in RUN, when and why, or that none was."""
     from paceline.report.model import gather, to_json
     from paceline.report.words import printable
 

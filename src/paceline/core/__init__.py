@@ -1,4 +1,4 @@
-"""The types everyone passes, the error tree, and the seams for time, files and configuration.
+"""The types that all packages share, the error tree, and interfaces to clock, files and settings.
 
 Standard library and numpy only.
 """

@@ -1,4 +1,4 @@
-"""Where the seconds of a step or a run went: the currency in which prediction meets measurement."""
+"""Where the seconds of a step or a run went, for predictions and measurements alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Breakdown(Record):
         transfer: inside a collective, data moving.
         waiting: inside a collective, for ranks that are not there yet.
         checkpoint: writing state.
-        other: all else, for example logging.
+        evaluation: forward passes without training, with the input and the metrics between them.
+        host: the script's own work between phases that has a name, for example logging.
+        other: all else.
     """
 
     input: float = 0.0
@@ -35,6 +37,8 @@ class Breakdown(Record):
     transfer: float = 0.0
     waiting: float = 0.0
     checkpoint: float = 0.0
+    evaluation: float = 0.0
+    host: float = 0.0
     other: float = 0.0
 
     @property

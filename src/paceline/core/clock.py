@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """What code that waits or measures is given instead of the time module."""
+    """The clock that is passed to code that waits or measures, in place of the time module."""
 
     def now_s(self) -> float:
         """Return seconds of a clock that never goes back."""

@@ -13,8 +13,8 @@ A configuration declares its section itself, beside the code that it configures:
         ranks: int | None = None
 
 and is listed in pyproject.toml under the entry points ``paceline.configuration``, so that the
-sections of packages that are not imported are known, too. These are read only when a section other
-than the one in question is met.
+sections of packages that are not imported are known, too. The entry points are read only when a
+file or the environment has a section other than the requested one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
     |   +-- DeadlineExceeded (TimeoutError)          5   a rank or peer did not answer
     +-- Interrupted (RuntimeError)                 130
 
-Each carries what failed, where (rank, file, sample), why, and what to do about it.
+Each error holds what failed, where (rank, file, sample), why, and what to do about it.
 """
 
 from __future__ import annotations

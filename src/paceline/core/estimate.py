@@ -1,8 +1,8 @@
-"""The Estimate: a predicted step, with the Plan that it is of and what it was predicted from.
+"""The Estimate: a predicted step, with its Plan and the digests of its Workload and Machine.
 
-`perf` makes one, a plan file carries it, a run keeps it, and the report sets it beside the
-measurement. It names its Workload and Machine by name and by digest, so that it is never compared
-with a run of something else.
+`perf` makes an Estimate, a plan file holds it, a run keeps it, and the report compares it with the
+measurement. An Estimate has the names and digests of its Workload and Machine, so that it is never
+compared with a run of another model or on another machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Estimate(Record):
         memory_bytes: per rank, by kind.
         link_bytes: that a rank sends per step, by level of link.
         trained_parameter_bytes: of the parameters that get a gradient.
-        limit: what limits the step, in words.
+        limit: the bottleneck of the step, in words.
         shares: the resources' parts of the step, which decided `limit`.
-        sources: for each phase, what its figure rests on.
+        sources: for each phase, the source of its figure.
     """
 
     version: ClassVar[int] = 2

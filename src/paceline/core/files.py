@@ -1,4 +1,4 @@
-"""Commit by write, fsync, rename: a file is the old one or the new one, never half of either."""
+"""Commit by write, fsync, rename: a file has the old or the new content, never a mixture."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def commit_bytes(path: Path, data: bytes) -> None:
 
 
 def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write `chunks` one after the other, for what is too large to hold; see `commit_bytes`."""
+    """Write `chunks` one after the other, for content larger than memory; see `commit_bytes`."""
     partial = _partial(path)
-    fix = "Free space or choose another place; what was there is unchanged"
+    fix = "Free space or choose another path; the old content is unchanged"
     try:
         with storage_errors("cannot write", where=path, fix=fix):
             with partial.open("wb") as file:
@@ -47,18 +47,18 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 class LockOutcome(Enum):
-    """What came of the attempt to lock a file or folder."""
+    """The outcome of an attempt to lock a file or folder."""
 
     ACQUIRED = auto()
-    HELD = auto()  # by another run
+    HELD = auto()  # by another process
     UNSUPPORTED = auto()  # the file system has no locks
 
 
 def try_lock(descriptor: int) -> LockOutcome:
-    """Lock an open file or folder against other runs, without waiting.
+    """Lock an open file or folder against other processes, without waiting.
 
-    Closing the descriptor, or the death of its owner, unlocks. Where a file system has no locks a
-    warning says so, once for each reason: the user must then see to it that one run at a time
+    Closing the descriptor, or the death of its owner, unlocks. If a file system has no locks, a
+    warning is logged, once for each reason: the user must then make sure that one process at a time
     writes there.
     """
     try:
@@ -74,8 +74,8 @@ def try_lock(descriptor: int) -> LockOutcome:
 @cache
 def _warn_of_no_locks(why: str) -> None:
     _log.warning(
-        "this file system has no locks (%s): make sure that only one run at a time writes to the "
-        "same destination",
+        "this file system has no locks (%s): make sure that only one command at a time writes to "
+        "the same destination",
         why,
     )
 
@@ -149,5 +149,5 @@ def read_text(path: Path) -> str:
 
 
 def _partial(path: Path) -> Path:
-    """Return where this process writes what is to become `path`: beside it, for the rename."""
+    """Return the temporary file that becomes `path`: in the same folder, for the rename."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -1,16 +1,16 @@
-"""The Machine: what a cluster can do, each number with its source and, where known, its interval.
+"""The Machine: the performance of a cluster, each number with its source and interval, if known.
 
-The loop begins here: `paceline probe` measures a Machine, a file under ``machines/`` describes one,
-`paceline calibrate` returns a better one, and `perf` predicts from it. Four kinds of figures are
-kept apart, since each is read by somebody else:
+`paceline probe` measures a Machine, a file under ``machines/`` describes one, `paceline calibrate`
+corrects one by a run, and `perf` predicts from it. Four kinds of figures are kept apart, since each
+kind has other readers:
 
-    Rate, Overhead      what an operator costs on a device, by class, phase, dtype and threads
-    FrameworkOverhead   what torch or DistributedDataParallel adds, whatever the operators are
-    Link                physics: latency and bandwidth between two ranks, and who shares it
-    CollectiveCost      what a library's collective costs over a link, as a curve over bytes
+    Rate, Overhead      cost of an operator on a device, by class, phase, dtype and threads
+    FrameworkOverhead   time that torch or DistributedDataParallel adds to the operators
+    Link                latency and bandwidth between two ranks, and which ranks share it
+    CollectiveCost      duration of a library's collective over a link, as a curve over bytes
 
 A rate depends on how many threads ran and how many processes kept the node busy at the same time,
-so both stand beside it instead of being folded into a peak that no program reaches.
+so both are part of a rate's key, instead of being folded into a peak that no program reaches.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ StepPhase = Literal[
     "transfer",
     "waiting",
     "checkpoint",
+    "evaluation",
+    "host",
     "other",
 ]
 Operator = Literal[
@@ -59,8 +61,8 @@ class Quantity(Record):
     Attributes:
         value: in the unit of the field that holds it.
         source: a maker's datasheet, a probe of this machine, or a fit to several measurements.
-        low: lower end of the interval: the smallest of the same figure from one round of a probe
-            alone, or of a fit's 95 % interval. None where it is not known.
+        low: lower end of the interval: the smallest value that any single round of a probe gave, or
+            the lower end of a fit's 95 % interval. None where it is not known.
         high: upper end of that interval.
     """
 
@@ -99,7 +101,7 @@ class Rate(Record):
         processes: processes that compute at the same time on the node, this one included.
         unit: what `Point.work` counts.
         source: where the points came from.
-        points: in the order of rising work; beyond the ends the nearest point holds.
+        points: in the order of rising work; a power law between points, constant beyond the ends.
     """
 
     operator: Operator
@@ -133,17 +135,17 @@ class Overhead(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameworkOverhead(Record):
-    """What a framework adds to a step in addition to operators and collectives.
+    """Time that a framework adds to a step in addition to operators and collectives.
 
     `seconds` and `seconds_per_byte`: exactly one of the two is given.
 
     Attributes:
         framework: ``torch``, ``ddp`` (DistributedDataParallel), or ``loop`` (the script's own).
-        what: of torch, ``phase`` is what a phase costs once, however few operators it has. Of DDP,
-            ``wrapper`` is added once to a phase; ``reduction`` to each byte of gradients, which
-            are copied into buckets and compete with the backward pass for the cores;
-            ``buffer_broadcast`` is one broadcast of buffers without bytes, the collective's own
-            latency included. Of the loop, ``residual`` is what a run showed beyond the rest.
+        what: of torch, ``phase`` is the fixed cost of a phase. Of DDP, ``wrapper`` is a fixed cost
+            of a phase; ``reduction`` a cost per byte of gradients, which are copied into buckets
+            and compete with the backward pass for the cores; ``buffer_broadcast`` the cost of one
+            broadcast of buffers without the per-byte cost, the collective's own latency included.
+            Of the loop, ``residual`` is measured time that the other figures do not explain.
         phase: of the training step.
         threads: compute threads of the process.
         processes: processes that compute at the same time on the node, this one included.
@@ -170,7 +172,7 @@ class FrameworkOverhead(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device(Record):
-    """What computes: a node's CPU, or one of its accelerators.
+    """A device that computes: a node's CPU, or one of its accelerators.
 
     Attributes:
         name: as the maker calls it.
@@ -181,10 +183,10 @@ class Device(Record):
         cache_bytes: last level, shared by the cores.
         bandwidth_bytes_per_s: to memory, one process alone.
         bandwidth_shared_bytes_per_s: the same for each of two processes at once.
-        first_touch_bytes_per_s: writing memory that the process has just got from the system.
+        first_touch_bytes_per_s: writing newly allocated memory for the first time.
         rates: curves per operator class, dtype, threads and busy processes.
         overheads: seconds per operator.
-        framework_overheads: what the framework that trains adds on this device.
+        framework_overheads: time that the training framework adds on this device.
     """
 
     version: ClassVar[int] = 2
@@ -209,14 +211,15 @@ class Device(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link(Record):
-    """What joins two ranks: a message of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
+    """Connects two ranks: a message of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
 
     Attributes:
         level: for example ``shared-memory``, ``loopback`` or ``network``.
         latency_s: of an empty message.
         bandwidth_bytes_per_s: of a long one.
-        sharing: who shares that bandwidth when several send at once: only the ``pair`` itself, all
-            ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the level.
+        sharing: which ranks share that bandwidth when several send at once: only the ``pair``
+            itself, all ranks of a ``device``, all ranks of a ``node``, or ``all`` that use the
+            level.
     """
 
     version: ClassVar[int] = 2
@@ -238,7 +241,7 @@ class CollectivePoint(Record):
     """One point of a collective's curve.
 
     Attributes:
-        bytes: that one rank gives, as the caller counts them.
+        bytes: of the tensor that one rank passes to the call.
         seconds: from the last rank's call to its end.
     """
 
@@ -248,7 +251,7 @@ class CollectivePoint(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCost(Record):
-    """What one collective operation of a library costs over a link, as a curve over bytes.
+    """Duration of a library's collective operation over a link, as a curve over bytes.
 
     Attributes:
         backend: the library, for example ``gloo``, ``nccl`` or ``mpi``.
@@ -256,8 +259,8 @@ class CollectiveCost(Record):
         algorithm: for example ``ring``; empty where the backend chooses and does not say.
         ranks: that took part.
         level: of the link between neighbouring ranks.
-        points: in the order of rising bytes; lines join them. Below the first point its seconds
-            hold, beyond the last one the last line goes on.
+        points: in the order of rising bytes; linear interpolation between points, constant
+            extrapolation below the first, linear extrapolation beyond the last.
     """
 
     backend: str
@@ -284,13 +287,13 @@ class CollectiveCost(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier(Record):
-    """A place that holds samples.
+    """Storage that holds samples.
 
     Attributes:
         name: for example ``local``.
         kind: the file system's type, for example ``ext4`` or ``lustre``.
         bandwidth_bytes_per_s: reading one file from end to end.
-        open_latency_s: opening a small file and asking for its size.
+        open_latency_s: of open() and fstat() of a small file.
         cached: whether the data may have come from the page cache.
     """
 
@@ -306,11 +309,11 @@ class Machine(Record):
     """A cluster of equal nodes.
 
     Attributes:
-        name: that people know it by.
+        name: name of the cluster, for output.
         nodes: how many.
         devices: of one node; the first is the one that trains unless a Plan says otherwise.
         links: between ranks, nearest first.
-        collectives: what libraries' collectives cost over these links.
+        collectives: durations of libraries' collectives over these links.
         tiers: of storage, fastest first.
         missing: what could not be measured, and why.
     """

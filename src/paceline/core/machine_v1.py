@@ -1,8 +1,8 @@
-"""What a Machine of version 1 says in the words of version 2: JSON data in, JSON data out.
+"""Upgrades a Machine of version 1 to version 2: JSON data in, JSON data out.
 
-Version 1 had one kind of link for three things: what joins ranks (``send``), what a library's
-collective costs over it (level ``gloo``), and what DistributedDataParallel pays for it (level
-``ddp``). It had operators ``step`` and ``ddp`` for what frameworks add. Predictions from an
+Version 1 had one kind of link for three things: the connection of two ranks (``send``), the cost of
+a library's collective over it (level ``gloo``), and DistributedDataParallel's cost of collectives
+(level ``ddp``). It had operators ``step`` and ``ddp`` for framework overheads. Predictions from an
 upgraded machine are those that version 1 gave.
 """
 
@@ -16,7 +16,7 @@ LINE_BYTES = 16 << 20  # where the second point of a line lies
 
 
 def split_overheads(device: dict[str, Any]) -> dict[str, Any]:
-    """Return a device with what frameworks add apart from its operators' overheads."""
+    """Return a device with framework overheads separate from its operators' overheads."""
     operators, frameworks = [], list(device.get("framework_overheads", ()))
     for overhead in device.get("overheads", ()):
         if overhead["operator"] not in FRAMEWORKS:
@@ -29,7 +29,7 @@ def split_overheads(device: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_links(machine: dict[str, Any]) -> dict[str, Any]:
-    """Return a machine with links, collectives, and what DDP adds to them, each in its place."""
+    """Return a machine with links, collectives and DDP's overheads in separate fields."""
     links = machine.get("links", ())
     measured = [link for link in links if link.get("operation", "send") != "send"]
     ddp = {link["operation"]: link for link in measured if link["level"] == "ddp"}
@@ -66,7 +66,7 @@ def _collective_of(link: dict[str, Any]) -> dict[str, Any]:
 def _ddp_overheads(
     device: dict[str, Any], ddp: dict[str, Any], bare: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what DDP's links of version 1 say beyond the bare collectives."""
+    """Return DDP's overheads: its links of version 1 minus the bare collectives."""
     known = [cost for cost in device.get("overheads", ()) if cost["operator"] == "ddp"]
     where = {
         "framework": "ddp",

@@ -1,4 +1,4 @@
-"""The Plan: how a Workload is spread over a Machine. The planner writes it, `training` runs it."""
+"""The Plan: how a Workload is distributed over a Machine. `plan` writes it, `run` follows it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plan(Record):
         mesh: ranks per axis.
         precision: dtype of the compute.
         threads: compute threads of each rank.
-        nodes: that the ranks are spread over, equally.
+        nodes: number of nodes, each with an equal number of ranks.
         bucket_bytes: gradients that are reduced in one collective; torch's default.
         first_bucket_bytes: of the bucket that is ready first; torch's default.
         loader_workers: processes per rank that prepare batches; 0 prepares them in the loop.

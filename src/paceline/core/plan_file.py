@@ -1,4 +1,4 @@
-"""The plan file: what `paceline plan --out` writes and `paceline run --plan` takes.
+"""The plan file, which `paceline plan --out` writes and `paceline run --plan` reads.
 
 ::
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFile(Record):
-    """A Plan with what it was made from.
+    """A Plan with the Estimate and the Workload from which it was made.
 
     Attributes:
         plan: how to train.
-        estimate: the step that is expected under it; None in a file written by hand.
-        workload: what was predicted; None in a file written by hand.
+        estimate: the predicted step under the plan; None in a file written by hand.
+        workload: the predicted model; None in a file written by hand.
     """
 
     plan: Plan
@@ -42,7 +42,7 @@ class PlanFile(Record):
     def __post_init__(self) -> None:
         if self.estimate is not None and self.estimate.plan != self.plan:
             raise ConfigError(
-                "the estimate is of another plan than the file's",
+                "the estimate is not for the plan in this file",
                 where="PlanFile",
                 fix="Delete 'estimate' from the file, or run `paceline plan` again",
             )
@@ -60,7 +60,9 @@ def load_plan_file(path: Path) -> PlanFile:
         data = json.loads(text)
     except json.JSONDecodeError:
         return PlanFile.from_text(text, where=where)  # says where the JSON ends
-    if isinstance(data, dict) and "breakdown" in data:  # what `paceline plan --out` wrote before
+    if (
+        isinstance(data, dict) and "breakdown" in data
+    ):  # an Estimate, as earlier versions of `paceline plan --out` wrote
         estimate = Estimate.from_json(data, where=where)
         return PlanFile(plan=estimate.plan, estimate=estimate)
     if isinstance(data, dict) and "plan" not in data:

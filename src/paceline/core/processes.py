@@ -1,4 +1,4 @@
-"""Leaves nothing running: finds and ends all processes that the ranks of a run started.
+"""Finds and ends all processes that the ranks of a run started, so that none keeps running.
 
 The launcher makes itself the reaper of its descendants, so that a loader worker whose rank was
 killed becomes its own child instead of init's, and can be ended with the run. The resource
@@ -122,7 +122,7 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
     stopping = threading.Event()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if not stopping.is_set():  # a second signal changes nothing: what is left to do is short
+        if not stopping.is_set():  # a second signal changes nothing: stopping takes seconds
             stopping.set()
             raise StopRequested(signal_name(number))
 

@@ -16,7 +16,7 @@ def make_generator(seed: int, *stream: str | int) -> np.random.Generator:
 
     Args:
         seed: of the run.
-        stream: what it is for, for example ``"bootstrap", 3``.
+        stream: name of the use, for example ``"bootstrap", 3``.
 
     Source: Philox4x64, J. Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
     """

@@ -49,7 +49,7 @@ class Record:
         return json.dumps(self.to_json(), indent=1) + "\n"
 
     def digest(self) -> str:
-        """Return what identifies this record's content; see the function `digest`."""
+        """Return the digest that identifies this record's content; see the function `digest`."""
         return digest(self.to_json())
 
     @classmethod
@@ -98,7 +98,7 @@ class Record:
 
 
 def digest(data: object) -> str:
-    """Return what identifies JSON `data`: SHA-256 of its text, keys sorted, without white space.
+    """Return the digest of JSON `data`: SHA-256 of its text, keys sorted, without white space.
 
     >>> digest({"b": 1, "a": [2]}) == digest({"a": [2], "b": 1})
     True
@@ -108,7 +108,7 @@ def digest(data: object) -> str:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Return the advice that an unknown `name` deserves: the nearest known ones."""
+    """Return a hint for an unknown `name`: the nearest known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if close:
@@ -175,7 +175,7 @@ def _build(cls: type[T], data: dict[str, Any], where: str) -> T:
             raise ConfigError(f"key '{name}' is missing", where=where, fix="Add it")
     try:
         return cls(**values)
-    except ConfigError as problem:  # the class knows what is wrong, not which file says so
+    except ConfigError as problem:  # the class does not know the file: add it
         raise type(problem)(problem.what, where=where, why=problem.why, fix=problem.fix) from None
 
 
@@ -213,7 +213,7 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     problem: ConfigError | None = None
     for option in options:
         if option is type(None):
-            continue  # a value that is there is judged by what it could be
+            continue  # a value other than None is checked against the other types
         try:
             return convert(value, option, where)
         except ConfigError as refusal:

@@ -16,8 +16,8 @@ Messages travel over a socket pair that carries nothing else, so whatever torch 
 prints cannot be taken for the answer. What they print goes to the caller's stderr if
 `WorkerCall.show_output` is set; its last line is part of the error if no answer comes.
 
-How it can end: an answer; the worker's own PacelineError, raised again as the same class;
-`DeadlineExceeded`; or `WorkerFailed` for a foreign exception, a crash, a kill, and garbage.
+A call ends in an answer; the worker's own PacelineError, raised again as the same class;
+`DeadlineExceeded`; or `WorkerFailed` for any other exception, a crash, a kill, an invalid answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EXIT_GRACE_S = 2.0  # a worker that has answered may run its exit handlers
 
 
 class WorkerMessage(Record):
-    """A request or an answer that is never stored: both sides are the same Paceline."""
+    """A request or an answer. It is never stored: both sides run the same version of Paceline."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ def call_all(works: Sequence[WorkerCall[A]], *, deadline_s: float) -> tuple[A, .
     in a worker's process group is left.
 
     Args:
-        works: what to ask, and whom.
+        works: the requests, each with its worker's module.
         deadline_s: for all of them together, their start included.
 
     Raises:
@@ -210,12 +210,14 @@ class WorkerProcess(Generic[A]):
         self.connection.setblocking(False)
 
     def receive(self) -> bool:
-        """Take what has arrived; return whether the answer is complete.
+        """Read the bytes that have arrived; return whether the answer is complete.
 
         Raises:
             WorkerFailed: the worker ended, or sent something that is not an answer.
         """
-        ended = self._has_ended()  # before reading: what it sent before its end is still read
+        ended = (
+            self._has_ended()
+        )  # before reading: bytes that it sent before its end are still read
         closed = False
         try:
             while not closed and not self._is_complete():
@@ -241,7 +243,7 @@ class WorkerProcess(Generic[A]):
                 f"{self.work.name} failed",
                 where=self.work.module,
                 why=str(message["raised"]),
-                fix="Correct what it names",
+                fix="Fix the error that it names",
             )
         try:
             return self.work.answer.from_json(message.get("answer"), where=self.work.name)
@@ -296,7 +298,9 @@ class WorkerProcess(Generic[A]):
             f"{self.work.name} {how}",
             where=self.work.module,
             why=self._output.last_line() or "it printed nothing",
-            fix="See what it printed" if self.work.show_output else "Run it alone to see more",
+            fix="See the output of the process"
+            if self.work.show_output
+            else "Run the code alone to see its output",
         )
 
     def _garbage(self, why: str) -> WorkerFailed:
@@ -309,7 +313,7 @@ class WorkerProcess(Generic[A]):
 
 
 class _Output:
-    """Keeps the end of what a worker prints, until it ends.
+    """Keeps the last bytes that a worker prints.
 
     Its own thread is the only reader of the pipe, and the only writer of `_tail`.
     """
@@ -355,5 +359,5 @@ def _late(work: WorkerCall[Any], deadline_s: float) -> DeadlineExceeded:
         f"{work.name} did not end in time",
         where=work.module,
         why=f"{deadline_s:g} s passed",
-        fix="See that it neither waits for input nor for a busy machine",
+        fix="Check that it does not wait for input, and that the machine is not overloaded",
     )

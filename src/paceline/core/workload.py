@@ -1,4 +1,4 @@
-"""The Workload: what one training step of a model asks of a machine, layer by layer.
+"""The Workload: the work of one training step of a model, layer by layer.
 
 `training.capture` derives a Workload from a model without running it. A Workload knows nothing of
 machines: the same one is predicted on a laptop and on a cluster.

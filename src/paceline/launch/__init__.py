@@ -1,4 +1,4 @@
-"""Starts a job: its ranks, their cores, how they find each other, and how the job ended.
+"""Starts the ranks of a job, binds them to cores, and returns how each rank ended.
 
 `run.prepare` checks a run and `run.execute` carries it out and writes the run's folder
 (docs/reference/run-folder.md). Each rank is a process of its own (`worker`).

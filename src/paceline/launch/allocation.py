@@ -20,7 +20,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: batch scripts, shells of salloc and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """This task's place.
+    """This task's rank among the tasks of a Slurm step or mpirun call.
 
     Attributes:
         source: ``slurm``, ``openmpi``, ``mpich``, or ``nodes`` for ``--nnodes``; for messages.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExitOutcome(StrEnum):
-    """Why a rank's process is no longer there."""
+    """Why a rank's process ended."""
 
     ENDED = "ended"  # by itself, or killed from outside: code and signal say how
     STOPPED = "stopped"  # by its launcher, because another rank had failed
@@ -76,7 +76,7 @@ def interruption(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, ...]:
-    """Return the exits that explain how a run ended, in order of time; none for a good run.
+    """Return the exits that explain how a run ended, by time; empty if every rank succeeded.
 
     An interruption that came first explains all others. Else ranks that were stopped or interrupted
     are consequences of a rank that failed, and are left out unless nothing else is known. Ranks

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LOST = "its task stopped reporting"
 LEFT_EARLY = "left with exit code 0"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-# What a traceback holds if the rank lost a peer: errors of gloo, NCCL and torch's own store.
+# Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
 LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
 
 
@@ -117,7 +117,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 def raise_failure(
     run: Path, program: str, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
-    """Raise the error that the exits call for; none when all ranks ended well.
+    """Raise the error for the exits of a run; do nothing if every rank succeeded.
 
     Raises:
         Interrupted: a signal stopped the launcher.
@@ -139,7 +139,7 @@ def raise_failure(
             f"rank {failure.rank} was killed by {failure.signal}",
             where=f"step {failure.step}, phase {failure.phase}",
             why=_why_killed(failure.signal),
-            fix=f"See what led to it: paceline report {run}",
+            fix=f"See the steps before it: paceline report {run}",
         )
     if failure.error == _LOST:
         raise DeadlineExceeded(

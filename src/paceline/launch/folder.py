@@ -1,4 +1,4 @@
-"""The folder of a new run: its name, who gets it, and when it is refused."""
+"""The folder of a new run: chooses its name, claims it, and refuses it if it is taken."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def claim(run: Path, *, is_default_name: bool) -> Path:
                 "cannot make the run's folder",
                 where=str(run),
                 why=problem.strerror or "",
-                fix="Name another place: --out RUN",
+                fix="Choose another folder: --out RUN",
             ) from problem
         else:
             return run

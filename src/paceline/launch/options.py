@@ -32,8 +32,8 @@ class RunConfig(Configuration):
         rdzv_endpoint: HOST or HOST:PORT of node 0, where the launchers meet.
         rdzv_id: name of the job, the same on all nodes, for several jobs with one endpoint.
         rendezvous_timeout_s: the longest wait until all tasks have arrived.
-        heartbeat_interval_s: time between two reports of a task to rank 0.
-        heartbeat_timeout_s: a task that is silent for so long, or rank 0, is lost.
+        heartbeat_interval_s: time between two reports of a task to rank 0's task.
+        heartbeat_timeout_s: a task without a message for this time is lost.
         stop_timeout_s: time that tasks have to end their ranks when another rank has failed.
     """
 

@@ -1,4 +1,4 @@
-"""Applies a Plan to a run: what it sets, what contradicts it, and what a script must do itself.
+"""Applies a Plan to a run: refuses contradictions, warns of values that only a script can set.
 
 An unchanged script can be given ranks, threads and DDP's bucket sizes from outside. Precision and
 loader workers are set in the script's own code: of a plan with such values the run follows the
@@ -25,7 +25,7 @@ def check_plan(
     allocation: Allocation | None,
     environ: Mapping[str, str],
 ) -> None:
-    """Refuse what contradicts the plan.
+    """Raise an error if a setting contradicts the plan.
 
     Args:
         plan: the plan that the run follows.

@@ -172,11 +172,11 @@ def _stop_code(stop: SystemExit, run: Path, rank: int) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as the interpreter does, but without destroying what is left.
+    """End the process as the interpreter does, but without destroying objects and process groups.
 
     Tearing down a process group at exit races with its threads: it ends in std::terminate now and
     then (3 of 12 exits of a script that shards its model, also without Paceline), and the abort
-    would turn a good run into a failed one, or hide the exception that ended a bad one.
+    would make a successful run fail, or hide the exception of a failed run.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins threads, as at exit
     atexit._run_exitfuncs()  # noqa: SLF001  # what comes next at exit

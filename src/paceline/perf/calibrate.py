@@ -95,7 +95,7 @@ class ObservedCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Measurements of a run's undisturbed steps.
+    """Measurements of a run's undisturbed steps (docs/glossary.md).
 
     Attributes:
         phases: seconds per step by the names of `Breakdown`.
@@ -164,7 +164,7 @@ class _Posterior:
 def calibrate(
     machine: Machine, workload: Workload, plan: Plan, evidence: Evidence
 ) -> tuple[Machine, Calibration]:
-    """Return a machine that predicts the run better, and what changed.
+    """Return a machine that predicts the run better, and the record of its changes.
 
     Args:
         machine: the prior; it is not changed.
@@ -177,9 +177,9 @@ def calibrate(
     """
     if evidence.steps < 1:
         raise UsageError(
-            "the run has no undisturbed step to calibrate from",
+            "the run has no step to calibrate from in which no rank was late",
             where=machine.name,
-            why="every step is in the warm-up or in a straggler's window",
+            why="every step is in the warm-up or in a straggler's step range, or lost events",
             fix="Calibrate from a longer run, or one without a straggler",
         )
     prior = step_breakdown(machine, workload, plan)
@@ -214,7 +214,7 @@ def calibrate(
 
 
 def _rest_of_step(evidence: Evidence) -> Observed:
-    """Return what the median step takes beyond the medians of its phases, ``other`` aside."""
+    """Return the median step minus the medians of its phases other than ``other``."""
     known_s = sum(phase.seconds for name, phase in evidence.phases.items() if name != "other")
     rest_s = max(0.0, evidence.step.seconds - known_s)
     return Observed(seconds=rest_s, error_s=evidence.step.error_s)
@@ -248,7 +248,7 @@ class _Fitter:
         return target.weight
 
     def fit_collective(self, observed: ObservedCollective) -> None:
-        """Scale the cost of an operation to what the run's own collectives took."""
+        """Scale the cost of an operation to the duration of the run's collectives."""
         cost = self.machine.collective(observed.operation, observed.ranks)
         if cost is None or observed.operation not in ("all_reduce", "broadcast"):
             return
@@ -266,7 +266,7 @@ class _Fitter:
             )
 
     def fit_transfer(self, observed: Observed) -> float:
-        """Scale what DDP adds to the collectives, then the collectives if that is not enough."""
+        """Scale DDP's overhead of collectives, then the collectives if that is not enough."""
         predicted_s = self._predicted_s(self.machine, "transfer")
         target = log_posterior(predicted_s, observed, PRIOR_LOG_SD["transfer"])
         if target.weight <= 0:

@@ -1,4 +1,4 @@
-"""What one operator call costs on a machine: its overhead, and its work over the measured rate.
+"""The cost of one operator call on a machine: its overhead plus its work over the measured rate.
 
 ::
 
@@ -8,9 +8,9 @@
 
 Most classes have one of the two rates; convolutions have both: they rearrange their tensors.
 
-Limits: a call with no work costs its overhead, which is what bounds small models; a large one costs
-work / rate, the roofline with the efficiency that this class was measured to reach. On a machine
-that is described by datasheets a curve is one point, the peak, and overheads are 0.
+Limits: a call without work costs its overhead, which dominates in small models; a large call costs
+work / rate, the roofline with the measured efficiency of its class. On a machine that is described
+by datasheets a curve is one point, the peak, and overheads are 0.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def total_cost(costs: Iterable[OperatorCost]) -> OperatorCost:
 
 
 def rate_at(points: tuple[Point, ...], work: float) -> float:
-    """Return the rate at `work`: between points along a power law, beyond them the nearest's."""
+    """Return the rate at `work`: a power law between points, constant extrapolation beyond."""
     if work <= points[0].work:
         return points[0].rate_per_s
     for low, high in itertools.pairwise(points):

@@ -31,7 +31,7 @@ MAX_MMAP_THRESHOLD_BYTES = 32 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # phases to which the seconds are added that a calibration run measured beyond rates, overheads and
 # collectives
-RESIDUALS: tuple[StepPhase, ...] = ("input", "copy", "waiting", "checkpoint", "other")
+RESIDUALS: tuple[StepPhase, ...] = ("input", "copy", "waiting", "checkpoint", "host", "other")
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
 
 

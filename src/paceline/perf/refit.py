@@ -203,7 +203,7 @@ def _scaled(quantity: Quantity, factor: float, interval: Interval) -> Quantity:
 
 
 def _key(figure: Rate | Overhead | FrameworkOverhead) -> tuple[object, ...]:
-    """Return what a figure describes: a machine has at most one figure with each key."""
+    """Return the key of a figure: a machine has at most one figure with each key."""
     place = (figure.phase, figure.threads, figure.processes)
     if isinstance(figure, Rate):
         return (figure.operator, figure.dtype, figure.unit, *place)

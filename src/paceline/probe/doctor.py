@@ -1,4 +1,4 @@
-"""Says what this machine offers a training job, what is wrong with it, and what to do.
+"""Checks whether this machine is fit for training, and says what to fix.
 
 Each check is a pure function from facts to a finding; `diagnose` gathers the facts: files under
 /proc and /sys through `root`, programs through `run`, torch through `ask_torch` in a process of its
@@ -118,7 +118,7 @@ def diagnose(
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
+        raise NotFound("no such folder", where=str(folder), fix="Give an existing folder")
     environ = environment() if environ is None else environ
     limits = node.read_limits(root)
     mount = node.mount_of(str(folder.resolve()), node.read_mounts(root))
@@ -252,7 +252,7 @@ def check_torch(answer: TorchAnswer) -> Finding:
             topic="torch",
             status="fail",
             what=f"installed, but does not import: {answer.problem}",
-            fix='Run: python -c "import torch" and correct what it names',
+            fix='Run: python -c "import torch" and fix the error that it prints',
         )
     backends = ", ".join(facts.backends) or "no backend"
     what = f"{facts.torch}, {facts.gpus} GPU(s), {backends}"

@@ -1,7 +1,7 @@
 """A measured figure with its interval: the value over all rounds, and that of each round alone.
 
-What disturbs a machine for some time rarely disturbs every round. The value is what the machine
-does undisturbed; the rounds say how far that can be trusted. Standard library only.
+A short disturbance of a machine rarely affects every round. The value is that of the undisturbed
+machine; the spread over the rounds is its interval. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = 3
 
 
 def typical_s(samples: Sequence[float]) -> float:
-    """Return the 20th percentile of the samples: what a call takes when nothing disturbs it.
+    """Return the 20th percentile of the samples: the duration of an undisturbed call.
 
     The median would be right on an idle node; a neighbour that takes the core for some of the time
     must not be measured as a property of the machine.

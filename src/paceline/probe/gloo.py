@@ -1,4 +1,4 @@
-"""What communication between two ranks costs as training pays for it. Imports torch.
+"""Measures the cost of communication in training between two ranks. Imports torch.
 
 A collective is measured at several sizes, which become the curve of a CollectiveCost. What
 DistributedDataParallel adds is the difference between steps with and without it. Every figure is an

@@ -144,7 +144,7 @@ def rate_kernels(*, quick: bool) -> list[Kernel]:
 
 @functools.cache
 def operations_of(kernel: Kernel, length: int = 1) -> tuple[Operation, ...]:
-    """Return what a chain of the kernel runs, as `capture` counts it in a model."""
+    """Return the operators of a chain of the kernel, counted as `capture` counts a model's."""
     module = _chain(kernel, length)
     inputs = torch.zeros(kernel.shape, dtype=kernel.dtype, requires_grad=True)
     workload = capture(TrainingStep(module=module, inputs=inputs))

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between two processes of this node, by ping and pong. Standard library.
+"""Latency and bandwidth between two processes of this node, by ping-pong. Standard library only.
 
 One process is the caller, the other its worker, this file run with ``-m``. Both loops are in
 Python, which adds about a microsecond to the latency of shared memory: what a framework in Python

@@ -1,4 +1,4 @@
-"""Where a host's probed Machine is kept, and what can be said of a host that was not probed."""
+"""Reads a host's probed Machine, or describes a host that was not probed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_machine(path: Path | None = None) -> Machine:
 
 
 def known_machine(path: Path | None) -> Machine:
-    """Return the probed machine, or what can be said of this one without probing.
+    """Return the probed machine, or without a probe this host's cores and memory.
 
     A run does not need it: a damaged file in the cache is reported as missing instead of ending the
     run. A damaged file that the user named is an error.
@@ -59,7 +59,7 @@ def known_machine(path: Path | None) -> Machine:
         pass
     except (ConfigError, StorageError) as problem:
         missing = f"the probed machine cannot be read ({problem}); {missing}"
-    # What the kernel says was not measured, and no more than what a control group leaves.
+    # Figures from the kernel are not measured; a control group's limits apply to them.
     device = Device(
         name=node.cpu_name(),
         kind="cpu",

@@ -1,8 +1,8 @@
-"""Measures this node into a Machine, in at most about 20 seconds. The loop begins here.
+"""Measures this node and returns a Machine, in at most about 20 seconds.
 
 What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
-What cannot be measured here is named in `Machine.missing` instead of being guessed.
+Figures that cannot be measured here are named in `Machine.missing` instead of being guessed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(
         NotFound: there is no such folder.
     """
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name a folder that exists")
+        raise NotFound("no such folder", where=str(folder), fix="Give an existing folder")
     with ended_on_signal(SystemClock()):  # the workers' sessions get no signal of a terminal
         return _measure(folder, quick=quick, on_progress=on_progress)
 
@@ -170,7 +170,7 @@ def _device(cores: int, workers: Sequence[WorkerMeasurement]) -> Device:
 
 
 def _ddp(pair: Sequence[WorkerMeasurement]) -> tuple[FrameworkOverhead, ...]:
-    """Return what DDP adds, the mean of both ranks."""
+    """Return DDP's overheads, the mean of both ranks."""
     by_rank = [worker.communication.ddp for worker in pair if worker.communication]
     return tuple(_mean(overheads) for overheads in zip(*by_rank, strict=True))
 

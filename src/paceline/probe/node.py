@@ -1,4 +1,4 @@
-"""What the kernel lets this process use: cores, memory, file systems. Pure parsers over /proc text.
+"""The resources of this process: cores, memory, file systems. Pure parsers of text of /proc.
 
 `doctor` turns these facts into advice and `probe` puts them into a Machine. Every function that
 reads takes the root folder, so that a test can feed it a tree of its own.

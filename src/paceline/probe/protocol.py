@@ -1,4 +1,4 @@
-"""What `measure`, `links` and `doctor` send their workers, and the answers; imports no torch."""
+"""Requests of `measure`, `links` and `doctor` to their workers, and answers; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.worker_process import WorkerMessage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureRequest(WorkerMessage):
-    """What one of `ranks` processes that measure at the same time is to do.
+    """The task of one of `ranks` processes that measure at the same time.
 
     Attributes:
         rank: of this process.
@@ -65,7 +65,7 @@ class CommunicationMeasurement(WorkerMessage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerMeasurement(WorkerMessage):
-    """What one process measured; `communication` is None for a process alone."""
+    """The measurements of one process; `communication` is None for a process alone."""
 
     torch: str
     compute: tuple[ComputeMeasurement, ...]

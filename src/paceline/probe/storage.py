@@ -1,4 +1,4 @@
-"""How fast a folder gives up its files: one long file, and many small ones."""
+"""Measures how fast files of a folder are read: one long file, and many small files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def measure_folder(folder: Path, *, quick: bool) -> Tier:
-    """Return what reading from `folder` costs; what it writes there is gone afterwards.
+    """Return bandwidth and latency of reading from `folder`; temporary files are removed.
 
     Raises:
         StorageError: the folder cannot be written, or is full.
     """
     mount = mount_of(str(folder.resolve()), read_mounts())
     kind = mount.kind if mount else "unknown"
-    fix = "Name a folder that can be written, with --folder"
+    fix = "Give a writable folder with --folder"
     with (
         storage_errors("cannot measure the folder", where=folder, fix=fix),
         tempfile.TemporaryDirectory(prefix=".paceline-probe-", dir=folder) as name,
@@ -64,7 +64,7 @@ def _read_long(path: Path, size: int) -> float:
 
 
 def _open_small(folder: Path) -> Quantity:
-    """Return the seconds of opening a small file and asking for its size."""
+    """Return the seconds of open() and fstat() of a small file."""
     paths = [folder / f"{number:04d}" for number in range(SMALL_COUNT)]
     for path in paths:
         path.write_bytes(b"\0" * SMALL_BYTES)

@@ -1,4 +1,4 @@
-"""Measures what needs torch, in a process of its own; `measure` runs one, then two at once.
+"""Measures with torch, in a process of its own; `measure` runs one worker, then two at once.
 
 A process of its own keeps torch out of the command line, gives each measurement fresh thread pools,
 and can be ended when it hangs. It answers a MeasureRequest with a WorkerMeasurement.

@@ -1,4 +1,4 @@
-"""A run in words, tables and one page: where the loop closes, prediction beside measurement.
+"""Reports a run in words, tables and one HTML page, and compares it with its prediction.
 
 `model.gather` finds all numbers once; `words` says them in a sentence, `terminal` in tables, `html`
 on one page that needs nothing else. They render the same `Report`, so they cannot disagree.

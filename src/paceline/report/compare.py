@@ -1,7 +1,7 @@
-"""Prediction beside measurement, phase by phase: the place where the loop closes.
+"""Compares prediction and measurement, phase by phase.
 
-What is predicted is a step that nothing disturbs. So the measured side takes the steps after a
-warm-up that lie outside every straggler's window.
+The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up that
+are in no straggler's step range and of which no rank dropped events.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Comparison(Record):
         phases: in the order of a step; each is the median over steps, then the mean over ranks.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
-        undisturbed_steps: how many steps that is of.
-        steps: that all ranks completed.
-        unfit: why a prediction that there was is not compared; empty if it is, or there was none.
+        undisturbed_steps: number of steps in these medians.
+        steps: number of steps that all ranks completed.
+        unfit: why a prediction is not compared; empty if it is compared, or there is none.
     """
 
     phases: tuple[PhaseComparison, ...]
@@ -79,10 +79,10 @@ def compare(
 
     Args:
         rank_phases: of an `Analysis`.
-        stragglers: of an `Analysis`; their windows are left out.
+        stragglers: of an `Analysis`; their step ranges are left out.
         predicted: one step's seconds by phase.
         predicted_step_s: in place of the sum of `predicted`.
-        unfit: why the prediction is of something else, so that it must not be compared.
+        unfit: why the prediction does not belong to this run; empty if it does.
     """
     chosen = undisturbed_steps(rank_phases, stragglers)
     steps = len(chosen)
@@ -116,9 +116,9 @@ def compare(
 
 
 def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
-    """Return a mask over `steps`: after the warm-up and outside every straggler's window.
+    """Return a mask over `steps`: after the warm-up and outside every straggler's step range.
 
-    A run of few steps warms up for at most a third of them.
+    The warm-up is 10 steps, but at most a third of the steps.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False

@@ -31,6 +31,8 @@ DOING = {
     "transfer": "communication",
     "waiting": "waiting for other ranks",
     "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "host": "the script's own work between phases",
     "other": "the rest of the loop",
 }
 _NOTABLE_WAITING = 0.1

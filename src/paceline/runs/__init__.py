@@ -1,5 +1,5 @@
-"""The folder of a run: what `paceline run` leaves and every later verb reads.
+"""The folder of a run: the files that `paceline run` writes and other subcommands read.
 
-Whoever reads a run needs no launcher: result, configuration, versions and estimate are defined
+Reading a run does not need the launcher: result, configuration, versions and estimate are defined
 in this package, below `launch`, which writes them.
 """

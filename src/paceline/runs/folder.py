@@ -1,7 +1,7 @@
 """The folder of a run: where its files lie, and how they are read; see run-folder.md.
 
-`launch` writes the files, `report` and `cli` read them. A file of an older version is brought to
-the current form on reading; of a newer one it is said which Paceline wrote it.
+`launch` writes the files, `report` and `cli` read them. A file of an older version is upgraded when
+it is read; the error for a file of a newer version names the Paceline that wrote it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RunFolder:
             raise _unreadable(problem.where, why) from problem
 
     def read_plan(self) -> PlanFile | None:
-        """Return what the run was planned to be; None without a plan. Errors as `read_record`.
+        """Return the plan that the run followed; None without a plan. Errors as `read_record`.
 
         A folder of an earlier Paceline holds the Estimate alone, as ``estimate.json``.
         """
@@ -157,7 +157,7 @@ class RunFolder:
         return config
 
     def read_versions(self) -> dict[str, Any]:
-        """Return ``versions.json``: what took part; empty without it. Errors as `read_record`."""
+        """Return ``versions.json``; empty without the file. Errors as `read_record`."""
         versions = _read_object(self.file("versions.json"))
         self._refuse_newer("versions.json", versions, VERSIONS_VERSION)
         return versions

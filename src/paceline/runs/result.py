@@ -1,4 +1,4 @@
-"""What a run leaves as ``result.json``: the summary that later verbs and other tools read."""
+"""``result.json`` of a run: the summary that other subcommands and tools read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What took part in a run: versions of everything that its outcome may depend on."""
+"""Versions of all software on which the outcome of a run may depend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline import __version__
 
 
 def versions() -> dict[str, Any]:
-    """Return what a run's outcome may depend on: versions of what took part."""
+    """Return the versions of Paceline, Python, torch and the kernel, and the host."""
     known: dict[str, Any] = {
         "version": 1,
         "paceline": __version__,

@@ -1,4 +1,4 @@
-"""The data path: a folder of small files becomes a pack, and a pack feeds training.
+"""Packs a folder of small files into one checksummed data set, and feeds training from it.
 
 Five sub-packages, with imports in one direction (an import contract checks it):
 
@@ -10,7 +10,7 @@ Five sub-packages, with imports in one direction (an import contract checks it):
 
 `pack` writes a pack of a source (`Folder`, `Archives` or `Samples`; docs/reference/pack-format.md),
 `open_pack` reads it, and `Loader` (or `PackDataset`, for torch's own DataLoader) feeds PyTorch from
-it. Only these two import torch, and only when they are asked for.
+it. Only these two import torch, when they are first accessed.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""What composes the rest of Paceline into one answer."""
+"""Studies that combine the other packages: the demo, predictions, calibration, fault campaigns."""

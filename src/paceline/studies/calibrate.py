@@ -1,4 +1,4 @@
-"""Calibrates a Machine by a run: reads the run's evidence here, lets `perf` fit the machine."""
+"""Calibrates a Machine by a run: gathers the measurements here, `perf` fits the Machine to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEAST_BLOCK_STEPS = 4
 
 
 def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]:
-    """Return a machine that predicts the run in folder `run` better, and what changed.
+    """Return a machine that predicts the run in folder `run` better, and the record of its changes.
 
     Args:
         machine: the prior; the machine that the run's plan was predicted from, or a better one.
@@ -74,7 +74,7 @@ def calibrate_by_run(machine: Machine, run: Path) -> tuple[Machine, Calibration]
 
 
 def gather_evidence(report: Report) -> Evidence:
-    """Return what the undisturbed steps of a run showed."""
+    """Return the measurements of a run's undisturbed steps."""
     chosen = undisturbed_steps(report.rank_phases, report.stragglers)
     steps = np.flatnonzero(chosen)
     # Shape (ranks, steps, phases) of the undisturbed steps.

@@ -51,7 +51,7 @@ SCRIPT = Path(__file__).with_name("demo_train.py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injection(Record):
-    """What the demo does to one rank; the analysis never sees it.
+    """The slow-down that the demo injects into one rank; the analysis does not get it.
 
     Attributes:
         rank: to slow.
@@ -102,7 +102,7 @@ class Injection(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundStraggler(Record):
-    """The late rank as the traces tell it, beside what was measured where it was slowed."""
+    """The straggler that the traces show, beside the delay that the slowed rank measured."""
 
     rank: int
     cause: str
@@ -114,7 +114,7 @@ class FoundStraggler(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injected(Record):
-    """What the script did on purpose, as measured where it did it; steps are first and last."""
+    """The slow-down that the script injected, as the slowed rank measured it."""
 
     rank: int
     cause: str
@@ -125,15 +125,15 @@ class Injected(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult(Record):
-    """What the demo leaves as ``paceline-demo/result.json``.
+    """The content of ``paceline-demo/result.json``.
 
     Attributes:
         test_accuracy: on the fifth of the images that was not trained on.
         images: that were packed.
         steps: that each rank trained.
-        straggler: found in the traces; None when nobody was late. `injected_ms` stands beside it
+        straggler: found in the traces; None when no rank was late. `injected_ms` stands beside it
             only if it is the rank that was slowed.
-        injected: whom the script slowed; None for nobody.
+        injected: the rank that the script slowed; None for none.
         phases: seconds per undisturbed step, predicted and measured.
         step_time_error: |predicted / measured - 1| of undisturbed steps.
         report: path of the page.
@@ -154,7 +154,7 @@ class DemoResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """What the demo tells while it goes on: a stage's name, and its outcome in a line or more."""
+    """A finished stage of the demo: its name, and its outcome in one or more lines."""
 
     name: str
     lines: tuple[str, ...]
@@ -171,7 +171,7 @@ def run_demo(
     """Run the demo in ``./paceline-demo`` and return its result.
 
     Args:
-        injection: whom to slow; None slows nobody.
+        injection: which rank to slow; None for none.
         seed: of the weights and the sample order.
         clock: for waits.
         on_stage: called after each stage.
@@ -229,7 +229,7 @@ def _train(
     clock: Clock,
     on_status: Callable[[list[Status]], None],
 ) -> dict[str, object]:
-    """Train, and return what the script itself wrote: accuracy and what it injected."""
+    """Train, and return the output of the script: accuracy and the injected slow-down."""
     answer = FOLDER / "trained.json"
     args = ["--result", str(answer), "--epochs", str(EPOCHS), "--seed", str(seed)]
     if injection is not None:

@@ -13,7 +13,7 @@ PACK = FOLDER / "digits.pack"
 BATCH = 32  # samples per rank and step
 SIDE = 8  # pixels
 
-_MARK = FOLDER / ".paceline-demo"  # what carries it was made by a demo, and may be replaced by one
+_MARK = FOLDER / ".paceline-demo"  # marks a folder that a demo made, and may replace
 
 
 def make_folder() -> None:
@@ -25,7 +25,7 @@ def make_folder() -> None:
     """
     if FOLDER.exists() and not _MARK.exists():
         raise DestinationExists(
-            "there is a folder that no demo has made",
+            "the folder exists, and was not made by a demo",
             where=str(FOLDER),
             fix="Move it away, or start the demo elsewhere",
         )

@@ -66,7 +66,7 @@ def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def training_step() -> dict[str, Any]:
-    """Return what the prediction needs: one step, and what a sample costs to load."""
+    """Return the input of the prediction: one step, and the time to load a sample."""
     from paceline.core.workload import Dataset
 
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ class SlowedDataset(PackDataset):  # type: ignore[misc]  # handed out lazily, un
 
 
 def main() -> None:
-    """Train, test, and write what the demo reports."""
+    """Train, test, and write the results for the demo."""
     options = _options()
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)
@@ -177,7 +177,7 @@ def _finish(
     test: list[int],
     slowdown: Slowdown | None,
 ) -> None:
-    """Test the model, and have rank 0 write the accuracy and what was injected."""
+    """Test the model, and have rank 0 write the accuracy and the injected slow-down."""
     injected = None
     if slowdown and slowdown.measured_s:
         injected = {

@@ -1,4 +1,4 @@
-"""Makes the k-th system call of an operation fail, or end it: the seam of the fault campaigns.
+"""Makes the k-th system call of an operation fail, or kill it: fault injection of the campaigns.
 
 The seam is the `os` module: the store writes through `os.write`, `os.fsync`, `os.rename` and their
 like, one call each, so that replacing them in this process reaches every call that changes a disk.

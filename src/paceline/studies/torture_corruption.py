@@ -43,7 +43,7 @@ _POLICIES = ("first", "first", "always")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one case; `problem` says what should not have been."""
+    """The outcome of one case; `problem` describes a wrong outcome."""
 
     case: int
     kind: str
@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Victim:
-    """The pack that is damaged: its files as they were, and what lies where in them."""
+    """The pack to damage: the original content of its files, and the samples' locations."""
 
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
@@ -199,7 +199,7 @@ def _first_read(victim: Victim, pack: Pack) -> str:
 def _look(
     victim: Victim, name: str, content: bytes, open_before: Pack | None, how: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return what became of the damage ("" = nothing to see), and what is wrong with that."""
+    """Return the outcome of the damage ("" = none is visible), and what is wrong with it."""
     refused = victim.refuses_to_open(name, content)
     harmed = victim.harmed(name, content) if name.startswith("shard") else set()
     wrong = _files_wrong(victim, name, content)

@@ -2,7 +2,7 @@
 
 After each kill or failure the disk must show what was there before, or what was to come, and what
 was committed before must be complete. The next run, or a repair, must find what it needs and leave
-no stale files. Killed processes are forked; calls fail in this process, one a run (`faults.py`).
+no stale files. Killed processes are forked; calls fail in this process, one per run (`faults.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the fault campaigns of the store share: how much to do, what to pack, and the counting."""
+"""Shared parts of the store's fault campaigns: options, the source to pack, the counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LENGTHS = (0, 1, 17, 100, 700, 2_000, 9_000, 30_000, 70_000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Campaign(Record):
-    """What one campaign did, and the first few things that went wrong in it."""
+    """The counts of one campaign, and its first few failures."""
 
     name: str
     cases: int

@@ -64,7 +64,7 @@ HOSTILE_NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TortureReport(Record):
-    """What all campaigns did."""
+    """The results of all campaigns."""
 
     folder: str
     file_system: str
@@ -99,7 +99,7 @@ def torture_store(
     options = options or TortureOptions()
     clock = clock or SystemClock()
     if not folder.is_dir():
-        raise NotFound("no such folder", where=str(folder), fix="Name one on the disk to test")
+        raise NotFound("no such folder", where=str(folder), fix="Give a folder on the disk to test")
     folder = folder.absolute()  # errors name files so
     work = Path(tempfile.mkdtemp(prefix="paceline-torture-", dir=folder))
     try:
@@ -199,7 +199,7 @@ def _names(
 
 
 def _extract_hostile(place: Path, hostile: bytes, kind: str) -> str:
-    """Extract a pack in which something is called `hostile`; return what went wrong."""
+    """Extract a pack in which an entry is named `hostile`; return what went wrong."""
     deep = place / "a" / "b" / "c"
     plain = b"z" * len(hostile)
     (deep / "source").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a run did: recorded while it runs, joined on one clock, and turned into answers.
+"""Records a run, merges its ranks' traces on one clock, and analyses them.
 
 Four sub-packages and an export, with imports in one direction (an import contract checks it):
 
@@ -10,5 +10,5 @@ Four sub-packages and an export, with imports in one direction (an import contra
                |
            collectors        hooks in a framework, which record events; loaded in a rank's process
 
-Import the module that you need: the recording side must not load what only analyses need.
+Import the module that you need: recording must not load modules that only analyses need.
 """

@@ -1,9 +1,8 @@
 """Writes a trace as Chrome's JSON, which Perfetto opens: a process per rank, a track per location.
 
 Times are microseconds on the run's one clock, from 0. Events of a thread are nested, as the format
-wants them on one track. Collectives and messages overlap, so those that are under way at the same
-time get tracks of their own. The text comes in chunks, never at once: a trace may be larger than
-memory allows.
+wants them on one track. Collectives and messages overlap, so those in flight at the same time
+get tracks of their own. The text is produced in chunks, since it may be larger than memory.
 
 Format: Trace Event Format, Google, 2016 (phases X, M and C).
 """

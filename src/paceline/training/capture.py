@@ -1,4 +1,4 @@
-"""Derives a Workload from an ordinary model: one training step on tensors that hold no data.
+"""Derives a Workload from an ordinary model: one training step on fake tensors (without data).
 
 The module is copied with fake tensors in place of its parameters; forward, backward and optimizer
 step then run on them under a dispatch mode that sees every operator with its shapes. Nothing is
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStep:
-    """What one step of a training loop needs.
+    """The inputs of one step of a training loop.
 
     Attributes:
         module: the model; it is not changed.

@@ -62,7 +62,7 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
             "the model's code ended the process",
             where=target,
             why=f"{problem.what}: {problem.why}",
-            fix="Take out what exits or crashes; the function must return",
+            fix="Remove the code that exits or crashes; the function must return",
         ) from problem
     except DeadlineExceeded as problem:
         raise DeadlineExceeded(

@@ -93,7 +93,7 @@ def run(request: CaptureRequest) -> Workload:
             "the model's code failed",
             where=target,
             why=f"{type(error).__name__}: {error}; its traceback stands above",
-            fix="Correct what it names; the function must run by itself",
+            fix="Fix the error; the function must run on its own, without the training script",
         ) from error
 
 

@@ -28,7 +28,7 @@ _CANDIDATES = 4
 
 
 def job_identity(allocation: Allocation, run: Path) -> str:
-    """Return what all tasks of a job know, and no other job has: its name, or the run's folder."""
+    """Return an identity that only the tasks of one job share: its name or the run's folder."""
     return allocation.identity or allocation.name or f"{allocation.source}:{run.resolve()}"
 
 
@@ -45,7 +45,7 @@ def is_one_node(allocation: Allocation) -> bool:
 
 
 def known_addresses(allocation: Allocation, job: str) -> tuple[tuple[str, int], ...]:
-    """Return where to look for the root without any file; empty when its host is not known."""
+    """Return the root's addresses that follow from the allocation; empty if its host is unknown."""
     host = "127.0.0.1" if is_one_node(allocation) else allocation.first_host
     ports = (allocation.port,) if allocation.port else agreed_ports(job)
     return tuple((host, port) for port in ports) if host else ()

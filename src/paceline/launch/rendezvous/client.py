@@ -1,7 +1,7 @@
-"""A member's shell: looks for the root, carries messages, and wakes the task that waits.
+"""A member's shell: connects to the root, carries messages, and wakes the waiting task.
 
-One thread owns the machine and the link; the task's thread hands it events through `_inbox` and
-waits for its events.
+One thread owns the state machine and the link. The task's thread passes events to it through
+`_inbox`, and waits for `changed`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _POLL_INTERVAL_S = 0.25  # between two reads of a link that is a file
 
 
 class MemberClient:
-    """Runs a member in a thread of its own until its part is over.
+    """Runs a member in a thread of its own until the member leaves the rendezvous.
 
     Attributes:
         changed: set whenever one of the following is.
         start_info: how to start the rank.
         stop_reason: why the rank is to end.
-        leave: what is known of the end when this member has left.
+        leave: how the run ended, as far as the member knows, once it has left.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class MemberClient:
         self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for the root."""
+        """Begin to connect to the root."""
         self._thread.start()
 
     def put(self, event: MemberEvent) -> None:
-        """Hand an event to the machine; any thread may."""
+        """Hand an event to the state machine; any thread may call this."""
         self._inbox.put(event)
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")

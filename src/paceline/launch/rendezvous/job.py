@@ -1,4 +1,4 @@
-"""One task's part in a job: its member, and on rank 0 also the root, from arrival to the end."""
+"""One task of a job: runs its member, and on rank 0 also the root, from arrival to the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAVE_S = 3.0  # how long leaving may take, to send the last message
 
 
 class TaskRendezvous:
-    """This task among the tasks of its job: `start` arrives, leaving the context departs.
+    """This task's rendezvous with the other tasks: `start` joins, leaving the context leaves.
 
     The methods belong to the task's main thread.
 
@@ -82,10 +82,10 @@ class TaskRendezvous:
         return self
 
     def start(self) -> None:
-        """Begin to listen, on rank 0, and to look for rank 0.
+        """Start the root on rank 0, and begin to connect to it.
 
         Raises:
-            StorageError: rank 0 cannot listen, or write where it does.
+            StorageError: the root cannot listen, or cannot write its address.
         """
         if self.rank == 0:
             self._start_root()
@@ -159,9 +159,9 @@ class TaskRendezvous:
         self._server.put(StopAsked(ended))
 
     def gather(self) -> tuple[RankExit, ...]:
-        """Return the exits that explain how the run ended, on rank 0; none for a good run.
+        """Return, on rank 0, the exits that explain a bad end; empty if all ranks succeeded.
 
-        There is no limit of time for ranks whose tasks report that they run.
+        Ranks whose tasks keep reporting may run for any time.
         """
         return self._outcome().exits
 
@@ -173,15 +173,15 @@ class TaskRendezvous:
         return self._server.outcome
 
     def announce(self, end: JobEnd) -> None:
-        """Tell all tasks how the run ended; rank 0's last word."""
+        """Send all tasks the result of the run, on rank 0."""
         self._announced = True
         if self._server is not None:
             self._server.put(ResultWritten(end))
 
     def await_end(self) -> JobEnd | None:
-        """Return how the run ended, as rank 0 says; None if rank 0 is lost.
+        """Return the result of the run, from the root; None if the root is lost.
 
-        A task whose rank ended well only waits until rank 0 knows that, and gets None, too.
+        A task whose rank succeeded only waits until the root knows this, and also gets None.
         """
         if not self.started:
             return None
@@ -215,8 +215,8 @@ class TaskRendezvous:
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
             f"{name_ranks(outcome.present, noun) if outcome.present else 'no rank'} arrived",
-            fix="See the output of the missing tasks, and whether they reach that port or share "
-            "that folder; raise rendezvous_timeout_s if they only need longer",
+            fix="Check the output of the missing tasks, and that they can reach that port or that "
+            "folder; raise rendezvous_timeout_s if they need more time",
         )
 
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:

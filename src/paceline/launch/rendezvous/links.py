@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.allocation import Allocation
 
-CONNECT_S = 3.0  # a firewall that drops packets would hold a connection attempt for minutes
+CONNECT_S = 3.0  # a firewall that drops packets would stall a connection attempt for minutes
 _FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only after so many attempts
 _FOLDER_FROM_ATTEMPT = 8  # and messages go through files only after so many
 
@@ -32,7 +32,7 @@ class RootLink(Protocol):
     """A connection of a member; only the member's thread uses it."""
 
     def fileno(self) -> int:
-        """Return what to select on; -1 for a link that must be polled."""
+        """Return the descriptor to select on; -1 for a link that must be polled."""
 
     def send(self, report: TaskReport) -> None:
         """Send a report.
@@ -94,7 +94,7 @@ class FolderLink:
         self._seen = b""
 
     def fileno(self) -> int:
-        """Return that there is nothing to select on."""
+        """Return -1: files must be polled."""
         return -1
 
     def send(self, report: TaskReport) -> None:
@@ -116,7 +116,7 @@ class FolderLink:
         return [parse_notice(line)]
 
     def close(self) -> None:
-        """Do nothing: the last report stays until the root, who removes the folder, has read it."""
+        """Do nothing: the last report must stay until the root has read it."""
 
 
 def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> RootLink | None:

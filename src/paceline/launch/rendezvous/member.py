@@ -1,8 +1,9 @@
-"""A member of a rendezvous as a state machine without I/O: it looks for the root, starts and stops.
+"""A member of a rendezvous as a state machine without I/O: connects to the root, starts, stops.
 
-Its connection comes and goes; what matters is when the root was last heard. Reports are repeated
-every heartbeat interval and whenever its state changes; each answer shows that the root is alive,
-and a report without an answer is repeated sooner.
+A member is a task's side of the rendezvous. Its connection may break and be made again; the member
+gives up only if it has not heard the root for too long. It sends a report every heartbeat interval
+and whenever its state changes. Each answer shows that the root is alive; a report without an answer
+is repeated sooner.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class CloseAsked:
-    """Event: this task does not wait for the end of the run.
+    """Event: this task does not wait for the result of the run.
 
     Attributes:
-        at_once: whether it does not even wait until the root knows how its rank ended.
+        at_once: do not even wait until the root knows how the task's rank ended.
     """
 
     at_once: bool = False
@@ -58,10 +59,10 @@ class CloseAsked:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Action: look for the root and connect.
+    """Action: connect to the root.
 
     Attributes:
-        attempt: 0, 1, ... since the last connection: later ones may look in more places.
+        attempt: 0, 1, ... since the last connection; later attempts also try files.
     """
 
     attempt: int
@@ -95,11 +96,11 @@ class StopRank:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Action: this task's part is over.
+    """Action: this member leaves the rendezvous.
 
     Attributes:
-        end: how the run ended; None when this task need not know, or cannot.
-        problem: why it cannot; empty if all is well.
+        end: the result of the run; None if the task does not need it, or cannot get it.
+        problem: why the task cannot get the result; empty if it can.
     """
 
     end: JobEnd | None = None
@@ -115,9 +116,9 @@ class MemberMachine:
     """A member's state; one thread calls `handle`.
 
     Attributes:
-        identity: the fields of its report that stay the same.
-        deadlines: deadlines that hold until a notice brings those of the root.
-        begin_s: when the member began to look for the root, seconds of a monotonic clock.
+        identity: a report with the fields that never change.
+        deadlines: deadlines that hold until the first notice, which has the root's.
+        begin_s: when the member began to connect, seconds of a monotonic clock.
     """
 
     identity: TaskReport
@@ -146,7 +147,7 @@ class MemberMachine:
     _jitter: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        # Tasks that start together must not look together; a rank's delays can be replayed.
+        # Tasks that start together must not retry together; a rank's delays are reproducible.
         self._jitter = make_generator(self.identity.rank, "rendezvous retry")
         self._heard_s = self._retry_s = self.begin_s
         self._interval_s = self.deadlines.heartbeat_interval_s
@@ -219,7 +220,7 @@ class MemberMachine:
         return [StopRank(reason)]
 
     def _conclude(self, now_s: float) -> list[MemberAction]:
-        """Return the steps that follow from state and time."""
+        """Return the actions that follow from state and time."""
         need_not_wait = self._closing or (self._ended is not None and not self._ended.code)
         is_known = self._heard_end if self._ended is not None else self._closing
         if self._end is not None or (need_not_wait and is_known):

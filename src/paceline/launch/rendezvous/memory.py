@@ -1,7 +1,7 @@
-"""A network in memory under a virtual clock: messages are lost, repeated and late as a seed says.
+"""A network in memory under a virtual clock: messages are lost, repeated and late, by a seed.
 
-Tests and simulations run the same machines through it that `tcp` and `shared_folder` run through
-sockets and files. Nothing here waits: time jumps from one event to the next.
+Tests and simulations run the same state machines over this network that `server` and `client` run
+over sockets and files. Nothing here waits: time jumps from one event to the next.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROOT_TICK_S = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkFaults:
-    """What the network does to messages; probabilities per message.
+    """Faults of the network; probabilities per message.
 
     Attributes:
         loss: it never arrives.
@@ -78,7 +78,7 @@ class SimulatedPeer:
 
 @dataclass(slots=True)
 class SimulatedTask:
-    """A member on the network, and what became of it."""
+    """A member on the network, and how it ended."""
 
     index: int
     machine: MemberMachine

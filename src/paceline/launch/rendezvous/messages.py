@@ -1,9 +1,9 @@
 r"""The two messages of a rendezvous, as frozen dataclasses and as lines of JSON.
 
 A member sends `TaskReport`\ s, the root answers with `Notice`\ s. Each carries the whole state of
-its sender, and state only ever advances: a message that is lost is made good by the next one, and
-one that is repeated or late changes nothing. So no message needs to be acknowledged or numbered,
-and every transport that delivers the latest one now and then will do.
+its sender, and state only ever advances: the next message makes up for a lost one, and a repeated
+or late message changes nothing. So no message needs to be acknowledged or numbered, and every
+transport suffices that delivers the latest message now and then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JobPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartInfo:
-    """What a task needs to start its rank.
+    """The values that a task needs to start its rank.
 
     Attributes:
         address: address on which rank 0's process group listens.
@@ -73,7 +73,7 @@ class TaskReport:
         host: node name.
         cores: cores that the task may use.
         ended: how the task's rank ended; None while the rank runs or waits.
-        leaving: whether this is its last report.
+        leaving: whether this is the member's last report.
     """
 
     job: str
@@ -102,7 +102,7 @@ class Notice:
         start: how to start the rank; None before all tasks have arrived.
         end: how the run ended; None before its end.
         refusal: why the root does not take this task; empty if it does.
-        reason: why the job stops, for messages.
+        reason: why the job stops, for error messages.
         heartbeat_interval_s: time between two reports of the member.
         heartbeat_timeout_s: silence after which either side takes the other for lost.
     """
@@ -139,7 +139,7 @@ def parse_report(line: bytes) -> TaskReport:
     """Return the report in a line from the network.
 
     Raises:
-        BadMessage: it is not one.
+        BadMessage: the line is not a valid message.
     """
     data = _object(line)
     ended = data.get("ended")
@@ -163,7 +163,7 @@ def parse_notice(line: bytes) -> Notice:
     """Return the notice in a line from the root.
 
     Raises:
-        BadMessage: it is not one.
+        BadMessage: the line is not a valid message.
     """
     data = _object(line)
     start, end = data.get("start"), data.get("end")

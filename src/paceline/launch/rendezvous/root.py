@@ -1,13 +1,14 @@
 """The root of a rendezvous as a state machine without I/O: which tasks arrived, ended, are lost.
 
-::
+The members of all tasks report to the root. The root runs in a thread of rank 0's launcher, the
+``paceline run`` process that also starts rank 0; that launcher writes the result of the run. ::
 
     GATHERING --all have reported--> RUNNING --a rank failed, or a task is lost--> STOPPING
         |                               |                                             |
         +--timeout, or a task failed----|---------------------------------------------+
                                         +--all ended well--+--all ended or lost-------+
                                                            v
-                                                  AllEnded, then rank 0 writes the result
+                                                  AllEnded, then rank 0's launcher writes the result
                                                            v
                                                        FINISHED
 
@@ -35,8 +36,8 @@ class Deadlines:
     Attributes:
         rendezvous_timeout_s: the longest wait until all tasks have arrived.
         heartbeat_interval_s: time between two reports of a task.
-        heartbeat_timeout_s: a task without a report for so long is lost; so is rank 0 without an
-            answer.
+        heartbeat_timeout_s: a task without a report for so long is lost; so is the root if a
+            member gets no answer for so long.
         stop_timeout_s: time that tasks have to end their ranks when another rank has failed.
     """
 
@@ -48,7 +49,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Event: a report came over `peer`, a connection of the shell's."""
+    """Event: a report arrived over the connection `peer`."""
 
     peer: Peer
     report: TaskReport
@@ -78,7 +79,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResultWritten:
-    """Event: rank 0 knows how the run ended."""
+    """Event: rank 0's launcher has written the result of the run."""
 
     end: JobEnd
 
@@ -98,22 +99,22 @@ class SendNotice:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Action: close the peer's connection once what was sent before has left."""
+    """Action: close the peer's connection after sending the pending notices."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class ChooseAddress:
-    """Action: choose where rank 0's process group listens."""
+    """Action: choose MASTER_ADDR and MASTER_PORT, where the process group of rank 0 listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Action: report to rank 0 how all ranks ended; see `exits.combine`.
+    """Action: hand rank 0's launcher the exits of all ranks; see `exits.combine`.
 
     Attributes:
-        exits: the exits that explain how the run ended; none for a good run.
+        exits: the exits that explain how the run ended; empty if every rank succeeded.
         missing: ranks whose tasks did not arrive in time; the run has not started.
         present: ranks whose tasks arrived.
     """
@@ -125,7 +126,7 @@ class AllEnded:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Action: all tasks know the end, or will not ask any more: close."""
+    """Action: close; no task still expects the result of the run."""
 
 
 RootEvent = Received | Disconnected | AddressChosen | StopAsked | ResultWritten | Tick
@@ -134,7 +135,11 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 
 @dataclass(slots=True)
 class _Task:
-    """What the root knows of a task; `gone_s` is when its connection closed."""
+    """The root's knowledge of a task.
+
+    `ended` is how its rank ended, `gone_s` when its connection closed, `lost` whether it stopped
+    reporting, `left` whether its last report has come.
+    """
 
     report: TaskReport
     peer: Peer
@@ -166,7 +171,7 @@ class RootMachine:
     _tasks: dict[int, _Task] = field(default_factory=dict)
     _ranks: dict[Peer, int] = field(default_factory=dict)
     _running: set[int] = field(default_factory=set)  # present, neither ended nor lost
-    _connected: set[int] = field(default_factory=set)  # present, and will ask for the end
+    _connected: set[int] = field(default_factory=set)  # present, and still expects the run's result
     _lost: list[int] = field(default_factory=list)  # in order of time
     _missing: tuple[int, ...] = ()
     _starts: list[StartInfo] = field(default_factory=list)
@@ -237,7 +242,9 @@ class RootMachine:
             return f"this job has {self.world_size} {self.noun}s"
         task = self._tasks.get(report.rank)
         if task is None:
-            return _TOO_LATE if self.started else ""  # before the start it learns that all stop
+            return (
+                _TOO_LATE if self.started else ""
+            )  # before the start, a notice says that the job stops
         if task.report.task == report.task:
             return ""
         if self.started:
@@ -245,11 +252,11 @@ class RootMachine:
         silent_s = now_s - task.heard_s
         if task.gone_s is None and silent_s <= 2 * self.deadlines.heartbeat_interval_s:
             return f"another task is {self.noun} {report.rank} already"
-        return ""  # it restarted before the run did
+        return ""  # the task was restarted before the run began
 
     def _on_disconnect(self, peer: Peer, now_s: float) -> list[RootAction]:
         rank = self._ranks.pop(peer, None)
-        if rank is not None and self._tasks[rank].peer == peer:  # else it has connected again
+        if rank is not None and self._tasks[rank].peer == peer:  # else the task has reconnected
             self._tasks[rank].gone_s = now_s
             self._connected.discard(rank)
         return []
@@ -292,7 +299,7 @@ class RootMachine:
         if self.phase is JobPhase.STOPPING:
             return now_s - self._stopped_s > self.deadlines.stop_timeout_s
         silent = now_s - task.heard_s > self.deadlines.heartbeat_timeout_s
-        # Its task is dead, or the network failed for a moment and it connects again.
+        # Either the task is dead, or the network failed for a moment and the task will reconnect.
         gone = task.gone_s is not None and now_s - task.gone_s > self._reconnect_s
         return silent or gone
 
@@ -307,14 +314,14 @@ class RootMachine:
         return self._broadcast()
 
     def _conclude(self, now_s: float) -> list[RootAction]:
-        """Return the steps that follow from the state, each once."""
+        """Return the actions that follow from the state, each once."""
         if self.phase is JobPhase.GATHERING:
             if len(self._tasks) < self.world_size or self._asked_address:
                 return []
             self._asked_address = True
             return [ChooseAddress()]
         if self.phase is JobPhase.FINISHED:
-            return self._part(now_s)
+            return self._finish(now_s)
         if self._reported_end or not self._is_over(now_s):
             return []
         self._reported_end = True
@@ -328,7 +335,7 @@ class RootMachine:
         late = now_s - self._stopped_s > self.deadlines.stop_timeout_s
         return late or bool(self._missing) or not self._running
 
-    def _part(self, now_s: float) -> list[RootAction]:
+    def _finish(self, now_s: float) -> list[RootAction]:
         if self._finished:
             return []
         late = now_s - self._finished_s > self.deadlines.stop_timeout_s
@@ -358,7 +365,7 @@ class RootMachine:
 
 
 def _advances(known: RankExit | None, reported: RankExit) -> bool:
-    """Whether a report says more than is known: a launcher may be stopped after its rank's end."""
+    """Whether a report has news: a launcher may be interrupted after its rank has ended."""
     if known is None:
         return True
     return reported.outcome is ExitOutcome.INTERRUPTED and not known.code

@@ -1,4 +1,4 @@
-"""The root's shell: carries the messages of TCP connections and of files to its machine and back.
+"""The root's shell: carries messages between TCP connections or files and the state machine.
 
 ::
 
@@ -6,8 +6,8 @@
                                                    +--> RootMachine.handle --> notices, AllEnded
     member --RUN/rendezvous/*.report--> listing ---+
 
-One thread owns the machine, all sockets and the folder; other threads talk to it through `_inbox`
-and wait for its events. A peer that sends anything but reports loses its connection, nothing more.
+One thread owns the state machine, all sockets and the folder. Other threads pass events to it
+through `_inbox`, and wait for `ended`. Invalid input closes its connection and has no other effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One TCP connection; itself the machine's `Peer`."""
+    """One TCP connection; serves as the state machine's `Peer`."""
 
     socket: socket.socket
     accepted_s: float
@@ -78,7 +78,7 @@ class _FolderPeer:
 
 
 class RootServer:
-    """Runs the root in a thread of its own until all tasks know the end.
+    """Runs the root in a thread of its own until no task still expects the result.
 
     Attributes:
         ended: set when `outcome` is known.
@@ -118,13 +118,13 @@ class RootServer:
         self._thread.start()
 
     def put(self, event: RootEvent) -> None:
-        """Hand an event to the machine; any thread may."""
+        """Hand an event to the state machine; any thread may call this."""
         self._inbox.put(event)
         with contextlib.suppress(OSError):  # full, which wakes it too, or over
             self._wake_writer.send(b"\0")
 
     def join(self, timeout_s: float) -> None:
-        """Wait until all tasks know the end."""
+        """Wait until no task still expects the result."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -309,7 +309,7 @@ class RootServer:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raise the soft limit on open files if it is lower; what the hard limit leaves must do.
+    """Raise the soft limit on open files to `count`, or to the hard limit if that is lower.
 
     Tasks that then find no connection report through files.
     """

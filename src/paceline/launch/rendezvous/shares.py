@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def core_shares(bindings: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, int]]:
-    """Return the share of its cores that each task gets, as (index, count).
+    """Return the share of its node's cores that each task gets, as (index, count).
 
     Tasks of a node that may all use the same cores have not been bound: they share them. A task
     with cores of its own keeps them all.

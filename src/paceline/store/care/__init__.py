@@ -1,1 +1,1 @@
-"""Looks after packs: finds damage, and repairs it from what is redundant."""
+"""Verifies and repairs packs: finds damage, and restores it from source, copy or parity."""

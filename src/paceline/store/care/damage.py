@@ -1,8 +1,8 @@
-"""Finds what is wrong with the files of a pack, byte by byte, without opening it for reading.
+"""Finds damage in the files of a pack, byte by byte, without opening the pack.
 
-A reader refuses a pack with a missing or truncated shard; repairing it means looking at such files
-all the same. Here a shard is read as a file: against its digest, which covers every byte, and where
-that differs, extent by extent.
+A reader refuses a pack with a missing or truncated shard, but repair must examine such files. Here
+a shard is read as a plain file: its bytes are compared with its digest, which covers every byte,
+and if that differs, each extent is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OpenFile:
                 raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -93,7 +93,7 @@ class OpenFile:
         return total.digest()
 
     def blocks(self, offset: int, length: int) -> Iterator[bytes | None]:
-        """Yield these bytes in blocks; None ends it where they cannot be read."""
+        """Yield these bytes in blocks; a final None if they cannot be read."""
         end = offset + length
         while offset < end:
             block = self.read(offset, min(_BLOCK_BYTES, end - offset))
@@ -105,7 +105,7 @@ class OpenFile:
 
 @dataclass(slots=True)
 class ShardState:
-    """What is wrong with a shard, if anything.
+    """The damage of a shard, if any.
 
     Attributes:
         shard: number of the shard.
@@ -155,7 +155,7 @@ class ShardState:
 
 
 def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
-    """Return whether `stored` are the bytes that belong at `extent`, by length and checksum."""
+    """Return whether `stored` has the length and checksum of `extent`."""
     if len(stored) != int(index.stored_lengths[extent]):
         return False
     body: bytes | None = stored
@@ -165,7 +165,7 @@ def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
 
 
 def decoded(stored: bytes, length: int) -> bytes | None:
-    """Return the `length` bytes that a zstd frame stands for; None when it is not such a frame.
+    """Return the `length` bytes that a zstd frame decompresses to; None if it is no such frame.
 
     Raises:
         Missing: the system has no libzstd.
@@ -182,7 +182,7 @@ def decoded(stored: bytes, length: int) -> bytes | None:
 def examine_shard(
     path: Path, index: IndexFile, shard: int, extents: NDArray[np.int64]
 ) -> ShardState:
-    """Return what is wrong with a shard; reads all of it, twice where it is damaged.
+    """Return the damage of a shard; reads all of the shard, damaged parts twice.
 
     Args:
         path: the pack.

@@ -1,4 +1,4 @@
-"""What a repair found and did, as a record."""
+"""The findings and actions of a repair, as records."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class RepairFinding(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairReport(Record):
-    """What `repair_pack` found and did, or with `dry_run` would do.
+    """Findings and actions of `repair_pack`; with `dry_run` the actions it would take.
 
     Attributes:
         path: path of the pack.
         identity: identity of the pack.
         dry_run: whether nothing was written.
-        repaired: what is right again.
+        repaired: what was damaged and is intact again.
         lost: what could not be repaired.
         stale_files: names of files that belonged to no version of the pack and were removed.
     """

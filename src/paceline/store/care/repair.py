@@ -1,14 +1,14 @@
 """Repairs a pack: wrong bytes, missing or truncated shards, parity files, the index, stale files.
 
-What a place must hold is known from the index: every sample's checksum, every file's digest. So
-bytes may come from anywhere (the folder that was packed, a copy of the pack, the parity files),
-and nothing is written before it matches. ::
+The index holds the checksum of every sample and the digest of every file. So bytes may come from
+any source (the folder that was packed, a copy of the pack, the parity files), and no bytes are
+written that do not match. ::
 
     wrong bytes in a shard       overwritten in place, fsync; again after a kill: the same bytes
     shard missing or truncated   shard-NNNNN.pace.partial, fsync, rename, fsync of the folder
     parity file                  put in place if an append left it pending, else from the shards
     index.pace                   replaced likewise, from a copy of the pack that fits every shard
-    what no index names          removed: shards and parity files beyond the count, *.partial
+    files that no index names    removed: shards and parity files beyond the count, *.partial
 
 A pack that is open elsewhere may be repaired: readers notice and verify again. The lock is the one
 that appending takes.
@@ -71,7 +71,7 @@ def repair_pack(
         on_progress: called with the shards examined so far and their total.
 
     Raises:
-        NotFound: there is no pack, source or replica at these places.
+        NotFound: the pack, the source or the replica does not exist.
         UsageError: the replica is of another pack; or another process appends to this pack, or
             repairs it.
         CorruptPack: the index is damaged and no replica fits.
@@ -93,7 +93,7 @@ def _unwritable(path: Path, problem: OSError) -> StorageError:
         "cannot repair the pack",
         where=str(problem.filename or path),
         why=reason(problem),
-        fix="Check space and permissions, then run it again: what was repaired stays repaired",
+        fix="Check space and permissions, then repair again: finished repairs are kept",
     )
 
 
@@ -206,7 +206,7 @@ class _Repair:
         repair = ShardRepair(
             self._path, self._index, sources, self._findings, dry_run=self._dry_run
         )
-        # A repaired shard may be what the parity of another was missing: until nothing changes.
+        # A repaired shard may allow to repair another one by parity: repeat until nothing changes.
         while damaged:
             left = [state for state in damaged if not repair.repair(state, extents_of[state.shard])]
             if self._dry_run or len(left) == len(damaged):

@@ -1,4 +1,4 @@
-"""Where lost bytes of a pack can be recovered from: its source, a copy of it, its parity files.
+"""Recovers lost bytes of a pack: from the packed folder, a copy of the pack, or its parity files.
 
 No source is trusted: bytes are returned only when they match the checksum in the index. So the
 source may have changed, the copy and the parity may be damaged too, and each is tried in turn.

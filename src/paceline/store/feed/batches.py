@@ -1,6 +1,6 @@
 """Makes one batch of a pack for torch: reads, decodes, transforms and collates it.
 
-This is what a loader's workers do; threads call it, and processes are sent it.
+A loader's worker threads call `BatchMaker`; worker processes get a pickled copy of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine has room for: workers of a loader, their shared memory, page-locked memory."""
+"""Resources of a loader on this machine: workers, shared memory, page-locked memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def worker_count(options: LoaderOptions) -> int:
-    """Return how many workers there are: within the cores that this process may use."""
+    """Return the number of workers, within the cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     if options.workers is None:
         computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
@@ -32,7 +32,7 @@ def worker_count(options: LoaderOptions) -> int:
 
 
 def check_shared_memory(needed_bytes: int) -> None:
-    """Refuse to start where batches as they are stored would not fit: later it is a SIGBUS.
+    """Raise an error if the stored batches do not fit /dev/shm: writing them would raise SIGBUS.
 
     Batches reach this process through files in /dev/shm. What a transform makes of them may be
     larger, which is not known yet.
@@ -40,7 +40,7 @@ def check_shared_memory(needed_bytes: int) -> None:
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
-        return  # then torch says what it does without
+        return  # torch reports a missing /dev/shm itself
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
         raise StorageError(
@@ -55,6 +55,7 @@ def pins_memory(options: LoaderOptions) -> bool:
     """Return whether batches are delivered in page-locked memory."""
     if options.pin_memory and not torch.cuda.is_available():
         raise UsageError(
-            "pin_memory is asked for without a GPU", fix="Leave pin_memory out: None decides"
+            "pin_memory is asked for without a GPU",
+            fix="Leave pin_memory out: the default, None, pins memory if there is a GPU",
         )
     return torch.cuda.is_available() if options.pin_memory is None else options.pin_memory

@@ -1,4 +1,4 @@
-"""Feeds PyTorch from a pack. With batches.py and dataset.py, all of the store that imports torch.
+"""Feeds PyTorch from a pack. Imports torch, as batches.py and dataset.py do.
 
 `Loader` joins the sample order (order.py), this rank's share of it (sampler.py), reading in batches
 without the GIL, and workers that decode and collate ahead of the loop (workers.py). Its state is
@@ -60,8 +60,8 @@ class Loader:
 
     Args:
         pack: an open pack, or the path of one.
-        global_batch_size: samples of a step over all ranks, a multiple of the world size: what
-            stays when the number of ranks changes.
+        global_batch_size: samples of a step over all ranks, a multiple of the world size. It stays
+            the same when the number of ranks changes.
         transform: called with a sample's bytes as a memoryview, or the decoded image. On threads it
             must be thread-safe; for processes it must be picklable where they are not forked.
         collate: called with the list of transformed samples; by default torch's `default_collate`.
@@ -142,7 +142,7 @@ class Loader:
         self.close()
 
     def set_epoch(self, epoch: int, position: int | None = None) -> None:
-        """Go to an epoch: its beginning, or `position`; in this epoch, stay where the loader is."""
+        """Go to `position` of an epoch; by default to its beginning, or stay in this epoch."""
         if position is None:
             position = self.position if epoch == self.epoch else 0
         if not 0 <= position <= len(self.pack) or epoch < 0:
@@ -177,7 +177,7 @@ class Loader:
         self._processes = None
 
     def tasks(self) -> Iterator[BatchTask]:
-        """Return what is to be made from here to the epoch's end."""
+        """Return the batches to make, from the current position to the end of the epoch."""
         planned = plan_tasks(self.order, self.batches, self.position, self._lengths)
         return fetch_ahead(planned, self.pack, self.options)
 
@@ -223,7 +223,7 @@ class Loader:
         return threads
 
     def start_processes(self) -> Iterator[Batch | Exception]:
-        """Return what torch's DataLoader has its worker processes make of the epoch's rest."""
+        """Return the rest of the epoch from the worker processes of torch's DataLoader."""
         if self._processes is None:
             options, workers = self.options, worker_count(self.options)
             share = self.batches.global_batch_size / self.batches.world_size
@@ -302,7 +302,7 @@ class LoaderIterator:
             raise UsageError(
                 "this pass over the loader has ended",
                 where=str(self._loader.pack.path),
-                why="the loader was moved or closed since it began, or a batch was an error",
+                why="the loader was moved or closed, or loading a batch failed",
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
@@ -320,7 +320,7 @@ class LoaderIterator:
         return made.content
 
     def close(self, join_s: float = 0.0) -> None:
-        """Stop working ahead."""
+        """Stop the workers of this iterator."""
         self._closed = True
         if self._threads is not None:
             self._threads.close(join_s)

@@ -14,7 +14,7 @@ NAMES_KEPT = 1000  # of skipped samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """What a loader does, beyond which pack and how large a batch.
+    """Options of a loader other than the pack and the batch size.
 
     Attributes:
         seed: seed of the order; all ranks and restarts give the same.
@@ -29,16 +29,17 @@ class LoaderOptions:
             positions and other ranks. A rank's share of a batch of which every
             sample is damaged is an error even so.
         numbers: deliver (samples, labels, sample numbers) rather than (samples, labels).
-        workers: threads or processes; None: the cores that this process may use less torch's own
-            threads (less one, where a GPU computes), at least 1.
+        workers: number of threads or processes; None: the number of cores that this process may use
+            minus torch's own threads (minus one, if a GPU computes), at least 1.
         worker_kind: ``thread``, or ``process`` for transforms that hold the GIL for long.
         start_method: start method of processes: ``fork``, ``forkserver`` or ``spawn``; None is
-            torch's choice.
-        batches_ahead: the most batches that are made before they are asked for. Four times as many
-            are requested from storage, which reads them in the meantime.
-        bytes_ahead: likewise, in bytes, of both; for processes by the mean size of a stored sample.
+            torch's default.
+        batches_ahead: maximum number of prefetched batches. Read-ahead from storage is requested
+            for four times as many.
+        bytes_ahead: maximum bytes of prefetched batches, and of those requested from storage; for
+            worker processes the mean size of a stored sample is used.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
-        timeout_s: how long to wait for a worker before it is an error.
+        timeout_s: longest wait for a worker; then an error is raised.
 
     Raises:
         UsageError: a value is none of these.

@@ -1,12 +1,12 @@
-"""In which order samples are seen: a pure function of (seed, epoch, position), in O(1) memory.
+"""The order of samples: a pure function of (seed, epoch, position), in O(1) memory.
 
-A loader that shuffles a list must keep the list, and to resume it must replay. Here the order is a
-permutation that is computed where it is asked for: the sample at position p follows from only p,
-so resuming costs nothing, and no rank, worker or restart can come to another order.
+A loader that shuffles a list must keep the list, and must shuffle it again to resume. Here the
+sample at position p is computed from p alone, by a permutation. So resuming costs nothing, and all
+ranks, workers and restarts see the same order.
 
 The permutation of n positions is a Feistel network over the smallest power of two that holds n; a
-value that falls outside is sent through again until it falls inside ("cycle walking"), which keeps
-it a permutation of n::
+value outside is mapped again until it falls inside ("cycle walking"), which makes the result a
+permutation of n::
 
     left, right = halves of the position's bits
     repeat:  left ^= F(right, key)      each line can be undone, so the whole is a permutation,
@@ -60,7 +60,7 @@ class SampleOrder:
     permuted among themselves. Its promise, by construction: the positions of window w, from w * W *
     B to (w + 1) * W * B, hold W full blocks and nothing else. So a node that can hold a window in
     memory reads each block once in an epoch, as one extent: at most ``ceil(sample_count / B) + 1``
-    extents (one lies across the end) rather than one a sample. Storage that hands out units of u
+    extents (one lies across the end) rather than one per sample. Storage that reads units of u
     bytes (a stripe, its read-ahead) then fetches at most 2u more than the data for each extent:
     `fetch_bound`. That is per node, whose ranks share its page cache, and for samples that lie in
     the order of their numbers, as in a pack made from a folder; a border between shards cuts one
@@ -120,7 +120,7 @@ class SampleOrder:
 
         Args:
             sample_bytes: mean size of a sample.
-            unit_bytes: what storage hands out at once: its stripe, page or read-ahead.
+            unit_bytes: smallest unit that storage reads: its stripe, page or read-ahead.
 
         Assumes that what is fetched is kept for one window (``block``), or for one sample.
         """

@@ -1,4 +1,4 @@
-"""Which samples a rank takes at each step, and where a run stands in its epoch.
+"""Which samples a rank takes at each step, and the position of a run in its epoch.
 
 A global batch is the next `global_batch_size` positions of the epoch (order.py), and rank r of W
 takes the r-th W-th of it. So the batches of all ranks, side by side, are the same whatever W is;
@@ -45,10 +45,10 @@ class RankBatches:
         global_batch_size: samples of a step over all ranks; a multiple of `world_size`.
         rank: from 0.
         world_size: ranks that share each batch.
-        last: what becomes of the epoch's last global batch if it is not full. ``pad``: filled up
-            from the epoch's start, so that some samples come twice. ``drop``: left out. ``join``:
-            shared as evenly as it goes, so that ranks' last batches differ by one sample, and some
-            ranks have none when there are fewer samples than ranks: for
+        last: how to treat the epoch's last global batch if it is not full. ``pad``: fill it up from
+            the epoch's start, so that some samples come twice. ``drop``: leave it out. ``join``:
+            share it as evenly as possible, so that ranks' last batches differ by one sample, and
+            some ranks have none when there are fewer samples than ranks: for
             ``torch.distributed.algorithms.Join``. Under ``pad`` and ``drop`` all ranks have equally
             many batches of equal size.
 
@@ -144,7 +144,7 @@ class PackSampler:
             of seed 0.
         rank: by default this process's (torch.distributed, then the environment's RANK).
         world_size: likewise.
-        last: what becomes of the last batch (`RankBatches`).
+        last: how to treat an incomplete last batch (`RankBatches`).
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class PackSampler:
             self._start = self._asked = 0
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return where the pass stands.
+        """Return the position of the pass.
 
         Args:
             batches: number of batches that the last pass has delivered; by default the number that
@@ -212,7 +212,7 @@ class PackSampler:
         return save_state(order, self.pack, self.batches.after(start, batches))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on where `state` was taken, on any number of ranks.
+        """Resume the next pass at the position of `state`, on any number of ranks.
 
         Raises:
             UsageError: it is the state of another pack or order.
@@ -249,7 +249,7 @@ def order_of(pack: Pack, order: SampleOrder | None) -> SampleOrder:
 
 
 def save_state(order: SampleOrder, pack: Pack, position: int) -> dict[str, Any]:
-    """Return a position in an epoch, with what it is a position in, as plain data."""
+    """Return a position, with the pack, the order and the epoch it refers to, as plain data."""
     if 0 < position >= order.sample_count:
         order, position = dataclasses.replace(order, epoch=order.epoch + 1), 0
     return {
@@ -264,7 +264,7 @@ def load_state(state: Mapping[str, Any], order: SampleOrder, pack: Pack) -> tupl
     """Return the order of the state's epoch, and the position in it.
 
     Raises:
-        UsageError: the state is not of this pack and order, or is none.
+        UsageError: the state is of another pack or order, or is not a state.
     """
     where = str(pack.path)
     if state.get("version") != STATE_VERSION:

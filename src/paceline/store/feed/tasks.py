@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from paceline.store.read.pack import Pack
 
 _FETCHED_PER_MADE = 4  # batches that are requested from storage, for each that is made ahead
-_AT_ONCE = 8192  # positions whose samples are computed by one call: one a batch would cost more
+_AT_ONCE = (
+    8192  # positions whose samples are computed by one call: a call per batch would cost more
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Threads that work ahead of a consumer: results come in the order of the tasks.
+"""Threads that prefetch results for a consumer, in the order of the tasks.
 
-What is made ahead is bounded in number and in bytes, so that a slow consumer holds the workers
-back. A thread that fails hands its error over in place of the result: earlier results are still
-delivered.
+Prefetched results are bounded in number and in bytes, so that a slow consumer throttles the
+workers. A thread that fails delivers its error in place of the result, after all earlier results.
 
 ::
 

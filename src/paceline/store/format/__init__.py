@@ -1,1 +1,1 @@
-"""How a pack lies on disk: constants, names of files, headers and sections."""
+"""The layout of a pack on disk: constants, names of files, headers and sections."""

@@ -1,4 +1,4 @@
-"""The index of a pack, as arrays: what all Python code reads of it goes through `IndexFile`.
+"""The index of a pack, as arrays: all Python code reads the index through `IndexFile`.
 
 `native/src/pack_index.cpp` maps the file, checks it and parses it; here its sections get their
 types. The arrays are views of the mapping: nothing is copied, and pages that are not touched are
@@ -29,7 +29,7 @@ _IDENTITY_DIGITS = 32
 
 
 class IndexFile:
-    """The checked index of a pack; columns have an entry a sample or an entry an extent.
+    """The verified index of a pack; columns have one entry per sample or one entry per extent.
 
     Args:
         reader: has mapped the index.
@@ -48,7 +48,7 @@ class IndexFile:
             UsageError: a newer Paceline wrote it.
             StorageError: it cannot be read.
         """
-        refuse_no_pack(Path(path))
+        require_pack(Path(path))
         return cls(PackReader(os.fsencode(path), index_only=True))
 
     @property
@@ -58,7 +58,7 @@ class IndexFile:
 
     @cached_property
     def identity(self) -> str:
-        """Stands for the whole content: 32 hexadecimal digits, the same for every copy."""
+        """Identifies the content: 32 hexadecimal digits, the same for every copy."""
         return hashlib.sha256(self._reader.head).hexdigest()[:_IDENTITY_DIGITS]
 
     # Columns of samples
@@ -144,7 +144,7 @@ class IndexFile:
 
     @cached_property
     def codecs(self) -> NDArray[np.uint8]:
-        """How each extent is encoded: 0 not at all, 1 with zstd."""
+        """How each extent is compressed: 0 not at all, 1 with zstd."""
         if self._is_encoded:
             return self._column(Section.CODECS, "u1")
         return np.broadcast_to(np.uint8(0), len(self.lengths))
@@ -233,7 +233,7 @@ class IndexFile:
         return range(first, min(first + size, len(self.shard_lengths)))
 
     def evict(self) -> None:
-        """Let go of the pages that were read so far."""
+        """Drop the pages that were read so far from this process."""
         self._reader.evict_index()
 
     @property
@@ -254,19 +254,19 @@ class IndexFile:
         return [data[k : k + DIGEST_BYTES] for k in range(0, len(data), DIGEST_BYTES)]
 
 
-def refuse_no_pack(path: Path) -> None:
-    """Say what is at `path` instead of a pack.
+def require_pack(path: Path) -> None:
+    """Raise an error unless there is a pack at `path`.
 
     Raises:
-        NotFound: nothing, or a folder without an index.
-        CorruptPack: an unfinished pack.
+        NotFound: there is nothing, or a folder without an index.
+        CorruptPack: the pack is unfinished.
     """
     if path.resolve().name.endswith(PARTIAL_SUFFIX):
         raise CorruptPack(
             "the pack is unfinished",
             where=str(path),
             why="packing was killed, or is still running",
-            fix="Run paceline pack again: it resumes or replaces what is there",
+            fix="Run paceline pack again: it resumes or replaces the unfinished pack",
         )
     try:
         (path / INDEX_NAME).lstat()

@@ -1,15 +1,15 @@
-"""How a pack lies on disk: names of files, headers, sections.
+"""The layout of a pack on disk: names of files, headers, sections.
 
 ::
 
     PACK/
-    +-- index.pace         header | section table | sections: flat arrays, one entry a sample
+    +-- index.pace         header | section table | sections: flat arrays, one entry per sample
     +-- shard-00000.pace   header | sample | padding to 64 | sample | ...
     +-- shard-00001.pace   ...
     +-- parity-00000.pace  header | exclusive or of a group of shards (if asked for)
 
-docs/reference/pack-format.md has every byte. Flat arrays, because a reader maps them as they lie:
-the page cache is the memory that all processes of a node share, and opening costs no parsing.
+docs/reference/pack-format.md defines every byte. The arrays are flat, so that a reader can map them
+without decoding: all processes of a node share the page cache, and opening needs no parsing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
 PARTIAL_SUFFIX = ".partial"
 NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
-# What packing, appending and repair write before it counts: all that they may remove.
+# Temporary files of packing, appending and repair: the only files that they may remove.
 UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
 
 _FILE_HEADER = struct.Struct("<8sII44x")
 
 
 class Section(IntEnum):
-    """What each section holds; the numbers stand in the file."""
+    """What each section holds; the numbers are those of the file."""
 
     OFFSETS = 1
     LENGTHS = 2
@@ -101,7 +101,7 @@ def parity_name(group: int) -> str:
 
 
 class FileMagic(bytes, Enum):
-    """How the files beside the index begin."""
+    """The first bytes of the files other than the index."""
 
     SHARD = b"PACESHRD"
     PARITY = b"PACEPRTY"
@@ -131,7 +131,7 @@ def padding(length: int) -> int:
 
 
 def aligned_begins(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where each sample lies when they stand one after the other, and the end."""
+    """Return the offset of each sample when samples are stored one after the other, and the end."""
     begins = np.zeros(len(lengths) + 1, np.uint64)
     np.cumsum((lengths + np.uint64(ALIGNMENT - 1)) & ~np.uint64(ALIGNMENT - 1), out=begins[1:])
     return begins

@@ -1,7 +1,7 @@
 """Files that a killed append or repair left in the folder of a pack.
 
-An append renames the index first and parity files after it: what is then left of them is pending,
-not stale. Everything else that no index names is stale: the next writer removes it.
+An append renames the index first and the parity files after it: parity files that are not renamed
+yet are pending, not stale. Other files that no index names are stale: the next writer removes them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Reads packs: opens them, says what is in them, extracts samples as files."""
+"""Reads packs: opens packs, describes their content, extracts samples as files."""

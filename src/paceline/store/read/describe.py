@@ -1,4 +1,4 @@
-"""Says what is in a pack, and where a sample of it lies: for `paceline store stat`."""
+"""Describes the content of a pack and the location of a sample, for `paceline store stat`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ExtentStat(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleStat(Record):
-    """Where a sample lies, and what its file was."""
+    """The location of a sample, and the metadata of its file."""
 
     path: str
     name: str

@@ -261,7 +261,7 @@ class _ExtractTarget:
             os.close(descriptor)
 
     def commit(self) -> None:
-        """Have everything on storage, then give it its name."""
+        """Sync everything to storage, then rename the folder to its final name."""
         self._leave_folder()
         _sync_file_system(self._root)
         try:
@@ -340,5 +340,5 @@ def _unwritable(target: Path, problem: OSError) -> StorageError:
         what,
         where=str(target),
         why=reason(problem),
-        fix="Free space or choose another destination; nothing was left behind",
+        fix="Free space or choose another destination; no files were left behind",
     )

@@ -1,7 +1,7 @@
 """Reads packs: by index, by name, in batches; the work is in C++ with the GIL released.
 
-What is returned was verified: its checksum over the very bytes handed out, or (policy `first`) an
-earlier check of pages that never left this process's memory since. A `Pack` may be used from many
+Returned bytes were verified: by their checksum, or (policy `first`) by an earlier verification of
+pages that have been in this process's memory ever since. A `Pack` may be used from many
 threads, survives fork (its mappings are read-only and shared) and pickles as its path: the process
 that unpickles it maps the files again when it first needs them.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.core.errors import NotFound, PacelineError, UsageError
 from paceline.native import Extent, PackEntry, PackReader, corrupt_sample
-from paceline.store.format.index import IndexFile, refuse_no_pack
+from paceline.store.format.index import IndexFile, require_pack
 from paceline.store.format.layout import shard_name
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.core.errors import CorruptPack
 
-_VERIFY_SAMPLES = 256  # a call: short enough that Ctrl-C and progress come through
+_VERIFY_SAMPLES = 256  # per call: short enough for Ctrl-C and progress
 _MAX_THREADS = 8  # a few fill the memory bus; more only take cores from training
 _DIRECT_THREADS = 8  # each has one read past the page cache under way: a disk needs several
 _POLICIES = ("first", "always", "never")
@@ -70,7 +70,7 @@ class Pack:
 
     @property
     def identity(self) -> str:
-        """Stands for the whole content: 32 hexadecimal digits, the same for every copy."""
+        """Identifies the content: 32 hexadecimal digits, the same for every copy."""
         self._open()
         assert self._identity is not None
         return self._identity
@@ -89,7 +89,7 @@ class Pack:
 
     @property
     def labels(self) -> NDArray[np.int32]:
-        """Each sample's position in `class_names`; -1 = it lies in no class."""
+        """Each sample's index in `class_names`; -1 = no class."""
         return self.index.labels
 
     @property
@@ -126,7 +126,7 @@ class Pack:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the top-level folders."""
+        """Names of the classes: the top-level folders, or the content of ``.cls`` members."""
         reader = self._open()
         return tuple(_Strings(reader.class_count, reader.class_name))
 
@@ -134,7 +134,7 @@ class Pack:
         """Return the index of the sample whose relative path is `name`.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is no such sample.
         """
         sample = self._open().find(os.fsencode(name))
         if sample < 0:
@@ -149,7 +149,7 @@ class Pack:
         """Return the verified bytes of a sample.
 
         Raises:
-            CorruptPack: they do not match their checksum.
+            CorruptPack: the bytes do not match their checksum.
             IndexError: there is no such sample.
         """
         reader = self._open()
@@ -163,8 +163,8 @@ class Pack:
 
         Args:
             samples: indices, shape (n,), in any order and with repetitions.
-            out: buffer for the bytes; large enough, writable and contiguous. None: a buffer that
-                serves again for later batches once nothing refers to it any more.
+            out: buffer for the bytes; large enough, writable and contiguous. None: a buffer
+                of the pack, which is reused for later batches once nothing refers to it.
 
         Returns:
             The buffer, and offsets of shape (n + 1,): sample k is ``buffer[offsets[k]:offsets[k +
@@ -193,16 +193,16 @@ class Pack:
         return out[: offsets[-1]], offsets
 
     def view(self, sample: int) -> memoryview:
-        """Return a sample where it lies, without a copy; as `views`."""
+        """Return a read-only view of a sample, without a copy; see `views`."""
         return self.views([sample])[0]
 
     def views(self, samples: ArrayLike) -> list[memoryview]:
-        """Return several samples where they lie in the page cache, read-only, without a copy.
+        """Return read-only views of several samples in the page cache, without a copy.
 
-        They are verified when they are handed out. What storage returns later, for pages that
-        have been dropped since, is not; nor, by policy `first`, are later copies of pages that came
-        back because a view was touched. Where that matters, copy (`read_batch`) and keep no views.
-        An encoded or chunked sample is copied here as well.
+        The samples are verified once, in this call. If the kernel drops a page while you hold the
+        view, the page is read again without verification. With policy `first`, a later `read` of
+        that page is not verified either. Where that matters, copy (`read_batch`) and keep no views.
+        Compressed and chunked samples are copied.
 
         Raises:
             CorruptPack: a sample does not match its checksum.
@@ -213,7 +213,7 @@ class Pack:
         return reader.views(ids)
 
     def prefetch(self, samples: ArrayLike) -> None:
-        """Start to read from storage what is not in memory of these samples; returns at once."""
+        """Start to read these samples from storage, unless they are in memory; returns at once."""
         reader = self._open()
         reader.prefetch(self._ids(samples, reader))
 
@@ -224,9 +224,9 @@ class Pack:
         return reader.extents(sample)
 
     def scandir(self, folder: str | bytes = "") -> list[PackEntry]:
-        """Return what lies in a folder of the pack: its folders, then its samples, each sorted.
+        """Return the entries of a folder of the pack: its folders, then its samples, each sorted.
 
-        Costs its entries, however much lies deeper.
+        Takes time proportional to the number of entries, not to the samples in sub-folders.
 
         Raises:
             NotFound: there is no such folder.
@@ -276,7 +276,7 @@ class Pack:
                 on_progress(end, total)
 
     def close(self) -> None:
-        """Let go of the files. Reads that other threads have under way still finish."""
+        """Release the files. Reads in progress in other threads still finish."""
         self._closed = True
         self._reader = self._index = None
 
@@ -288,7 +288,7 @@ class Pack:
             raise UsageError(
                 "the pack is closed", where=str(self.path), fix="Open it again: open_pack"
             )
-        refuse_no_pack(self.path)
+        require_pack(self.path)
         reader = PackReader(os.fsencode(self.path), **self._options)
         index = IndexFile(reader)
         if self._identity not in (None, index.identity):
@@ -325,7 +325,7 @@ class Pack:
 
 
 class _Strings(Sequence[str]):
-    """Names that stay in the mapped index until they are asked for."""
+    """Names in the mapped index, decoded on access."""
 
     def __init__(self, count: int, get: Callable[[int], bytes]) -> None:
         self._count = count
@@ -348,21 +348,22 @@ def open_pack(
     direct: bool = False,
     index_only: bool = False,
 ) -> Pack:
-    """Open the pack at `path`, checking its index and the length of every shard.
+    """Open the pack at `path`, and verify its index and the length of every shard.
 
     Args:
         path: the pack's folder.
-        verify: `first` checks the checksum of what may have come from storage and skips it for
-            pages that this process has checked and that have been in its memory ever since;
-            `always` checks every read, `never` none.
+        verify: when to verify checksums. `first`: when bytes may have come from storage, but not
+            for pages that this process has verified and that have been in its memory ever since;
+            `always`: on every read; `never`: only for compressed samples.
         threads: number of threads that share the work of a large batch; by default the number of
             cores that this process may use, at most 8.
         direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
-        index_only: open no shard: names, lengths and places can be read, samples cannot.
+        index_only: open no shard: names, lengths and locations can be read, samples cannot.
 
     Raises:
-        NotFound: there is no pack there.
-        CorruptPack: the index is damaged, or a shard is missing or truncated; or it is unfinished.
+        NotFound: there is no pack at `path`.
+        CorruptPack: the index is damaged, a shard is missing or truncated, or packing has not
+            finished.
         UsageError: a newer Paceline wrote it, there is no such policy, or `threads` is below 1.
         StorageError: a file cannot be opened.
     """
@@ -376,7 +377,7 @@ def open_pack(
         raise UsageError(
             f"threads must be at least 1, got {threads}",
             where="threads",
-            fix="Leave threads out for one a core, at most 8",
+            fix="Leave threads out: the default is one per core, at most 8",
         )
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)

@@ -1,9 +1,9 @@
-"""Adds samples to a pack: new shards beside the old ones, then a new index in place of the old.
+"""Adds samples to a pack: new shards in the same folder, then a new index replaces the old one.
 
 ::
 
-    PACK/                  locked; what a killed append left is finished or removed
-        shard-*.pace       the next numbers: written, fsync; readers ignore what no index names
+    PACK/                  locked; an append that was killed earlier is finished or undone
+        shard-*.pace       the next numbers: written, fsync; ignored by readers of the old index
         parity-*.partial   of groups that change
         index.pace.partial written, fsync, renamed over index.pace; fsync the folder
         parity-*.pace      renamed: redundancy, so it may come last
@@ -70,10 +70,10 @@ def append(
     on_progress: Callable[[PackProgress], None] | None = None,
     clock: Clock | None = None,
 ) -> PackSummary:
-    """Add the samples of `source` to an existing pack and return what it holds then.
+    """Add the samples of `source` to an existing pack and return its new summary.
 
-    Killed at any moment, this leaves the pack as it was or with all new samples. Readers that
-    have it open keep the samples that they know.
+    If killed, the pack either is as it was or has all new samples. Readers that have the pack open
+    keep the samples that they see.
 
     Args:
         source: `Folder`, `Archives` or `Samples`.
@@ -117,7 +117,7 @@ def _failed(path: Path, problem: OSError, folder: _GrowingPack) -> StorageError:
         "cannot append to the pack",
         where=str(path),
         why=reason(problem),
-        fix="Free space or check the place, and append again; the pack is as it was",
+        fix="Free space or check the permissions, then append again; the pack is unchanged",
     )
 
 
@@ -217,7 +217,7 @@ def _refuse_damage(folder: _GrowingPack) -> None:
 
 
 def _all_classes(before: Sequence[bytes], new: SourceClasses) -> SourceClasses:
-    """Return all classes, the old ones first, and what to write for the labels of new samples."""
+    """Return all classes, the old ones first, and the labels to write for new samples."""
     names = [*before, *sorted(set(new.names) - set(before))]
     moved = label_map(new.names, names)
     return SourceClasses(names, moved if new.label_map is None else moved[new.label_map])
@@ -238,7 +238,7 @@ def _append_parity(folder: _GrowingPack, first_shard: int, count: int) -> list[F
 
 
 class _PackBefore:
-    """What a pack holds before samples are appended: its index, and its samples as a sorted run."""
+    """The pack before samples are appended: its index, and its samples as a sorted run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -263,7 +263,7 @@ def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
             "the pack is damaged",
             where=str(folder / INDEX_NAME),
             why="its samples do not add up to its extents",
-            fix="Bring back a good copy of the index",
+            fix="Restore the index from a copy of the pack",
         )
     samples = SampleColumns(
         names=index.name_bytes,

@@ -1,4 +1,4 @@
-"""What is known of samples and extents while they are packed, in columns.
+"""Metadata of samples and extents while they are packed, in columns.
 
 A sample has one extent, or several if it is larger than a shard. Names lie end to end, with an
 array of where each begins.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """Columns with one entry a sample; names end to end."""
+    """Columns with one entry per sample; names are concatenated."""
 
     names: NDArray[np.uint8]
     name_offsets: NDArray[np.uint64]
@@ -48,7 +48,7 @@ class SampleColumns:
 
 @dataclass(frozen=True, slots=True)
 class ExtentColumns:
-    """Columns with one entry an extent."""
+    """Columns with one entry per extent."""
 
     offsets: NDArray[np.uint64]
     lengths: NDArray[np.uint64]

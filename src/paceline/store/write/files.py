@@ -141,7 +141,7 @@ class PackFolder:
         return False
 
     def unlock(self) -> None:
-        """Let go of the folder, and of files that were not closed."""
+        """Unlock the folder, and close files that are still open."""
         for file in self._open:
             file.close(commit=False)
         self._open.clear()

@@ -1,10 +1,10 @@
-"""The journal of a running `pack`: what is durable so far.
+"""The journal of a running `pack`: which shards are durable so far.
 
-After a kill the next `pack` resumes from it.
+After a kill the next `pack` resumes from the journal.
 
 ::
 
-    DST.partial/journal.partial     one JSON object a line, which is valid once complete
+    DST.partial/journal.partial     one JSON object per line; an incomplete last line is ignored
         {"version": 2, "source": resume key, "options": {...}}
         {"samples": count so far, "bytes": ..., "shards": [[length, digest], ...],
          "runs": [[name, checksum], ...], "listing": digest of names, sizes, times, labels so far}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD_BYTES = 256 << 20
 MAX_SHARD_BYTES = 16 << 30
-_SHARDS = 256  # about so many at most, unless the size is given
+_SHARDS = 256  # approximate maximum number of shards, unless the size is given
 _GROWTH_SHARDS = 64
 _CODECS = ("none", "zstd", "auto")
 
@@ -29,15 +29,15 @@ class PackOptions(Configuration):
     Changes the pack's files:
         shard_bytes: a shard is closed before it would grow beyond this; a sample that is larger is
             stored in chunks. 0 = 256 MiB, or what keeps a large pack at about 256 shards.
-        codec: `zstd` stores a sample encoded if that is smaller at all, `auto` if it saves at least
-            a tenth, `none` never. Samples over 64 MiB are stored as they are.
+        codec: `zstd` compresses a sample if that saves any bytes, `auto` if it saves at least a
+            tenth, `none` never. Samples over 64 MiB are not compressed.
         codec_level: level of zstd, 1 to 19: the higher, the smaller and slower.
         parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
             from the others. 0 = no parity.
     Changes which samples there are:
-        follow_symlinks: pack what symbolic links lead to, instead of refusing them.
+        follow_symlinks: pack the targets of symbolic links, instead of refusing links.
     Changes speed:
-        restart: discard what a killed packing left, instead of resuming from it.
+        restart: discard the shards that a killed packing left, instead of resuming.
     """
 
     section: ClassVar[str] = "pack"
@@ -76,7 +76,7 @@ class PackOptions(Configuration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary(Record):
-    """What was packed, or would be; `elapsed_s` is 0 for a dry run.
+    """Summary of a packing or a dry run; `elapsed_s` is 0 for a dry run.
 
     `reused_sample_count` were packed by an earlier `pack` that was killed. `opens_before` and
     `opens_after` are the files that an epoch opens.

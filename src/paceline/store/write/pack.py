@@ -1,8 +1,8 @@
-"""Packs a source of samples into a new pack: the first step of the data path, before any training.
+"""Packs a source of samples into a new pack.
 
 Bodies stream through a few buffers (`pipeline.py`) and columns through files (`sorted_runs.py`), so
-memory is bounded whatever the source holds. `partial.py` and `journal.py` say how a crash is
-survived.
+memory is bounded whatever the source holds. `partial.py` and `journal.py` make packing
+crash-safe.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def pack(
     on_progress: Callable[[PackProgress], None] | None = None,
     clock: Clock | None = None,
 ) -> PackSummary:
-    """Pack `source` into the new folder `destination` and return what it holds.
+    """Pack `source` into the new folder `destination` and return a summary of the pack.
 
-    Killed at any moment, this leaves nothing, a ``destination.partial`` from which the next `pack`
-    resumes, or the complete pack.
+    If killed, there is either no `destination` and perhaps a ``destination.partial``, from which
+    the next `pack` resumes, or the complete pack.
 
     Args:
         source: `Folder`, `Archives` or `Samples`.
@@ -87,9 +87,9 @@ def plan_pack(
     *,
     options: PackOptions | None = None,
 ) -> PackSummary:
-    """Return what `pack` would do without a codec, having written nothing.
+    """Return the summary that `pack` without a codec would return; write nothing.
 
-    The errors are those of `pack`.
+    Raises the errors of `pack`.
     """
     options = options or PackOptions()
     check_destination(source.root, Path(destination).absolute())
@@ -114,7 +114,7 @@ def find_source(
         raise UsageError(
             "several sources can be packed only if all are archives",
             where=", ".join(str(path) for path in named)[:500],
-            fix="Name one folder, or .tar files",
+            fix="Give one folder, or .tar files",
         )
     return Folder(named[0])
 

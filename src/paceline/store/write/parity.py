@@ -1,6 +1,6 @@
 """Parity files: the exclusive or of a group of shards, from which one lost shard is rebuilt.
 
-They are redundancy, never needed for reading: written after the shards, checked by their digests.
+Reading never needs parity files. They are written after the shards, and verified by their digests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An unfinished pack: a folder beside the destination that becomes it by one rename.
+"""An unfinished pack: the folder DST.partial, which one rename turns into the pack DST.
 
 ::
 
@@ -40,8 +40,8 @@ _OURS = re.compile(r"index\.pace|(shard|parity)-\d{5,}\.pace|" + UNFINISHED.patt
 class PartialPack(PackFolder):
     """Owns ``DST.partial`` until `commit`.
 
-    Leaving the context without it removes everything, unless `resumable` says that enough is
-    durable for the next `pack` to resume from.
+    Leaving the context without `commit` removes everything, unless `resumable` says that the next
+    `pack` can resume from durable shards.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -124,8 +124,8 @@ def check_destination(source: Path | None, destination: Path) -> None:
     """Refuse a destination that cannot become a pack of `source`, before any work is done.
 
     Raises:
-        DestinationExists: there is something already.
-        UsageError: it lies inside `source`, or is named like an unfinished pack.
+        DestinationExists: the destination exists.
+        UsageError: the destination lies inside `source`, or is named like an unfinished pack.
         NotFound: its parent folder does not exist.
     """
     if os.path.lexists(destination):
@@ -147,7 +147,7 @@ def check_destination(source: Path | None, destination: Path) -> None:
         raise UsageError(
             "the destination lies inside the source",
             where=str(destination),
-            why="the pack would hold itself",
+            why="the pack would contain itself",
             fix="Choose a destination outside " + str(source),
         )
 
@@ -161,11 +161,15 @@ def unwritable(path: Path, problem: OSError, *, kept: bool = False) -> StorageEr
         kept: whether a folder remains that the next `pack` can resume from.
     """
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "Free space or choose another destination" if full else "Check the place, and pack again"
+    fix = (
+        "Free space or choose another destination"
+        if full
+        else "Check the permissions, then pack again"
+    )
     if kept:
         fix += f"; what is packed so far is kept in {path.name}{PARTIAL_SUFFIX}"
     else:
-        fix += "; nothing was left behind"
+        fix += "; no files were left behind"
     return StorageError(
         "the disk is full" if full else "cannot write the pack",
         where=str(path),

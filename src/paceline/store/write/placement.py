@@ -143,7 +143,7 @@ class ShardEnd:
 def place(
     batches: Iterator[EncodedBatch | LargeChunk], placement: ShardPlacement
 ) -> Iterator[PlacedBytes | ShardEnd]:
-    """Yield what goes to which shard, shard after shard, and the end of each."""
+    """Yield the bytes for each shard, shard after shard, and the end of each shard."""
     for batch in batches:
         if isinstance(batch, LargeChunk):
             yield from _place_large(batch, batches, placement)

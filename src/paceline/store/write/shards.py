@@ -1,8 +1,8 @@
-"""The writing stage of packing: shards, each hashed and made durable on the way.
+"""The writing stage of packing: writes, hashes and syncs shards.
 
 Reading, writing, hashing (SHA-256 of each shard) and syncing overlap. Writing, hashing and syncing
-have one thread each beside the packing thread; each thread works in order. The threads take whole
-batches, so their Python costs nothing per sample. ::
+have one thread each, in addition to the packing thread; each thread works in order. The threads
+take whole batches, so their Python costs nothing per sample. ::
 
     packing thread   --data-->   writing thread    os.write, start_writeback
                      --data-->   hashing thread    SHA-256 of the open shard

@@ -1,4 +1,4 @@
-"""Turns a run's events into answers: waits, phases, skew, stragglers, traffic.
+"""Analyses a run's events: waits, phases, skew, stragglers, traffic.
 
 `analyse` makes the Analysis in one pass over arrays; every reader of a run takes its figures from
 there.

@@ -35,7 +35,7 @@ class Analysis:
             seconds.
         stragglers: the ranks that were late, the costliest first.
         traffic: collectives and messages by operation, group and size, the costliest first.
-        mismatches: the first collectives on which the ranks that joined do not agree; all such
+        mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
     """
 
@@ -76,7 +76,8 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         rules: thresholds from which a rank counts as a straggler.
 
     Raises:
-        CorruptTrace: a rank's steps are not numbered as a run numbers them.
+        CorruptTrace: a rank's step numbers do not increase, or more steps are missing than events
+            were dropped.
     """
     waits = wait_intervals(trace)
     phases = rank_phases(trace.ranks, waits)

@@ -210,7 +210,7 @@ def _straggler(
     )
     data_s = float(extra[PHASES.index("input")])
     working = [PHASES.index(phase) for phase in ("copy", "forward", "backward", "optimizer")]
-    working += [PHASES.index("checkpoint"), PHASES.index("other")]
+    working += [PHASES.index(name) for name in ("checkpoint", "evaluation", "host", "other")]
     rest_s = float(extra[working].sum())
     ran_s = float(
         ranks[i].running_s[steps].mean() - np.mean([other.running_s[steps] for other in others])

@@ -31,10 +31,10 @@ class Traffic(Record):
         group: name of the process group.
         ranks: largest number of ranks that took part in one of the collectives.
         size_class_bytes: the power of two that no collective of the class exceeds; 0 for
-            collectives that carry no bytes.
+            collectives without data.
         count: number of collectives, each counted once and not per rank.
-        bytes: bytes that one rank gave to all of these collectives together, the mean over ranks.
-        typical_bytes: bytes that one rank gave to one collective, the median over collectives.
+        bytes: input bytes of one rank, summed over these collectives, the mean over ranks.
+        typical_bytes: input bytes of one rank in one collective, the median over collectives.
         transfer_s: time from the last rank's entry to the last completion, the median over
             collectives whose completion was seen; 0 if no completion was seen.
         spread_s: time from the first rank's entry to the last rank's entry, the median.
@@ -55,7 +55,7 @@ class Traffic(Record):
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
-        """Bytes that one rank gave, divided by the transfer time; None if no bytes were carried."""
+        """Input bytes of one rank over the transfer time; None if no bytes were transferred."""
         if not self.typical_bytes or self.transfer_s <= 0:
             return None
         return self.typical_bytes / self.transfer_s

@@ -30,6 +30,8 @@ _PHASE_OF = {
     Kind.BACKWARD: PHASES.index("backward"),
     Kind.OPTIMIZER: PHASES.index("optimizer"),
     Kind.CHECKPOINT: PHASES.index("checkpoint"),
+    Kind.EVALUATION: PHASES.index("evaluation"),
+    Kind.HOST: PHASES.index("host"),
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
 _PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
@@ -94,7 +96,8 @@ def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tupl
         waits: one array of `WAIT_INTERVAL` per rank, from `wait_intervals`.
 
     Raises:
-        CorruptTrace: a rank's steps are not numbered as a run numbers them.
+        CorruptTrace: a rank's step numbers do not increase, or more steps are missing than events
+            were dropped.
     """
     return tuple(_of_rank(rank, own) for rank, own in zip(ranks, waits, strict=True))
 
@@ -133,7 +136,7 @@ def _step_bounds(rank: RankTrace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     steps out.
 
     Raises:
-        CorruptTrace: more steps are missing than events were dropped, or numbers do not rise.
+        CorruptTrace: more steps are missing than events were dropped, or numbers do not increase.
     """
     steps = rank.events_of(Kind.STEP)
     numbers = steps["step"].astype(np.int64)

@@ -1,10 +1,14 @@
 """Skew: by how much each rank entered its collectives later than it could have.
 
-A rank's *compute time since the last sync* at a collective is the time since the last moment at
-which it was synchronised with the other ranks, minus the time that it has spent waiting in one-way
-operations since then. Its skew is that time minus the smallest such time among the ranks. The time
-of entry alone would accuse the wrong rank: a broadcast makes its receivers as late as its root, and
-they carry that delay into the next all-reduce.
+A *sync* of a rank is the end of its wait for a synchronising collective (all-reduce, all-gather,
+reduce-scatter, all-to-all, barrier); a *sync interval* is the time between two syncs. One-way
+operations (broadcast, reduce, gather, scatter, send, receive) do not synchronise all ranks.
+
+A rank's *compute time since the last sync* at a collective is the time since the rank's last sync,
+minus the time that the rank has spent waiting in one-way operations since then. The rank's skew is
+that time minus the smallest such time among the ranks. The time of entry alone would accuse the
+wrong rank: a broadcast makes its receivers as late as its root, and the receivers carry that delay
+into the next all-reduce.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ if TYPE_CHECKING:
 def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndarray:
     """Return each rank's skew in each step, shape (ranks, steps), seconds.
 
-    A step may hold several moments at which ranks synchronise; their skews add up, since after
-    each of them all start equal. Collectives of one sync interval count once, by the largest skew.
-    A step without a synchronising collective counts as 0.
+    If ranks synchronise several times in a step, the skews add up, since all ranks start equal
+    after each sync. Several collectives in one sync interval count once, by the largest skew. A
+    step without a synchronising collective has skew 0.
 
     Args:
         matches: the run's matched collectives and messages.
@@ -39,14 +43,14 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
         entered = matches.calls["enter_ns"][own]
         compute_ns[own], intervals[own] = compute_since_sync_ns(entered, own_waits)
     counted = synchronising & (intervals > 0)
-    rows = matches.by_instance[counted[matches.by_instance]]
+    rows = matches.by_instance[counted[matches.by_instance]]  # of `matches.calls`, by instance
     calls = matches.calls[rows]
     late_ns = compute_ns[rows] - _smallest(compute_ns[rows], calls["instance"])
     chosen = (late_ns > 0) & (calls["step"] < steps)
     traces, steps_of_calls = calls["trace"][chosen], calls["step"][chosen]
     result = np.zeros((len(waits), steps))
-    worst, places = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
-    np.add.at(result, (traces[places], steps_of_calls[places]), worst / 1e9)
+    largest_ns, at = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
+    np.add.at(result, (traces[at], steps_of_calls[at]), largest_ns / 1e9)
     return result
 
 
@@ -55,8 +59,8 @@ def compute_since_sync_ns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a rank's compute time since the last sync at each entry, and the sync interval.
 
-    A sync interval begins when the rank was last synchronised. Sync intervals are counted from 1;
-    interval 0, before the first sync, has no beginning, and its compute time has no meaning.
+    Sync intervals are numbered from 1. Interval 0 is the time before the first sync; it has no
+    beginning, so its compute time has no meaning.
 
     Args:
         entered_ns: times at which the rank entered its collectives, in order, shape (calls,).
@@ -69,8 +73,8 @@ def compute_since_sync_ns(
     ended_ns = np.maximum.accumulate(waits["end_ns"])
     over = np.searchsorted(ended_ns, entered_ns, side="right")  # waits that ended before each entry
     syncs = waits["synchronises"]
-    rows = np.arange(1, len(waits) + 1)
-    last_sync = np.concatenate([[0], np.maximum.accumulate(np.where(syncs, rows, 0))])[over]
+    numbers = np.arange(1, len(waits) + 1)  # of waits, from 1; 0 stands for no sync yet
+    last_sync = np.concatenate([[0], np.maximum.accumulate(np.where(syncs, numbers, 0))])[over]
     intervals = np.concatenate([[0], np.cumsum(syncs)])[over]
     lengths = np.where(syncs, 0, waits["end_ns"] - waits["begin_ns"])
     waited = np.concatenate([[0], np.cumsum(lengths)])
@@ -79,7 +83,7 @@ def compute_since_sync_ns(
 
 
 def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
-    """Return for each row the smallest value of its instance; rows are ordered by instance."""
+    """Return for each value the smallest of its instance; values are ordered by instance."""
     if not len(values):
         return values
     first = np.flatnonzero(np.concatenate([[True], instances[1:] != instances[:-1]]))
@@ -90,12 +94,12 @@ def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
 def _largest(
     late_ns: np.ndarray, traces: np.ndarray, steps: np.ndarray, intervals: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest value of each (trace, step, interval), and the index of a row with it."""
+    """Return the largest value of each (trace, step, interval), and its index in `late_ns`."""
     order = np.lexsort((late_ns, intervals, steps, traces))
     last = np.ones(len(order), dtype=bool)
     for column in (traces, steps, intervals):
         ordered = column[order]
         last[:-1] &= ordered[1:] == ordered[:-1]
     last[:-1] = ~last[:-1]
-    places = order[last]
-    return late_ns[places], places
+    at = order[last]
+    return late_ns[at], at

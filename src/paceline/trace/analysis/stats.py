@@ -55,7 +55,7 @@ class TraceStats(Record):
         world_size: number of ranks of the run.
         ranks: statistics of each rank that left a trace.
         traffic: collectives and messages by operation, group and size.
-        mismatch_count: number of collectives on which the ranks that joined do not agree.
+        mismatch_count: number of collectives on whose operation or size ranks do not agree.
         mismatches: the first of these collectives.
     """
 

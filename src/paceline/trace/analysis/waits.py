@@ -1,4 +1,4 @@
-"""Wait intervals: when a rank's main thread could do nothing but wait, for whom, and until when.
+"""Wait intervals: when a rank's main thread was blocked, for which ranks, and until when.
 
 A wait has two parts. Until all ranks on which this rank depends have entered, no data can move
 (`waiting`). After that data moves, and no computation hides it (exposed communication). The
@@ -11,8 +11,8 @@ operation determines on which ranks a rank depends:
     send                          on no rank
 
 For a rank that depends on no rank (the root of a broadcast, a sender), the backend decides whether
-the call blocks until the other side has entered. The trace does not record this. So if the other
-side had entered by the end of the wait, the rank is taken to have waited for it; otherwise not.
+the call blocks until the other side has entered. The trace does not record this. So the rank
+is assumed to have waited for the other side if that had entered by the end of the wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The event schema: what a rank did as flat records, the same for every framework.
+"""The event schema: flat records of a rank's activity, the same for every framework.
 
 An event is an interval at a location: a thread, a stream of a device, or a communication lane.
 Events of one location are properly nested, except on communication lanes, where collectives and
@@ -18,7 +18,7 @@ IDLE = 0  # a rank's phase between phases; no kind of event has this number
 
 
 class Kind(IntEnum):
-    """What an event is; the numbers are those of the file."""
+    """The kind of an event; the numbers are those of the file."""
 
     INPUT = 1
     COPY = 2
@@ -32,10 +32,13 @@ class Kind(IntEnum):
     STEP = 10
     SEND = 11
     RECV = 12
+    EVALUATION = 13
+    HOST = 14
+    SAMPLE = 15
 
 
 class LocationType(IntEnum):
-    """What a location is; the numbers are those of the file."""
+    """The type of a location; the numbers are those of the file."""
 
     PROCESS = 1
     THREAD = 2
@@ -77,7 +80,7 @@ class Group:
 # collectives and messages.
 MAIN, COMMUNICATION = 0, 1
 
-# `amount` is the bytes that this rank gave; of a counter, its value. `name`, `group` and `location`
+# `amount` is the bytes of the rank's tensors; of a counter, its value. `name`, `group`, `location`
 # are indices into the rank's tables. `sequence` counts from 1: a group's collectives, or the
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
 # the other side, -1 for none.
@@ -98,7 +101,7 @@ EVENT_DTYPE = np.dtype(
     ]
 )
 
-# A flag: nobody saw the call complete, so `end_ns` is only when it returned. Backends that queue
+# A flag: completion was not observed, so `end_ns` is when the call returned. Backends that queue
 # collectives on a device's stream (NCCL) report completion when the work is queued.
 COMPLETION_UNKNOWN = 1
 

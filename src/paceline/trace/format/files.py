@@ -1,8 +1,8 @@
 """Reads trace files: complete ones, and those of ranks that were killed, up to the last flush.
 
-A file that was not closed and ends early is what a crash leaves, of a process or of its node; it is
-read as far as it goes. A wrong checksum, or a closed file that is too short, is damage and is an
-error that names the rank. Files of version 1 are upgraded as they are read (`version1`).
+A crash of a process or of its node leaves a file that is not closed and may end early; it is read
+up to its last complete block. A wrong checksum, or a closed file that is too short, is an error
+that names the rank. Files of version 1 are upgraded as they are read (`version1`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read_trace(path: Path) -> RankTrace:
 
 
 class _Tables:
-    """What the blocks of one file add up to."""
+    """The tables and events of one file, collected from its blocks."""
 
     def __init__(self, path: Path, status: Status) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class _Tables:
         self.locations: list[Location] = []
 
     def add(self, kind: int, count: int, payload: memoryview) -> None:
-        """Take in a block; blocks of later formats are passed over."""
+        """Parse a block; blocks of later formats are skipped."""
         if kind == _EVENTS:
             self.blocks.append(self._parse_events(payload, count))
         elif kind == _NAMES:
@@ -155,7 +155,7 @@ class _Tables:
         )
 
     def _check(self, events: np.ndarray, table: str, count: int) -> None:
-        """A checksum shows what was written, not that it makes sense."""
+        """Check what a checksum cannot: that references are valid."""
         if len(events) and int(events[table].max()) >= count:
             raise self._corrupt(f"an event refers to a {table} that the file does not hold")
 

@@ -26,7 +26,7 @@ _MAGIC = b"PACETRCE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The header of a trace: who, and where in its run the rank is or ended.
+    """The header of a trace: the rank, and its current or last step and phase.
 
     Attributes:
         phase: kind of event that the rank is in; None between phases.
@@ -54,7 +54,7 @@ class Status:
 
 
 def parse_header(data: bytes, path: Path) -> Status:
-    """Return what the first page of the file at `path` says.
+    """Return the header in the first page of the file at `path`.
 
     Raises:
         CorruptTrace: it is not a trace, damaged, or of a newer format.

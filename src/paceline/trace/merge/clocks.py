@@ -1,4 +1,4 @@
-"""Brings the clocks of a run's nodes together.
+"""Corrects the clocks of a run's nodes to one clock.
 
 Ranks of one node share CLOCK_MONOTONIC, recognised by the kernel's boot id. Between nodes a clock
 differs by a linear function of time: an offset, and a drift of some parts per million, which is a
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.trace.format.files import RankTrace
     from paceline.trace.merge.matches import Matches
 
-# What clock_adjtime(2) lets a clock be slewed by; a crystal alone is off by a tenth of it.
+# The limit of clock_adjtime(2) for slewing a clock; a crystal alone is off by a tenth of it.
 MAX_DRIFT = 500e-6
 _HALVINGS = 96  # each leaves two thirds: 1e-3 becomes 1e-20, below a nanosecond in a year
 _KEPT_GAP = 0.9
@@ -114,7 +114,7 @@ def _node_clock(
     theirs = np.flatnonzero(synchronising & np.isin(calls["trace"], members))
     ours = of_first[calls["instance"][theirs]]
     theirs, ours = theirs[ours >= 0], ours[ours >= 0]
-    if not len(theirs):  # no evidence but the wall clocks, and nobody knows how well they agree
+    if not len(theirs):  # only the wall clocks are left, whose error is unknown
         first, here = ranks[members[0]].status, ranks[0].status
         offset_ns = (first.opened_realtime_ns - first.opened_monotonic_ns) - (
             here.opened_realtime_ns - here.opened_monotonic_ns
@@ -141,7 +141,7 @@ def fit_clock(
         below: times on the clock, and offsets that are lower bounds of the true offsets then.
         above: times on the clock, and offsets that are upper bounds of the true offsets then.
         span: first and last time for which the clock is used.
-    Cost: sorts the points, then a constant number of looks at their hulls.
+    Cost: sorts the points, then evaluates their hulls a constant number of times.
     """
     at_ns, base_ns = int(below[0].min()), int(below[1][0])
 

@@ -1,7 +1,7 @@
 """The matched collectives and messages of a run, as arrays; `matching` makes them.
 
-A row of `CALL` is one rank's part in a collective, a row of `INSTANCE` the collective as its ranks
-joined it, a row of `MESSAGE` one side of a message between two ranks.
+A row of `CALL` is one rank's part in a collective, a row of `INSTANCE` the whole collective, and a
+row of `MESSAGE` one side of a message between two ranks.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ INSTANCE = np.dtype(
         ("last_ns", "<i8"),  # when the last rank entered
         ("root_ns", "<i8"),  # when the root entered
         ("complete_ns", "<i8"),  # when the last rank had its result
-        ("largest", "<i8"),  # largest number of bytes that a rank gave
-        ("mean", "<f8"),  # mean number of bytes that a rank gave
+        ("largest", "<i8"),  # largest input of a rank, bytes
+        ("mean", "<f8"),  # mean input of a rank, bytes
         ("sequence", "<i8"),
         ("group", "<i4"),
         ("operation", "<i4"),
-        ("ranks", "<i4"),  # number of ranks that joined
+        ("ranks", "<i4"),  # number of ranks that took part
         ("agrees", "?"),  # whether these ranks agree on operation and bytes
         ("timed", "?"),  # whether the completion was seen on each of these ranks
     ]
@@ -61,14 +61,14 @@ INSTANCE = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch(Record):
-    """A collective on whose operation or size the ranks that joined it do not agree.
+    """A collective on whose operation or size the ranks that took part do not agree.
 
     Attributes:
         group: name of the process group.
         sequence: number of the collective within the group, from 1.
-        ranks: global ranks that joined.
+        ranks: global ranks that took part.
         operations: the operation that each of these ranks named.
-        bytes: the number of bytes that each of these ranks gave.
+        bytes: input bytes of each of these ranks.
     """
 
     group: str
@@ -132,11 +132,11 @@ class Matches:
 
     @property
     def mismatch_count(self) -> int:
-        """Number of collectives on which the ranks that joined do not agree."""
+        """Number of collectives on whose operation or size ranks do not agree."""
         return int((~self.instances["agrees"]).sum())
 
     def mismatches(self) -> tuple[Mismatch, ...]:
-        """Return the first collectives on which the ranks that joined do not agree."""
+        """Return the first collectives on whose operation or size ranks do not agree."""
         found = np.flatnonzero(~self.instances["agrees"])[:_SHOWN_MISMATCHES]
         return tuple(self._mismatch(row) for row in found.tolist())
 

@@ -1,13 +1,13 @@
-"""Matches what the ranks recorded: the same collective on all its ranks, a send and its receive.
+"""Matches the ranks' events: the calls of one collective on all ranks, a send and its receive.
 
 A collective is identified on all ranks of its group by (group, sequence); the calls of the ranks
-that joined it are one *instance*. A message is identified on both sides by (group, source,
+that took part are one *instance*. A message is identified on both sides by (group, source,
 destination, tag, order): messages are numbered apart from collectives, since only two ranks of the
 group know of a message. Groups are the same on two ranks if their names and members are equal.
 
 The calls of an instance must agree. If they name different operations, or different sizes for an
 operation that takes equal sizes, the script branched differently on different ranks, or a trace
-lost events. Such an instance is reported as a `Mismatch`, and nothing is concluded from it.
+lost events. Such an instance is reported as a `Mismatch`, and left out of all analyses.
 
 All results are arrays (`matches`); no object is created per event.
 """
@@ -183,7 +183,7 @@ def _check_agreement(matches: Matches) -> None:
     """Set each instance's group, sequence, operation and number of ranks, and whether it agrees.
 
     An instance agrees if its calls name the same operation, and the same size if the operation
-    takes equal sizes, and if no rank joined twice.
+    takes equal sizes, and if no rank took part twice.
     """
     instances, first = matches.instances, matches.instance_starts[:-1]
     if not len(instances):

@@ -331,8 +331,8 @@ def _folder_samples(
                 raise UsageError(
                     "a sample is named like a folder",
                     where=repr(folders[k])[1:],
-                    why="another sample lies below that name",
-                    fix="Rename one of the two",
+                    why="the name of another sample begins with it and a slash",
+                    fix="Rename one of the two samples",
                 )
     both = np.stack([bounds(b"/"), bounds(b"0")], axis=1)  # "0" is what follows "/"
     return np.ascontiguousarray(both).reshape(-1)
@@ -343,5 +343,5 @@ def _duplicate(name: bytes) -> UsageError:
         "two samples have one name",
         where=repr(name)[1:],
         why="a sample of a pack is found by its name",
-        fix="Rename one of the two",
+        fix="Rename one of the two samples",
     )

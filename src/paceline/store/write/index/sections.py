@@ -1,7 +1,7 @@
 """Writes the sections of an index, each from front to back, all side by side.
 
-Flat arrays, because a reader maps them as they lie: the page cache is the memory that all processes
-of a node share, and opening costs no parsing.
+The sections are flat arrays, so that a reader can map them without decoding: all processes of a
+node share the page cache, and opening needs no parsing.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def find_archives(paths: Sequence[str]) -> list[str]:
 
 
 def _listed(path: str) -> list[str] | None:
-    """Return what lies in a folder, sorted; None if it is none."""
+    """Return the entries of a folder, sorted; None if `path` is not a folder."""
     try:
         return sorted(entry.name for entry in Path(path).iterdir())
     except (FileNotFoundError, NotADirectoryError, ValueError):  # packing it says so

@@ -77,11 +77,11 @@ class _ArchiveMember:
 
 @dataclass(frozen=True, slots=True)
 class Archives:
-    """The files in tar archives, or in WebDataset shards, in the order in which they lie there.
+    """The files in tar archives, or in WebDataset shards, in the order of the archives.
 
     Attributes:
         paths: archives (.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz), patterns of them with braces, or a
-            folder that holds nothing else: one of these, or several.
+            folder with archives only; a list of one or more of these.
     """
 
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -105,7 +105,7 @@ class Archives:
             raise UsageError(
                 "not a tar archive",
                 where=", ".join(str(path) for path in named)[:500],
-                fix="Name .tar files, patterns of them, or a folder that holds nothing else",
+                fix="Give .tar files, patterns of them, or a folder with only .tar files",
             )
         return nullcontext(OpenArchives(found))
 
@@ -138,7 +138,7 @@ class OpenArchives:
         self.resume_key = repr(states)
 
     def totals(self) -> SourceTotals:
-        """Return nothing: what archives hold is seen when they are read."""
+        """Return no totals: the content of archives is only known when they are read."""
         return SourceTotals()
 
     def folders(self) -> list[bytes]:
@@ -203,11 +203,11 @@ class OpenArchives:
         for member in group:
             if member.name.endswith(b".cls"):
                 raise UsageError(
-                    f"{member.name!r} names the class of too large a group",
+                    f"{member.name!r} names the class of too large a sample",
                     where=self.where,
-                    why="members that are named alike up to the first dot wait in memory for their "
+                    why="members with the same name up to the first dot wait in memory for their "
                     f"class, up to {_MAX_GROUP_BYTES >> 20} MiB of them",
-                    fix="Give fewer members one name up to the first dot",
+                    fix="Use the same name up to the first dot for fewer members",
                 )
 
     def _take_group(self, group: list[_ArchiveMember]) -> Iterator[tuple[_ArchiveMember, int]]:
@@ -268,7 +268,7 @@ class _LargeMember:
         raise AssertionError
 
     def read_into(self, target: NDArray[np.uint8]) -> int:
-        """Write what comes next of the sample; return how many bytes that is."""
+        """Write the next bytes of the sample; return their number."""
         chunk = self.file.read(len(target))
         target[: len(chunk)] = np.frombuffer(chunk, np.uint8)
         return len(chunk)

@@ -90,7 +90,7 @@ class OpenFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder and of the listing."""
+        """Close the folder and delete the listing."""
         self._listing.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -124,7 +124,7 @@ class OpenFolder:
                 first = end
 
     def _write_listing(self) -> SourceTotals:
-        """Write the listing in blocks; return what it adds up to."""
+        """Write the listing in blocks; return its totals."""
         waiting: list[tuple[SampleColumns, NDArray[np.uint64]]] = []
         waiting_count = sample_count = byte_count = 0
         for samples, lengths in self._scan.files():

@@ -171,8 +171,8 @@ class SortedListing:
             raise UsageError(
                 f"a path is longer than {MAX_NAME_BYTES:,} bytes",
                 where=os.fsdecode(self._name(int(lengths.argmax()))[:200]) + "...",
-                why="so much is what a system call takes",
-                fix="Pack from further down, or shorten the names",
+                why="PATH_MAX of the kernel is 4,096 bytes, with the final NUL",
+                fix="Pack a folder further down in the tree, or shorten the names",
             )
 
 
@@ -206,7 +206,7 @@ def open_root(root: bytes) -> int:
                 "only a folder can be packed",
                 where=os.fsdecode(root),
                 why="this is not a folder",
-                fix="Name the folder that it lies in, or a .tar archive",
+                fix="Give the folder that contains the file, or a .tar archive",
             ) from None
         raise unreadable(root, problem) from problem
     except OSError as problem:
@@ -229,7 +229,7 @@ def _bad_entry(
         "the source holds a symbolic link",
         where=os.fsdecode(path),
         why="a pack stores contents, and a link may lead anywhere",
-        fix="Pack what it leads to with --follow-symlinks, or remove it",
+        fix="Pack its target with --follow-symlinks, or remove the link",
     )
 
 

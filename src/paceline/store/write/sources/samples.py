@@ -1,4 +1,4 @@
-"""Samples that a program has or makes: any iterable of names and bytes."""
+"""Samples that a program generates: any iterable of pairs of a name and bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _OpenSamples:
         self.where = source.where
 
     def totals(self) -> SourceTotals:
-        """Return what is known before reading: nothing."""
+        """Return no totals: they are not known before reading."""
         return SourceTotals()
 
     def batches(self, large_bytes: int) -> Iterator[SourceBatch]:

@@ -1,4 +1,4 @@
-"""What can be packed: small values that name a source, and what reads its samples once opened.
+"""Sources of samples: values that name a source, and the readers that opening them returns.
 
 An open source yields batches. A batch has columns (names, lengths, modes, times, labels) and fills
 a buffer with the bytes of its samples on request, so that a resumed `pack` can pass over the
@@ -69,7 +69,7 @@ class SourceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTotals:
-    """What a source knows before it is read; 0 = unknown."""
+    """Totals of a source that are known before it is read; 0 = unknown."""
 
     sample_count: int = 0
     byte_count: int = 0

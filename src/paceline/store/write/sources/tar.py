@@ -33,7 +33,7 @@ _TIME = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 
 
 class TarHeader(NamedTuple):
-    """What precedes a member; its body follows, padded to blocks of 512 bytes."""
+    """The header of a member; the member's body follows, padded to blocks of 512 bytes."""
 
     name: bytes
     kind: bytes
@@ -42,7 +42,7 @@ class TarHeader(NamedTuple):
     mtime_ns: int
 
 
-def read_headers(  # noqa: C901  # one branch a kind of header
+def read_headers(  # noqa: C901  # one branch per kind of header
     file: IO[bytes], path: str
 ) -> Iterator[TarHeader]:
     """Yield the header of each member; the caller reads its body.
@@ -188,7 +188,7 @@ def archive_errors(path: str) -> Iterator[None]:
 
 
 def damaged_archive(path: str, why: str) -> StorageError:
-    """Return the error for an archive that cannot be what was written."""
+    """Return the error for a damaged archive."""
     return StorageError(
-        "the archive is damaged", where=path, why=why, fix="Bring back a good copy of it"
+        "the archive is damaged", where=path, why=why, fix="Restore the archive from a copy"
     )
