@@ -2,7 +2,7 @@
 
 Ranks are recorded through environment variables that every process inherits. They do not reach a
 process that somebody else starts (a container's runtime, the other end of ssh), nor an interpreter
-that was told to ignore its environment. That is said before anything starts.
+that ignores its environment. The error comes before anything starts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _without_options(words: list[str], with_value: set[str]) -> list[str]:
 
 
 def _interpreter_obstacle(words: list[str]) -> Obstacle | None:
-    """Return an obstacle if Python is told to ignore its environment, or what starts it."""
+    """Return an obstacle if Python ignores its environment, here or in a first line."""
     if not Path(words[0]).name.startswith("python"):
         words = _shebang(words[0])
         if words and Path(words[0]).name == "env":
