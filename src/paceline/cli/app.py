@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -70,6 +71,9 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may hold any byte, a locale may be ASCII
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()  # at interpreter exit a failure could not be reported
