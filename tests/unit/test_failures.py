@@ -202,3 +202,20 @@ def test_a_rank_that_its_launcher_stopped_is_no_culprit(tmp_path):
     stopped = exit_of(1, -9, stopped=True, at_s=13.0)
     exits = combine([exit_of(0, 1, at_s=10.0), stopped], ())
     assert first_failure(tmp_path, exits) == Failure(rank=0, error=LOST)
+
+
+@pytest.mark.parametrize(("phase", "culprit"), [(Kind.FORWARD, 1), (Kind.WAIT, 0)])
+def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit):
+    """The launcher stops it when its peer has raised: that signal says nothing."""
+    error = "RuntimeError('[gloo/transport/tcp/buffer.cc:72] Timed out waiting 1000ms for recv')"
+    report(tmp_path, 0, 100, error, "backward")
+    recorder = Recorder(str(tmp_path / "trace" / trace_name(1)), 1, 2)
+    recorder.end_step()
+    recorder.begin(int(phase))
+    exits = combine([exit_of(0, 1, at_s=10.0), exit_of(1, -9, stopped=True, at_s=13.0)], ())
+    failure = first_failure(tmp_path, exits)
+    assert failure.rank == culprit
+    if culprit == 1:
+        why = "hung: rank 0 waited for it until the timeout"
+        assert failure == Failure(rank=1, step=1, phase="forward", error=why)
+    recorder.close()

@@ -173,3 +173,23 @@ def test_the_summary_is_one_line():
 )
 def test_examples_hold(module):
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            "left with exit code 0 while rank 0 still needed it",
+            "Rank 1 left with exit code 0 while rank 0 still needed it, in step 7, during the "
+            "forward pass.",
+        ),
+        (
+            "hung: rank 0 waited for it until the timeout",
+            "Rank 1 hung in step 7, during the forward pass: rank 0 waited for it until the "
+            "timeout.",
+        ),
+    ],
+)
+def test_how_a_rank_failed_others_is_a_sentence(error, words):
+    failure = Failure(rank=1, step=7, phase="forward", error=error)
+    assert paceline.report.words.failure_words(failure) == words

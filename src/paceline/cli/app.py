@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import io
-import json
 import os
 import sys
 
@@ -17,7 +16,6 @@ import click
 
 import paceline
 from paceline.core.errors import PacelineError, StorageError
-from paceline.core.record import nearest
 
 VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
@@ -47,6 +45,8 @@ class VerbGroup(click.Group):
         """Import and return the subcommand; None if there is no such subcommand."""
         if cmd_name not in VERBS:
             if cmd_name.isidentifier():
+                from paceline.core.record import nearest  # here: --help has no use for it
+
                 ctx.fail(f"No such command '{cmd_name}'. {nearest(cmd_name, VERBS)}")
             return None
         command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
@@ -136,12 +136,16 @@ def _wants_json(argv: list[str]) -> bool:
 
 
 def _print_json(fields: dict[str, str]) -> None:
+    import json  # here: most commands print none
+
     empty = {"code": "", "what": "", "where": "", "why": "", "fix": ""}
     click.echo(json.dumps({"error": {**empty, **fields}}))
 
 
 def _explain(error: PacelineError, wants_json: bool) -> None:
     if wants_json:
+        import json
+
         click.echo(json.dumps(error.to_json()))
         return
     style = {"fg": "red", "bold": True}

@@ -14,7 +14,9 @@ from paceline.core.errors import (
 )
 from paceline.launch.exits import ExitOutcome, interruption
 from paceline.launch.failure_report import read_reports
+from paceline.launch.summary import trace_statuses
 from paceline.runs.result import Failure
+from paceline.trace.format.events import Kind
 from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
 
 _LOST = "its task stopped reporting"
 LEFT_EARLY = "left with exit code 0"
+HUNG = "hung"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
 LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
+_TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
 def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
@@ -36,7 +40,8 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     A rank that is killed breaks its peers' connections, and they raise before the kill is noticed;
     a rank that raises breaks them, too, but its failure report carries the time at which it raised.
     A rank that leaves with exit code 0 breaks them as well: if all that raised lost a peer, and no
-    rank was killed, the first rank to leave is the cause. A signal counts only if it ended a rank
+    rank was killed, the first rank to leave is the cause; if they lost it to a timeout, a rank that
+    hangs is. A signal counts only if it ended a rank
     before any other rank failed, unless it is a crash: launchers end ranks by signals.
 
     Args:
@@ -63,9 +68,12 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
         return _silent_failure(run, silent[0])
     if not reports:
         return None
-    left = [ended for ended in exits if not ended.code and ended.rank is not None]
-    if all_lost_a_peer and left:
-        return _early_leave(run, left[0], int(reports[0]["rank"]))
+    if all_lost_a_peer:
+        left = [ended for ended in exits if not ended.code and ended.rank is not None]
+        if left:
+            return _early_leave(run, left[0], int(reports[0]["rank"]))
+        if hung := _hung(run, reports, exits):
+            return hung
     return failure_of(run, reports[0])
 
 
@@ -93,6 +101,22 @@ def _early_leave(run: Path, ended: RankExit, victim: int) -> Failure:
     step, phase = _place(run, ended.rank)
     error = f"{LEFT_EARLY} while rank {victim} still needed it"
     return Failure(rank=ended.rank, step=step, phase=phase, error=error)
+
+
+def _hung(run: Path, reports: list[dict[str, Any]], exits: tuple[RankExit, ...]) -> Failure | None:
+    """Return the failure of a rank that others waited for until a timeout; None if there is none.
+
+    It neither raised nor ended by itself: its launcher stopped it, somewhere other than in a wait.
+    """
+    if not all(_TIMED_OUT.search(str(report["traceback"])) for report in reports):
+        return None
+    known = {int(report["rank"]) for report in reports} | {ended.rank for ended in exits}
+    for status in trace_statuses(run):
+        if status.rank not in known and status.phase is not Kind.WAIT:
+            step, phase = _place(run, status.rank)
+            error = f"{HUNG}: rank {reports[0]['rank']} waited for it until the timeout"
+            return Failure(rank=status.rank, step=step, phase=phase, error=error)
+    return None
 
 
 def _place(run: Path, rank: int) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.config import environment
-from paceline.core.errors import PacelineError, RankLost, ScriptFailed
+from paceline.core.errors import RankLost, ScriptFailed
 from paceline.core.files import commit_text
 from paceline.core.processes import (
     StopRequested,
@@ -32,12 +32,11 @@ from paceline.launch.failures import LOST_A_PEER, exit_code, failure_of, raise_f
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.ranks import LocalRanks
 from paceline.launch.recordable import check_recordable, script_line
-from paceline.launch.summary import summarize
+from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.folder import CONFIG_VERSION
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import Failure
 from paceline.runs.versions import versions
-from paceline.trace.format.files import read_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.launch.exits import RankExit
     from paceline.runs.result import RunResult
-    from paceline.trace.format.header import Status
 
 _SIGNAL_DELAY_S = 0.3  # a terminal signals the command, too
 _UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
@@ -122,7 +120,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
     exits = _run(job, clock)
     failure = None if not exits or exits[0].rank is None else _failure(run)
     code = exit_code(exits, failure) or (1 if exits else 0)
-    ranks = max((status.world_size for status in _statuses(run)), default=0)
+    ranks = max((status.world_size for status in trace_statuses(run)), default=0)
     result = summarize(run, ranks, code, failure)
     config["world_size"] = result.world_size
     commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
@@ -134,22 +132,13 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
 
 
 def recording_warnings(job: RecordedCommand) -> tuple[str, ...]:
-    """Return a line for what was not recorded: all ranks, or some."""
-    statuses = _statuses(job.run_folder)
-    if not statuses:
-        return (
-            "no rank was recorded: no Python process below the command joined a process group of "
-            "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
-            f"this line into the script: {script_line(job.run_folder)}",
-        )
-    missing = {rank for status in statuses for rank in range(status.world_size)}
-    missing -= {status.rank for status in statuses}
-    if not missing:
+    """Return a line if no rank was recorded."""
+    if trace_statuses(job.run_folder):
         return ()
     return (
-        f"{len(missing)} of {statuses[0].world_size} ranks left no trace here (first: "
-        f"{min(missing)}): if they ran on another node, copy its traces into "
-        f"{job.run_folder / 'trace'}",
+        "no rank was recorded: no Python process below the command joined a process group of "
+        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
+        f"this line into the script: {script_line(job.run_folder)}",
     )
 
 
@@ -185,16 +174,6 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     return combine(local.exits(), ())
 
 
-def _statuses(run: Path) -> list[Status]:
-    statuses = []
-    for path in sorted((run / "trace").glob("rank-*.trace")):
-        try:
-            statuses.append(read_status(path))
-        except (PacelineError, OSError):  # damaged, or hardly begun: its reader says so
-            continue
-    return statuses
-
-
 def _failure(run: Path) -> Failure | None:
     """Return the failure that came first, from what the ranks left; None if they left nothing.
 
@@ -208,7 +187,9 @@ def _failure(run: Path) -> Failure | None:
         return failure_of(run, own[0])
     reported = {int(report["rank"]) for report in reports}
     silent = [
-        status for status in _statuses(run) if not status.closed and status.rank not in reported
+        status
+        for status in trace_statuses(run)
+        if not status.closed and status.rank not in reported
     ]
     if silent:
         first = min(silent, key=lambda status: (status.step, status.rank))
@@ -217,7 +198,7 @@ def _failure(run: Path) -> Failure | None:
     return failure_of(run, reports[0]) if reports else None
 
 
-def _command_error(program: str, ended: RankExit) -> PacelineError:
+def _command_error(program: str, ended: RankExit) -> RankLost | ScriptFailed:
     if ended.signal:
         return RankLost(
             f"{program} was killed by {ended.signal}",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.runs.result import Failure
+    from paceline.trace.format.header import Status
 
 
 def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
@@ -50,19 +51,34 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
 
 
 def trace_warnings(run: Path) -> tuple[str, ...]:
-    """Return one line for each rank whose trace in folder `run` lost events."""
+    """Return one line for each rank whose trace in folder `run` lost events, or is not there."""
     lines = []
-    for path in sorted((run / "trace").glob("rank-*.trace")):
-        try:
-            status = read_status(path)
-        except PacelineError:  # damaged, or hardly begun: its reader says so
-            continue
+    statuses = trace_statuses(run)
+    for status in statuses:
         if status.error or status.dropped_count:
             why = os.strerror(status.error) if status.error else "events came too fast"
             lines.append(
                 f"the trace of rank {status.rank} lacks {status.dropped_count} events: {why}"
             )
+    world_size = max((status.world_size for status in statuses), default=0)
+    missing = sorted(set(range(world_size)) - {status.rank for status in statuses})
+    if missing:
+        lines.append(
+            f"{len(missing)} of {world_size} ranks left no trace here (first: {missing[0]}): if "
+            f"they ran on another node, copy its traces into {run / 'trace'}"
+        )
     return tuple(lines)
+
+
+def trace_statuses(run: Path) -> list[Status]:
+    """Return the headers of the traces in folder `run` that can be read, ordered by rank."""
+    statuses = []
+    for path in sorted((run / "trace").glob("rank-*.trace")):
+        try:
+            statuses.append(read_status(path))
+        except (PacelineError, OSError):  # damaged, or hardly begun: its reader says so
+            continue
+    return statuses
 
 
 def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
