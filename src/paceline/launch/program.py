@@ -21,7 +21,7 @@ class ProgramKind(StrEnum):
 
     SCRIPT = "script"  # in the worker's own process, as `python script.py`
     MODULE = "module"  # in the worker's own process, as `python -m module`
-    EXECUTABLE = "executable"  # takes the worker's place: a binary or a shell script
+    EXECUTABLE = "executable"  # as a child of the worker: a binary or a shell script
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,17 @@ class LocalRanks:
 
     Attributes:
         output: tags the lines that the ranks print; None leaves them our own streams.
+        stop_signal: has a rank's process end; SIGINT lets Python close the trace.
     """
 
-    def __init__(self, clock: Clock, output: TaggedOutput | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        output: TaggedOutput | None = None,
+        stop_signal: signal.Signals = signal.SIGINT,
+    ) -> None:
         self.output = output
+        self.stop_signal = stop_signal
         self._clock = clock
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ends: dict[int, float] = {}  # time of the end, by rank; written by the rank's thread
@@ -145,7 +152,7 @@ class LocalRanks:
             self.output.begin()
 
     def stop(self, patience_s: float = 0.0) -> None:
-        """Send SIGINT, so that ranks close their traces; after GRACE_S send SIGKILL.
+        """Send the stop signal, so that ranks close their traces; after GRACE_S send SIGKILL.
 
         Args:
             patience_s: time for ranks to end by themselves: a signal may have reached them, too.
@@ -154,7 +161,7 @@ class LocalRanks:
         left = self._running()
         self._stopped.update(left)
         for rank in left:
-            self._children[rank].send_signal(signal.SIGINT)
+            self._children[rank].send_signal(self.stop_signal)
         self._await_ends(GRACE_S)
         for rank in self._running():
             self._children[rank].kill()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from paceline.launch.exits import combine, interrupted_exit
 from paceline.launch.failure_report import read_reports
 from paceline.launch.failures import LOST_A_PEER, exit_code, failure_of, raise_failure
 from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.ranks import LocalRanks
 from paceline.launch.recordable import check_recordable, script_line
 from paceline.launch.summary import summarize, trace_statuses
@@ -156,11 +156,9 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     """Run the command to its end; return its exit if it did not end well."""
     before = frozenset(descendants(os.getpid()))
     become_reaper()
-    # SIGTERM, which launchers pass on to their ranks before they end.
-    stub = (sys.executable, "-m", "paceline.launch.become", str(os.getpid()))
-    command = [*stub, str(int(signal.SIGTERM)), *job.command]
+    command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
     environ = {**environment(), **child_environment(job.run_folder)}
-    local = LocalRanks(clock)
+    local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
     try:
         with ended_on_signal(clock):
             try:

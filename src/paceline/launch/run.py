@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -31,7 +32,9 @@ from paceline.core.processes import (
 )
 from paceline.launch.exits import ExitOutcome, combine, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
+from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
 from paceline.launch.rendezvous.messages import JobEnd
@@ -133,7 +136,8 @@ def _run_ranks(
         output = stack.enter_context(TaggedOutput(clock)) if tag else None
         try:
             with watch, ended_on_signal(clock):
-                local = LocalRanks(clock, output)
+                guarded = job.program.kind is ProgramKind.EXECUTABLE
+                local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
                 if rendezvous is None:
                     return _run_alone(job, local, Path(folder), clock)
                 start = _Starter(job, local, Path(folder))

@@ -3,7 +3,7 @@
 Started with ``-m`` by the launcher; nothing imports it. A Python script or module runs in this
 process and sees what it would see under ``python script.py`` or ``python -m module``: its own argv,
 its folder first on the path, its module as ``__main__``. Its traceback goes to a file, so that the
-launcher can print the traceback of the first rank to fail. Any other program takes the place of
+launcher can print the traceback of the first rank to fail. Any other program is a child of
 this process.
 """
 
@@ -29,6 +29,7 @@ from paceline.core.config import environment
 from paceline.core.processes import die_with_parent
 from paceline.launch import attach
 from paceline.launch.failure_report import write_report
+from paceline.launch.guard import guard, leave_like
 from paceline.launch.program import ProgramKind
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> int:
     if options.record == "on":  # of what this process starts; itself is recorded below
         os.environ.update(attach.child_environment(options.run))
     if options.kind == ProgramKind.EXECUTABLE:
-        return _become(options.program, options.args)
+        command = [options.program, *options.args]
+        return leave_like(guard(options.launcher, command))
     if options.temporary:  # child processes inherit it, as they do a folder that Python has chosen
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # no public setting
         config["tempdir"] = options.temporary
@@ -105,18 +107,6 @@ def _bind(
         os.environ["OMP_NUM_THREADS"] = str(binding.threads)
     if len(binding.cores) >= (threads or 1):  # more threads than cores of its own: unbound
         os.sched_setaffinity(0, binding.cores)
-
-
-def _become(program: str, args: list[str]) -> int:
-    """Replace this process by a program; return only if the system refuses that.
-
-    The signal that ends this process with its launcher stays in force (prctl(2)).
-    """
-    try:
-        os.execv(program, [program, *args])
-    except OSError as problem:  # no interpreter, another architecture
-        sys.stderr.write(f"cannot execute {program}: {problem.strerror}\n")
-        return 126
 
 
 def _exit_code_of(
