@@ -35,7 +35,10 @@ def test_what_cannot_be_executed_is_an_exit_code(tmp_path):
 
 def test_the_program_is_interrupted_when_the_launcher_stops_the_guard(tmp_path):
     ready = tmp_path / "ready"
-    body = f"import pathlib, signal; pathlib.Path({str(ready)!r}).touch(); signal.pause()"
+    body = (
+        "import pathlib, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"pathlib.Path({str(ready)!r}).touch(); signal.pause()"
+    )
     process = guard(sys.executable, "-c", body, stderr=subprocess.DEVNULL)
     await_true(ready.exists, "the program to wait")
     process.send_signal(signal.SIGTERM)

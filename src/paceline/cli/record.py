@@ -11,10 +11,9 @@ import click
 @click.command(
     context_settings={"allow_interspersed_args": False},  # what follows the command is its own
     epilog="""\b
-Examples:
-  paceline record -- torchrun --nproc-per-node 2 train.py
-  paceline record --out run1 -- accelerate launch --num_processes 2 train.py
-  paceline record -- python train.py
+Example: paceline record -- torchrun --nproc-per-node 2 train.py
+  accelerate:   paceline record -- accelerate launch --num_processes 2 train.py
+  own ranks:    paceline record --out run1 -- python train.py
 """,
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")

@@ -11,12 +11,11 @@ import click
 @click.command(
     context_settings={"allow_interspersed_args": False},  # what follows SCRIPT is the script's
     epilog="""\b
-Examples:
-  paceline run -n 2 examples/ddp_digits.py --epochs 5
-  paceline run -n 2 -m package.train --epochs 5
-  paceline run -n 2 ./train.sh
-  paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 -n 4 train.py
-Below another launcher: paceline record -- torchrun --nproc-per-node 2 train.py
+Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
+  a module:   paceline run -n 2 -m package.train --epochs 5
+  a program:  paceline run -n 2 ./train.sh
+  two nodes:  paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0 train.py
+  torchrun:   paceline record -- torchrun --nproc-per-node 2 train.py
 """,
 )
 @click.option("-n", "--ranks", type=int, help="Ranks on each node [default: 1].")
