@@ -57,10 +57,10 @@ class Launched:
                 os.kill(pid, 9)
             self.process.communicate()
 
-    def wait(self) -> Launched:
+    def wait(self, deadline_s: float = DEADLINE_S) -> Launched:
         """Wait for its end and keep what it said."""
         try:
-            self.out, self.err = self.process.communicate(timeout=DEADLINE_S)
+            self.out, self.err = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             for pid in self.running():
                 os.kill(pid, 9)
@@ -103,9 +103,9 @@ def _names(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 
-def paceline(folder: Path, *args, **options) -> Launched:
+def paceline(folder: Path, *args, deadline_s: float = DEADLINE_S, **options) -> Launched:
     """Run the command line to its end."""
-    return Launched(folder, *args, **options).wait()
+    return Launched(folder, *args, **options).wait(deadline_s)
 
 
 def await_true(condition, what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -54,11 +54,12 @@ void bind_recorder(nb::module_& module) {
       .def(
           "end",
           [](Recorder& self, int kind, std::uint16_t name, std::uint64_t begin_ns,
-             std::uint64_t amount, int outer) {
+             std::uint64_t amount, int outer, std::int32_t tag, std::uint8_t flags) {
             return self.end(static_cast<Kind>(kind), name, begin_ns, amount,
-                            static_cast<Phase>(outer));
+                            static_cast<Phase>(outer), tag, flags);
           },
-          "kind"_a, "name"_a, "begin_ns"_a, "amount"_a = 0, "outer"_a = 0)
+          "kind"_a, "name"_a, "begin_ns"_a, "amount"_a = 0, "outer"_a = 0, "tag"_a = 0,
+          "flags"_a = 0)
       .def(
           "record",
           [](Recorder& self, int kind, std::uint16_t location, std::uint16_t name,
@@ -81,7 +82,7 @@ void bind_recorder(nb::module_& module) {
           "kind"_a, "location"_a, "name"_a, "begin_ns"_a, "end_ns"_a, "amount"_a = 0,
           "group"_a = 0, "sequence"_a = 0, "peer"_a = -1, "tag"_a = 0, "step"_a = -1,
           "flags"_a = 0)
-      .def("end_step", &Recorder::end_step)
+      .def("end_step", &Recorder::end_step, "name"_a = 0, "tag"_a = 0)
       .def("flush", &Recorder::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Recorder::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("step", &Recorder::step)

@@ -212,8 +212,9 @@ std::uint64_t Recorder::begin(Phase phase) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   header_->phase.store(static_cast<std::uint32_t>(phase), std::memory_order_relaxed);
-  if (phase >= phase_of(Kind::input) && phase <= phase_of(Kind::optimizer) &&
-      phase != phase_of(Kind::copy)) {
+  if ((phase >= phase_of(Kind::input) && phase <= phase_of(Kind::optimizer) &&
+       phase != phase_of(Kind::copy)) ||
+      phase == phase_of(Kind::evaluation)) {
     start_steps(now);
   }
   return now;
@@ -225,7 +226,8 @@ void Recorder::start_steps(std::uint64_t now_ns) {
 }
 
 std::uint64_t Recorder::end(Kind kind, std::uint16_t name, std::uint64_t begin_ns,
-                            std::uint64_t amount, Phase outer) {
+                            std::uint64_t amount, Phase outer, std::int32_t tag,
+                            std::uint8_t flags) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   header_->phase.store(static_cast<std::uint32_t>(outer), std::memory_order_relaxed);
@@ -233,8 +235,10 @@ std::uint64_t Recorder::end(Kind kind, std::uint16_t name, std::uint64_t begin_n
           .end_ns = now,
           .amount = amount,
           .step = step(),
+          .tag = tag,
           .name = name,
-          .kind = kind});
+          .kind = kind,
+          .flags = flags});
   return now;
 }
 
@@ -244,7 +248,7 @@ void Recorder::record(const Event& event) {
   append(event);
 }
 
-std::uint64_t Recorder::end_step() {
+std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   start_steps(now);
@@ -253,10 +257,12 @@ std::uint64_t Recorder::end_step() {
   Event event{.begin_ns = step_begin_ns_.load(std::memory_order_relaxed),
               .end_ns = now,
               .step = step_.load(std::memory_order_relaxed),
-              .name = step_name_,
+              .tag = tag,
+              .name = name != 0 ? name : step_name_,
               .kind = Kind::step};
   append(event);
   event.kind = Kind::counter;
+  event.tag = 0;
   event.name = running_name_;
   event.amount = times.running_ns - before_.running_ns;
   append(event);

@@ -1,6 +1,6 @@
 """Paceline: measure, predict and fix what holds distributed deep learning back.
 
-`record` is for a script that records itself. Its module is imported when it is called.
+A script may say where its steps end (`step`), and record itself (`record`), if it likes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from paceline.core.step_mark import step
+
 if TYPE_CHECKING:
     import os
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "record"]
+__all__ = ["__version__", "record", "step"]
 
 
 def record(run: str | os.PathLike[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import COMPLETION_UNKNOWN, Kind
 from paceline.trace.format.files import read_trace
 
-SCRIPT = Path(__file__).parent / "scripts" / "missing_capabilities.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -284,6 +284,44 @@ def test_capability_thread_state(world):
     assert len(threads) == 20
 
 
+def test_capability_dynamo_frames():
+    """A hidden function is not compiled, nor what it calls; what a passing one calls is."""
+    import torch._dynamo
+
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph.code)
+        return graph.forward
+
+    def leaf(x):
+        return x.sin()
+
+    def hidden(x):
+        return leaf(x) + 1
+
+    def passing(x):
+        return leaf(x) + 1
+
+    set_strategy, strategy, action = internals._dynamo_frames()
+    set_strategy(hidden.__code__, strategy(action.SKIP, action.SKIP))
+    set_strategy(passing.__code__, strategy(action.SKIP, action.DEFAULT))
+    run = torch._dynamo.optimize(backend)
+    graphs = []
+    for function in (hidden, passing):
+        seen.clear()
+        run(function)(torch.ones(1))
+        graphs.append(len(seen))
+    assert graphs == [0, 1]
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def traced(x):
+        return x + 1 if internals.at_run_time() else x - 1
+
+    assert internals.at_run_time()
+    assert traced(torch.ones(1)).item() == 0
+
+
 def test_a_recorder_that_fails_amid_a_collective_says_so_once_and_ends_nothing(
     world, tmp_path, monkeypatch, caplog
 ):
@@ -334,10 +372,10 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
     assert events["flags"].tolist() == [0 if seen else COMPLETION_UNKNOWN] * 2
 
 
-def test_what_a_torch_lacks_costs_one_warning_each_and_the_rest_is_recorded(tmp_path):
-    """In one child for each capability that it is told to do without, and in one for all."""
+def _as_unrecorded(script, folder):
+    """Run a script that compares recorded children with unrecorded ones; return its last line."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path],
+        [sys.executable, SCRIPTS / script, folder],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -345,4 +383,17 @@ def test_what_a_torch_lacks_costs_one_warning_each_and_the_rest_is_recorded(tmp_
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"{len(Capability) + 1} as unrecorded"
+    return done.stdout.splitlines()[-1]
+
+
+def test_what_a_torch_lacks_costs_one_warning_each_and_the_rest_is_recorded(tmp_path):
+    """In one child for each capability that it is told to do without, and in one for all."""
+    last = _as_unrecorded("missing_capabilities.py", tmp_path)
+    assert last == f"{len(Capability) + 1} as unrecorded"
+
+
+def test_a_hook_that_fails_costs_one_warning_and_neither_results_nor_the_scripts_exceptions(
+    tmp_path,
+):
+    last = _as_unrecorded("failing_hooks.py", tmp_path)
+    assert last == "5 groups of faults as unrecorded"

@@ -10,7 +10,14 @@ import pytest
 from launching import SCRIPTS, last_json, paceline
 
 from paceline.trace.analysis import analyse
-from paceline.trace.format.events import COMMUNICATION, DRAIN, MAIN, Kind
+from paceline.trace.format.events import (
+    COMMUNICATION,
+    DRAIN,
+    EVALUATION_SPAN,
+    MAIN,
+    NAN_READ,
+    Kind,
+)
 from paceline.trace.merge import load_run
 
 # --- collectives ---------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ def test_no_wait_is_without_a_name(trace):
 LOOPS = (
     *("lbfgs", "accumulation", "recomputation", "step_in_backward", "step_that_raises"),
     *("optimizer_of_optimizers", "saving", "sharded_saving", "copies", "evaluation"),
-    *("computed_input", "clipping"),
+    *("computed_input", "clipping", "validation", "host_work", "not_a_number"),
 )
 
 
@@ -268,6 +275,31 @@ def test_a_model_that_makes_samples_is_input(loops):
 def test_clipping_and_clearing_gradients_is_of_the_optimizer(loops):
     section = loops["clipping"]
     assert section.names(Kind.OPTIMIZER) == ["clip_grad_norm", "step", "zero_grad"]
+
+
+def test_an_evaluation_lasts_from_its_first_batch_to_its_last(loops):
+    section = loops["validation"]
+    spans = section.of(Kind.EVALUATION)
+    spans = spans[[section.rank.names[name] == EVALUATION_SPAN for name in spans["name"]]]
+    assert len(spans) == 2
+    assert section.inside(Kind.INPUT, spans) == 2 * (1 + 4 + 1)  # iter, batches, the end
+    assert section.inside(Kind.EVALUATION, spans) - len(spans) == 2 * 4
+    assert section.inside(Kind.BACKWARD, spans) == 0
+    assert section.names(Kind.FORWARD) == ["forward", "loss"] * 4
+
+
+def test_work_between_phases_has_names(loops):
+    section = loops["host_work"]
+    names = Counter(section.names(Kind.HOST))
+    assert names["lr_scheduler"] == 2
+    assert names["logging"] == 2
+    assert names["garbage collection"] >= 2
+    assert section.names(Kind.OPTIMIZER) == ["clip_grad_value", "step"] * 2
+
+
+def test_a_value_that_is_no_number_is_counted_when_it_is_read(loops):
+    section = loops["not_a_number"]
+    assert section.names(Kind.COUNTER).count(NAN_READ) == 4
 
 
 def test_phases_of_the_main_lane_are_properly_nested(loops):

@@ -10,7 +10,7 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 EXPORTS = {
-    "": ["__version__", "record"],
+    "": ["__version__", "record", "step"],
     "cli": [],
     "core": [],
     "launch": [],

@@ -99,10 +99,10 @@ def test_ranks_without_a_common_collective_are_named_so():
 
 
 def test_a_run_without_steps_says_why_nothing_can_be_said():
-    assert "optimizer's step()" in _verdict(steps=0)
+    assert "paceline.step()" in _verdict(steps=0)
     killed = Failure(rank=1, signal="SIGKILL", step=11)
     assert "before its steps were written" in _verdict(steps=0, failure=killed)
-    assert "optimizer's step()" in _verdict(steps=0, failure=Failure(rank=1, error="x"))
+    assert "paceline.step()" in _verdict(steps=0, failure=Failure(rank=1, error="x"))
 
 
 def test_a_failure_comes_first():

@@ -54,6 +54,9 @@ constexpr std::uint16_t communication_location = 1;
 
 // Flags of an event. The end of a call without a known completion is the moment when it returned.
 constexpr std::uint8_t completion_unknown = 1;
+// Flags of a forward pass.
+constexpr std::uint8_t without_gradients = 2;
+constexpr std::uint8_t evaluation_mode = 4;
 
 struct Event {  // little-endian on disk, 48 bytes
   std::uint64_t begin_ns = 0;
@@ -62,7 +65,7 @@ struct Event {  // little-endian on disk, 48 bytes
   std::uint32_t step = 0;
   std::uint32_t sequence = 0;  // collective: of its group; send, recv: of (group, peer, tag); from 1
   std::int32_t peer = -1;      // global rank of the root or of the other side; -1 = none
-  std::int32_t tag = 0;        // of a send or recv
+  std::int32_t tag = 0;        // of a send or recv; else the number of the object that is used
   std::uint16_t name = 0;      // index into the names
   std::uint16_t group = 0;     // index into the groups
   std::uint16_t location = main_location;  // index into the locations
@@ -128,10 +131,11 @@ class Recorder {
   std::uint64_t begin(Phase phase);
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
-                    Phase outer);
+                    Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
   void record(const Event& event);
   // Ends the current step now: records it with the time its threads ran and waited for a core.
-  std::uint64_t end_step();
+  // `name` says what ended it (0: an optimizer's step), `tag` which one.
+  std::uint64_t end_step(std::uint16_t name = 0, std::int32_t tag = 0);
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
 

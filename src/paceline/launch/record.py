@@ -125,7 +125,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
     config["world_size"] = result.world_size
     commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(run / "result.json", result.to_text())
-    raise_failure(run, job.command[0], exits, failure)
+    raise_failure(run, job.command[0], exits, result.failure)
     if exits:
         raise _command_error(job.command[0], exits[0])
     return result

@@ -95,6 +95,7 @@ def execute(
         interrupted = interruption(exits)
         failure = None if interrupted else first_failure(job.run_folder, exits)
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
+        failure = result.failure
         commit_text(job.run_folder / "result.json", result.to_text())
         if rendezvous is not None:
             signal_name = interrupted.signal if interrupted else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,19 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
         ranks=_rank_results(analysis),
         straggler=analysis.stragglers[0] if analysis.stragglers else None,
-        failure=failure,
+        failure=_in_loop_steps(analysis, failure),
+        step_rule=analysis.step_rule,
+        nan=analysis.nan,
     )
+
+
+def _in_loop_steps(analysis: Analysis, failure: Failure | None) -> Failure | None:
+    """Return the failure with its step in steps of the loop: the trace's header counts marks."""
+    for rank in analysis.trace.ranks:
+        if failure is not None and rank.rank == failure.rank:
+            step = max(0, failure.step - rank.marks_within_steps)
+            return dataclasses.replace(failure, step=step)
+    return failure
 
 
 def trace_warnings(run: Path) -> tuple[str, ...]:
@@ -93,6 +105,7 @@ def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
                 for name, seconds in phases.breakdown().items()
             ),
             dropped_count=rank.status.dropped_count,
+            host=phases.host,
         )
         for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
     )

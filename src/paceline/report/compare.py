@@ -92,7 +92,7 @@ def compare(
         for rank in rank_phases:
             measured += rank.median_breakdown(padded(chosen, rank.steps))
         measured = measured.scaled(1 / len(rank_phases))
-        slowest = np.max([rank.step_s[:steps] for rank in rank_phases], axis=0)
+        slowest = np.max([rank.train_s[:steps] for rank in rank_phases], axis=0)
         step_s = float(np.median(slowest[chosen]))
     if unfit:
         predicted = predicted_step_s = None

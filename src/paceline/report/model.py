@@ -19,15 +19,24 @@ from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
-from paceline.report.words import failure_words, gap_words, sync_place, verdict
+from paceline.report.words import (
+    STEP_RULES,
+    failure_words,
+    gap_words,
+    nan_words,
+    sync_place,
+    verdict,
+)
 from paceline.runs.folder import RunFolder, RunState
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
+from paceline.trace.merge.steps import StepRule
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
@@ -51,6 +60,7 @@ class Report:
         estimate: the prediction, if there was one.
         versions: of what took part.
         config: values with their origins, the script and its arguments.
+        nan: the first value that was not a number when the script read it, if there was one.
     """
 
     run: Path
@@ -67,6 +77,7 @@ class Report:
     estimate: Estimate | None
     versions: dict[str, Any]
     config: dict[str, Any]
+    nan: NanValue | None = None
 
     @property
     def world_size(self) -> int:
@@ -149,7 +160,9 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
-    words = " ".join([sentence for sentence in (folder.state_words(), words, *gaps) if sentence])
+    rule = STEP_RULES[StepRule(analysis.step_rule)]
+    sentences = [folder.state_words(), nan_words(analysis.nan), words, *gaps, rule]
+    words = " ".join(filter(None, sentences))
     return Report(
         run=run,
         state=folder.state(),
@@ -165,6 +178,7 @@ def gather(run: Path) -> Report:
         estimate=estimate,
         versions=folder.read_versions(),
         config=config,
+        nan=analysis.nan,
     )
 
 
@@ -243,6 +257,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "steps": report.steps,
         "step_time_s": report.step_time_s,
+        "step_rule": report.trace.step_rule,
+        "nan": _plain(report.nan),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "ranks": [
             {
@@ -255,6 +271,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "clock_drift": report.trace.clocks[i].drift,
                 "clock_error_ns": report.trace.clocks[i].error_ns,
                 "phases": dict(spent.breakdown().items()),
+                "host": [_plain(time) for time in spent.host],
             }
             for i, (rank, spent) in enumerate(
                 zip(report.trace.ranks, report.rank_phases, strict=True)

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from paceline.perf.calibrate import Calibration
     from paceline.report.model import Report
     from paceline.trace.analysis.communication import Traffic
+    from paceline.trace.analysis.host import HostTime
     from paceline.trace.analysis.stats import TraceStats
     from paceline.trace.merge.matches import Mismatch
 
 _ROWS = 16
+_HOST_ROWS, _HOST_RANKS = 8, 4
 
 
 def render_terminal(report: Report) -> Group:
@@ -62,6 +64,8 @@ def render_terminal(report: Report) -> Group:
         left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
+        if any(rank.host for rank in report.rank_phases):
+            parts += [Text(), _host_work([(rank.rank, rank.host) for rank in report.rank_phases])]
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report)]
     elif report.comparison.unfit:
@@ -94,6 +98,8 @@ def render_stats(stats: TraceStats) -> Group:
         spent = [significant(getattr(rank.breakdown, name)) for name in present]
         times.add_row(f"rank {rank.rank}", *spent, significant(rank.loop_wall_s))
     parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
+    if any(rank.host for rank in stats.ranks):
+        parts += [Text(), _host_work([(rank.rank, rank.host) for rank in stats.ranks])]
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     untimed = sum(line.untimed_count for line in stats.traffic)
@@ -102,6 +108,23 @@ def render_stats(stats: TraceStats) -> Group:
     if stats.mismatches:
         parts += [Text(), _mismatches(stats.mismatches)]
     return Group(*parts)
+
+
+def _host_work(ranks: Sequence[tuple[int, Sequence[HostTime]]]) -> Table:
+    """Return the names of the work between phases, the longest first, with seconds by rank."""
+    by_name: dict[str, dict[int, float]] = {}
+    for rank, times in ranks:
+        for time in times:
+            spent = by_name.setdefault(time.name, {})
+            spent[rank] = spent.get(rank, 0.0) + time.measured_s
+    shown_ranks = [rank for rank, _ in ranks[:_HOST_RANKS]]
+    shown = _table("host work, seconds", [f"rank {rank}" for rank in shown_ranks])
+    longest = sorted(by_name, key=lambda name: -max(by_name[name].values()))
+    for name in longest[:_HOST_ROWS]:
+        spent = by_name[name]
+        cells = [significant(spent[rank]) if rank in spent else "-" for rank in shown_ranks]
+        shown.add_row(Text(printable(name)), *cells)
+    return shown
 
 
 def _mismatches(mismatches: Iterable[Mismatch]) -> Table:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import Breakdown
 from paceline.report.units import format_seconds, format_share, plural, significant
+from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.runs.result import Failure, RunResult
     from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.nans import NanValue
 
 BECAUSE = {
     "data": "because of data loading",
@@ -37,9 +39,18 @@ DOING = {
 }
 _NOTABLE_WAITING = 0.1
 _NO_STEP = (
-    "No step was recorded, so nothing is known about stragglers: "
-    "a step ends with each call of an optimizer's step()."
+    "No step was recorded, so nothing is known about stragglers: the script calls no optimizer, "
+    "takes no batch from a DataLoader and makes no backward pass. Call paceline.step() once per "
+    "iteration to mark steps."
 )
+STEP_RULES = {
+    StepRule.SCRIPT: "A step ends with each call of paceline.step().",
+    StepRule.OPTIMIZER: "A step ends with each step of the optimizer.",
+    StepRule.OPTIMIZERS: "A step is one round of several optimizers that step in turn.",
+    StepRule.LOADER: "No optimizer stepped: a step is one batch from the loader.",
+    StepRule.BACKWARD: "No optimizer stepped: a step is one backward pass.",
+    StepRule.NONE: "",
+}
 _NOT_WRITTEN = "A rank ended before its steps were written, so nothing is known about stragglers."
 _SEPARATE = (
     "The ranks took part in no common collective: each trained a model of its own, unless they "
@@ -61,6 +72,8 @@ def summary_line(result: RunResult, run: Path) -> str:
             parts.append(f"{format_share(total.waiting / total.total_s)} of the time waiting")
     else:
         parts.append("no step recorded")
+    if result.nan is not None:
+        parts.append(f"a value was NaN in step {result.nan.step} on rank {result.nan.rank}")
     if result.straggler is not None:
         late = result.straggler
         parts.append(f"rank {late.rank} was late in steps {late.first_step} to {late.last_step}")
@@ -115,6 +128,16 @@ def verdict(
         else:
             sentences.append(_even_words(present, steps, total, latest))
     return " ".join(sentences)
+
+
+def nan_words(nan: NanValue | None) -> str:
+    """Return in which step the script first read a value that was not a number; empty without."""
+    if nan is None:
+        return ""
+    return (
+        "A value that the script read from a tensor (the loss, if that is what it logs) became "
+        f"NaN in step {nan.step} on rank {nan.rank}."
+    )
 
 
 def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:

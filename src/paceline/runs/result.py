@@ -7,6 +7,8 @@ from typing import Literal
 
 from paceline.core.record import Record
 from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.nans import NanValue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,7 @@ class RankResult(Record):
         peak_memory_bytes: high-water mark of the process's resident memory.
         phases: in the order of `Breakdown`.
         dropped_count: events that could not be recorded or written; 0 in a good run.
+        host: the script's own work between phases by name, the longest first.
     """
 
     rank: int
@@ -36,6 +39,7 @@ class RankResult(Record):
     peak_memory_bytes: int
     phases: tuple[PhaseTime, ...]
     dropped_count: int = 0
+    host: tuple[HostTime, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +63,11 @@ class Failure(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult(Record):
-    """The summary of a run; seconds are measured, see docs/reference/run-folder.md."""
+    """The summary of a run; seconds are measured, see docs/reference/run-folder.md.
+
+    `step_rule` is a value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the
+    first value that was not a number when the script read it from a tensor.
+    """
 
     kind: Literal["run"] = "run"
     exit_code: int
@@ -69,3 +77,5 @@ class RunResult(Record):
     ranks: tuple[RankResult, ...]
     straggler: Straggler | None = None
     failure: Failure | None = None
+    step_rule: str = ""
+    nan: NanValue | None = None

@@ -79,7 +79,7 @@ def gather_evidence(report: Report) -> Evidence:
     steps = np.flatnonzero(chosen)
     # Shape (ranks, steps, phases) of the undisturbed steps.
     seconds = np.stack([rank.seconds[padded(chosen, rank.steps)] for rank in report.rank_phases])
-    slowest = np.max([rank.step_s[: len(chosen)] for rank in report.rank_phases], axis=0)[chosen]
+    slowest = np.max([rank.train_s[: len(chosen)] for rank in report.rank_phases], axis=0)[chosen]
     phases = {name: _observed(seconds[:, :, i]) for i, name in enumerate(PHASES)}
     collectives = tuple(
         ObservedCollective(

@@ -1,7 +1,9 @@
 """Training loops of many shapes, one after the other; prints when each began and ended."""
 
 import contextlib
+import gc
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -172,6 +174,41 @@ def clipping():
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     model.zero_grad()
+
+
+def validation():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs in DataLoader(INPUTS, batch_size=4):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for inputs in DataLoader(INPUTS, batch_size=2):
+                model(inputs)
+        model.train()
+
+
+def host_work():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for _ in range(2):
+        loss = model(INPUTS).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step(loss.item())
+        logging.getLogger("loops").warning("a line")
+        gc.collect()
+
+
+def not_a_number():
+    nothing = torch.tensor(float("nan"))
+    for read in (nothing.item, nothing.tolist, lambda: float(nothing), lambda: f"{nothing:.3f}"):
+        read()
+    float(torch.ones(1)), INPUTS.tolist(), torch.ones(()).item()
 
 
 def main():

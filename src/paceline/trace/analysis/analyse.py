@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
+from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
@@ -37,6 +38,7 @@ class Analysis:
         traffic: collectives and messages by operation, group and size, the costliest first.
         mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
+        nan: the first value that was not a number when the script read it; None if there was none.
     """
 
     trace: Trace
@@ -46,6 +48,7 @@ class Analysis:
     stragglers: tuple[Straggler, ...]
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
+    nan: NanValue | None = None
 
     @property
     def matches(self) -> Matches:
@@ -56,6 +59,11 @@ class Analysis:
     def steps(self) -> int:
         """Number of steps that every rank completed."""
         return int(self.skew_s.shape[1])
+
+    @property
+    def step_rule(self) -> str:
+        """What ends a step of the training loop, by a value of `merge.steps.StepRule`."""
+        return self.trace.step_rule
 
     @property
     def step_time_s(self) -> float:
@@ -91,4 +99,5 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         stragglers=find_stragglers(phases, skew, rules),
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
+        nan=first_nan(trace.ranks),
     )

@@ -1,10 +1,11 @@
 """Turns a run's events into seconds by phase, for each rank and step.
 
-A step runs from the end of one optimizer step to the end of the next. Events of the main thread
-are nested; the time of an event excludes the events nested in it, so that phases exclude each other
-and add up to wall time together with ``other``. Time blocked in a collective is ``waiting`` until
-the last rank on which this rank depends has entered, and ``transfer`` (exposed communication) after
-that.
+A step runs from the end of one optimizer step to the end of the next, or as the rule of
+`merge.steps` has it. Events of the main thread are nested; the time of an event excludes the events
+nested in it, so that phases exclude each other and add up to wall time together with ``other``.
+Time blocked in a collective is ``waiting`` until the last rank on which this rank depends has
+entered, and ``transfer`` (exposed communication) after that. Within an evaluation all but that is
+``evaluation``. Time between phases is ``host`` where hooks or samples name it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
+from paceline.trace.analysis.host import HostTime, host_work
 from paceline.trace.format.events import MAIN, NOT_RUNNING, RUNNING, Kind
+from paceline.trace.merge.evaluation import evaluation_spans, in_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,9 +37,11 @@ _PHASE_OF = {
     Kind.HOST: PHASES.index("host"),
 }
 _TRANSFER, _WAITING, _OTHER = (PHASES.index(name) for name in ("transfer", "waiting", "other"))
+_EVALUATION, _HOST = PHASES.index("evaluation"), PHASES.index("host")
 _PHASE_OF_KIND = np.full(max(Kind) + 1, -1)
 for _kind, _phase in _PHASE_OF.items():
     _PHASE_OF_KIND[_kind] = _phase
+_IN_EVALUATION = np.isin(np.arange(max(Kind) + 1), [Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.HOST])
 _TIMED = _PHASE_OF_KIND >= 0
 _TIMED[Kind.WAIT] = True
 
@@ -56,6 +61,7 @@ class RankPhases:
         recorded: which steps were recorded, shape (steps,). Steps that are not recorded were lost
             because a buffer was full; the time between the recorded steps before and after them is
             shared among them equally.
+        host: the named work between phases, the longest first.
     """
 
     rank: int
@@ -64,11 +70,17 @@ class RankPhases:
     running_s: np.ndarray
     not_running_s: np.ndarray
     recorded: np.ndarray
+    host: tuple[HostTime, ...] = ()
 
     @property
     def steps(self) -> int:
         """Number of steps that the rank completed."""
         return len(self.step_s)
+
+    @property
+    def train_s(self) -> np.ndarray:
+        """Wall time of each step without the evaluation in it, shape (steps,), seconds."""
+        return np.asarray(self.step_s - self.seconds[:, _EVALUATION])
 
     @property
     def loop_wall_s(self) -> float:
@@ -103,11 +115,14 @@ def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tupl
 
 
 def step_time_s(ranks: Sequence[RankPhases]) -> float:
-    """Return the median over steps of the slowest rank's step time; 0 without steps."""
+    """Return the median over steps of the slowest rank's step time; 0 without steps.
+
+    Evaluations are left out: one every few steps would make a typical step of it.
+    """
     count = min((rank.steps for rank in ranks), default=0)
     if not count:
         return 0.0
-    slowest = np.max([rank.step_s[:count] for rank in ranks], axis=0)
+    slowest = np.max([rank.train_s[:count] for rank in ranks], axis=0)
     recorded = np.all([rank.recorded[:count] for rank in ranks], axis=0)
     return float(np.median(slowest[recorded])) if recorded.any() else 0.0
 
@@ -116,8 +131,13 @@ def _of_rank(rank: RankTrace, waits: np.ndarray) -> RankPhases:
     begins, ends, recorded = _step_bounds(rank)
     count = len(begins)
     step_s = (ends - begins) / 1e9
-    seconds = _own_ns(rank, int(begins[0]) if count else 0, waits, count) / 1e9
-    seconds[:, _OTHER] = np.maximum(0.0, step_s - seconds.sum(axis=1))
+    first_ns = int(begins[0]) if count else 0
+    seconds = _own_ns(rank, first_ns, waits, count) / 1e9
+    work = host_work(rank, begins, ends)
+    rest_s = np.maximum(0.0, step_s - seconds.sum(axis=1))
+    sampled_s = np.minimum(work.sampled_s, rest_s)
+    seconds[:, _HOST] += sampled_s
+    seconds[:, _OTHER] = rest_s - sampled_s
     return RankPhases(
         rank=rank.rank,
         seconds=seconds,
@@ -125,6 +145,7 @@ def _of_rank(rank: RankTrace, waits: np.ndarray) -> RankPhases:
         running_s=_counter_s(rank, RUNNING, count),
         not_running_s=_counter_s(rank, NOT_RUNNING, count),
         recorded=recorded,
+        host=work.times,
     )
 
 
@@ -190,6 +211,10 @@ def _own_ns(rank: RankTrace, first_ns: int, waits: np.ndarray, count: int) -> np
     )
     result = np.zeros((count, len(PHASES)))
     steps, phases = events["step"].astype(np.int64), _PHASE_OF_KIND[events["kind"]]
+    evaluates = (
+        in_spans(events["begin_ns"], evaluation_spans(rank)) & _IN_EVALUATION[events["kind"]]
+    )
+    phases = np.where(evaluates, _EVALUATION, phases)
     for which, phase, ns in (
         (~is_wait, phases[~is_wait], np.maximum(0.0, own_ns[~is_wait])),
         (is_wait, _WAITING, waiting),

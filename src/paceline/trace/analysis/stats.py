@@ -10,6 +10,7 @@ import numpy as np
 from paceline.core.breakdown import Breakdown
 from paceline.core.record import Record
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import Kind
 from paceline.trace.merge.matches import Mismatch
 
@@ -33,6 +34,7 @@ class RankStats(Record):
         clock_error_ns: largest error of a corrected time; None if the error has no bound.
         dropped_count: number of events that were not recorded or written.
         complete: whether the file was closed, rather than truncated.
+        host: the script's own work between phases by name, the longest first.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class RankStats(Record):
     clock_error_ns: int | None
     dropped_count: int
     complete: bool
+    host: tuple[HostTime, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,7 @@ class TraceStats(Record):
         traffic: collectives and messages by operation, group and size.
         mismatch_count: number of collectives on whose operation or size ranks do not agree.
         mismatches: the first of these collectives.
+        step_rule: what ends a step, by a value of `merge.steps.StepRule`.
     """
 
     world_size: int
@@ -64,6 +68,7 @@ class TraceStats(Record):
     traffic: tuple[Traffic, ...]
     mismatch_count: int = 0
     mismatches: tuple[Mismatch, ...] = ()
+    step_rule: str = ""
 
 
 def summarize_trace(analysis: Analysis) -> TraceStats:
@@ -84,6 +89,7 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
                 clock_error_ns=clock.error_ns,
                 dropped_count=rank.status.dropped_count,
                 complete=rank.complete,
+                host=phases.host,
             )
         )
     return TraceStats(
@@ -92,4 +98,5 @@ def summarize_trace(analysis: Analysis) -> TraceStats:
         traffic=analysis.traffic,
         mismatch_count=trace.matches.mismatch_count,
         mismatches=analysis.mismatches,
+        step_rule=analysis.step_rule,
     )

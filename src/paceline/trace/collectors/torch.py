@@ -2,6 +2,8 @@
 
 Phases are seen where a script meets torch (`torch_phases`): the DataLoader's iterator, the
 outermost module call, `torch.autograd.backward`, `torch.save`, and optimizers (`torch_steps`).
+Where a step may end is marked (`torch_marks`). Other work of the script is seen by name
+(`torch_host`) or sampled (`sampler`).
 Collectives are seen at the dispatcher (`torch_collectives`), below every front end. What is not
 torch's public interface is in `torch_internals`. Nothing that the script can ask about changes.
 
@@ -18,9 +20,14 @@ import torch
 
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.on_import import on_import
+from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
+from paceline.trace.collectors.torch_hooks import RecordedKind, phase_of
+from paceline.trace.collectors.torch_host import HostRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
-from paceline.trace.collectors.torch_phases import PhaseRecorder, phase_of
+from paceline.trace.collectors.torch_internals import Capability
+from paceline.trace.collectors.torch_marks import StepMarks
+from paceline.trace.collectors.torch_phases import PhaseRecorder
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -38,19 +45,39 @@ class TorchCollector:
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
         self.in_flight = InFlight(recorder, self.loop, self.available)
-        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.available)
+        self.collectives = CollectiveRecorder(self.in_flight)
+        self.marks = StepMarks(recorder)
+        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.marks, self.available)
+        self.host = HostRecorder(recorder, self.loop, self.phases)
+        self.sampler = StackSampler(recorder, self.loop)
+        self.marks.on_first = self.sampler.start
 
     def install(self) -> None:
-        """Put the hooks in place."""
-        self.phases.install()
-        StepRecorder(self.recorder, self.loop, self.phases, self.available)
-        CollectiveRecorder(self.in_flight).install()
-        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint)
-        on_import("paceline.store.feed.loader", self.phases.wrap_loader)
+        """Put the hooks in place. What fails is not recorded, and a warning says so."""
+        checkpoints = self.phases.recorded(Kind.CHECKPOINT)
+        waits = self.phases.recorded(Kind.INPUT)
+        RecordedKind("phases of the loop").attempt(self.phases.install)
+        RecordedKind("the script's host work by name").attempt(self.host.install)
+        RecordedKind("steps that the script marks").attempt(self.marks.listen)
+        RecordedKind(Capability.OPTIMIZER_HOOKS.value).attempt(self._see_steps)
+        RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
+        on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)
+        on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits)
+        if Capability.DYNAMO_FRAMES in self.available:
+            hidden = RecordedKind(Capability.DYNAMO_FRAMES.value)
+            hidden.attempt(internals.hide_from_dynamo, __package__)
+
+    def _see_steps(self) -> None:
+        StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available)
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""
-        self.in_flight.close()
+        RecordedKind("the end of sampling").attempt(self.sampler.stop)
+        RecordedKind("the end of garbage collections").attempt(self.host.close)
+        RecordedKind("collectives that had not completed").attempt(self.in_flight.close)
+        RecordedKind("the accelerator's peak of memory").attempt(self._note_device_memory)
+
+    def _note_device_memory(self) -> None:
         if torch.cuda.is_initialized():  # pragma: no cover - needs a GPU
             name = self.recorder.intern("device_peak_memory_bytes")
             now = self.recorder.begin(IDLE)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
+from paceline.trace.collectors.torch_hooks import RecordedKind, around
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
@@ -25,7 +26,7 @@ from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from paceline.trace.collectors.torch_in_flight import InFlight
+    from paceline.trace.collectors.torch_in_flight import InFlight, Issued
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,7 +39,10 @@ class CollectiveRecorder:
         self.recorder = in_flight.recorder
         self.available = in_flight.available
         self.libraries: list[torch.library.Library] = []
-        self.recording = True
+        self.collectives = RecordedKind(
+            Capability.DISPATCHER.value, when_stopped=in_flight.forget_all
+        )
+        self.waits = RecordedKind(Capability.WORKS.value)
 
     def install(self) -> None:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
@@ -111,20 +115,19 @@ class CollectiveRecorder:
     def _kernel(
         self, overload: Any, note: Callable[[tuple[Any, ...], Any, int], None]
     ) -> Callable[..., Any]:
-        """Return a kernel that calls `overload`, then `note`, whose failure ends no script."""
+        """Return a kernel that calls `overload`, then `note`."""
+        redispatch = internals.redispatch_of(overload)
+        collectives = self.collectives
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             begin_ns = monotonic_ns()
             with internals.below_autograd():
-                result = overload(*args, **kwargs)
-            if self.recording:
-                try:
-                    note(args, result, begin_ns)
-                except Exception as problem:  # noqa: BLE001  # whatever a changed torch raises
-                    self.recording = False
-                    internals.warn_lost(Capability.DISPATCHER, repr(problem))
+                result = redispatch(*args, **kwargs)
+            if not internals.is_traced(args):
+                collectives.attempt(note, args, result, begin_ns)
             return result
 
+        internals.calls_the_script(kernel)
         return kernel
 
     def _functional_kernel(
@@ -151,35 +154,41 @@ class CollectiveRecorder:
         return self._kernel(overload, note)
 
     def _wait_tensor_kernel(self, overload: Any) -> Callable[..., Any]:
-        def kernel(tensor: torch.Tensor) -> Any:
-            issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
-            begin_ns = self.recorder.begin(int(Kind.WAIT))
-            try:
-                with internals.below_autograd():
-                    return overload(tensor)
-            finally:
-                self.in_flight.record_wait(issued, begin_ns)
+        redispatch = internals.redispatch_of(overload)
 
-        return kernel
+        def wait(tensor: torch.Tensor) -> Any:
+            with internals.below_autograd():
+                return redispatch(tensor)
+
+        def before(tensor: torch.Tensor) -> tuple[Issued | None, int] | None:
+            if internals.is_traced((tensor,)):
+                return None
+            issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
+            return issued, self.recorder.begin(int(Kind.WAIT))
+
+        def after(state: tuple[Issued | None, int], *_: Any) -> None:
+            self.in_flight.record_wait(*state)
+
+        internals.calls_the_script(wait)
+        return around(wait, self.waits, before, after)
 
     def _wrap_wait(self) -> None:
         work_class = internals.c10d().Work
-        original = work_class.wait
 
-        @functools.wraps(original)
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        def before(work: Any, *_args: Any, **_kwargs: Any) -> tuple[Issued | None, int] | None:
             if threading.get_ident() != self.in_flight.loop.main_thread:
-                return original(work, *args, **kwargs)
-            issued = self.in_flight.works.get(id(work))
-            begin_ns = self.recorder.begin(int(Kind.WAIT))
-            try:
-                return original(work, *args, **kwargs)
-            finally:
-                self.in_flight.record_wait(issued, begin_ns)
-                if issued is not None:
-                    self.in_flight.works.pop(id(work), None)
+                return None
+            return self.in_flight.works.get(id(work)), self.recorder.begin(int(Kind.WAIT))
 
-        work_class.wait = wait
+        def after(
+            state: tuple[Issued | None, int], _result: Any, work: Any, *_args: Any, **_kwargs: Any
+        ) -> None:
+            issued, begin_ns = state
+            self.in_flight.record_wait(issued, begin_ns)
+            if issued is not None:
+                self.in_flight.works.pop(id(work), None)
+
+        work_class.wait = around(work_class.wait, self.waits, before, after)
 
     def _wrap_broadcast_coalesced(self) -> None:
         """Record DDP's broadcast of buffers, which comes twice a step, as the one call that it is.
@@ -191,7 +200,14 @@ class CollectiveRecorder:
         name = self.recorder.intern("broadcast")
 
         @functools.wraps(original)
-        def broadcast(process_group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            with internals.below_autograd():
+                return original(*args, **kwargs)
+
+        def before(
+            process_group: Any, tensors: Any, buffer_size: int, src: int = 0
+        ) -> tuple[Issued, int]:
+            del buffer_size
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             issued = self.in_flight.issue(
@@ -201,13 +217,13 @@ class CollectiveRecorder:
                 process_group, record, operators.device_type(tensors)
             ):
                 self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
-            try:
-                with internals.below_autograd():
-                    return original(process_group, tensors, buffer_size, src)
-            finally:
-                self.in_flight.record_wait(issued, begin_ns)
+            return issued, begin_ns
 
-        dist._broadcast_coalesced = broadcast  # noqa: SLF001  # what DDP calls
+        def after(state: tuple[Issued, int], *_args: Any, **_kwargs: Any) -> None:
+            self.in_flight.record_wait(*state)
+
+        internals.calls_the_script(broadcast)
+        dist._broadcast_coalesced = around(broadcast, self.collectives, before, after)  # noqa: SLF001  # what DDP calls
 
 
 def _autograd_keys() -> list[str]:

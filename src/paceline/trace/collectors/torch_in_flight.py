@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_groups import GroupRecord, Groups
+from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     COMMUNICATION,
@@ -81,6 +82,8 @@ class InFlight:
         self.loop = loop
         self.available = available
         self.groups = Groups(recorder, available)
+        self._on_completed = RecordedKind(Capability.FUTURES.value)
+        self._on_computed = RecordedKind(Capability.ENGINE_CALLBACK.value)
         self.drain_name = recorder.intern(DRAIN)
         self.in_backward = False
         self.callback_queued = False
@@ -103,6 +106,10 @@ class InFlight:
             tries -= 1
         for issued in list(self.works.values()) + list(self.tensors.values()):
             self.complete(issued, issued.begin_ns, COMPLETION_UNKNOWN)
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Let go of all works and results."""
         self.works.clear()
         self.tensors.clear()
 
@@ -205,10 +212,9 @@ class InFlight:
         if Capability.FUTURES not in self.available:
             return
         with contextlib.suppress(RuntimeError):
-            future = work.get_future()
-            callback = functools.partial(self._completed, issued)
-            future.add_done_callback(callback)
-            self.callbacks.add(callback)
+            completed = functools.partial(self._on_completed.attempt, self._completed, issued)
+            work.get_future().add_done_callback(completed)
+            self.callbacks.add(completed)
             issued.has_future = True
 
     def _completed(self, issued: Issued, _: object) -> None:
@@ -260,6 +266,6 @@ class InFlight:
         self.callback_queued = Capability.ENGINE_CALLBACK in self.available
         if self.callback_queued:
             try:
-                internals.queue_engine_callback(self._computed)
+                internals.queue_engine_callback(callback(self._on_computed, self._computed))
             except RuntimeError:  # a thread without a running graph: then there is no drain
                 self.callback_queued = False

@@ -10,21 +10,24 @@ version of torch. Supported and tested: 2.10 to 2.14.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import sys
 import threading
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import CodeType, FrameType
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 _LOG = logging.getLogger(__name__)
+F = TypeVar("F")
 
 
 class Capability(Enum):
@@ -42,6 +45,9 @@ class Capability(Enum):
     GROUP_MEMBERS = "which ranks form a group, and with them roots and peers"
     BACKENDS = "whether completion is seen: collectives of accelerators count as not seen"
     THREAD_STATE = "nothing, but completions cost 45 us more on the backend's threads"
+    DYNAMO_FRAMES = (
+        "nothing, but Dynamo sees the recorder: a compiled script may get other graphs and weights"
+    )
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -105,6 +111,35 @@ def operators(namespace: str) -> dict[str, Any]:
     ]
     packets = getattr(torch.ops, namespace)
     return {name: getattr(packets, name).default for name in names if "." not in name}
+
+
+def redispatch_of(overload: Any) -> Callable[..., Any]:
+    """Return what calls an operator as `overload` does, without a frame of Python."""
+    call: Callable[..., Any] = overload._op  # noqa: SLF001  # what an OpOverload calls
+    return call
+
+
+def is_traced(arguments: Any) -> bool:
+    """Return whether an operator is called while a graph is made: its tensors hold no data then.
+
+    Dynamo and AOTAutograd run the code that they compile on such tensors, here: nothing is sent.
+    """
+    kinds = _traced_types()
+    return any(_has_tensor_of(kinds, argument) for argument in arguments)
+
+
+@functools.cache
+def _traced_types() -> tuple[type, ...]:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
+
+
+def _has_tensor_of(kinds: tuple[type, ...], value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is not torch.Tensor and isinstance(value, kinds)
+    return isinstance(value, (list, tuple)) and any(_has_tensor_of(kinds, item) for item in value)
 
 
 def argument_names(overload: Any) -> list[str]:
@@ -224,6 +259,98 @@ def keep_thread_state() -> None:
         ctypes.pythonapi.PyGILState_Ensure()
 
 
+# --- Dynamo -------------------------------------------------------------------------------------
+
+# While a compiled function runs, Dynamo's hook in the interpreter looks at each new Python frame
+# and compiles it. It leaves torch's files alone, and would take ours for the script's: a wrapper
+# around torch's Module.__call__ made it compile modules that it skips otherwise, with other
+# rounding. Each code object can say what becomes of its frames and of what they call.
+
+# What Dynamo traces from the script's code (a hook of an optimizer, a module's call) it inlines,
+# whatever that says; there, `at_run_time` is false.
+
+_calls_the_script: set[CodeType] = set()
+
+
+def at_run_time() -> bool:
+    """Return whether the caller runs, rather than being made into a graph."""
+    return not torch.compiler.is_compiling()
+
+
+def _while_traced() -> bool:
+    return False
+
+
+# Dynamo traces this attribute in place of the function. Of `is_compiling` alone it would know the
+# same, but compile each frame that asks for it, even one that it skips otherwise for want of
+# operators.
+at_run_time._torchdynamo_inline = _while_traced  # type: ignore[attr-defined]  # noqa: SLF001  # no public name
+
+
+def calls_the_script(function: Callable[..., object]) -> None:
+    """Note that a function of the recorder calls what the script called: Dynamo must see that."""
+    _calls_the_script.add(function.__code__)
+
+
+def disable(function: Callable[..., F]) -> Callable[..., F]:
+    """Return `function` as torch's own functions that must not be compiled are decorated."""
+    disabled: Callable[..., F] = torch._disable_dynamo(function)  # noqa: SLF001  # loads no part of Dynamo
+    return disabled
+
+
+def inside_disable(function: Callable[..., F]) -> Callable[..., F] | None:
+    """Return what torch decorated by `disable`; None if it did not."""
+    if getattr(function, "__code__", None) is not disable(len).__code__:
+        return None
+    inner: Callable[..., F] | None = getattr(function, "__wrapped__", None)
+    return inner
+
+
+def hide_from_dynamo(package: str) -> None:
+    """Have Dynamo leave alone the functions of a package's loaded modules, and what they call.
+
+    What functions noted by `calls_the_script` call is not hidden. Loads no part of Dynamo: a script
+    that does not compile must not wait for that.
+    """
+    set_strategy, strategy, action = _dynamo_frames()
+    hidden = strategy(action.SKIP, action.SKIP)
+    passing = strategy(action.SKIP, action.DEFAULT)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package + "."):
+            for code in _codes_of(module):
+                set_strategy(code, passing if code in _calls_the_script else hidden)
+
+
+def _dynamo_frames() -> tuple[Callable[..., None], Any, Any]:
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    return set_code_exec_strategy, _FrameExecStrategy, _FrameAction
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    """Yield the code of all functions that a module defines, nested ones and methods included."""
+    values = list(vars(module).values())
+    for owner in values.copy():
+        if isinstance(owner, type) and owner.__module__ == module.__name__:
+            values += vars(owner).values()
+    for value in values:
+        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+            # By its globals: an Enum has methods of the module enum in its own dict.
+            if isinstance(function, FunctionType) and function.__globals__ is vars(module):
+                yield from _with_nested(function.__code__)
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_nested(constant)
+
+
 # --- checks --------------------------------------------------------------------------------------
 
 
@@ -247,6 +374,11 @@ def _check_engine_callback() -> None:
         raise AttributeError("the engine takes no callbacks")
 
 
+def _check_dynamo_frames() -> None:
+    set_strategy, strategy, action = _dynamo_frames()
+    set_strategy(_check_dynamo_frames.__code__, strategy(action.SKIP, action.DEFAULT))
+
+
 def _check_thread_state() -> None:
     if not callable(ctypes.pythonapi.PyGILState_Ensure):
         raise AttributeError("PyGILState_Ensure")
@@ -265,6 +397,7 @@ _CHECKS: dict[Capability, Callable[[], object]] = {
     Capability.GROUP_MEMBERS: lambda: dist.distributed_c10d._world.pg_group_ranks.get,  # noqa: SLF001  # see members_of
     Capability.BACKENDS: lambda: c10d().ProcessGroup._get_backend,  # noqa: SLF001  # see backend_of
     Capability.THREAD_STATE: _check_thread_state,
+    Capability.DYNAMO_FRAMES: _check_dynamo_frames,
 }
 
 
@@ -305,6 +438,7 @@ _DISTRIBUTED = frozenset(Capability) - {
     Capability.STEP_CODE,
     Capability.ENGINE_CALLBACK,
     Capability.THREAD_STATE,
+    Capability.DYNAMO_FRAMES,
 }
 
 

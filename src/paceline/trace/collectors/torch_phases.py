@@ -6,7 +6,6 @@ stays legal. It opens a phase only if it is the outermost one on the main thread
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,18 @@ from torch.utils.data import DataLoader
 
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.numbers import ObjectNumbers
+from paceline.trace.collectors.torch_hooks import RAISED, OpenPhase, RecordedKind, around
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.format.events import IDLE, MAIN, Kind
+from paceline.trace.format.events import (
+    EVALUATION_MODE,
+    IDLE,
+    LOSS,
+    MAIN,
+    NEXT,
+    WITHOUT_GRADIENTS,
+    Kind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +34,18 @@ if TYPE_CHECKING:
 
     from paceline.native import Recorder
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+    from paceline.trace.collectors.torch_marks import StepMarks
 
-_OPTIMIZER = int(Kind.OPTIMIZER)
+_OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
+_FORWARD, _EVALUATION = int(Kind.FORWARD), int(Kind.EVALUATION)
+# What belongs to the update of the parameters, beside an optimizer's step.
+_UPDATES = (
+    (torch.optim.Optimizer, "zero_grad", "zero_grad"),
+    (torch.nn.Module, "zero_grad", "zero_grad"),
+    (torch.amp.GradScaler, "unscale_", "unscale"),
+    (torch.amp.GradScaler, "update", "update_scale"),
+)
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
 
 
 class PhaseRecorder:
@@ -37,25 +56,33 @@ class PhaseRecorder:
         recorder: Recorder,
         loop: Loop,
         in_flight: InFlight,
+        marks: StepMarks,
         available: frozenset[Capability],
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
+        self.marks = marks
         self.available = available
+        self.modules = ObjectNumbers()
+        self.loaders = ObjectNumbers()
+        self.kinds: dict[Kind, RecordedKind] = {}
         self.loss_begin_ns = 0  # end of the last training forward, when nothing came after it
         self.stepped_in_backward = False
 
     def install(self) -> None:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
-            self.wrap(internals.loader_iterator(), "__next__", Kind.INPUT, "next")
-        self.wrap(DataLoader, "__iter__", Kind.INPUT, "iter")
-        self.wrap(torch.optim.Optimizer, "zero_grad", Kind.OPTIMIZER, "zero_grad")
-        self.wrap(torch.nn.Module, "zero_grad", Kind.OPTIMIZER, "zero_grad")
-        self.wrap(torch.nn.utils, "clip_grad_norm_", Kind.OPTIMIZER, "clip_grad_norm")
+            self._wrap_next(internals.loader_iterator())
+        self._wrap_iter(DataLoader)
+        for owner, attribute, label in _UPDATES:
+            self.wrap(owner, attribute, Kind.OPTIMIZER, label)
+        for attribute in _CLIPPING:
+            if hasattr(torch.nn.utils, attribute):
+                label = attribute.removesuffix("_")
+                self.wrap(torch.nn.utils, attribute, Kind.OPTIMIZER, label)
         self.wrap(torch, "save", Kind.CHECKPOINT, "save", amount=_saved_bytes)
-        self.wrap(torch.nn.Module, "__call__", Kind.FORWARD, "forward", after=self._await_loss)
+        self._wrap_forward()
         self._wrap_backward()
         for name in ("to", "cpu", "cuda", "copy_"):
             if hasattr(torch.Tensor, name):
@@ -79,8 +106,8 @@ class PhaseRecorder:
                 recorder.record(int(Kind.COUNTER), MAIN, skipped_name, now_ns, now_ns, skipped)
             return int(batches.delivered_bytes)
 
-        self.wrap(iterator, "__next__", Kind.INPUT, "next", amount=delivered)
-        self.wrap(module.Loader, "__iter__", Kind.INPUT, "iter")
+        self._wrap_next(iterator, amount=delivered)
+        self._wrap_iter(module.Loader)
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -93,9 +120,6 @@ class PhaseRecorder:
             return False
         return threading.get_ident() == self.loop.main_thread
 
-    def _await_loss(self, end_ns: int) -> None:
-        self.loss_begin_ns = end_ns if torch.is_grad_enabled() else 0
-
     def wrap(
         self,
         owner: Any,
@@ -104,7 +128,6 @@ class PhaseRecorder:
         label: str,
         *,
         amount: Callable[..., int] | None = None,
-        after: Callable[[int], None] | None = None,
     ) -> None:
         """Replace a callable by one that records its outermost calls on the main thread.
 
@@ -114,90 +137,171 @@ class PhaseRecorder:
             kind: of event.
             label: name of the event.
             amount: from the call's arguments, the bytes that it moved.
-            after: called with the end of a call that nothing encloses.
         """
-        original = getattr(owner, attribute)
         recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
 
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.opens(number):
-                return original(*args, **kwargs)
-            outer, self.loop.phase = self.loop.phase, number
-            self.loss_begin_ns = 0
-            begin_ns = recorder.begin(number)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.loop.phase = outer
-                size = amount(*args, **kwargs) if amount else 0
-                end_ns = recorder.end(number, name, begin_ns, size, outer)
-                if after and outer == IDLE:
-                    after(end_ns)
+        def before(*_args: Any, **_kwargs: Any) -> OpenPhase | None:
+            if not self.opens(number):
+                return None
+            if number != _HOST:  # a loss that the script logs is still the loss
+                self.loss_begin_ns = 0
+            return self._open(number)
 
-        setattr(owner, attribute, timed)
+        def after(state: OpenPhase, _result: Any, *args: Any, **kwargs: Any) -> None:
+            self.loop.phase = state.outer
+            size = amount(*args, **kwargs) if amount else 0
+            recorder.end(number, name, state.begin_ns, size, state.outer)
+
+        self._replace(owner, attribute, kind, before, after)
+
+    def recorded(self, kind: Kind) -> RecordedKind:
+        """Return whether phases of a kind are recorded: all their hooks share it."""
+        if kind not in self.kinds:
+            lost = f"the phase {kind.name.lower()} (its time counts as other)"
+            self.kinds[kind] = RecordedKind(lost)
+        return self.kinds[kind]
+
+    def _open(self, number: int, tag: int = 0, flags: int = 0) -> OpenPhase:
+        """Open a phase. Last in a hook: one that fails must leave none open."""
+        begin_ns = self.recorder.begin(number)
+        outer, self.loop.phase = self.loop.phase, number
+        return OpenPhase(begin_ns, outer, number, tag, flags)
+
+    def _wrap_iter(self, owner: type) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
+        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+
+        def before(loader: Any) -> OpenPhase | None:
+            if not self.opens(number):
+                return None
+            self.loss_begin_ns = 0
+            return self._open(number, self.loaders.number_of(loader))
+
+        def after(state: OpenPhase, iterator: Any, loader: Any) -> None:
+            self.loop.phase = state.outer
+            if iterator is not RAISED:
+                self.loaders.number_of(iterator, same_as=loader)
+            recorder.end(number, name, state.begin_ns, 0, state.outer, state.tag)
+
+        self._replace(owner, "__iter__", Kind.INPUT, before, after)
+
+    def _wrap_next(self, owner: type, amount: Callable[..., int] | None = None) -> None:
+        """Record how long the loop waits for each batch, and where steps may end."""
+        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern(NEXT)
+
+        def before(iterator: Any) -> OpenPhase | None:
+            if not self.opens(number):
+                return None
+            self.loss_begin_ns = 0
+            if self.loop.phase == IDLE:
+                self.marks.before_batch()
+            return self._open(number, self.loaders.number_of(iterator))
+
+        def after(state: OpenPhase, batch: Any, iterator: Any) -> None:
+            self.loop.phase = state.outer
+            if batch is not RAISED:
+                self.marks.delivered(state.tag)
+            size = amount(iterator) if amount else 0
+            recorder.end(number, name, state.begin_ns, size, state.outer, state.tag)
+
+        self._replace(owner, "__next__", Kind.INPUT, before, after)
+
+    def _wrap_forward(self) -> None:
+        """Record the outermost calls of modules, with what tells an evaluation from training."""
+        recorder, name = self.recorder, self.recorder.intern("forward")
+
+        def before(*args: Any, **_kwargs: Any) -> OpenPhase | None:
+            if not args or not self.opens(_FORWARD):
+                return None
+            module = args[0]
+            flags = 0 if torch.is_grad_enabled() else WITHOUT_GRADIENTS
+            if not module.training:
+                flags |= EVALUATION_MODE
+            self.loss_begin_ns = 0
+            if self.loop.phase == IDLE:
+                self.marks.before_forward()
+            is_evaluation = flags == WITHOUT_GRADIENTS | EVALUATION_MODE
+            tag = self.modules.number_of(module, same_as=_unwrapped(module))
+            return self._open(_EVALUATION if is_evaluation else _FORWARD, tag, flags)
+
+        def after(state: OpenPhase, *_args: Any, **_kwargs: Any) -> None:
+            begin_ns, outer, number, tag, flags = state
+            self.loop.phase = outer
+            end_ns = recorder.end(number, name, begin_ns, 0, outer, tag, flags)
+            if outer == IDLE and torch.is_grad_enabled():
+                self.loss_begin_ns = end_ns
+
+        self._replace(torch.nn.Module, "__call__", Kind.FORWARD, before, after)
 
     def _wrap_backward(self) -> None:
-        original = torch.autograd.backward
         recorder, number = self.recorder, int(Kind.BACKWARD)
-        backward_name, loss_name = recorder.intern("backward"), recorder.intern("loss")
+        backward_name, loss_name = recorder.intern("backward"), recorder.intern(LOSS)
 
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def before(*_args: Any, **_kwargs: Any) -> OpenPhase | None:
             if not self.opens(number):
-                return original(*args, **kwargs)
-            outer, self.loop.phase = self.loop.phase, number
-            begin_ns = recorder.begin(number)
-            if self.loss_begin_ns:
-                recorder.record(int(Kind.FORWARD), MAIN, loss_name, self.loss_begin_ns, begin_ns)
-                self.loss_begin_ns = 0
+                return None
             self.in_flight.enter_backward()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.loop.phase = outer
-                recorder.end(number, backward_name, begin_ns, 0, outer)
-                self.in_flight.leave_backward()
-                if self.stepped_in_backward:
-                    self.stepped_in_backward = False
-                    recorder.end_step()
+            state = self._open(number)
+            if self.loss_begin_ns:
+                begin_ns, self.loss_begin_ns = self.loss_begin_ns, 0
+                recorder.record(int(Kind.FORWARD), MAIN, loss_name, begin_ns, state.begin_ns)
+            return state
 
-        torch.autograd.backward = backward
+        def after(state: OpenPhase, *_args: Any, **_kwargs: Any) -> None:
+            self.loop.phase = state.outer
+            recorder.end(number, backward_name, state.begin_ns, 0, state.outer)
+            self.in_flight.leave_backward()
+            if state.outer == IDLE:
+                self.marks.after_backward()
+            if self.stepped_in_backward:
+                self.stepped_in_backward = False
+                self.marks.by_optimizer(0)
+
+        self._replace(torch.autograd, "backward", Kind.BACKWARD, before, after)
+
+    def _replace(
+        self,
+        owner: Any,
+        attribute: str,
+        kind: Kind,
+        before: Callable[..., OpenPhase | None],
+        after: Callable[..., None],
+    ) -> None:
+        setattr(
+            owner, attribute, around(getattr(owner, attribute), self.recorded(kind), before, after)
+        )
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
-        original = getattr(torch.Tensor, attribute)
         recorder, name = self.recorder, self.recorder.intern(f"copy {attribute}")
         number, passive = int(Kind.COPY), (int(Kind.COPY), int(Kind.INPUT))
 
-        @functools.wraps(original)
-        def copied(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.loop.phase in passive:
-                return original(*args, **kwargs)
-            begin_ns = monotonic_ns()
-            result = original(*args, **kwargs)
-            source = args[0]
+        def before(*_args: Any, **_kwargs: Any) -> int | None:
+            return None if self.loop.phase in passive else monotonic_ns()
+
+        def after(begin_ns: int, result: Any, source: Any, *args: Any, **kwargs: Any) -> None:
+            if result is RAISED:
+                return
             if attribute == "copy_":
                 # The parser's word is "other", the documentation's is "src".
-                source = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("src"))
+                source = args[0] if args else kwargs.get("other", kwargs.get("src"))
             device = getattr(source, "device", None)
             if device != result.device and threading.get_ident() == self.loop.main_thread:
                 size = result.numel() * result.element_size()
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
-            return result
 
-        setattr(torch.Tensor, attribute, copied)
+        original = getattr(torch.Tensor, attribute)
+        setattr(torch.Tensor, attribute, around(original, self.recorded(Kind.COPY), before, after))
 
 
-def phase_of(error: BaseException) -> str:
-    """Return the phase in which `error` was raised, or nothing if it was between phases."""
-    frames = error.__traceback__
-    while frames is not None:
-        frame = frames.tb_frame
-        if frame.f_code.co_filename == __file__ and "number" in frame.f_locals:
-            return Kind(frame.f_locals["number"]).name.lower()
-        frames = frames.tb_next
-    return ""
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that DDP, a compiled module and the like wrap; they keep it by a name."""
+    while isinstance(parts := vars(module).get("_modules"), dict):
+        inner = parts.get("_orig_mod", parts.get("module"))
+        if inner is None:
+            return module
+        module = inner
+    return module
 
 
 def _saved_bytes(*args: object, **kwargs: object) -> int:

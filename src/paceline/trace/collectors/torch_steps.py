@@ -6,6 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.numbers import ObjectNumbers
+from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
@@ -13,6 +15,7 @@ from paceline.trace.format.events import Kind
 if TYPE_CHECKING:
     from paceline.native import Recorder
     from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
 _OPTIMIZER = int(Kind.OPTIMIZER)
@@ -30,17 +33,24 @@ class StepRecorder:
         recorder: Recorder,
         loop: Loop,
         phases: PhaseRecorder,
+        marks: StepMarks,
         available: frozenset[Capability],
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.phases = phases
+        self.marks = marks
+        self.optimizers = ObjectNumbers()
         self.name = recorder.intern("step")
         self.trained = TrainedParameters(recorder)
+        self.trains = RecordedKind("how many bytes of parameters the run trains")
         self.open: list[tuple[int, int]] = []  # (begin, phase around it) of steps not yet over
         self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
         if Capability.OPTIMIZER_HOOKS in available:
-            internals.hook_optimizer_steps(self._before, self._after)
+            steps = RecordedKind(Capability.OPTIMIZER_HOOKS.value, self._leave_open_steps)
+            internals.hook_optimizer_steps(
+                callback(steps, self._before), callback(steps, self._after)
+            )
 
     def _before(self, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread:
@@ -57,12 +67,18 @@ class StepRecorder:
     def _after(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread or not self.open:
             return
-        self.trained.note_step(optimizer)
+        self.trains.attempt(self.trained.note_step, optimizer)
         begin_ns, self.loop.phase = self.open.pop()
         if self.open:
             return
-        self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase)
+        number = self.optimizers.number_of(optimizer)
+        self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase, number)
         if self.loop.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
             self.phases.stepped_in_backward = True
         else:
-            self.recorder.end_step()
+            self.marks.by_optimizer(number)
+
+    def _leave_open_steps(self) -> None:
+        if self.open:
+            self.loop.phase = self.open[0][1]
+            self.open.clear()

@@ -83,7 +83,8 @@ MAIN, COMMUNICATION = 0, 1
 # `amount` is the bytes of the rank's tensors; of a counter, its value. `name`, `group`, `location`
 # are indices into the rank's tables. `sequence` counts from 1: a group's collectives, or the
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
-# the other side, -1 for none.
+# the other side, -1 for none. `tag` is that of a message; of an optimizer's step, a loader's batch
+# and a forward pass it is the number of the optimizer, loader or module, from 1; 0 for none.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),
@@ -104,6 +105,8 @@ EVENT_DTYPE = np.dtype(
 # A flag: completion was not observed, so `end_ns` is when the call returned. Backends that queue
 # collectives on a device's stream (NCCL) report completion when the work is queued.
 COMPLETION_UNKNOWN = 1
+# Flags of a forward pass: gradients were disabled; the module was in evaluation mode.
+WITHOUT_GRADIENTS, EVALUATION_MODE = 2, 4
 
 # Collectives after which every rank of the group knows that all others have entered. In all others
 # data flows one way, in some of them from or to a root.
@@ -114,6 +117,12 @@ ROOTED = TO_ROOT | {"broadcast", "scatter"}
 EQUAL_SIZES = frozenset({"all_reduce", "reduce_scatter", "broadcast", "reduce"})
 
 SEND, RECV = "send", "recv"  # names of messages, and of waits for them
+NEXT, LOSS = "next", "loss"  # names of a loader's batch, and of what follows the forward pass
+# Names of STEP events: what ended the step as it was recorded. `merge.steps` joins them to steps.
+BY_OPTIMIZER, BY_BATCH, BY_BACKWARD, BY_SCRIPT = "step", "batch", "backward", "paceline.step()"
+EVALUATION_SPAN = "evaluation"  # name of the event from the first to the last of an evaluation
+GARBAGE_COLLECTION = "garbage collection"  # name of a HOST event
+NAN_READ = "nan_read"  # a counter: the script read a tensor's value, and it was not a number
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
 # Counters of a step, summed over the process's threads: time on a core, and time runnable without.
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"

@@ -39,6 +39,8 @@ class RankTrace:
         groups: process groups by number; the first has no name and means none.
         locations: locations by number; the first is the thread of the training loop.
         complete: whether the file was closed, rather than truncated.
+        step_rule: what ends a step, as `merge.steps` found it; empty before, and without steps.
+        marks_within_steps: number of recorded steps that `merge.steps` joined to the one after.
     """
 
     status: Status
@@ -47,6 +49,8 @@ class RankTrace:
     groups: tuple[Group, ...]
     locations: tuple[Location, ...]
     complete: bool
+    step_rule: str = ""
+    marks_within_steps: int = 0
 
     @property
     def rank(self) -> int:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import CorruptTrace, NotFound, storage_errors
 from paceline.trace.format.files import RankTrace, read_trace
 from paceline.trace.merge.clocks import ClockCorrection, fit_clocks
+from paceline.trace.merge.evaluation import find_evaluations
 from paceline.trace.merge.matches import Matches
 from paceline.trace.merge.matching import match
+from paceline.trace.merge.steps import join_steps
 from paceline.trace.merge.timing import on_run_clock
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ class Trace:
     def world_size(self) -> int:
         """Number of ranks of the run, including ranks that left no trace."""
         return self.ranks[0].status.world_size
+
+    @property
+    def step_rule(self) -> str:
+        """What ends a step of the training loop, by a value of `StepRule`."""
+        return next((rank.step_rule for rank in self.ranks if rank.step_rule), "")
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -69,12 +76,12 @@ def load_run(run: Path) -> Trace:
 
 
 def merge(ranks: list[RankTrace]) -> Trace:
-    """Return the ranks in order, on one clock and matched.
+    """Return the ranks in order, on one clock and matched, with the steps of their loops.
 
     Raises:
         CorruptTrace: two traces claim the same rank, or they are of different runs.
     """
-    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    ranks = [find_evaluations(join_steps(rank)) for rank in sorted(ranks, key=lambda r: r.rank)]
     numbers = [rank.rank for rank in ranks]
     if len(set(numbers)) != len(numbers):
         raise CorruptTrace(

@@ -1,0 +1,114 @@
+"""Samples what the main thread executes between phases, where no hook knows.
+
+A thread of its own wakes a few times a second. In a phase it goes back to sleep; between phases it
+records the name of what the main thread executes: the function of the innermost frame that is not
+the standard library's, or the line if that is in the script. `analysis.host` turns samples to time.
+
+The thread is started below `threading`, so that the script's own view of its threads stays as it
+is. Cost: see bench/LOG.md.
+"""
+
+from __future__ import annotations
+
+import _thread
+import math
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.native import monotonic_ns
+from paceline.trace.format.events import IDLE, MAIN, Kind
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    from paceline.native import Recorder
+    from paceline.trace.collectors.torch_in_flight import Loop
+
+# The first samples name what a short run does, later ones only refine the shares.
+FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 500
+NAMES_MAX = 1000
+_GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
+_OURS = str(Path(__file__).parents[2])
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+
+
+class StackSampler:
+    """Samples the main thread's stack; `start` and `stop` are called by the main thread."""
+
+    def __init__(self, recorder: Recorder, loop: Loop) -> None:
+        self._recorder = recorder
+        self._loop = loop
+        self._stop = _thread.allocate_lock()
+        self._stop.acquire()
+        self._started = False
+        self._names: dict[tuple[CodeType, int], int] = {}
+        self._skipped: dict[CodeType, bool] = {}
+        self._other = recorder.intern("other functions")
+
+    def start(self) -> None:
+        """Start sampling."""
+        if not self._started:
+            self._started = True
+            _thread.start_new_thread(self._run, ())
+
+    def stop(self) -> None:
+        """Stop sampling; the thread may end a little later and records nothing any more."""
+        if self._started:
+            self._started = False
+            self._stop.release()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stop.acquire(timeout=self._interval_s(count)):
+            count += 1
+            if self._loop.phase == IDLE:
+                self._sample()
+
+    @staticmethod
+    def _interval_s(count: int) -> float:
+        interval_s = FIRST_INTERVAL_S if count < FIRST_COUNT else INTERVAL_S
+        return interval_s * (0.5 + (count * _GOLDEN) % 1.0)
+
+    def _sample(self) -> None:
+        now_ns = monotonic_ns()
+        frame = sys._current_frames().get(self._loop.main_thread)  # noqa: SLF001  # the documented way
+        name = self.name_of(frame)
+        # The GIL was held since the phase was read, but for switches between bytecodes: by then the
+        # main thread may be in a phase.
+        if name and self._loop.phase == IDLE and self._started:
+            self._recorder.record(int(Kind.SAMPLE), MAIN, name, now_ns, now_ns)
+
+    def name_of(self, frame: FrameType | None) -> int:
+        """Return the number of the name for a stack; 0 if no frame of it counts."""
+        while frame is not None:
+            code = frame.f_code
+            skipped = self._skipped.get(code)
+            if skipped is None:
+                skipped = self._skipped[code] = _is_skipped(code.co_filename)
+            if not skipped:
+                return self._intern(frame, code)
+            frame = frame.f_back
+        return 0
+
+    def _intern(self, frame: FrameType, code: CodeType) -> int:
+        module = frame.f_globals.get("__name__", "?")
+        is_script = module == "__main__"
+        key = (code, frame.f_lineno if is_script else 0)
+        number = self._names.get(key)
+        if number is None:
+            if len(self._names) >= NAMES_MAX:
+                return self._other
+            name = f"{module}.{code.co_qualname}"
+            if is_script:
+                name = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            number = self._names[key] = self._recorder.intern(name)
+        return number
+
+
+def _is_skipped(path: str) -> bool:
+    """Return whether a frame of the file `path` tells nothing: the standard library's, or ours."""
+    if path.startswith(("<frozen", _OURS)):
+        return True
+    return path.startswith(_STANDARD) and "-packages" not in path

@@ -1,0 +1,169 @@
+"""Puts the recorder around the script's calls, so that neither notices when a hook fails.
+
+    script calls hooked(...)
+      Dynamo traces this call -> original, and nothing of ours in its graph
+      before(...)             -> state; None: this call is not recorded
+      original(...)              its exceptions are the script's
+      after(state, result, ...)
+
+An exception in `before`, `after` or a `callback` is ours. It stops the recording of that kind of
+thing (`RecordedKind`) with one warning that says what the trace will lack; the script goes on.
+Interrupts and exits are not ours: they pass.
+
+Dynamo compiles each Python frame that it meets, ours too, unless it is told not to: see
+`internals.hide_from_dynamo`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.format.events import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOG = logging.getLogger(__name__)
+F = TypeVar("F")
+S = TypeVar("S")
+
+
+class OpenPhase(NamedTuple):
+    """A phase that a hook opened: the state of that hook.
+
+    Attributes:
+        begin_ns: when it began.
+        outer: the phase around it.
+        number: the `Kind` of the phase.
+        tag: number of the object that is used, for its event.
+        flags: for its event.
+    """
+
+    begin_ns: int
+    outer: int
+    number: int
+    tag: int = 0
+    flags: int = 0
+
+
+RAISED = object()  # in place of the result of a call that raised
+
+
+class RecordedKind:
+    """One kind of thing that is recorded, until one of its hooks fails. Any thread may use it.
+
+    Attributes:
+        lost: in words, what the trace lacks when this is not recorded.
+        on: whether it is still recorded.
+    """
+
+    __slots__ = ("_when_stopped", "lost", "on")
+
+    def __init__(self, lost: str, when_stopped: Callable[[], None] | None = None) -> None:
+        self.lost = lost
+        self.on = True
+        self._when_stopped = when_stopped
+
+    def stop(self, problem: Exception) -> None:
+        """Record nothing more of this kind, and warn once that a hook failed by `problem`."""
+        if not self.on:
+            return
+        self.on = False
+        place = traceback.extract_tb(problem.__traceback__)[-1:]
+        _LOG.warning(
+            "not recorded from here on: %s; a hook of the recorder failed (%s: %s%s), the script "
+            "trains on. Please report this, with torch's version: %s",
+            self.lost,
+            type(problem).__name__,
+            problem,
+            "".join(f", {Path(frame.filename).name}:{frame.lineno}" for frame in place),
+            torch.__version__,
+        )
+        if self._when_stopped is not None:
+            self._when_stopped()
+
+    def attempt(self, action: Callable[..., object], *args: object) -> None:
+        """Call `action` unless this kind is off; stop the kind if it fails."""
+        if not self.on:
+            return
+        try:
+            action(*args)
+        except Exception as problem:  # noqa: BLE001  # whatever it is, the script must not see it
+            self.stop(problem)
+
+
+def around(
+    original: Callable[..., F],
+    kind: RecordedKind,
+    before: Callable[..., S | None],
+    after: Callable[..., None],
+) -> Callable[..., F]:
+    """Return `original` with a hook around it.
+
+    Args:
+        original: what the script calls.
+        kind: what the hook records.
+        before: called with the call's arguments; what it returns is given to `after`. None leaves
+            the call unrecorded.
+        after: called with the state, the call's result (RAISED if it raised) and its arguments.
+    """
+    inner = internals.inside_disable(original)
+    if inner is not None:
+        return internals.disable(around(inner, kind, before, after))
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> F:
+        if not internals.at_run_time() or not kind.on:
+            return original(*args, **kwargs)
+        try:
+            state = before(*args, **kwargs)
+        except Exception as problem:  # noqa: BLE001  # whatever it is, the script must not see it
+            kind.stop(problem)
+            state = None
+        if state is None:
+            return original(*args, **kwargs)
+        result: Any = RAISED
+        try:
+            result = original(*args, **kwargs)
+            return result  # type: ignore[no-any-return]  # what `original` returned
+        finally:
+            try:
+                after(state, result, *args, **kwargs)
+            except Exception as problem:  # noqa: BLE001  # and it must not replace the script's own
+                kind.stop(problem)
+
+    internals.calls_the_script(hooked)
+    return hooked
+
+
+def callback(kind: RecordedKind, function: Callable[..., object]) -> Callable[..., None]:
+    """Return a callback for torch that calls `function` until that fails.
+
+    Where Dynamo traces it into a graph it does nothing, so that the graph is as without it.
+    """
+
+    def call(*args: Any) -> None:
+        if internals.at_run_time():
+            kind.attempt(function, *args)
+
+    return call
+
+
+def phase_of(error: BaseException) -> str:
+    """Return the phase in which `error` was raised, or nothing if it was between phases."""
+    frames = error.__traceback__
+    while frames is not None:
+        frame = frames.tb_frame
+        if frame.f_code.co_filename == __file__:
+            state = frame.f_locals.get("state")
+            if isinstance(state, OpenPhase):
+                return Kind(state.number).name.lower()
+        frames = frames.tb_next
+    return ""

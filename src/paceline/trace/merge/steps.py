@@ -1,0 +1,237 @@
+"""Joins the steps that were recorded to the steps of the training loop.
+
+A rank records a step wherever one may end: at each optimizer's step, and until the first of these
+at each batch of a loader, or at each backward pass (`collectors.torch_marks`). One rule for the
+whole trace decides which of these marks end a step; all others are within one:
+
+    paceline.step()      the script says it: each of its calls
+    optimizer            each step of the optimizer
+    optimizers in turn   the last step of each round of several optimizers, as in a GAN
+    loader               no optimizer: each batch from a loader
+    backward             no optimizer and no loader: each backward pass
+
+A round of several optimizers begins with each turn of the one that began the first round::
+
+    D G | D G | D G           a GAN: two steps of optimizers, one step of the loop
+    D D D G | D D D G         critics that step several times on one batch, or without a loader
+    D | D | D G | D | D | D G     the same with a new batch for each step of D: each batch is a step
+    A | A | ... | A | B | B   one after the other: each step of an optimizer is a step
+
+An optimizer that steps several times in a row before another has its turn takes these steps within
+one round, unless each comes with a batch of its own, or there are too many of them (`REPEATS_MAX`).
+An optimizer that has only one turn in the whole run takes no part in rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.trace.format.events import (
+    BY_BACKWARD,
+    BY_BATCH,
+    BY_OPTIMIZER,
+    BY_SCRIPT,
+    MAIN,
+    NEXT,
+    Kind,
+)
+
+if TYPE_CHECKING:
+    from paceline.trace.format.files import RankTrace
+
+REPEATS_MAX = 16  # steps of one optimizer in a row that may be part of a round
+
+
+class StepRule(StrEnum):
+    """What ends a step of the training loop; the values are those of ``result.json``."""
+
+    SCRIPT = "paceline.step()"
+    OPTIMIZER = "optimizer"
+    OPTIMIZERS = "optimizers in turn"
+    LOADER = "loader"
+    BACKWARD = "backward"
+    NONE = ""
+
+
+# The strongest first: marks of other kinds end no step if there is one of this kind.
+_RULES = {
+    BY_SCRIPT: StepRule.SCRIPT,
+    BY_OPTIMIZER: StepRule.OPTIMIZER,
+    BY_BATCH: StepRule.LOADER,
+    BY_BACKWARD: StepRule.BACKWARD,
+}
+_WORK = (Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD)
+
+
+def join_steps(rank: RankTrace) -> RankTrace:
+    """Return the trace of a rank with the steps of its loop, and the rule by which they count."""
+    marks = rank.events[rank.events["kind"] == Kind.STEP]
+    if not len(marks) or (np.diff(marks["step"].astype(np.int64)) <= 0).any():
+        return rank  # no step, or damage: `analysis.phases` says so
+    rule, name = _rule_of(rank, marks)
+    ends = marks["name"] == name
+    if rule is StepRule.OPTIMIZER:
+        ends[ends] = round_ends(marks["tag"][ends], _has_batch(rank, marks[ends]))
+        rule = rule if ends.all() or len(set(marks["tag"].tolist())) == 1 else StepRule.OPTIMIZERS
+    elif rule is StepRule.LOADER:
+        rank, marks, ends = _with_last_step(rank, marks, ends)
+        ends &= _has_work(rank, marks)
+        turns = marks["tag"][ends]
+        if (turns[1:] != turns[:-1]).mean() > 0.5 if len(turns) > 1 else False:
+            # Loaders that are asked in turn (zip) give one batch together.
+            ends[ends] = round_ends(turns, np.ones(len(turns), dtype=bool))
+    elif rule is StepRule.BACKWARD:
+        rank, marks, ends = _with_last_step(rank, marks, ends)
+    if ends.all() or not ends.any():
+        return dataclasses.replace(rank, step_rule=rule.value)
+    return dataclasses.replace(
+        rank,
+        events=_joined(rank, marks, ends),
+        step_rule=rule.value,
+        marks_within_steps=int((~ends).sum()),
+    )
+
+
+def _rule_of(rank: RankTrace, marks: np.ndarray) -> tuple[StepRule, int]:
+    """Return the rule for the strongest kind of mark, and the number of that mark's name."""
+    present = set(marks["name"].tolist())
+    for name, rule in _RULES.items():
+        if name in rank.names and rank.names.index(name) in present:
+            return rule, rank.names.index(name)
+    return StepRule.OPTIMIZER, int(marks["name"][0])
+
+
+def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
+    """Return which of a sequence of optimizer steps end a step of the loop.
+
+    >>> round_ends(np.array([1, 1, 2, 1, 1, 2]), np.zeros(6, dtype=bool)).astype(int).tolist()
+    [0, 0, 1, 0, 0, 1]
+    >>> round_ends(np.array([1, 1, 2, 1, 1, 2]), np.ones(6, dtype=bool)).astype(int).tolist()
+    [1, 0, 1, 1, 0, 1]
+
+    Args:
+        turns: number of the optimizer that stepped, shape (marks,).
+        has_batch: whether a loader gave a batch since the mark before, shape (marks,).
+    """
+    count = len(turns)
+    ends = np.ones(count, dtype=bool)
+    if count < 2 or (turns == turns[0]).all():
+        return ends
+    repeats = np.concatenate([[False], turns[1:] == turns[:-1]])
+    first = np.flatnonzero(~repeats)  # of each turn of one optimizer: one step, or several in a row
+    owners, lengths = turns[first], np.diff(np.concatenate([first, [count]]))
+    begins = np.zeros(count, dtype=bool)
+    begins[first[_round_starts(owners)]] = True
+    if len(np.unique(owners)) < len(owners) or lengths.max() > 1:  # else it may be one round
+        names, turn_counts = np.unique(owners, return_counts=True)
+        begins[first[np.isin(owners, names[turn_counts == 1])]] = True
+    for owner in np.unique(owners):
+        own = owners == owner
+        again = repeats & (turns == owner)
+        with_batch = again.any() and has_batch[again].mean() >= 0.5
+        if own.sum() < 2 or with_batch or np.median(lengths[own]) > REPEATS_MAX:
+            begins |= again  # each of its steps is one of the loop
+            begins[first[own & (lengths > REPEATS_MAX)]] = True
+    ends[:-1] = begins[1:]
+    return ends
+
+
+def _round_starts(owners: np.ndarray) -> np.ndarray:
+    """Return the turns with which a round begins: those of the optimizer that began the first.
+
+    Where it has its last turn, and others go on without it, their rounds follow.
+    """
+    starts: list[np.ndarray] = []
+    first = 0
+    while first < len(owners):
+        turns = first + np.flatnonzero(owners[first:] == owners[first])
+        starts.append(turns)
+        first = int(turns[-1]) + 1
+        rest = owners[first:]
+        if len(set(rest.tolist())) == len(rest):  # what is left completes the last round
+            break
+    return np.concatenate(starts)
+
+
+def _has_batch(rank: RankTrace, marks: np.ndarray) -> np.ndarray:
+    """Return for each mark whether a loader gave a batch since the mark before."""
+    return _between(rank, marks, _named(rank, NEXT, Kind.INPUT))
+
+
+def _has_work(rank: RankTrace, marks: np.ndarray) -> np.ndarray:
+    """Return for each mark whether a module was called since the mark before; all if none is."""
+    on_main = rank.events["location"] == MAIN
+    found = _between(rank, marks, on_main & np.isin(rank.events["kind"], _WORK))
+    return found if found.any() else np.ones(len(marks), dtype=bool)
+
+
+def _named(rank: RankTrace, name: str, kind: Kind) -> np.ndarray:
+    if name not in rank.names:
+        return np.zeros(len(rank.events), dtype=bool)
+    return np.asarray(
+        (rank.events["kind"] == kind) & (rank.events["name"] == rank.names.index(name))
+    )
+
+
+def _between(rank: RankTrace, marks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return for each mark whether one of the chosen events ended since the mark before."""
+    at = np.searchsorted(marks["end_ns"], rank.events["end_ns"][chosen], side="left")
+    found = np.zeros(len(marks) + 1, dtype=bool)
+    found[at] = True
+    return found[:-1]
+
+
+def _with_last_step(
+    rank: RankTrace, marks: np.ndarray, ends: np.ndarray
+) -> tuple[RankTrace, np.ndarray, np.ndarray]:
+    """Return the arguments with the step that was open when the loop was left, if it has work.
+
+    A batch ends when the next one is asked for: a loop that is left early asks for none.
+    """
+    last = marks[-1]
+    events = rank.events
+    open_work = events[(events["location"] == MAIN) & np.isin(events["kind"], _WORK)]
+    open_work = open_work[open_work["begin_ns"] >= last["end_ns"]]
+    if not len(open_work):
+        return rank, marks, ends
+    step = np.array([last], events.dtype)
+    step["begin_ns"], step["end_ns"] = last["end_ns"], open_work["end_ns"].max()
+    step["step"] = last["step"] + 1
+    rank = dataclasses.replace(rank, events=np.concatenate([events, step]))
+    return rank, np.concatenate([marks, step]), np.concatenate([ends, [True]])
+
+
+def _joined(rank: RankTrace, marks: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the rank's events with their steps renumbered, and one STEP event for each step.
+
+    The counters of the marks that are joined add up. A step of which a mark was lost, because a
+    buffer was full, gets no STEP event: its duration is not known.
+    """
+    events = rank.events.copy()
+    end_numbers = marks["step"][ends].astype(np.int64)
+    events["step"] = np.searchsorted(end_numbers, events["step"])
+    last = np.flatnonzero(ends)
+    first = np.concatenate([[0], last[:-1] + 1])
+    begun = np.concatenate([[-1], end_numbers[:-1]])
+    recorded = last - first + 1 == end_numbers - begun
+    is_mark = events["kind"] == Kind.STEP
+    rows = np.flatnonzero(is_mark)
+    keep = ~is_mark
+    keep[rows[last[recorded]]] = True
+    events["begin_ns"][rows[last]] = marks["begin_ns"][first]
+    is_counter = events["kind"] == Kind.COUNTER
+    at_mark = is_counter & np.isin(events["end_ns"], marks["end_ns"])
+    rows = np.flatnonzero(at_mark)
+    keys = events["name"][rows].astype(np.int64) << 32 | events["step"][rows]
+    _, place, inverse = np.unique(keys[::-1], return_index=True, return_inverse=True)
+    latest = rows[::-1][place]
+    sums = np.zeros(len(place), dtype=np.uint64)
+    np.add.at(sums, inverse, events["amount"][rows[::-1]])
+    events["amount"][latest] = sums
+    keep[rows] = False
+    keep[latest] = True
+    return np.asarray(events[keep])
