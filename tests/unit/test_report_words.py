@@ -277,3 +277,23 @@ def test_every_rule_of_steps_is_stated():
 def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
     assert nan_words(None) == ""
     assert nan_words(NanValue(rank=1, step=812)).endswith("became NaN in step 812 on rank 1.")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            "left with exit code 0 while rank 0 still needed it",
+            "Rank 1 left with exit code 0 while rank 0 still needed it, in step 7, during the "
+            "forward pass.",
+        ),
+        (
+            "hung: rank 0 waited for it until the timeout",
+            "Rank 1 hung in step 7, during the forward pass: rank 0 waited for it until the "
+            "timeout.",
+        ),
+    ],
+)
+def test_how_a_rank_failed_others_is_a_sentence(error, words):
+    failure = Failure(rank=1, step=7, phase="forward", error=error)
+    assert paceline.report.words.failure_words(failure) == words
