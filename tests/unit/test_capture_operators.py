@@ -59,10 +59,13 @@ def test_a_fused_lstm_is_its_products_one_of_them_once_a_time_step(bidirectional
 
 @pytest.mark.parametrize(("cell", "gates"), [(nn.GRU, 3), (nn.RNN, 1)])
 def test_recurrent_layers_that_torch_composes_of_others_have_all_their_products(cell, gates):
-    inputs = torch.zeros(STEPS, BATCH, FEATURES, requires_grad=True)
-    workload = capture(TrainingStep(module=cell(FEATURES, WIDTH), inputs=inputs))
+    inputs = torch.zeros(BATCH, STEPS, FEATURES, requires_grad=True)
+    module = cell(FEATURES, WIDTH, batch_first=True)
+    workload = capture(TrainingStep(module=module, inputs=inputs))
     weights = gates * WIDTH * (FEATURES + WIDTH)
     assert phase_flops(workload, "forward") == 2 * STEPS * BATCH * weights
+    for phase in ("forward", "backward"):
+        assert not any(operation.assumed for operation in operations(workload, phase))
 
 
 # --- products without a formula in torch ---------------------------------------------------------

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from machines import collective, small_machine
 
+from paceline.core.errors import UsageError
 from paceline.core.machine import Disturbance
 from paceline.core.plan import Mesh, Plan
 from paceline.core.workload import Layer, Operation, Workload
@@ -102,6 +103,15 @@ def test_what_goes_beyond_the_measured_machine_is_called_extrapolated(plan, word
 def test_as_many_ranks_as_were_measured_are_not_extrapolated():
     machine = dataclasses.replace(small_machine(), collectives=(collective("all_reduce", ranks=4),))
     assert estimate(machine, SMALL, Plan(mesh=Mesh(data=4))).warnings == ()
+
+
+def test_a_machine_without_rates_says_why_it_has_none():
+    machine = small_machine()
+    device = dataclasses.replace(machine.devices[0], rates=())
+    machine = dataclasses.replace(machine, devices=(device,), missing=("it did not end in time",))
+    with pytest.raises(UsageError, match="no compute rates") as caught:
+        estimate(machine, SMALL, Plan())
+    assert caught.value.why == "it did not end in time"
 
 
 def test_a_disturbed_probe_is_carried_to_the_plan():

@@ -100,6 +100,13 @@ def cost_model(machine: Machine, workload: Workload, plan: Plan) -> CostModel:
             why="; ".join(machine.missing),
             fix="Run `paceline probe` on a node with torch",
         )
+    if not machine.devices[0].rates:
+        raise UsageError(
+            "the machine has no compute rates",
+            where=machine.name,
+            why="; ".join(machine.missing),
+            fix="Run `paceline probe` where torch is installed and little else runs",
+        )
     parameters = workload.parameter_bytes + 2 * workload.trained_bytes  # gradients, read and made
     return CostModel(
         machine.devices[0],

@@ -182,7 +182,7 @@ def classify(function: Any) -> Operator | None:
     name = _name(function)
     if name in _IGNORED:
         return None
-    if name in _VIEWS:
+    if name in _VIEWS or name.removesuffix("_") in _VIEWS:  # also in place
         return "view"
     if not name.startswith(_CHEAP):
         for operator, prefixes in _CLASSES.items():
