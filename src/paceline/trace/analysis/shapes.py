@@ -161,7 +161,8 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
 
     The slope is the median of the slopes between medians of batches of steps; whether it is one is
     tested by the number of pairs that rise. Sources: H. Theil (1950) and P. Sen (1968); H. Mann
-    (1945) and M. Kendall, Rank Correlation Methods (1948).
+    (1945) and M. Kendall, Rank Correlation Methods (1948); the spread is that of batches with a
+    memory, S. Yue and C. Wang, The Mann-Kendall test modified by effective sample size (2004).
     """
     batches = np.array_split(series, min(_TREND_BATCHES, len(series) // _MIN_BATCH))
     if len(batches) < MIN_STEPS:
@@ -180,7 +181,8 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
         return None
     ends = np.flatnonzero(fitted > 0)[[0, -1]]
     count = len(batches)
-    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    memory = min(0.9, max(0.0, _correlation(middles - intercept - slope * at)))
+    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18 * (1 + memory) / (1 - memory))
     score = (abs(float(np.sign(rises).sum())) - 1) / spread
     return Pattern(
         shape="drifting",
