@@ -36,14 +36,18 @@ def train(run, plan, machine, epochs):
     """Run the demo's training without a straggler under `plan`; return its undisturbed step."""
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.launch.run import RunConfig, claim_folder, execute, prepare
+    from paceline.launch.options import RunConfig
+    from paceline.launch.prepare import claim_folder, prepare
+    from paceline.launch.program import Program, ProgramKind
+    from paceline.launch.run import execute
     from paceline.report.model import gather
     from paceline.studies.demo import SCRIPT
 
     clock = SystemClock()
     args = ["--result", f"{run}.json", "--epochs", str(epochs)]
     resolved = resolve(RunConfig, environ={})
-    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
+    program = Program(ProgramKind.SCRIPT, str(SCRIPT))
+    job = prepare(program, args, resolved, run, clock, plan=plan)
     execute(claim_folder(job), machine=machine, clock=clock)
     comparison = gather(run).comparison
     assert not comparison.unfit, comparison.unfit

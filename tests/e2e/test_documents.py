@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import VERBS
-from paceline.launch.run import RunConfig
+from paceline.launch.options import RunConfig
 from paceline.store import PackOptions
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +46,11 @@ def test_every_page_can_be_found_from_the_readme():
 
 @pytest.mark.campaign("e2e")
 @pytest.mark.parametrize(
-    "name", ["tutorial/late-rank.md", "guides/trust.md", "guides/predict.md", "guides/load.md"]
+    "name",
+    [
+        *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md"),
+        *("guides/load.md", "guides/start.md"),
+    ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
     pytest.importorskip("torch")

@@ -12,7 +12,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
 from paceline.launch.allocator import KEEP
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, RunState
 from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
@@ -306,6 +306,18 @@ def test_the_trace_of_a_killed_rank_is_readable(killed):
     assert not ranks[1].complete
 
 
+def test_a_rank_that_leaves_early_is_the_culprit_and_not_its_victim(tmp_path):
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", SCRIPTS / "leaves.py")
+    assert done.code == 1, done.err
+    assert "rank 1 left with exit code 0 while rank 0 still needed it" in done.err
+    failure = RunFolder(tmp_path / "RUN").read_result().failure
+    assert (failure.rank, failure.step, failure.signal) == (1, 7, "")
+    why = paceline(tmp_path, "why", "RUN")
+    assert why.out.startswith(
+        "Rank 1 left with exit code 0 while rank 0 still needed it, in step 7"
+    )
+
+
 def test_a_rank_that_somebody_terminates_is_named(tmp_path):
     done = paceline(
         tmp_path,
@@ -353,9 +365,16 @@ def test_a_killed_launcher_takes_its_ranks_along(tmp_path):
     arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
     with Launched(tmp_path, *arguments) as running:
         await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 1, "the first step")
+        assert RunFolder(tmp_path / "RUN").state() is RunState.RUNNING
         running.process.kill()
         await_true(lambda: not running.running(), "the ranks to end")
         assert running.wait().code == -signal.SIGKILL
+    assert RunFolder(tmp_path / "RUN").state() is RunState.LAUNCHER_KILLED
+    for command in (("why", "RUN"), ("trace", "stats", "RUN"), ("report", "RUN")):
+        said = paceline(tmp_path, *command)
+        assert "its launcher was killed" in said.out.replace("\n", " "), said.out + said.err
+    state = json.loads(paceline(tmp_path, "why", "RUN", "--json").out)["state"]
+    assert state == "launcher killed"
 
 
 # --- workers and launchers of other kinds --------------------------------------------------------

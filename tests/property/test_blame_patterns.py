@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
 
-from paceline.trace.analysis.patterns import (
-    PatternRules,
-    best_range,
-    binomial_tail,
-    find_pattern,
-    upper_tail,
-)
+from paceline.trace.analysis.blame import find_stragglers
+from paceline.trace.analysis.causes import main_cause
+from paceline.trace.analysis.chances import binomial_tail, upper_tail
+from paceline.trace.analysis.patterns import find_pattern
+from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
@@ -115,8 +113,6 @@ def test_ranks_that_share_cores_and_compute_longer_are_not_called_starved():
         )
         for own, more in zip(phases, extra, strict=True)
     ]
-    from paceline.trace.analysis.causes import main_cause
-
     late = np.ones(200, dtype=bool)
     assert main_cause(1, phases, counters, late, starved=True) == "compute"
     assert skew.shape == (2, 200)
@@ -127,8 +123,6 @@ def test_threads_of_a_pool_compute_for_the_main_thread():
     random = np.random.default_rng(7)
     seconds = np.full(200, 0.4 * BASE_S)
     phases, counters, skew = made_up_run(random, 2, 200, Noise(), [Culprit(0, "blocked", seconds)])
-    from paceline.trace.analysis.blame import find_stragglers
-
     (asleep,) = find_stragglers(phases, counters, skew)
     phases[0] = dataclasses.replace(phases[0], running_s=phases[0].running_s + seconds)
     (pooled,) = find_stragglers(phases, counters, skew)

@@ -47,16 +47,6 @@ def test_a_run_within_a_run_keeps_what_it_inherits():
     assert allocator_setting("system", dict(KEEP), GLIBC).in_effect == "own"
 
 
-def test_processes_inherit_the_setting_and_the_launcher_does_not_keep_it(monkeypatch):
-    for name in KEEP:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    with allocator_setting("keep", {}, GLIBC).applied():
-        assert {name: os.environ[name] for name in KEEP} == KEEP
-    assert os.environ["MALLOC_MMAP_MAX_"] == "7"
-    assert "MALLOC_TRIM_THRESHOLD_" not in os.environ
-
-
 def test_tunables_of_other_things_do_not_hinder():
     environ = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "MALLOC_MMAP_MAX_": ""}
     assert allocator_setting("keep", environ, GLIBC).in_effect == "keep"

@@ -44,3 +44,9 @@ def test_lost_ranks_follow_those_that_failed():
 
 def test_a_rank_that_ends_well_when_asked_to_stop_was_not_stopped():
     assert exit_of(1, 0, stopped=True) == RankExit(rank=1, code=0)
+
+
+def test_ranks_that_left_before_the_failure_come_last():
+    left, late = exit_of(2, 0, at_s=9.0), exit_of(3, 0, at_s=11.0)
+    failed = exit_of(0, 1, at_s=10.0)
+    assert combine([late, failed, left], []) == (failed, left)

@@ -10,10 +10,11 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 EXPORTS = {
-    "": ["__version__", "step"],
+    "": ["__version__", "record", "step"],
     "cli": [],
     "core": [],
     "launch": [],
+    "launch.startup": [],
     "launch.rendezvous": [],
     "perf": ["estimate"],
     "probe": [],

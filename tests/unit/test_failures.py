@@ -7,7 +7,7 @@ from traces import Event, write_run
 
 from paceline.core.errors import Interrupted, RankLost, ScriptFailed
 from paceline.core.processes import StopRequested
-from paceline.launch.exits import RankExit, exit_of, interrupted_exit
+from paceline.launch.exits import RankExit, combine, exit_of, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.native import Recorder
 from paceline.runs.result import Failure
@@ -34,7 +34,7 @@ def test_the_first_to_raise_failed_first(tmp_path):
     assert exit_code(exits, failure) == 1
     assert first_traceback(tmp_path).startswith("rank 1:\nTraceback")
     with pytest.raises(ScriptFailed, match="rank 1 failed first") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.why == RAISED
     assert caught.value.where.endswith("train.py")
 
@@ -57,7 +57,7 @@ def test_where_a_killed_rank_was_stands_in_its_trace(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGSEGV", step=17, phase="backward")
     with pytest.raises(RankLost, match="rank 1 was killed by SIGSEGV") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.where == "step 17, phase backward"
     assert "native code crashed" in caught.value.why
     recorder.begin(int(Kind.WAIT))
@@ -100,7 +100,7 @@ def test_a_rank_that_somebody_terminated_is_the_culprit(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, signal="SIGTERM")
     with pytest.raises(RankLost, match="SIGTERM") as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert "another process sent the signal" in caught.value.why
 
 
@@ -117,7 +117,7 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
     assert exit_code(exits, failure) == 1
     assert first_traceback(tmp_path) == ""
     with pytest.raises(ScriptFailed) as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.fix == "See what the rank printed"
 
 
@@ -131,7 +131,7 @@ def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):
 def test_all_well(tmp_path):
     assert first_failure(tmp_path, ()) is None
     assert exit_code((), None) == 0
-    raise_failure(tmp_path, tmp_path / "train.py", (), None)
+    raise_failure(tmp_path, "train.py", (), None)
 
 
 def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
@@ -140,7 +140,7 @@ def test_a_stopped_run_is_interrupted_whatever_the_ranks_said(tmp_path):
     failure = first_failure(tmp_path, exits)
     assert exit_code(exits, failure) == 130
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,62 @@ def test_a_rank_killed_by_any_signal_has_a_result(tmp_path, number, name):
     assert (failure.rank, failure.signal) == (1, name)
     assert exit_code(exits, failure) == 5
     with pytest.raises(RankLost) as caught:
-        raise_failure(tmp_path, tmp_path / "train.py", exits, failure)
+        raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.what == f"rank 1 was killed by {name}"
+
+
+def test_a_rank_that_left_early_is_the_culprit_and_not_its_victim(tmp_path):
+    """It was the victim: the rank that raised "connection closed" had failed first."""
+    report(tmp_path, 0, 100, LOST)
+    left = RankExit(rank=1, code=0, at_s=10.0)
+    exits = combine([left, RankExit(rank=0, code=1, at_s=10.1)], ())
+    failure = first_failure(tmp_path, exits)
+    assert failure == Failure(rank=1, error="left with exit code 0 while rank 0 still needed it")
+    assert exit_code(exits, failure) == 1
+    with pytest.raises(ScriptFailed, match="rank 1 left with exit code 0") as caught:
+        raise_failure(tmp_path, "train.py", exits, failure)
+    assert "same number of steps" in caught.value.fix
+
+
+def test_a_rank_that_left_is_no_culprit_of_what_another_raises_itself(tmp_path):
+    report(tmp_path, 0, 100, RAISED)
+    exits = combine([RankExit(rank=1, code=0, at_s=10.0), RankExit(rank=0, code=1, at_s=10.1)], ())
+    assert first_failure(tmp_path, exits) == Failure(rank=0, error=RAISED)
+
+
+def test_a_killed_rank_is_the_culprit_even_if_another_had_left(tmp_path):
+    report(tmp_path, 0, 100, LOST)
+    exits = combine(
+        [
+            RankExit(rank=2, code=0, at_s=9.0),
+            RankExit(rank=1, code=-9, signal="SIGKILL", at_s=10.0),
+            RankExit(rank=0, code=1, at_s=10.1),
+        ],
+        (),
+    )
+    assert first_failure(tmp_path, exits) == Failure(rank=1, signal="SIGKILL")
+
+
+def test_a_rank_that_its_launcher_stopped_is_no_culprit(tmp_path):
+    """A rank that hangs is stopped when another has failed: the signal is ours."""
+    report(tmp_path, 0, 100, LOST)
+    stopped = exit_of(1, -9, stopped=True, at_s=13.0)
+    exits = combine([exit_of(0, 1, at_s=10.0), stopped], ())
+    assert first_failure(tmp_path, exits) == Failure(rank=0, error=LOST)
+
+
+@pytest.mark.parametrize(("phase", "culprit"), [(Kind.FORWARD, 1), (Kind.WAIT, 0)])
+def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit):
+    """The launcher stops it when its peer has raised: that signal says nothing."""
+    error = "RuntimeError('[gloo/transport/tcp/buffer.cc:72] Timed out waiting 1000ms for recv')"
+    report(tmp_path, 0, 100, error, "backward")
+    recorder = Recorder(str(tmp_path / "trace" / trace_name(1)), 1, 2)
+    recorder.end_step()
+    recorder.begin(int(phase))
+    exits = combine([exit_of(0, 1, at_s=10.0), exit_of(1, -9, stopped=True, at_s=13.0)], ())
+    failure = first_failure(tmp_path, exits)
+    assert failure.rank == culprit
+    if culprit == 1:
+        why = "hung: rank 0 waited for it until the timeout"
+        assert failure == Failure(rank=1, step=1, phase="forward", error=why)
+    recorder.close()

@@ -10,8 +10,10 @@ from paceline.core.config import resolve
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import PlanFile, load_plan_file
+from paceline.launch.options import RunConfig
 from paceline.launch.planned import plan_warnings
-from paceline.launch.run import RunConfig, prepare
+from paceline.launch.prepare import prepare
+from paceline.launch.program import find_program
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "OMP_NUM_THREADS")
@@ -29,7 +31,8 @@ def ready(tmp_path, monkeypatch):
 
     def prepared(plan, **flags):
         resolved = resolve(RunConfig, flags=flags)
-        return prepare(script, [], resolved, None, ManualClock(), plan=PlanFile(plan=plan))
+        program = find_program(str(script), is_module=False)
+        return prepare(program, [], resolved, None, ManualClock(), plan=PlanFile(plan=plan))
 
     return prepared
 

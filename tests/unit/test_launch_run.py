@@ -15,10 +15,12 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.core.machine import Machine
-from paceline.launch import run as run_module
+from paceline.launch import prepare as prepare_module
 from paceline.launch.folder import refuse_taken
 from paceline.launch.options import RunConfig
-from paceline.launch.run import claim_folder, prepare, summarize
+from paceline.launch.prepare import claim_folder, prepare
+from paceline.launch.program import find_program
+from paceline.launch.summary import summarize
 from paceline.probe.machine_file import known_machine
 from paceline.runs.versions import versions
 
@@ -37,7 +39,8 @@ def script(tmp_path, monkeypatch):
 
 
 def ready(script, run=None, **flags):
-    return prepare(script, [], resolve(RunConfig, flags=flags), run, ManualClock())
+    program = find_program(str(script), is_module=False)
+    return prepare(program, [], resolve(RunConfig, flags=flags), run, ManualClock())
 
 
 def test_a_job_is_ready(script, tmp_path):
@@ -128,7 +131,7 @@ def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
         ready(script, script)  # a file
     (tmp_path / "empty").mkdir()
     assert ready(script, tmp_path / "empty").run_folder == tmp_path / "empty"
-    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(prepare_module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Missing) as caught:
         ready(script)
     assert caught.value.exit_code == 3

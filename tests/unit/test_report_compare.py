@@ -49,6 +49,21 @@ def test_typical_steps_are_of_one_kind_when_all_ranks_change(tmp_path):
     assert measured["backward"] == pytest.approx(0.004)
 
 
+@pytest.mark.parametrize(("share", "left"), [(0.2, 90), (0.6, 9)])
+def test_a_range_with_few_late_steps_stays(share, left):
+    late = Straggler(
+        rank=1,
+        cause="not_running",
+        late_ms=3,
+        first_step=19,
+        last_step=99,
+        others_wait=0.5,
+        shape="intermittent",
+        late_share=share,
+    )
+    assert undisturbed(100, [late]).sum() == left
+
+
 def test_only_the_late_steps_of_a_periodic_straggler_are_left_out():
     late = Straggler(
         rank=1,

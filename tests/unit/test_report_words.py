@@ -16,10 +16,12 @@ import paceline.report.words
 import paceline.trace.analysis.communication
 from paceline.core.breakdown import Breakdown
 from paceline.report.delays import cut_words, shift_words
-from paceline.report.words import summary_line, sync_place, verdict
+from paceline.report.words import STEP_RULES, nan_words, summary_line, sync_place, verdict
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.shifts import Shift
+from paceline.trace.merge.steps import StepRule
 
 LATE = Straggler(
     rank=1, cause="data", late_ms=18.2, first_step=200, last_step=400, others_wait=0.243
@@ -265,3 +267,33 @@ def test_the_summary_is_one_line():
 )
 def test_examples_hold(module):
     assert doctest.testmod(module).failed == 0
+
+
+def test_every_rule_of_steps_is_stated():
+    assert set(STEP_RULES) == set(StepRule)
+    assert all(STEP_RULES[rule] for rule in StepRule if rule is not StepRule.NONE)
+
+
+def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
+    assert nan_words(None) == ""
+    assert nan_words(NanValue(rank=1, step=812)).endswith("became NaN in step 812 on rank 1.")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            "left with exit code 0 while rank 0 still needed it",
+            "Rank 1 left with exit code 0 while rank 0 still needed it, in step 7, during the "
+            "forward pass.",
+        ),
+        (
+            "hung: rank 0 waited for it until the timeout",
+            "Rank 1 hung in step 7, during the forward pass: rank 0 waited for it until the "
+            "timeout.",
+        ),
+    ],
+)
+def test_how_a_rank_failed_others_is_a_sentence(error, words):
+    failure = Failure(rank=1, step=7, phase="forward", error=error)
+    assert paceline.report.words.failure_words(failure) == words

@@ -1,11 +1,15 @@
 """The folder of a run: older files open, newer ones say what is needed, damaged ones are named."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from paceline.core.errors import CorruptData, NotFound, UsageError
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, RunState
+from paceline.runs.launcher import is_alive, this_launcher
 from paceline.runs.result import RunResult
 
 RESULT = RunResult(exit_code=0, world_size=2, step_time_s=0.1, loop_wall_s=1.0, ranks=())
@@ -79,3 +83,48 @@ def test_a_damaged_file_is_named(run, text):
         run.read_result()
     assert "result.json" in caught.value.where
     assert caught.value.fix
+
+
+def started_by(run, launcher):
+    run.file("config.json").write_text(json.dumps({"version": 2, "launcher": launcher}))
+    return run
+
+
+def test_a_run_with_a_result_is_finished(run):
+    started_by(run, this_launcher()).file("result.json").write_text(RESULT.to_text())
+    assert (run.state(), run.state_words()) == (RunState.FINISHED, "")
+
+
+def test_a_run_whose_launcher_is_alive_goes_on(run):
+    assert started_by(run, this_launcher()).state() is RunState.RUNNING
+    assert "still going on" in run.state_words()
+
+
+def test_a_run_whose_launcher_is_gone_did_not_come_to_its_end(run):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        launcher = {**this_launcher(), "pid": child.pid}
+        child.communicate(b"\n")
+    assert started_by(run, launcher).state() is RunState.LAUNCHER_KILLED
+    assert "its launcher was killed" in run.state_words()
+
+
+@pytest.mark.parametrize(
+    ("changes", "alive"),
+    [
+        ({}, True),
+        ({"started_ticks": 1}, False),  # the number is another process's now
+        ({"boot_id": "before"}, False),  # this machine was started again
+        ({"boot_id": "other", "host": "other"}, None),
+        ({"namespace": "pid:[1]"}, None),  # in a container
+        ({"boot_id": ""}, None),
+    ],
+)
+def test_a_launcher_is_known_by_more_than_its_number(changes, alive):
+    assert is_alive({**this_launcher(), **changes}) is alive
+    assert this_launcher()["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("launcher", [None, "x", {}, {"host": "far", "boot_id": "b"}])
+def test_of_other_launchers_nothing_is_claimed(run, launcher):
+    assert started_by(run, launcher).state() is RunState.UNKNOWN
+    assert ("killed" in run.state_words()) == isinstance(launcher, dict)

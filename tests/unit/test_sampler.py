@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from launching import await_true
 
 from paceline.native import Recorder
 from paceline.trace.collectors.sampler import NAMES_MAX, StackSampler
@@ -74,9 +75,7 @@ def test_the_script_does_not_see_the_thread(tmp_path, recorder):
     sampler = StackSampler(recorder, loop)
     sampler.start()
     assert threading.enumerate() == before
-    deadline = threading.Event()
-    while not recorder_has_samples(tmp_path, recorder):
-        deadline.wait(0.01)
+    await_true(lambda: recorder_has_samples(tmp_path, recorder), "a sample")
     loop.phase = int(Kind.FORWARD)
     sampler.stop()
     recorder.close()

@@ -21,6 +21,7 @@ def rank(tmp_path):
         environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         command = [sys.executable, "-m", "paceline.launch.worker", "--run", tmp_path / "RUN"]
         command += ["--launcher", launcher or os.getpid(), "--cores", cores, "--record", "off"]
+        command += ["--share", "1", "2"]
         command += ["--temporary", temporary] if temporary else []
         command += ["--", script, *args]
         return subprocess.run(

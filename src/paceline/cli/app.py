@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
 import os
 import sys
 
@@ -17,7 +16,6 @@ import click
 import paceline
 from paceline.cli.streams import accept_any_text
 from paceline.core.errors import PacelineError, StorageError
-from paceline.core.record import nearest
 
 VERBS = {
     "demo": "See the whole loop on handwritten digits, in about a minute.",
@@ -28,6 +26,7 @@ VERBS = {
     "plan": "Predict step time and memory of a model on this machine.",
     "calibrate": "Correct the figures of a machine file by a run.",
     "run": "Run a PyTorch script on several ranks and record where its time goes.",
+    "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
@@ -46,6 +45,8 @@ class VerbGroup(click.Group):
         """Import and return the subcommand; None if there is no such subcommand."""
         if cmd_name not in VERBS:
             if cmd_name.isidentifier():
+                from paceline.core.record import nearest  # here: --help has no use for it
+
                 ctx.fail(f"No such command '{cmd_name}'. {nearest(cmd_name, VERBS)}")
             return None
         command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
@@ -111,10 +112,10 @@ def _drop_stdout() -> None:
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Return whether ``--json`` was given to Paceline, not to the script after it."""
-    if not argv or argv[0] != "run":
+    """Return whether ``--json`` was given to Paceline, not to the program after it."""
+    if not argv or argv[0] not in ("run", "record"):
         return "--json" in argv
-    command = importlib.import_module("paceline.cli.run").run
+    command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])
     takes_value = {
         name
         for parameter in command.params
@@ -133,12 +134,16 @@ def _wants_json(argv: list[str]) -> bool:
 
 
 def _print_json(fields: dict[str, str]) -> None:
+    import json  # here: most commands print none
+
     empty = {"code": "", "what": "", "where": "", "why": "", "fix": ""}
     click.echo(json.dumps({"error": {**empty, **fields}}))
 
 
 def _explain(error: PacelineError, wants_json: bool) -> None:
     if wants_json:
+        import json
+
         click.echo(json.dumps(error.to_json()))
         return
     style = {"fg": "red", "bold": True}

@@ -74,8 +74,12 @@ def stats(run: Path | None, as_json: bool) -> None:
     from paceline.trace.analysis.stats import summarize_trace
     from paceline.trace.merge import load_run
 
-    found = summarize_trace(analyse(load_run(RunFolder.open(chosen_run(run)).path)))
+    folder = RunFolder.open(chosen_run(run))
+    found = summarize_trace(analyse(load_run(folder.path)))
     if as_json:
-        click.echo(json.dumps({"kind": "trace", **found.to_json()}))
+        state = str(folder.state())
+        click.echo(json.dumps({"kind": "trace", "state": state, **found.to_json()}))
         return
+    if words := folder.state_words():
+        click.echo(words)
     Console(highlight=False).print(render_stats(found))

@@ -31,7 +31,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     report = gather(chosen_run(run))
     if as_json:
         everything = to_json(report)
-        names = ["version", "run", "verdict", "cautions", "advice"]
+        names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "stragglers", "shifts", "host_work"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return

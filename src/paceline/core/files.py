@@ -157,8 +157,8 @@ def write_all_at(descriptor: int, data: bytes | bytearray | memoryview, position
 
 
 def commit_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8; see `commit_bytes`."""
-    commit_bytes(path, text.encode())
+    """Write `text` as UTF-8; see `commit_bytes`. Bytes of paths that are not UTF-8 are escaped."""
+    commit_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def prepare_file(path: Path) -> None:

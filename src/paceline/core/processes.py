@@ -53,11 +53,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent process `parent` is killed."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal to this process when `parent`, who started it, is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it was killed before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def become_reaper() -> None:

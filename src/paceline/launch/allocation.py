@@ -23,14 +23,17 @@ class Allocation:
     """This task's rank among the tasks of a Slurm step or mpirun call.
 
     Attributes:
-        source: ``slurm``, ``openmpi`` or ``mpich``, for messages.
-        rank: global rank.
+        source: ``slurm``, ``openmpi``, ``mpich``, or ``nodes`` for ``--nnodes``; for messages.
+        rank: number of the task, which is its global rank if each task is one rank.
         world_size: number of tasks on all nodes.
         local_rank: this task's rank among the tasks of its node.
         local_world_size: number of tasks on this node.
         first_host: the host of rank 0; empty when Slurm or mpirun does not name it.
         name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
             empty when unknown.
+        identity: by which the tasks recognise each other; empty takes `name`.
+        port: at which rank 0's task listens; 0 = chosen by Paceline.
+        ranks_per_task: ranks that each task starts: 1, but those of a node with ``--nnodes``.
     """
 
     source: str
@@ -40,6 +43,9 @@ class Allocation:
     local_world_size: int
     first_host: str = ""
     name: str = ""
+    identity: str = ""
+    port: int = 0
+    ranks_per_task: int = 1
 
     def __post_init__(self) -> None:
         for place, count in (
@@ -48,6 +54,21 @@ class Allocation:
         ):
             if not 0 <= place < count:
                 raise ValueError(f"task {place} of {count}")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.world_size * self.ranks_per_task
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on this node."""
+        return self.local_world_size * self.ranks_per_task
+
+    @property
+    def noun(self) -> str:
+        """What messages call a task."""
+        return "node" if self.source == "nodes" else "rank"
 
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
@@ -73,7 +94,7 @@ def check_world(allocation: Allocation, ranks: int | None) -> None:
     Raises:
         UsageError: `ranks` is given and differs.
     """
-    if ranks is None or ranks == allocation.world_size:
+    if ranks is None or ranks == allocation.world_size or allocation.source == "nodes":
         return
     start = "srun -n" if allocation.source == "slurm" else "mpirun -n"
     raise UsageError(

@@ -12,14 +12,13 @@ what a rank starts (workers of loaders, compilers) inherits it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 AllocatorChoice = Literal["keep", "system"]
 
@@ -45,20 +44,6 @@ class AllocatorSetting:
     in_effect: Literal["keep", "system", "own"]
     variables: dict[str, str]
     note: str
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Have the processes that are started within inherit the variables."""
-        before = {name: os.environ.get(name) for name in self.variables}
-        os.environ.update(self.variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
     def to_json(self) -> dict[str, object]:
         """Return what ``config.json`` of a run says of it."""

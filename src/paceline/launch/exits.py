@@ -79,15 +79,19 @@ def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, .
     """Return the exits that explain how a run ended, by time; empty if every rank succeeded.
 
     An interruption that came first explains all others. Else ranks that were stopped or interrupted
-    are consequences of a rank that failed, and are left out unless nothing else is known.
+    are consequences of a rank that failed, and are left out unless nothing else is known. Ranks
+    that had left with exit code 0 before come last: other ranks may have needed them.
 
     Args:
         exits: the exits of the ranks whose tasks reported them.
         lost: ranks whose tasks stopped reporting.
     """
+    exits = tuple(exits)
     bad = sorted((ended for ended in exits if ended.code), key=lambda ended: ended.at_s)
     if bad and bad[0].outcome is ExitOutcome.INTERRUPTED:
         return (bad[0],)
     causes = [ended for ended in bad if ended.outcome is ExitOutcome.ENDED]
     causes += [lost_exit(rank) for rank in lost]
-    return tuple(causes or bad)
+    first_s = max((cause.at_s for cause in causes[:1]), default=0.0)
+    left = [ended for ended in exits if not ended.code and 0 < ended.at_s <= first_s]
+    return (*(causes or bad), *sorted(left, key=lambda ended: ended.at_s))

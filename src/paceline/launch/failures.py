@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,10 @@ from paceline.core.errors import (
     ScriptFailed,
 )
 from paceline.launch.exits import ExitOutcome, interruption
+from paceline.launch.failure_report import read_reports
+from paceline.launch.summary import trace_statuses
 from paceline.runs.result import Failure
+from paceline.trace.format.events import Kind
 from paceline.trace.format.files import read_status, trace_name
 
 if TYPE_CHECKING:
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
 
 
 _LOST = "its task stopped reporting"
+LEFT_EARLY = "left with exit code 0"
+HUNG = "hung"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
-_LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
+LOST_A_PEER = re.compile(r"gloo/transport|NCCL|DistNetworkError|DistStoreError|DistBackendError")
+_TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
 def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
@@ -34,33 +39,84 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
 
     A rank that is killed breaks its peers' connections, and they raise before the kill is noticed;
     a rank that raises breaks them, too, but its failure report carries the time at which it raised.
-    torch's elastic agent then kills the remaining ranks, which looks like a kill from outside.
+    A rank that leaves with exit code 0 breaks them as well: if all that raised lost a peer, and no
+    rank was killed, the first rank to leave is the cause; if they lost it to a timeout, a rank that
+    hangs is. A signal counts only if it ended a rank
+    before any other rank failed, unless it is a crash: launchers end ranks by signals.
+
+    Args:
+        run: the run's folder.
+        exits: of the ranks that did not end well, and of those that left before them, in order of
+            time within each part.
     """
-    reports = _failure_reports(run)
+    reports = read_reports(run)
     raised = {int(report["rank"]) for report in reports}  # such a rank may crash on its way out
+    bad = [ended for ended in exits if ended.code]
     silent = [
         ended
-        for ended in exits
+        for ended in bad
         if ended.outcome is not ExitOutcome.INTERRUPTED and ended.rank not in raised
     ]
-    if not all(_LOST_A_PEER.search(str(report["traceback"])) for report in reports):
+    all_lost_a_peer = all(LOST_A_PEER.search(str(report["traceback"])) for report in reports)
+    if not all_lost_a_peer:
         silent = [
-            ended for ended in silent if ended.signal in _CRASHES or _killed_before(ended, exits)
+            ended
+            for ended in silent
+            if ended.signal in _CRASHES or (ended.signal and ended is bad[0])
         ]
     if silent:
-        assert silent[0].rank is not None
-        rank, signal_name = silent[0].rank, silent[0].signal
-        error = "" if signal_name else f"exit code {silent[0].code}"
-        error = _LOST if silent[0].outcome is ExitOutcome.LOST else error
-    elif reports:
-        rank, signal_name, error = int(reports[0]["rank"]), "", str(reports[0]["error"])
-    else:
+        return _silent_failure(run, silent[0])
+    if not reports:
         return None
+    if all_lost_a_peer:
+        left = [ended for ended in exits if not ended.code and ended.rank is not None]
+        if left:
+            return _early_leave(run, left[0], int(reports[0]["rank"]))
+        if hung := _hung(run, reports, exits):
+            return hung
+    return failure_of(run, reports[0])
+
+
+def failure_of(run: Path, report: dict[str, Any]) -> Failure:
+    """Return the failure that a rank's report is about."""
+    rank = int(report["rank"])
     step, phase = _place(run, rank)
-    if not signal_name:  # the exception has left its phase: the report holds the phase
-        reported = [report["phase"] for report in reports if report["rank"] == rank]
-        phase = (reported or [""])[0] or phase
-    return Failure(rank=rank, signal=signal_name, step=step, phase=phase, error=error)
+    # The exception has left its phase: the report holds the phase.
+    phase = str(report["phase"]) or phase
+    return Failure(rank=rank, step=step, phase=phase, error=str(report["error"]))
+
+
+def _silent_failure(run: Path, ended: RankExit) -> Failure:
+    """Return the failure of a rank that ended badly without a report."""
+    assert ended.rank is not None
+    step, phase = _place(run, ended.rank)
+    error = "" if ended.signal else f"exit code {ended.code}"
+    error = _LOST if ended.outcome is ExitOutcome.LOST else error
+    return Failure(rank=ended.rank, signal=ended.signal, step=step, phase=phase, error=error)
+
+
+def _early_leave(run: Path, ended: RankExit, victim: int) -> Failure:
+    """Return the failure of a rank that ended well, but before others that then lost it."""
+    assert ended.rank is not None
+    step, phase = _place(run, ended.rank)
+    error = f"{LEFT_EARLY} while rank {victim} still needed it"
+    return Failure(rank=ended.rank, step=step, phase=phase, error=error)
+
+
+def _hung(run: Path, reports: list[dict[str, Any]], exits: tuple[RankExit, ...]) -> Failure | None:
+    """Return the failure of a rank that others waited for until a timeout; None if there is none.
+
+    It neither raised nor ended by itself: its launcher stopped it, somewhere other than in a wait.
+    """
+    if not all(_TIMED_OUT.search(str(report["traceback"])) for report in reports):
+        return None
+    known = {int(report["rank"]) for report in reports} | {ended.rank for ended in exits}
+    for status in trace_statuses(run):
+        if status.rank not in known and status.phase is not Kind.WAIT:
+            step, phase = _place(run, status.rank)
+            error = f"{HUNG}: rank {reports[0]['rank']} waited for it until the timeout"
+            return Failure(rank=status.rank, step=step, phase=phase, error=error)
+    return None
 
 
 def _place(run: Path, rank: int) -> tuple[int, str]:
@@ -70,25 +126,6 @@ def _place(run: Path, rank: int) -> tuple[int, str]:
     except (PacelineError, OSError):  # it ended before its recorder began
         return 0, "other"
     return status.step, "waiting" if status.phase_name == "wait" else status.phase_name
-
-
-def _killed_before(ended: RankExit, exits: tuple[RankExit, ...]) -> bool:
-    """Whether a signal killed this rank before torch's elastic agent killed any.
-
-    The agent kills only after a rank has failed, so the first exit is not its doing.
-    """
-    return bool(ended.signal) and ended is exits[0]
-
-
-def _failure_reports(run: Path) -> list[dict[str, Any]]:
-    """Return the reports of ranks whose script raised, the first to fail first."""
-    reports = []
-    for path in (run / "trace").glob("rank-*.failure"):
-        try:
-            reports.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, json.JSONDecodeError):  # cut short by a full disk
-            continue
-    return sorted(reports, key=lambda report: int(report["at_ns"]))
 
 
 def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
@@ -102,7 +139,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
 
 
 def raise_failure(
-    run: Path, script: Path, exits: tuple[RankExit, ...], failure: Failure | None
+    run: Path, program: str, exits: tuple[RankExit, ...], failure: Failure | None
 ) -> None:
     """Raise the error for the exits of a run; do nothing if every rank succeeded.
 
@@ -135,9 +172,16 @@ def raise_failure(
             why="its task stopped reporting: it was killed, or its node failed",
             fix=f"See its output, and what led to it: paceline report {run}",
         )
+    if failure.error.startswith(LEFT_EARLY):
+        raise ScriptFailed(
+            f"rank {failure.rank} {failure.error}",
+            where=f"{program}, after step {failure.step}",
+            why="the other ranks wait in a collective that this rank never enters",
+            fix="Give all ranks the same number of steps, or train with DDP's join()",
+        )
     raise ScriptFailed(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
-        where=str(script),
+        where=program,
         why=failure.error,
         fix="See what the rank printed"
         if failure.error.startswith("exit code")
@@ -155,6 +199,6 @@ def _why_killed(signal_name: str) -> str:
 
 def first_traceback(run: Path) -> str:
     """Return the traceback of the rank whose script raised first; empty if it exited."""
-    for report in _failure_reports(run):
+    for report in read_reports(run):
         return f"rank {report['rank']}:\n{report['traceback']}" if report["traceback"] else ""
     return ""

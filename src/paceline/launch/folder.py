@@ -21,27 +21,34 @@ _WRITTEN_AT_START = frozenset(
 )
 
 
-def default_folder(script: Path, allocation: Allocation | None, clock: Clock) -> Path:
+def default_folder(stem: str, allocation: Allocation | None, clock: Clock) -> Path:
     """Return the folder of a run without --out; all tasks choose the same.
 
+    Args:
+        stem: what the name begins with.
+        allocation: whose name it ends with; None ends it with the time.
+        clock: gives that time.
+
     Raises:
-        UsageError: Slurm or mpirun gives its tasks no common name.
+        UsageError: Slurm, mpirun or ``--rdzv-id`` gives the tasks no common name.
     """
     folder = Path("paceline-runs")
     if allocation is not None:
         if not allocation.name:
             raise UsageError(
                 "the tasks need one folder to write to",
-                why=f"{allocation.source} gives them no common name",
+                why="--rdzv-id does not name the job"
+                if allocation.source == "nodes"
+                else f"{allocation.source} gives them no common name",
                 fix="Name it with --out",
             )
-        return folder / f"{script.stem}-{allocation.name}"
+        return folder / f"{stem}-{allocation.name}"
     stamp = _stamp(clock)
-    run = folder / f"{script.stem}-{stamp}"
+    run = folder / f"{stem}-{stamp}"
     count = 1
     while run.exists():
         count += 1
-        run = folder / f"{script.stem}-{stamp}-{count}"
+        run = folder / f"{stem}-{stamp}-{count}"
     return run
 
 

@@ -17,15 +17,24 @@ class RunConfig(Configuration):
 
     Changes results: `ranks`, since the script divides its data by them.
     Changes speed: `record`, `bind`, `allocator`.
-    Changes how long tasks of an allocation wait for each other: the others, see `Deadlines`.
+    Changes what is printed: `tag_output`.
+    Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
+    `node_rank`, `rdzv_endpoint`, `rdzv_id`.
+    Changes how long several launchers wait for each other: the others, see `Deadlines`.
 
     Attributes:
-        ranks: number of ranks on this node; None is one, or under Slurm or mpirun one per task.
+        ranks: number of ranks on each node; None is one, or under Slurm or mpirun one per task.
         record: whether to record traces.
         bind: whether each rank gets cores of its own.
         allocator: ``keep`` leaves freed memory with the ranks, ``system`` with the C library. On
             seven models a step took 0.78 to 1.02 times the CPU time with ``keep`` (median 0.81), 1
             to 9 MiB more memory, and gave equal weights (bench/allocator.py): hence the default.
+        tag_output: whether each line that a rank prints carries its rank.
+        nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
+        node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
+            with one task per node, else 0.
+        rdzv_endpoint: HOST or HOST:PORT of node 0, where the launchers meet.
+        rdzv_id: name of the job, the same on all nodes, for several jobs with one endpoint.
         rendezvous_timeout_s: the longest wait until all tasks have arrived.
         heartbeat_interval_s: time between two reports of a task to rank 0's task.
         heartbeat_timeout_s: a task without a message for this time is lost.
@@ -37,6 +46,11 @@ class RunConfig(Configuration):
     record: bool = True
     bind: bool = True
     allocator: AllocatorChoice = "keep"
+    tag_output: bool = False
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str = ""
+    rdzv_id: str = ""
     rendezvous_timeout_s: float = 120.0
     heartbeat_interval_s: float = 10.0
     heartbeat_timeout_s: float = 60.0
@@ -45,6 +59,8 @@ class RunConfig(Configuration):
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks < 1:
             raise UsageError(f"ranks must be at least 1, got {self.ranks}", fix="Give at least 1")
+        if self.nnodes < 1:
+            raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
         for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise UsageError(

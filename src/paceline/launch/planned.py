@@ -45,7 +45,7 @@ def check_plan(
             fix="Plan with pipeline = tensor = 1",
         )
     ranks = resolved.config.ranks
-    if ranks is not None and ranks != plan.mesh.world_size:
+    if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
         places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
         provenance = resolved.provenance["ranks"]
         place = places.get(provenance, provenance)
@@ -58,11 +58,11 @@ def check_plan(
             f"the plan spreads its ranks over {plan.nodes} nodes",
             where="--plan",
             why="outside an allocation a run has only this node",
-            fix="Start it with srun or mpirun, or plan for 1 node",
+            fix="Start it with srun, mpirun or --nnodes, or plan for 1 node",
         )
-    if allocation is not None and allocation.local_world_size != plan.ranks_per_node:
+    if allocation is not None and allocation.local_ranks != plan.ranks_per_node:
         here = f"the {allocation.source} step's ranks per node"
-        raise _conflict(here, allocation.local_world_size, "ranks_per_node", plan.ranks_per_node)
+        raise _conflict(here, allocation.local_ranks, "ranks_per_node", plan.ranks_per_node)
 
 
 def plan_warnings(plan: Plan) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
+_FEW = 1 / 3  # of the steps of a range: what happens there does not move its median far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,11 +146,15 @@ def typical_steps(step_s: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
 
-    The warm-up is 10 steps, but at most a third of the steps.
+    The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent straggler
+    delayed is not known here: if they are the smaller part of its range, all of the range stays, as
+    medians pass over them.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False
     for late in stragglers:
+        if late.shape == "intermittent" and late.late_share < _FEW:
+            continue
         every = late.period_steps if late.shape == "periodic" else 1
         chosen[late.first_step : late.last_step + 1 : max(1, every)] = False
     return chosen

@@ -30,7 +30,7 @@ from paceline.report.words import (
     sync_place,
     verdict,
 )
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, RunState
 from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
@@ -52,7 +52,9 @@ class Report:
 
     Attributes:
         run: its folder.
-        cautions: what must be known before the verdict: what the traces lack.
+        state: whether it has ended, and how if not by itself.
+        cautions: what must be known before the verdict: how the run ended if not by itself, and
+            what the traces lack.
         verdict: which rank was late, when and why, and how the run ended.
         advice: what would make the run faster, the largest saving first.
         host_work: the script's own named work, the longest first, as the mean over ranks.
@@ -72,6 +74,7 @@ class Report:
     """
 
     run: Path
+    state: RunState
     cautions: tuple[str, ...]
     verdict: str
     advice: tuple[Advice, ...]
@@ -183,7 +186,8 @@ def gather(run: Path) -> Report:
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
-        cautions=(cut,) if cut else (),
+        state=folder.state(),
+        cautions=tuple(filter(None, (folder.state_words(), cut))),
         verdict=" ".join(filter(None, sentences)),
         advice=advise(facts),
         host_work=facts.host_work,
@@ -272,6 +276,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "kind": "report",
         "run": str(report.run),
         "verdict": report.words,
+        "state": str(report.state),
         "exit_code": result.exit_code if result else None,
         "failure": _plain(result.failure) if result else None,
         "world_size": report.world_size,

@@ -187,6 +187,11 @@ def failure_words(failure: Failure) -> str:
         where = "before the end of its first step"
     if failure.signal:
         return f"Rank {failure.rank} was killed by {failure.signal} {where}."
+    kind, _, detail = failure.error.partition(": ")  # as launch.failures writes them
+    if kind == "hung":
+        return f"Rank {failure.rank} hung {where}: {detail}."
+    if kind.startswith("left with exit code 0"):
+        return f"Rank {failure.rank} {failure.error}, {where}."
     text = f"Rank {failure.rank} failed {where}"
     lines = failure.error.strip().splitlines()
     return f"{text}: {printable(lines[-1]).rstrip('.')}." if lines else f"{text}."

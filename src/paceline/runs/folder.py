@@ -7,6 +7,7 @@ it is read; the error for a file of a newer version names the Paceline that wrot
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import ConfigError, CorruptData, NewerFormat, NotFound
@@ -14,12 +15,23 @@ from paceline.core.estimate import Estimate
 from paceline.core.files import read_text
 from paceline.core.plan_file import PlanFile
 from paceline.core.record import Record
+from paceline.runs.launcher import is_alive
 from paceline.runs.result import RunResult
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 R = TypeVar("R", bound=Record)
+
+
+class RunState(StrEnum):
+    """How far a run has come."""
+
+    FINISHED = "finished"  # it has a result
+    RUNNING = "running"  # its launcher runs
+    LAUNCHER_KILLED = "launcher killed"  # no result, and its launcher is gone
+    UNKNOWN = "unknown"  # no result, and its launcher is (or was) on another machine, or unknown
+
 
 CONFIG_VERSION = 2  # of config.json; 1 named a setting's provenance "origin"
 VERSIONS_VERSION = 1  # of versions.json
@@ -60,6 +72,36 @@ class RunFolder:
     def file(self, name: str) -> Path:
         """Return the path of the run's file `name`, for example ``result.json``."""
         return self.path / name
+
+    def state(self) -> RunState:
+        """Return how far the run has come; a script that recorded itself has no launcher."""
+        if self.file("result.json").exists():
+            return RunState.FINISHED
+        launcher = _read_object(self.file("config.json")).get("launcher")
+        alive = is_alive(launcher) if isinstance(launcher, dict) else None
+        if alive is None:
+            return RunState.UNKNOWN
+        return RunState.RUNNING if alive else RunState.LAUNCHER_KILLED
+
+    def state_words(self) -> str:
+        """Return a sentence about a run that is not finished; empty for one that is."""
+        match self.state():
+            case RunState.RUNNING:
+                return "The run is still going on: this is what it has recorded so far."
+            case RunState.LAUNCHER_KILLED:
+                return (
+                    "The run did not come to its end: its launcher was killed, and the ranks with "
+                    "it. This is what they had recorded by then."
+                )
+            case RunState.UNKNOWN:
+                launcher = _read_object(self.file("config.json")).get("launcher")
+                if not isinstance(launcher, dict):
+                    return ""
+                return (
+                    f"The run has no result: it is still going on at {launcher.get('host')}, or "
+                    "its launcher was killed. This is what it had recorded by now."
+                )
+        return ""
 
     def read_result(self) -> RunResult | None:
         """Return the run's result; None for a run that wrote none. Errors as in `read_record`."""

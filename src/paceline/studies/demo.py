@@ -21,7 +21,9 @@ from paceline.core.files import commit_text, read_text
 from paceline.core.foreign_cpu import cpu_use
 from paceline.core.record import Record
 from paceline.launch.options import RunConfig
-from paceline.launch.run import claim_folder, execute, prepare
+from paceline.launch.prepare import claim_folder, prepare
+from paceline.launch.program import Program, ProgramKind
+from paceline.launch.run import execute
 from paceline.probe.doctor import diagnose
 from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
@@ -255,7 +257,8 @@ def _train(
     names = [field.name for field in dataclasses.fields(config)]
     provenance = {**dict.fromkeys(names, "default"), "ranks": "demo"}
     resolved = Resolved(config=config, provenance=provenance)
-    job = prepare(SCRIPT, args, resolved, run, clock, plan=plan)
+    program = Program(ProgramKind.SCRIPT, str(SCRIPT))
+    job = prepare(program, args, resolved, run, clock, plan=plan)
     execute(
         claim_folder(job),
         machine=machine,

@@ -29,7 +29,7 @@ _CANDIDATES = 4
 
 def job_identity(allocation: Allocation, run: Path) -> str:
     """Return an identity that only the tasks of one job share: its name or the run's folder."""
-    return allocation.name or f"{allocation.source}:{run.resolve()}"
+    return allocation.identity or allocation.name or f"{allocation.source}:{run.resolve()}"
 
 
 def agreed_ports(job: str) -> tuple[int, ...]:
@@ -47,7 +47,15 @@ def is_one_node(allocation: Allocation) -> bool:
 def known_addresses(allocation: Allocation, job: str) -> tuple[tuple[str, int], ...]:
     """Return the root's addresses that follow from the allocation; empty if its host is unknown."""
     host = "127.0.0.1" if is_one_node(allocation) else allocation.first_host
-    return tuple((host, port) for port in agreed_ports(job)) if host else ()
+    ports = (allocation.port,) if allocation.port else agreed_ports(job)
+    return tuple((host, port) for port in ports) if host else ()
+
+
+def name_addresses(allocation: Allocation) -> str:
+    """Return where members look for the root, in words."""
+    if allocation.port:
+        return f"port {allocation.port} of {allocation.first_host}"
+    return "its agreed ports"
 
 
 def open_listener(allocation: Allocation, job: str) -> socket.socket:
@@ -55,21 +63,35 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
 
     Raises:
         StorageError: no port can be opened.
+        UsageError: the endpoint that the user named cannot be opened.
     """
-    host = "127.0.0.1" if is_one_node(allocation) else ""
+    host = "127.0.0.1" if is_one_node(allocation) or _is_loopback(allocation) else ""
+    ports = (allocation.port,) if allocation.port else (*agreed_ports(job), 0)
     problem: OSError | None = None
-    for port in (*agreed_ports(job), 0):
+    for port in ports:
         try:
             return socket.create_server((host, port), backlog=4096)
         except OSError as refused:
             problem = refused
     assert problem is not None
+    why = problem.strerror or str(problem)
+    if allocation.port:
+        raise UsageError(
+            "node 0 cannot listen at the endpoint",
+            where=f"port {allocation.port} of {host or 'all addresses'}",
+            why=why,
+            fix="Give each node its own --node-rank, and a port that is free on node 0",
+        ) from problem
     raise StorageError(
         "rank 0 cannot listen for the other tasks",
         where=host or "all addresses",
-        why=problem.strerror or str(problem),
+        why=why,
         fix="Check the limits on open files and the node's firewall",
     ) from problem
+
+
+def _is_loopback(allocation: Allocation) -> bool:
+    return allocation.first_host == "localhost" or allocation.first_host.startswith("127.")
 
 
 def listening_hosts(allocation: Allocation) -> tuple[str, ...]:

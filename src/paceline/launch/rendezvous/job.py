@@ -11,6 +11,7 @@ from paceline.launch.rendezvous.addresses import (
     FOLDER,
     job_identity,
     listening_hosts,
+    name_addresses,
     open_listener,
     write_address,
 )
@@ -40,6 +41,8 @@ class TaskRendezvous:
     The methods belong to the task's main thread.
 
     Attributes:
+        rank: number of this task.
+        first_rank: the first global rank that this task starts.
         started: whether `start` has returned.
     """
 
@@ -54,6 +57,7 @@ class TaskRendezvous:
         clock: Clock,
     ) -> None:
         self.rank = allocation.rank
+        self.first_rank = allocation.rank * allocation.ranks_per_task
         self._run = run
         self._allocation = allocation
         self._deadlines = deadlines
@@ -92,7 +96,7 @@ class TaskRendezvous:
         if not self.started:
             return
         if kind is not None and self._client.leave is None:
-            stopped = RankExit(rank=self.rank, code=1, outcome=ExitOutcome.STOPPED)
+            stopped = RankExit(rank=self.first_rank, code=1, outcome=ExitOutcome.STOPPED)
             self.report(stopped)
         if self._server is not None:
             if not self._announced:
@@ -114,6 +118,8 @@ class TaskRendezvous:
             world_size=self._allocation.world_size,
             deadlines=self._deadlines,
             begin_s=self._clock.now_s(),
+            ranks_per_task=self._allocation.ranks_per_task,
+            noun=self._allocation.noun,
         )
         try:
             write_address(self._run, machine.run, hosts, port)
@@ -189,23 +195,26 @@ class TaskRendezvous:
             event.clear()
 
     def _stopped_before_start(self) -> RankLost:
-        self.report(RankExit(rank=self.rank, code=RankLost.exit_code, outcome=ExitOutcome.STOPPED))
+        self.report(
+            RankExit(rank=self.first_rank, code=RankLost.exit_code, outcome=ExitOutcome.STOPPED)
+        )
         if self._server is not None and (outcome := self._outcome()).missing:
             return self._without_others(outcome)
         return RankLost(
             "another task failed before all had arrived",
-            where=f"rank {self.rank}",
+            where=f"{self._allocation.noun} {self.rank}",
             why=self._client.stop_reason,
             fix="See the output of the other tasks",
         )
 
     def _without_others(self, outcome: AllEnded) -> DeadlineExceeded:
+        noun = self._allocation.noun
         return DeadlineExceeded(
             f"{len(outcome.missing)} of {self._allocation.world_size} tasks did not arrive: "
-            f"{name_ranks(outcome.missing)}",
+            f"{name_ranks(outcome.missing, noun)}",
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
-            f"{name_ranks(outcome.present) if outcome.present else 'no rank'} arrived",
+            f"{name_ranks(outcome.present, noun) if outcome.present else 'no rank'} arrived",
             fix="Check the output of the missing tasks, and that they can reach that port or that "
             "folder; raise rendezvous_timeout_s if they need more time",
         )
@@ -213,9 +222,9 @@ class TaskRendezvous:
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:
         return DeadlineExceeded(
             problem,
-            where=f"rank {self.rank}, job {self._job}",
-            why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at its agreed ports "
-            f"and in {self._run / FOLDER}",
+            where=f"{self._allocation.noun} {self.rank}, job {self._job}",
+            why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at "
+            f"{name_addresses(self._allocation)} and in {self._run / FOLDER}",
             fix="See rank 0's output; a firewall must let the tasks connect, or the nodes share "
             "the run's folder",
         )

@@ -163,6 +163,8 @@ class RootMachine:
     world_size: int
     deadlines: Deadlines
     begin_s: float
+    ranks_per_task: int = 1
+    noun: str = "rank"  # what messages call a task
     phase: JobPhase = JobPhase.GATHERING
     started: bool = False
     reason: str = ""
@@ -237,7 +239,7 @@ class RootMachine:
         if report.run and report.run != self.run:
             return "this is the root of another run"
         if report.world_size != self.world_size or report.rank >= self.world_size:
-            return f"this job has {self.world_size} ranks"
+            return f"this job has {self.world_size} {self.noun}s"
         task = self._tasks.get(report.rank)
         if task is None:
             return (
@@ -249,7 +251,7 @@ class RootMachine:
             return _TOO_LATE
         silent_s = now_s - task.heard_s
         if task.gone_s is None and silent_s <= 2 * self.deadlines.heartbeat_interval_s:
-            return f"another task is rank {report.rank} already"
+            return f"another task is {self.noun} {report.rank} already"
         return ""  # the task was restarted before the run began
 
     def _on_disconnect(self, peer: Peer, now_s: float) -> list[RootAction]:
@@ -280,7 +282,8 @@ class RootMachine:
             self._missing = tuple(
                 rank for rank in range(self.world_size) if rank not in self._tasks
             )
-            return self._stop(f"{name_ranks(self._missing)} did not arrive in time", now_s)
+            missing = name_ranks(self._missing, self.noun)
+            return self._stop(f"{missing} did not arrive in time", now_s)
         if not self.started or self.phase is JobPhase.FINISHED:
             return []
         lost = sorted(r for r in self._running if self._is_lost(self._tasks[r], now_s))
@@ -289,7 +292,8 @@ class RootMachine:
             self._lost.append(rank)
             self._running.discard(rank)
             self._connected.discard(rank)
-        return self._stop(f"{name_ranks(lost)} stopped reporting", now_s) if lost else []
+        names = name_ranks(lost, self.noun)
+        return self._stop(f"{names} stopped reporting", now_s) if lost else []
 
     def _is_lost(self, task: _Task, now_s: float) -> bool:
         if self.phase is JobPhase.STOPPING:
@@ -322,7 +326,8 @@ class RootMachine:
             return []
         self._reported_end = True
         exits = [task.ended for task in self._tasks.values() if task.ended]
-        return [AllEnded(combine(exits, self._lost), self._missing, self.present)]
+        lost = [task * self.ranks_per_task for task in self._lost]
+        return [AllEnded(combine(exits, lost), self._missing, self.present)]
 
     def _is_over(self, now_s: float) -> bool:
         if self.started:

@@ -28,11 +28,11 @@ def core_shares(bindings: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[i
     return [(index, counts[binding]) for index, binding in zip(indices, bindings, strict=True)]
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 1, 2, 3``, cut short when there are many.
+def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Return ``rank 1, 2, 3``, cut short when there are many; `noun` says what is numbered.
 
     >>> name_ranks(range(12))
     'rank 0, 1, 2, 3, 4, 5, 6, 7 and 4 more'
     """
     shown = ", ".join(map(str, ranks[:8]))
-    return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{noun} {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -23,11 +23,8 @@ import numpy as np
 from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
 from paceline.trace.analysis.causes import main_cause
-from paceline.trace.analysis.patterns import (
-    Pattern,
-    PatternRules,
-    find_pattern,
-)
+from paceline.trace.analysis.patterns import find_pattern
+from paceline.trace.analysis.shapes import Pattern, PatternRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
-from paceline.trace.analysis.patterns import upper_tail
+from paceline.trace.analysis.chances import upper_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

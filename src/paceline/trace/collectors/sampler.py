@@ -1,8 +1,9 @@
 """Samples what the main thread executes between phases, where no hook knows.
 
 A thread of its own wakes a few times a second. In a phase it goes back to sleep; between phases it
-records the name of what the main thread executes: the function of the innermost frame that is not
-the standard library's, or the line if that is in the script. `analysis.host` turns samples to time.
+records the name of what the main thread executes: the function of the innermost frame that is
+neither the standard library's nor torch's, or the line if that is in the script. `analysis.host`
+turns samples to time.
 
 The thread is started below `threading`, so that the script's own view of its threads stays as it
 is. Cost: see bench/LOG.md.
@@ -17,6 +18,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.native import monotonic_ns
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300
 NAMES_MAX = 1000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
-_OURS = str(Path(__file__).parents[2])
+_PASSED_OVER = ("<frozen", str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
@@ -109,7 +112,7 @@ class StackSampler:
 
 
 def _is_skipped(path: str) -> bool:
-    """Return whether a frame of the file `path` tells nothing: the standard library's, or ours."""
-    if path.startswith(("<frozen", _OURS)):
+    """Return whether a frame of the file `path` says nothing of what the script does."""
+    if path.startswith(_PASSED_OVER):
         return True
     return path.startswith(_STANDARD) and "-packages" not in path

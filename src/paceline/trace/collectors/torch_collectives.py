@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from paceline.trace.collectors.hook_registry import HookRegistry
+    from paceline.trace.collectors.torch_hooks import Arguments, Keywords
     from paceline.trace.collectors.torch_in_flight import InFlight, Issued
 
 _LOG = logging.getLogger(__name__)
@@ -172,7 +173,8 @@ class CollectiveRecorder:
             with internals.below_autograd():
                 return redispatch(tensor)
 
-        def before(tensor: torch.Tensor) -> tuple[Issued | None, int] | None:
+        def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
+            (tensor,) = args
             if internals.is_traced((tensor,)):
                 return None
             issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
@@ -187,18 +189,18 @@ class CollectiveRecorder:
     def _wrap_wait(self) -> None:
         work_class = internals.c10d().Work
 
-        def before(work: Any, *_args: Any, **_kwargs: Any) -> tuple[Issued | None, int] | None:
+        def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
             if threading.get_ident() != self.in_flight.loop.main_thread:
                 return None
-            return self.in_flight.works.get(id(work)), self.recorder.begin(int(Kind.WAIT))
+            return self.in_flight.works.get(id(args[0])), self.recorder.begin(int(Kind.WAIT))
 
         def after(
-            state: tuple[Issued | None, int], _result: Any, work: Any, *_args: Any, **_kwargs: Any
+            state: tuple[Issued | None, int], _result: Any, args: Arguments, _kwargs: Keywords
         ) -> None:
             issued, begin_ns = state
             self.in_flight.record_wait(issued, begin_ns)
             if issued is not None:
-                self.in_flight.works.pop(id(work), None)
+                self.in_flight.works.pop(id(args[0]), None)
 
         wait = around(work_class.wait, self.waits, before, after)
         self.hooks.replace(work_class, "wait", wait)
@@ -217,10 +219,14 @@ class CollectiveRecorder:
             with internals.below_autograd():
                 return original(*args, **kwargs)
 
-        def before(
+        def given(
             process_group: Any, tensors: Any, buffer_size: int, src: int = 0
-        ) -> tuple[Issued, int]:
+        ) -> tuple[Any, Any, int]:
             del buffer_size
+            return process_group, tensors, src
+
+        def before(args: Arguments, kwargs: Keywords) -> tuple[Issued, int]:
+            process_group, tensors, src = given(*args, **kwargs)
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             issued = self.in_flight.issue(
@@ -232,7 +238,7 @@ class CollectiveRecorder:
                 self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             return issued, begin_ns
 
-        def after(state: tuple[Issued, int], *_args: Any, **_kwargs: Any) -> None:
+        def after(state: tuple[Issued, int], *_: object) -> None:
             self.in_flight.record_wait(*state)
 
         internals.calls_the_script(broadcast)

@@ -75,10 +75,10 @@ class HostRecorder:
         """
         recorder, loop, name = self.recorder, self.loop, self.recorder.intern(label)
 
-        def before(*_args: Any, **_kwargs: Any) -> int:
+        def before(*_: object) -> int:
             return monotonic_ns()
 
-        def after(begin_ns: int, value: Any, *_args: Any, **_kwargs: Any) -> None:
+        def after(begin_ns: int, value: Any, *_: object) -> None:
             end_ns = monotonic_ns()
             is_long = end_ns - begin_ns >= LEAST_NS and loop.phase == IDLE
             if is_long and threading.get_ident() == loop.main_thread:

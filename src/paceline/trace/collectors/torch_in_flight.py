@@ -15,6 +15,8 @@ All of it runs under the GIL, and none of it blocks.
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 ANY_SOURCE = -2  # peer of a receive until its source is known
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
+_SETTLE_S, _SETTLE_TRIES = 0.002, 100  # how long the end of a script waits for callbacks
 _KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
 
 
@@ -87,9 +90,19 @@ class InFlight:
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
         self.works: dict[int, Issued] = {}  # by id of the work
         self.tensors: dict[int, Issued] = {}  # functional collectives: by their result
+        self.callbacks: weakref.WeakSet[object] = weakref.WeakSet()  # that futures still hold
 
     def close(self) -> None:
-        """Record what was issued and never seen to complete."""
+        """Record what was issued and never seen to complete.
+
+        First let the backend's threads run the callbacks of what has completed, and drop them: a
+        thread that asks for the GIL while the interpreter ends is ended amid C++, which aborts the
+        process.
+        """
+        never, tries = threading.Event(), _SETTLE_TRIES
+        while self.callbacks and tries:
+            never.wait(_SETTLE_S)
+            tries -= 1
         for issued in list(self.works.values()) + list(self.tensors.values()):
             self.complete(issued, issued.begin_ns, COMPLETION_UNKNOWN)
         self.forget_all()
@@ -202,6 +215,7 @@ class InFlight:
             work.get_future().add_done_callback(completed)
         except RuntimeError:
             return
+        self.callbacks.add(completed)
         issued.has_future = True
 
     def _completed(self, issued: Issued, _: object) -> None:

@@ -276,11 +276,12 @@ def keep_thread_state() -> None:
 # whatever that says; there, `at_run_time` is false.
 
 _calls_the_script: set[CodeType] = set()
+_is_compiling = torch.compiler.is_compiling
 
 
 def at_run_time() -> bool:
     """Return whether the caller runs, rather than being made into a graph."""
-    return not torch.compiler.is_compiling()
+    return not _is_compiling()
 
 
 def _while_traced() -> bool:

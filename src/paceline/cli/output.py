@@ -1,0 +1,46 @@
+"""What ``paceline run`` and ``paceline record`` print alike."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from paceline.runs.result import RunResult
+
+
+@contextlib.contextmanager
+def stdout_as_stderr() -> Iterator[None]:
+    """Send what the ranks print on stdout to stderr: with --json, stdout holds one object."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print one line per warning."""
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+def print_result(result: RunResult, run: Path, *, as_json: bool, recorded: bool) -> None:
+    """Print the result of a run that ended well, and which commands say more about it."""
+    from paceline.report.words import summary_line
+
+    if as_json:
+        click.echo(result.to_text(), nl=False)
+    click.echo(summary_line(result, run), err=True)
+    if recorded:
+        click.echo(f"next: paceline why {run}, paceline report {run}", err=True)

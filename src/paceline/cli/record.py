@@ -1,0 +1,71 @@
+"""``paceline record``: the ranks of another launcher, recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},  # what follows the command is its own
+    epilog="""\b
+Example: paceline record -- torchrun --nproc-per-node 2 train.py
+  accelerate:   paceline record -- accelerate launch --num_processes 2 train.py
+  own ranks:    paceline record --out run1 -- python train.py
+""",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the files of the run.")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    help="Machine file (from paceline probe) to store in the run's folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def record(
+    out: Path | None,
+    machine: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND, which starts ranks by itself, and record where their time goes.
+
+    COMMAND stays as it is: torchrun, accelerate launch, deepspeed, a script that spawns its ranks.
+    Every Python process below it that joins a process group of torch, or runs backward without one,
+    is a rank. The run's folder is that of paceline run.
+    """
+    click.echo(f"paceline record: {command[0]}", err=True)
+    from paceline.cli.output import print_result, stdout_as_stderr, warn
+    from paceline.core.clock import SystemClock
+    from paceline.core.errors import PacelineError, ScriptFailed
+    from paceline.launch.failures import first_traceback
+    from paceline.launch.record import (
+        claim_command_folder,
+        prepare_command,
+        record_command,
+        recording_warnings,
+    )
+    from paceline.launch.summary import trace_warnings
+    from paceline.probe.machine_file import known_machine
+
+    clock = SystemClock()
+    job = prepare_command(command, out, clock)
+    described = known_machine(machine)
+    job = job if dry_run else claim_command_folder(job)
+    click.echo(f"paceline record: writing {job.run_folder}", err=True)
+    if dry_run:
+        return
+    try:
+        with stdout_as_stderr() if as_json else contextlib.nullcontext():
+            result = record_command(job, machine=described, clock=clock)
+    except PacelineError as error:
+        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
+            click.echo(text, err=True)
+        raise
+    finally:
+        warn((*trace_warnings(job.run_folder), *recording_warnings(job)))
+    print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))

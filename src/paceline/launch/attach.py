@@ -1,0 +1,186 @@
+"""Starts the recorder in a process that has turned out to be a rank, and ends it with the process.
+
+Three ways lead here:
+
+- `worker`, the process of each rank of ``paceline run``, before it runs the script;
+- `startup.sitecustomize`, in any other Python process below ``paceline run`` and ``record``, once
+  it has joined a process group or runs its first backward pass;
+- `paceline.record`, a line in the script.
+
+A rank has one trace: whichever process creates ``trace/rank-00000.trace`` first is the rank, and a
+helper process that the rank starts, with the rank's environment variables, stays unrecorded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.config import environment
+from paceline.core.errors import DestinationExists, PacelineError
+from paceline.launch.failure_report import COLLECTOR, write_report
+from paceline.native import Recorder
+from paceline.trace.format.files import read_status, trace_name
+
+if TYPE_CHECKING:
+    import types
+
+VARIABLE = "_PACELINE_RECORD"  # not PACELINE_: that would be a setting of the user's
+_STARTUP = Path(__file__).parent / "startup"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Recording:
+    """The recording of this process: made by its main thread, ended by the same.
+
+    Attributes:
+        pid: the process that it belongs to; a forked child inherits the object, not the recording.
+    """
+
+    pid: int
+    run: Path
+    rank: int
+    collector: Any
+    recorder: Any
+
+
+_recording: _Recording | None = None
+
+
+def child_environment(run: Path) -> dict[str, str]:
+    """Return the variables that make Python processes record themselves in folder `run`."""
+    before = environment().get("PYTHONPATH")
+    return {
+        VARIABLE: json.dumps({"run": str(run.absolute())}),
+        "PYTHONPATH": f"{_STARTUP}{os.pathsep}{before}" if before else str(_STARTUP),
+    }
+
+
+def is_recorded() -> bool:
+    """Whether this process is recorded."""
+    return _recording is not None and _recording.pid == os.getpid()
+
+
+def start(run: Path, rank: int, world_size: int) -> None:
+    """Record this process as a rank from now on, until `close`.
+
+    Raises:
+        DestinationExists: another process is recorded as this rank.
+        StorageError: the trace cannot be created.
+    """
+    global _recording  # a process is one rank
+    recorder = _open(run, rank, world_size)
+    # importlib, because this module imports torch: only a rank may load it, and only after its
+    # threads and cores are set.
+    collector = importlib.import_module(COLLECTOR).TorchCollector(recorder)
+    collector.install()
+    _recording = _Recording(os.getpid(), run, rank, collector, recorder)
+
+
+def close() -> None:
+    """Write what is left, and close the trace; nothing in a process that is not recorded."""
+    global _recording  # a process is one rank
+    if _recording is None or _recording.pid != os.getpid():
+        return
+    recording, _recording = _recording, None
+    recording.collector.close()
+    recording.recorder.close()
+
+
+def on_training() -> None:
+    """Record this process if it is a rank of a recorded run; whatever fails, training goes on."""
+    settings = environment().get(VARIABLE)
+    if not settings or _recording is not None:
+        return
+    try:
+        start_here(Path(json.loads(settings)["run"]))
+    except Exception as problem:  # noqa: BLE001  # whatever a changed torch or a full disk raises
+        _LOG.warning("this process is not recorded: %s", problem)
+
+
+def start_here(run: Path) -> None:
+    """Record this process as the rank that torch or its environment says it is, until it ends.
+
+    Raises:
+        DestinationExists: another process is recorded as this rank.
+        StorageError: the trace cannot be created.
+    """
+    start(run, *place())
+    atexit.register(close)
+    if multiprocessing.parent_process() is not None:  # a forked child ends without exit handlers
+        multiprocessing.util.Finalize(None, close, exitpriority=0)
+    original = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, frames: types.TracebackType | None
+    ) -> None:
+        if _recording is not None and not isinstance(error, KeyboardInterrupt):
+            write_report(error, _recording.run, _recording.rank)
+        original(kind, error, frames)
+
+    sys.excepthook = report
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank and world size: its process group's, or the environment's."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    environ = environment()
+    try:
+        rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, world_size) if 0 <= rank < world_size else (0, 1)
+
+
+def _open(run: Path, rank: int, world_size: int) -> Recorder:
+    path = run / "trace" / trace_name(rank)
+    try:
+        return _create(path, rank, world_size)
+    except FileExistsError:
+        if world_size > 1 and _is_idle(path):
+            path.unlink(missing_ok=True)
+            return _create(path, rank, world_size)
+        raise DestinationExists(
+            f"another process is recorded as rank {rank}",
+            where=str(path),
+            why="it was the first to train with this rank",
+            fix="Give each process of a run its own RANK",
+        ) from None
+
+
+def _create(path: Path, rank: int, world_size: int) -> Recorder:
+    """Create the trace; through its folder's descriptor where its path is not valid UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+        try:
+            return Recorder(f"/proc/self/fd/{folder}/{path.name}", rank, world_size)
+        finally:
+            os.close(folder)
+    return Recorder(str(path), rank, world_size)
+
+
+def _is_idle(path: Path) -> bool:
+    """Whether a trace is of a single process that takes no steps.
+
+    It is the parent of the ranks: a script under ``paceline run`` that starts its ranks itself,
+    with `torch.multiprocessing.spawn`.
+    """
+    try:
+        status = read_status(path)
+    except (PacelineError, OSError):
+        return False
+    return status.world_size == 1 and status.step == 0

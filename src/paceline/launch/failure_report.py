@@ -1,0 +1,82 @@
+"""The report that a rank leaves when its script raises: written by the rank, read by its launcher.
+
+It lies beside the trace as ``trace/rank-00000.failure``, one object of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.clock import SystemClock
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Collection
+    from pathlib import Path
+
+COLLECTOR = "paceline.trace.collectors.torch"
+_SPAWN = "torch.multiprocessing.spawn"
+
+
+def write_report(
+    error: BaseException,
+    run: Path,
+    rank: int,
+    *,
+    exit_code: int = 0,
+    own_files: Collection[str] = (),
+) -> None:
+    """Write what ended a rank's script; if that fails, write its traceback to stderr.
+
+    Args:
+        error: the exception.
+        run: folder of the run.
+        rank: the global rank.
+        exit_code: of a script that called `sys.exit`: it has no traceback, as under python.
+        own_files: files of the outermost frames that are not the script's: the traceback leaves
+            these frames out.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in own_files:
+        frames = frames.tb_next
+    text = "" if exit_code else "".join(traceback.format_exception(type(error), error, frames))
+    collector = sys.modules.get(COLLECTOR)
+    if type(error).__module__ == _SPAWN:  # the process that failed is a child, and numbered
+        rank = getattr(error, "error_index", rank)
+    report = {
+        "rank": rank,
+        "at_ns": int(SystemClock().wall_s() * 1e9),  # comparable between nodes
+        "phase": collector.phase_of(error) if collector else "",
+        "traceback": text,
+        "error": f"exit code {exit_code}{_place(frames)}" if exit_code else repr(error),
+    }
+    try:
+        path = run / "trace" / f"rank-{rank:05d}.failure"
+        path.write_text(json.dumps(report), encoding="utf-8")
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+
+def read_reports(run: Path) -> list[dict[str, Any]]:
+    """Return the reports of ranks whose script raised, the first to fail first."""
+    reports = []
+    for path in (run / "trace").glob("rank-*.failure"):
+        try:
+            reports.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError):  # cut short by a full disk
+            continue
+    return sorted(reports, key=lambda report: int(report["at_ns"]))
+
+
+def _place(frames: types.TracebackType | None) -> str:
+    """Return in words which line of the script raised the exception, or called what raised it."""
+    if frames is None:
+        return ""
+    stack = traceback.extract_tb(frames)
+    lines = [frame.lineno for frame in stack if frame.filename == stack[0].filename]
+    return f", at line {lines[-1]}"

@@ -1,0 +1,73 @@
+"""Runs a program that is not ours, and leaves nothing of it running when the launcher is killed.
+
+::
+
+    launcher --> guard --> program (torchrun, a shell script) --> ranks, loader workers, ...
+
+Nothing tells a program's own children that a launcher three generations above was killed. The guard
+is told by the kernel, and ends all that is below it. Else it does nothing: the program's end,
+exit code or signal, becomes its own.
+
+``python -m paceline.launch.guard LAUNCHER COMMAND...``, with the launcher's process id.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.core.clock import SystemClock
+from paceline.core.processes import become_reaper, die_with_parent, end_descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+STOP_SIGNAL = signal.SIGTERM  # by which the launcher has the guard stop its program
+
+
+def guard(launcher: int, command: Sequence[str]) -> int:
+    """Run a command to its end; return its exit code, negative for a signal.
+
+    A terminal sends its SIGINT to the program as well, so the guard ignores it; the launcher sends
+    `STOP_SIGNAL`, which the program receives as SIGINT.
+    """
+    become_reaper()
+    child: subprocess.Popen[bytes] | None = None
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != launcher:  # it was killed
+            end_descendants(SystemClock())
+            os._exit(1)
+        if child is not None:
+            child.send_signal(signal.SIGINT)
+
+    signal.signal(STOP_SIGNAL, stop)
+    die_with_parent(launcher, STOP_SIGNAL)
+    try:
+        child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, before))
+    except (OSError, subprocess.SubprocessError) as problem:  # no interpreter, another architecture
+        why = problem.strerror if isinstance(problem, OSError) else str(problem)
+        sys.stderr.write(f"cannot execute {command[0]}: {why}\n")
+        return 126
+    return child.wait()  # no deadline: a run lasts as long as it lasts
+
+
+def leave_like(code: int) -> int:
+    """Return an exit code to end with, or end by the signal that ended the program."""
+    if code >= 0:
+        return code
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left one, if any
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code  # of a signal that did not end us
+
+
+if __name__ == "__main__":
+    sys.exit(leave_like(guard(int(sys.argv[1]), sys.argv[2:])))

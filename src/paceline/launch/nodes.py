@@ -1,0 +1,106 @@
+"""Several nodes without Slurm or MPI: one launcher per node, which find each other.
+
+::
+
+    node 0$ paceline run --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 -n 4 train.py
+    node 1$ paceline run --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29400 -n 4 train.py
+
+The launchers are the tasks of a rendezvous (`launch.rendezvous`): that of node 0 listens at the
+endpoint. Options and defaults are those of torchrun, where it has them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UsageError
+from paceline.launch.allocation import Allocation
+
+if TYPE_CHECKING:
+    from paceline.launch.options import RunConfig
+
+DEFAULT_PORT = 29_400  # torch.distributed.elastic.rendezvous: that of the c10d backend
+
+
+def place_of_node(
+    config: RunConfig, allocation: Allocation | None, ranks: int
+) -> Allocation | None:
+    """Return this launcher's place among those of ``--nnodes``; `allocation` for a single node.
+
+    Args:
+        config: where nnodes, node_rank and rdzv_endpoint stand.
+        allocation: this task's place under Slurm or mpirun: with one task per node, its rank is
+            the node's, unless the user says otherwise.
+        ranks: ranks on each node.
+
+    Raises:
+        UsageError: the options do not fit together.
+    """
+    if config.nnodes == 1:
+        return allocation
+    node = config.node_rank
+    if node is None:
+        node = allocation.rank if allocation and allocation.world_size == config.nnodes else 0
+    if not 0 <= node < config.nnodes:
+        raise UsageError(
+            f"node-rank is {node}, nnodes is {config.nnodes}",
+            fix=f"Give a node rank from 0 to {config.nnodes - 1}, a different one on each node",
+        )
+    if not config.rdzv_endpoint:
+        raise UsageError(
+            f"{config.nnodes} nodes have to find each other",
+            why="--rdzv-endpoint is missing",
+            fix="Give the host of node 0 and a free port on all nodes: --rdzv-endpoint HOST:29400",
+        )
+    host, port = parse_endpoint(config.rdzv_endpoint)
+    identity = f"{config.rdzv_id or 'none'}@{host}:{port}, {config.nnodes} x {ranks} ranks"
+    return Allocation(
+        source="nodes",
+        rank=node,
+        world_size=config.nnodes,
+        local_rank=0,
+        local_world_size=1,
+        first_host=host,
+        name=config.rdzv_id,
+        identity=identity,
+        port=port,
+        ranks_per_task=ranks,
+    )
+
+
+def parse_nnodes(text: str) -> int:
+    """Return a number of nodes; also of torchrun's form MIN:MAX, if both are the same.
+
+    Raises:
+        UsageError: it is not a number, or the number of nodes may change.
+    """
+    numbers = set(text.split(":", 1))
+    number = numbers.pop()
+    if numbers or not number.isdecimal():
+        raise UsageError(
+            f"--nnodes {text!r} is not a number of nodes",
+            why="a run has the same nodes from start to end" if ":" in text else "",
+            fix="Give one number, for example --nnodes 2",
+        )
+    return int(number)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Return host and port of an endpoint.
+
+    Raises:
+        UsageError: it is not HOST, HOST:PORT or [IPV6]:PORT.
+
+    >>> parse_endpoint("node0"), parse_endpoint("node0:4711"), parse_endpoint("[::1]:4711")
+    (('node0', 29400), ('node0', 4711), ('::1', 4711))
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or (text.startswith("[") and text.endswith("]")):
+        host, port = text, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} is not an address",
+            fix="Write it as HOST:PORT, for example node0:29400",
+        )
+    return host, int(port)

@@ -1,0 +1,172 @@
+"""Checks a run before anything is written or started, and claims its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.affinity import allowed_cores
+from paceline.core.config import Resolved, environment
+from paceline.core.errors import Missing
+from paceline.core.plan_file import PlanFile
+from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.allocator import AllocatorSetting, allocator_setting
+from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.nodes import place_of_node
+from paceline.launch.options import RunConfig
+from paceline.launch.planned import check_plan, plan_warnings
+from paceline.launch.program import Program, ProgramKind
+from paceline.launch.ranks import RankPlace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run that is ready to start: everything checked, nothing written yet.
+
+    Attributes:
+        program: what each rank runs.
+        args: the program's arguments.
+        run_folder: the folder that the run writes.
+        ranks: number of ranks in the run, on all nodes.
+        resolved: the configuration with the provenance of its values.
+        allocation: this launcher's place among several; None if it starts all ranks.
+        warnings: lines to print before the start.
+        plan: the plan that the run follows; None without one.
+        is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+    """
+
+    program: Program
+    args: tuple[str, ...]
+    run_folder: Path
+    ranks: int
+    resolved: Resolved[RunConfig]
+    allocation: Allocation | None
+    warnings: tuple[str, ...]
+    plan: PlanFile | None = None
+    is_default_name: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This launcher's number among those of the run; 0 if it starts all ranks."""
+        return self.allocation.rank if self.allocation else 0
+
+    @property
+    def allocator(self) -> AllocatorSetting:
+        """What the ranks' memory allocator becomes."""
+        return allocator_setting(self.resolved.config.allocator, environment())
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        """The ranks that this launcher starts."""
+        allocation = self.allocation
+        count = allocation.local_ranks if allocation else self.ranks  # on this node
+        if allocation is None or allocation.source == "nodes":
+            first, local_ranks = self.rank * count, range(count)
+        else:  # a task is one of the node's ranks
+            first, local_ranks = (
+                self.rank - allocation.local_rank,
+                range(allocation.local_rank, allocation.local_rank + 1),
+            )
+        return tuple(
+            RankPlace(
+                rank=first + local_rank,
+                world_size=self.ranks,
+                local_rank=local_rank,
+                local_world_size=count,
+            )
+            for local_rank in local_ranks
+        )
+
+
+def prepare(
+    program: Program,
+    args: Sequence[str],
+    resolved: Resolved[RunConfig],
+    run: Path | None,
+    clock: Clock,
+    *,
+    plan: PlanFile | None = None,
+) -> Job:
+    """Check a run before anything is written or started.
+
+    Args:
+        program: what each rank runs.
+        args: the program's arguments.
+        resolved: the configuration with the provenance of its values.
+        run: the folder to write; None chooses one under ``paceline-runs``.
+        clock: gives the time for the name of that folder.
+        plan: gives ranks, threads and bucket sizes; None leaves them to `resolved`.
+
+    Raises:
+        DestinationExists: the folder is there and not empty.
+        UsageError: the allocation has another world size, or something contradicts the plan.
+        Missing: torch is not installed.
+    """
+    is_python = program.kind is not ProgramKind.EXECUTABLE
+    if is_python and importlib.util.find_spec("torch") is None:
+        raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
+    config = resolved.config
+    node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
+    allocation = place_of_node(config, detect(environment()), node_ranks)
+    if allocation is not None:
+        check_world(allocation, config.ranks)
+    ranks = allocation.ranks if allocation else config.ranks or 1
+    warnings = _warnings(ranks, allocation)
+    if plan is not None:
+        check_plan(plan.plan, resolved, allocation, environment())
+        if allocation is not None:
+            check_world(allocation, plan.plan.mesh.world_size)
+        ranks = plan.plan.mesh.world_size
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
+    if not is_python and config.record:
+        warnings = (*warnings, _executable_warning(program))
+    is_default_name = run is None and allocation is None
+    if run is None:
+        run = default_folder(program.stem, allocation, clock)
+    refuse_taken(run, allocation.rank if allocation else 0)
+    return Job(
+        program=program,
+        args=tuple(args),
+        run_folder=run,
+        ranks=ranks,
+        resolved=resolved,
+        allocation=allocation,
+        warnings=warnings,
+        plan=plan,
+        is_default_name=is_default_name,
+    )
+
+
+def claim_folder(job: Job) -> Job:
+    """Make the run's folder, and return the job with it; see `folder.claim`."""
+    if job.rank != 0:  # rank 0's launcher makes it for all
+        return job
+    run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
+    return dataclasses.replace(job, run_folder=run_folder)
+
+
+def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
+    node_ranks = allocation.local_ranks if allocation else ranks
+    cores = os.cpu_count() or 1 if allocation else len(allowed_cores())
+    if node_ranks <= cores:
+        return ()
+    return (
+        f"{node_ranks} ranks share {cores} cores: they will wait for each other, and times are not "
+        "those of a node with a core for each rank",
+    )
+
+
+def _executable_warning(program: Program) -> str:
+    return (
+        f"{program.name} is not a Python script: it runs with each rank's environment variables, "
+        "and a Python process that it starts is recorded once it trains"
+    )

@@ -1,0 +1,206 @@
+"""Runs a command that starts ranks by itself (torchrun, accelerate, ...) and records these ranks.
+
+The command runs as it would run alone. Which of its processes are ranks turns out while it runs
+(`attach`); what they leave is then the run's result, as under ``paceline run``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.config import environment
+from paceline.core.errors import RankLost, ScriptFailed
+from paceline.core.files import commit_text
+from paceline.core.processes import (
+    StopRequested,
+    become_reaper,
+    descendants,
+    end_descendants,
+    ended_on_signal,
+)
+from paceline.launch.attach import child_environment
+from paceline.launch.exits import combine, interrupted_exit
+from paceline.launch.failure_report import read_reports
+from paceline.launch.failures import LOST_A_PEER, exit_code, failure_of, raise_failure
+from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.guard import STOP_SIGNAL
+from paceline.launch.ranks import LocalRanks
+from paceline.launch.recordable import check_recordable, script_line
+from paceline.launch.summary import summarize, trace_statuses
+from paceline.runs.folder import CONFIG_VERSION
+from paceline.runs.launcher import this_launcher
+from paceline.runs.result import Failure
+from paceline.runs.versions import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.clock import Clock
+    from paceline.core.machine import Machine
+    from paceline.launch.exits import RankExit
+    from paceline.runs.result import RunResult
+
+_SIGNAL_DELAY_S = 0.3  # a terminal signals the command, too
+_UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedCommand:
+    """A command that is ready to start: everything checked, nothing written yet.
+
+    Attributes:
+        command: program and arguments.
+        run_folder: the folder that the run writes.
+        is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+    """
+
+    command: tuple[str, ...]
+    run_folder: Path
+    is_default_name: bool
+
+
+def prepare_command(command: Sequence[str], run: Path | None, clock: Clock) -> RecordedCommand:
+    """Check a command before anything is written or started.
+
+    Args:
+        command: program and arguments.
+        run: the folder to write; None chooses one under ``paceline-runs``.
+        clock: gives the time for the name of that folder.
+
+    Raises:
+        NotFound: there is no such program.
+        UsageError: its ranks cannot be recorded from outside.
+        DestinationExists: the folder is there and not empty.
+    """
+    folder = run or default_folder(_stem(command), None, clock)
+    check_recordable(command, folder)
+    refuse_taken(folder, 0)
+    return RecordedCommand(command=tuple(command), run_folder=folder, is_default_name=run is None)
+
+
+def claim_command_folder(job: RecordedCommand) -> RecordedCommand:
+    """Make the run's folder, and return the command with it; see `folder.claim`."""
+    run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
+    return dataclasses.replace(job, run_folder=run_folder)
+
+
+def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> RunResult:
+    """Run the command to its end, write the run's folder, and return its result.
+
+    Args:
+        job: what `claim_command_folder` returned.
+        machine: the Machine that is written into the run's folder, as far as it is known.
+        clock: the clock for waits and for the times of exits.
+
+    Raises:
+        ScriptFailed: the command failed; the message names the rank if that is known.
+        RankLost: the command was killed.
+        Interrupted: a signal stopped the run; traces are kept.
+        StorageError: the folder cannot be written.
+    """
+    run = job.run_folder
+    config: dict[str, Any] = {
+        "version": CONFIG_VERSION,
+        "values": {},
+        "script": job.command[0],
+        "args": list(job.command[1:]),
+        "world_size": None,  # known at the end
+        "threads": None,
+        "launcher": this_launcher(),
+    }
+    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
+    commit_text(run / "versions.json", json.dumps(versions(), indent=1) + "\n")
+    commit_text(run / "machine.json", machine.to_text())
+    exits = _run(job, clock)
+    failure = None if not exits or exits[0].rank is None else _failure(run)
+    code = exit_code(exits, failure) or (1 if exits else 0)
+    ranks = max((status.world_size for status in trace_statuses(run)), default=0)
+    result = summarize(run, ranks, code, failure)
+    config["world_size"] = result.world_size
+    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
+    commit_text(run / "result.json", result.to_text())
+    raise_failure(run, job.command[0], exits, result.failure)
+    if exits:
+        raise _command_error(job.command[0], exits[0])
+    return result
+
+
+def recording_warnings(job: RecordedCommand) -> tuple[str, ...]:
+    """Return a line if no rank was recorded."""
+    if trace_statuses(job.run_folder):
+        return ()
+    return (
+        "no rank was recorded: no Python process below the command joined a process group of "
+        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
+        f"this line into the script: {script_line(job.run_folder)}",
+    )
+
+
+def _stem(command: Sequence[str]) -> str:
+    """Return a short name for the run's folder: of the script, the module, or the program."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word.endswith(".py"):
+            return Path(word).stem
+        if word == "-m" and following:
+            return following.rpartition(".")[2]
+    return Path(command[0]).stem
+
+
+def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
+    """Run the command to its end; return its exit if it did not end well."""
+    before = frozenset(descendants(os.getpid()))
+    become_reaper()
+    command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
+    environ = {**environment(), **child_environment(job.run_folder)}
+    local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
+    try:
+        with ended_on_signal(clock):
+            try:
+                local.start(0, command, environ)
+                local.wait()
+            except StopRequested as stop:
+                local.stop(_SIGNAL_DELAY_S)
+                return (interrupted_exit(None, stop, clock.wall_s()),)
+    finally:
+        end_descendants(clock, before)
+    return combine(local.exits(), ())
+
+
+def _failure(run: Path) -> Failure | None:
+    """Return the failure that came first, from what the ranks left; None if they left nothing.
+
+    A launcher that we do not know stops the other ranks, too, and does not tell us how each ended.
+    A rank that raised has a report. Of the ranks that vanished, the first to do so has the fewest
+    steps: the others have waited for it.
+    """
+    reports = read_reports(run)
+    own = [report for report in reports if not LOST_A_PEER.search(str(report["traceback"]))]
+    if own:
+        return failure_of(run, own[0])
+    reported = {int(report["rank"]) for report in reports}
+    silent = [
+        status
+        for status in trace_statuses(run)
+        if not status.closed and status.rank not in reported
+    ]
+    if silent:
+        first = min(silent, key=lambda status: (status.step, status.rank))
+        phase = "waiting" if first.phase_name == "wait" else first.phase_name
+        return Failure(rank=first.rank, step=first.step, phase=phase, error=_UNCLOSED)
+    return failure_of(run, reports[0]) if reports else None
+
+
+def _command_error(program: str, ended: RankExit) -> RankLost | ScriptFailed:
+    if ended.signal:
+        return RankLost(
+            f"{program} was killed by {ended.signal}",
+            why="another process sent the signal, or the kernel for want of memory (dmesg)",
+            fix="See its output",
+        )
+    return ScriptFailed(f"{program} ended with exit code {ended.code}", fix="See its output")

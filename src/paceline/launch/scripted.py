@@ -1,0 +1,68 @@
+"""`paceline.record`: a line in a script that records it, however its processes were started.
+
+For what `paceline run` and `paceline record` cannot reach: a container's runtime, a remote shell, a
+notebook. There is no launcher that could write a result; ``paceline why`` and ``paceline report``
+read the traces.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.clock import SystemClock
+from paceline.core.config import environment
+from paceline.core.errors import DestinationExists, UsageError, storage_errors
+from paceline.core.files import commit_text
+from paceline.launch import attach
+from paceline.launch.folder import default_folder
+from paceline.runs.folder import CONFIG_VERSION
+from paceline.runs.versions import versions
+
+if TYPE_CHECKING:
+    import os
+
+
+def record(run: str | os.PathLike[str] | None = None) -> None:
+    """Record this process as a rank; see `paceline.record`."""
+    if attach.is_recorded():
+        return
+    settings = environment().get(attach.VARIABLE)
+    if settings:
+        attach.start_here(Path(json.loads(settings)["run"]))
+        return
+    rank, world_size = attach.place()
+    if run is None:
+        if world_size > 1:
+            raise UsageError(
+                f"{world_size} ranks need one folder to write to",
+                where=f"paceline.record() of rank {rank}",
+                fix='Name it: paceline.record("RUN")',
+            )
+        run = default_folder(Path(sys.argv[0]).stem or "script", None, SystemClock())
+    folder = Path(run)
+    if (folder / "result.json").exists():
+        raise DestinationExists(
+            "the folder holds another run", where=str(folder), fix="Name another, or remove it"
+        )
+    with storage_errors("cannot make the run's folder", where=folder, fix="Name another place"):
+        (folder / "trace").mkdir(parents=True, exist_ok=True)
+    attach.start_here(folder)
+    if rank == 0:
+        _write_start(folder, world_size)
+
+
+def _write_start(folder: Path, world_size: int) -> None:
+    config = {
+        "version": CONFIG_VERSION,
+        "values": {},
+        "script": sys.argv[0],
+        "args": sys.argv[1:],
+        "world_size": world_size,
+        "threads": None,
+        "launcher": None,
+    }
+    commit_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    commit_text(folder / "versions.json", json.dumps(versions(), indent=1) + "\n")

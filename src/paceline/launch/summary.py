@@ -1,0 +1,113 @@
+"""Turns the traces of a run into its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import NotFound, PacelineError
+from paceline.runs.result import PhaseTime, RankResult, RunResult
+from paceline.trace.analysis import Analysis, analyse
+from paceline.trace.format.files import read_status
+from paceline.trace.merge import load_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.runs.result import Failure
+    from paceline.trace.format.header import Status
+
+
+def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
+    """Return the result that the traces in folder `run` give; empty when nothing was recorded.
+
+    Args:
+        run: the run's folder.
+        ranks: number of ranks that the launcher started.
+        exit_code: of the run.
+        failure: of the rank that failed first; None if none did.
+    """
+    try:
+        trace = load_run(run)
+    except NotFound:
+        return RunResult(
+            exit_code=exit_code,
+            world_size=ranks,
+            step_time_s=0.0,
+            loop_wall_s=0.0,
+            ranks=(),
+            failure=failure,
+        )
+    analysis = analyse(trace)
+    return RunResult(
+        exit_code=exit_code,
+        world_size=max(ranks, trace.world_size),  # a script may have started ranks itself
+        step_time_s=analysis.step_time_s,
+        loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
+        ranks=_rank_results(analysis),
+        straggler=analysis.stragglers[0] if analysis.stragglers else None,
+        stragglers=analysis.stragglers,
+        shifts=analysis.shifts,
+        failure=_in_loop_steps(analysis, failure),
+        step_rule=analysis.step_rule,
+        nan=analysis.nan,
+    )
+
+
+def _in_loop_steps(analysis: Analysis, failure: Failure | None) -> Failure | None:
+    """Return the failure with its step in steps of the loop: the trace's header counts marks."""
+    for rank in analysis.trace.ranks:
+        if failure is not None and rank.rank == failure.rank:
+            step = max(0, failure.step - rank.marks_within_steps)
+            return dataclasses.replace(failure, step=step)
+    return failure
+
+
+def trace_warnings(run: Path) -> tuple[str, ...]:
+    """Return one line for each rank whose trace in folder `run` lost events, or is not there."""
+    lines = []
+    statuses = trace_statuses(run)
+    for status in statuses:
+        if status.error or status.dropped_count:
+            why = os.strerror(status.error) if status.error else "events came too fast"
+            lines.append(
+                f"the trace of rank {status.rank} lacks {status.dropped_count} events: {why}"
+            )
+    world_size = max((status.world_size for status in statuses), default=0)
+    missing = sorted(set(range(world_size)) - {status.rank for status in statuses})
+    if missing:
+        lines.append(
+            f"{len(missing)} of {world_size} ranks left no trace here (first: {missing[0]}): if "
+            f"they ran on another node, copy its traces into {run / 'trace'}"
+        )
+    return tuple(lines)
+
+
+def trace_statuses(run: Path) -> list[Status]:
+    """Return the headers of the traces in folder `run` that can be read, ordered by rank."""
+    statuses = []
+    for path in sorted((run / "trace").glob("rank-*.trace")):
+        try:
+            statuses.append(read_status(path))
+        except (PacelineError, OSError):  # damaged, or hardly begun: its reader says so
+            continue
+    return statuses
+
+
+def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
+    return tuple(
+        RankResult(
+            rank=phases.rank,
+            steps=phases.steps,
+            loop_wall_s=phases.loop_wall_s,
+            peak_memory_bytes=rank.status.peak_memory_bytes,
+            phases=tuple(
+                PhaseTime(name=name, measured_s=seconds)
+                for name, seconds in phases.breakdown().items()
+            ),
+            dropped_count=rank.status.dropped_count,
+            host=phases.host,
+        )
+        for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
+    )
