@@ -30,11 +30,12 @@ RANKS = 2
 FRAMEWORKS = ("trainer_bert", "trainer_gpt2", "accelerate", "lightning")
 PLAIN = (
     *("ddp", "accumulation", "lbfgs", "evaluation", "iterable", "all_reduce", "pipeline", "fsdp"),
-    *("ddp_of_compiled", "compiled_ddp", "gan", "wgan", "marked", "no_optimizer", "by_hand"),
+    *("ddp_of_compiled", "compiled_ddp", "compiled_step"),
+    *("gan", "wgan", "marked", "no_optimizer", "by_hand"),
     *("recomputation", "update_in_backward", "average", "nested"),
 )
 QUICK = ("gan", "evaluation", "no_optimizer", "accelerate")
-STEPS, QUICK_STEPS = 120, 60
+STEPS, QUICK_STEPS = 60, 30
 DEADLINE_S = 300
 NAMED_LEAST, KINDS_LEAST = 0.97, 16
 

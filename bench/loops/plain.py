@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 
-WIDTH, BATCH, CLASSES = 384, 64, 10
+WIDTH, BATCH, CLASSES = 384, 32, 10
 LOG = logging.getLogger("loop")
 
 
@@ -61,7 +61,7 @@ def endless(source):
 
 
 def ddp(steps, model=None, wrap=lambda model: model):
-    model = wrap(DistributedDataParallel(model or Net()))
+    model = wrap(DistributedDataParallel(Net() if model is None else model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     criterion = nn.CrossEntropyLoss()
     for x, y in itertools.islice(endless(loader(20)), steps):
@@ -80,6 +80,18 @@ def compiled_ddp(steps):
     return ddp(steps, wrap=lambda model: torch.compile(model, backend="aot_eager"))
 
 
+def compiled_step(steps):
+    """A compiled optimizer runs no hooks."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    for x, y in itertools.islice(endless(loader(20)), steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        step()
+    return [model], steps
+
+
 def accumulation(steps, every=4):
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
@@ -96,7 +108,7 @@ def accumulation(steps, every=4):
 
 def lbfgs(steps):
     model = DistributedDataParallel(Net())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
     x, y = data(1)[:]
 
     def closure():
@@ -337,7 +349,8 @@ LOOPS = {
     function.__name__: function
     for function in (
         *(ddp, accumulation, lbfgs, evaluation, iterable, all_reduce, pipeline, fsdp),
-        *(ddp_of_compiled, compiled_ddp, gan, wgan, marked, no_optimizer, by_hand),
+        *(ddp_of_compiled, compiled_ddp, compiled_step),
+        *(gan, wgan, marked, no_optimizer, by_hand),
         *(recomputation, update_in_backward, average, nested),
     )
 }

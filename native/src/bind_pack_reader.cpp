@@ -40,14 +40,27 @@ void append(nb::list& list, PyObject* item) {
   list.append(nb::steal(item));
 }
 
+// Of what the index says: copied out, because a file that shrinks ends what reads it (PackIndex::read).
+template <class Get>
+nb::bytes name_of(const PackReader& reader, Get get) {
+  std::string name;
+  reader.index().read([&] { name = get(reader.index()); });
+  return to_bytes(name);
+}
+
 nb::bytes read_sample(const PackReader& reader, std::uint64_t sample) {
-  const std::size_t size = reader.checked_length(sample);
-  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
-  if (result == nullptr) throw nb::python_error();
-  const nb::bytes owner = nb::steal<nb::bytes>(result);
-  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
+  std::size_t size = 0;
+  reader.index().read([&] { size = reader.checked_length(sample); });
   const auto id = static_cast<std::int64_t>(sample);
   const std::int64_t offsets[] = {0, static_cast<std::int64_t>(size)};
+  reader.check_memory({&id, 1}, offsets);
+  PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (result == nullptr) {
+    PyErr_Clear();  // it says no more than MemoryError
+    reader.fail_memory({&id, 1}, offsets, UINT64_MAX);
+  }
+  const nb::bytes owner = nb::steal<nb::bytes>(result);
+  auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
   nb::gil_scoped_release released;
   reader.read_batch({&id, 1}, offsets, {target, size});
   return owner;
@@ -84,7 +97,12 @@ nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::int64_t>> read_batch(const 
   {
     nb::gil_scoped_release released;
     size = reader.plan_batch(ids, offsets.span());
-    lease = std::make_unique<Lease>(size);
+    reader.check_memory(ids, offsets.span());
+    try {
+      lease = std::make_unique<Lease>(size);
+    } catch (const std::bad_alloc&) {
+      reader.fail_memory(ids, offsets.span(), UINT64_MAX);
+    }
     reader.read_batch(ids, offsets.span(), lease->buffer);
   }
   auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
@@ -156,10 +174,13 @@ nb::typed<nb::list, BadSampleFields> verify(const PackReader& reader, std::uint6
 using ExtentFields = nb::typed<nb::tuple, int, int, int, int, int, int>;
 
 nb::typed<nb::list, ExtentFields> extents(const PackReader& reader, std::uint64_t sample) {
-  const auto [first, end] = reader.index().extents(sample);
+  std::vector<Extent> found;
+  reader.index().read([&] {
+    const auto [first, end] = reader.index().extents(sample);
+    for (std::uint64_t i = first; i < end; ++i) found.push_back(reader.index().extent(i));
+  });
   nb::list result;
-  for (std::uint64_t i = first; i < end; ++i) {
-    const Extent extent = reader.index().extent(i);
+  for (const Extent& extent : found) {
     result.append(nb::make_tuple(extent.shard, extent.offset, extent.stored_length, extent.length,
                                  extent.checksum, static_cast<int>(extent.codec)));
   }
@@ -234,18 +255,14 @@ class EntryMaker {
   std::uint32_t mode_ = 0;
 };
 
-// The entries of a folder, first its folders and then its samples, sorted; -1 is the root of the
-// pack. Takes time proportional to the entries, not to those of sub-folders.
-nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
+void add_entries(const PackReader& reader, std::int64_t folder, EntryMaker& make, nb::list& result,
+                 std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
   const PackIndex& index = reader.index();
   const bool root = folder < 0;
   const auto at = static_cast<std::uint64_t>(folder);
   std::pair<std::uint64_t, std::uint64_t> samples{0, index.sample_count()};
   if (!root) samples = index.folder_samples(at);
   const std::uint64_t last = root ? index.folder_count() : index.folder_end(at);
-  nb::list result;
-  EntryMaker make(type);
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // samples between the folders
   std::uint64_t next = samples.first;
   for (std::uint64_t below = root ? 0 : at + 1; below < last; below = index.folder_end(below)) {
     const auto [first, end] = index.folder_samples(below);
@@ -264,7 +281,36 @@ nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t f
                           index.mtimes()[i]));
     }
   }
+}
+
+// The entries of a folder, first its folders and then its samples, sorted; -1 is the root of the
+// pack. Takes time proportional to the entries, not to those of sub-folders.
+nb::typed<nb::list, nb::object> entries(const PackReader& reader, std::int64_t folder, nb::handle type) {
+  nb::list result;
+  EntryMaker make(type);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // samples between the folders
+  // Should the index shrink meanwhile, the one entry that is being made is lost.
+  reader.index().read([&] { add_entries(reader, folder, make, result, ranges); });
   return result;
+}
+
+// What `get` returns for each of these samples.
+template <class T, class Get>
+Array<T> values_of(const PackReader& reader, const Ids& array, Get get) {
+  const auto ids = span_of(array);
+  std::unique_ptr<T[]> result(new T[ids.size()]);
+  T* const target = result.get();
+  reader.index().read([&] {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] < 0 || static_cast<std::uint64_t>(ids[i]) >= reader.index().sample_count()) {
+        throw std::out_of_range("no such sample");
+      }
+      target[i] = get(static_cast<std::uint64_t>(ids[i]));
+    }
+  });
+  nb::capsule owner(target, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  static_cast<void>(result.release());
+  return {target, {ids.size()}, owner};
 }
 
 void open(PackReader* self, const nb::bytes& folder, const std::string& policy, unsigned threads,
@@ -287,7 +333,7 @@ PyObject* pack_error_maker = nullptr;
 }  // namespace
 
 void raise_pack_error(const PackError& error) noexcept {
-  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version"};
+  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version", "memory"};
   try {
     const nb::object problem = nb::borrow(pack_error_maker)(
         "kind"_a = kinds[static_cast<int>(error.kind)], "file"_a = to_bytes(error.file),
@@ -338,30 +384,57 @@ void bind_pack_reader(nb::module_& module) {
           "number"_a)
       .def(
           "name",
-          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.index().name(i)); },
+          [](const PackReader& self, std::uint64_t i) {
+            return name_of(self, [i](const PackIndex& index) { return index.name(i); });
+          },
           "sample"_a)
       .def(
           "folder",
-          [](const PackReader& self, std::uint64_t i) { return to_bytes(self.index().folder(i)); },
+          [](const PackReader& self, std::uint64_t i) {
+            return name_of(self, [i](const PackIndex& index) { return index.folder(i); });
+          },
           "index"_a)
       .def(
           "class_name",
           [](const PackReader& self, std::uint64_t i) {
-            return to_bytes(self.index().class_name(i));
+            return name_of(self, [i](const PackIndex& index) { return index.class_name(i); });
           },
           "index"_a)
       .def(
           "find",
           [](const PackReader& self, const nb::bytes& name) {
-            return self.index().find({name.c_str(), name.size()});
+            std::int64_t found = -1;
+            self.index().read([&] { found = self.index().find({name.c_str(), name.size()}); });
+            return found;
           },
           "name"_a)
       .def(
           "find_folder",
           [](const PackReader& self, const nb::bytes& name) {
-            return self.index().find_folder({name.c_str(), name.size()});
+            std::int64_t found = -1;
+            self.index().read(
+                [&] { found = self.index().find_folder({name.c_str(), name.size()}); });
+            return found;
           },
           "name"_a)
+      .def(
+          "labels",
+          [](const PackReader& self, const Ids& ids) {
+            const auto labels = self.index().labels();
+            return values_of<std::int32_t>(self, ids, [&](std::uint64_t i) { return labels[i]; });
+          },
+          "ids"_a)
+      .def(
+          "lengths",
+          [](const PackReader& self, const Ids& ids) {
+            return values_of<std::int64_t>(self, ids, [&](std::uint64_t i) {
+              return static_cast<std::int64_t>(self.index().claimed_length(i));
+            });
+          },
+          "ids"_a)
+      .def(
+          "check_content", [](const PackReader& self) { self.index().check_content(); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("entries", &entries, "folder"_a, "kind"_a)
       .def("extents", &extents, "sample"_a)
       .def("read", &read_sample, "sample"_a)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -74,6 +75,19 @@ void release_buffer(std::span<std::byte> buffer) noexcept {
     all.bytes -= oldest.size();
     munmap(oldest.data(), oldest.size());
   }
+}
+
+std::uint64_t available_memory_bytes() noexcept {
+  std::FILE* const file = std::fopen("/proc/meminfo", "re");
+  if (file == nullptr) return UINT64_MAX;
+  char line[128];
+  unsigned long long kibibytes = 0;
+  bool found = false;
+  while (!found && std::fgets(line, sizeof line, file) != nullptr) {
+    found = std::sscanf(line, "MemAvailable: %llu kB", &kibibytes) == 1;
+  }
+  std::fclose(file);
+  return found ? kibibytes * 1024 : UINT64_MAX;
 }
 
 }  // namespace paceline

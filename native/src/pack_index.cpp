@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "paceline/crc32c.hpp"
+#include "paceline/page_cache.hpp"
 
 namespace paceline {
 namespace {
@@ -21,12 +23,25 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "packs are mapped as they lie on disk");
 
 constexpr std::uint64_t alignment = 64;
+constexpr std::size_t max_name_bytes = 4095;
+constexpr std::uint64_t file_header_bytes = 64;  // of shards and parity files
+using Digest = std::array<std::byte, 32>;        // SHA-256
+
+constexpr std::uint64_t look_interval_ns = 20'000'000;
+// How often the sections are verified again where a write may leave the file's times as they are.
+constexpr std::uint64_t verify_interval_ns = 15'000'000'000;
+
+std::int64_t nanoseconds(const timespec& time) noexcept {
+  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
 
 FileState state_of(const struct stat& status) noexcept {
-  constexpr std::int64_t second_ns = 1'000'000'000;
-  return {status.st_dev, status.st_ino, status.st_size,
-          status.st_mtim.tv_sec * second_ns + status.st_mtim.tv_nsec,
-          status.st_ctim.tv_sec * second_ns + status.st_ctim.tv_nsec};
+  constexpr std::int64_t step_ns = 20'000'000;  // more than any kernel's tick
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  const std::int64_t age_ns = nanoseconds(now) - nanoseconds(status.st_mtim);
+  return {status.st_dev, status.st_ino, status.st_size, nanoseconds(status.st_mtim),
+          nanoseconds(status.st_ctim), age_ns < -step_ns || age_ns > step_ns};
 }
 
 // Orders folders as if each ended in a slash: then a folder comes right before all below it.
@@ -105,6 +120,17 @@ FileState FileState::of(const std::string& path) noexcept {
   return stat(path.c_str(), &status) == 0 ? state_of(status) : FileState{};
 }
 
+LatestState::~LatestState() {
+  for (const Node* node = latest_.load(); node != nullptr;) delete std::exchange(node, node->older);
+}
+
+void LatestState::set(const FileState& state) {
+  if (get() == state && get().is_settled == state.is_settled) return;
+  auto* const node = new Node{state, latest_.load()};
+  while (!latest_.compare_exchange_weak(node->older, node)) {
+  }
+}
+
 std::uint64_t name_hash(std::string_view name) noexcept {
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char one : name) hash = (hash ^ static_cast<unsigned char>(one)) * 0x100000001b3U;
@@ -113,15 +139,86 @@ std::uint64_t name_hash(std::string_view name) noexcept {
   return hash ^ (hash >> 33);
 }
 
-PackIndex::PackIndex(const std::string& folder) : file_(folder + "/index.pace") {
-  read_header();
-  read_sections();
+PackIndex::PackIndex(const std::string& folder)
+    : file_(folder + "/index.pace"),
+      verified_ns_(coarse_ns()),
+      shows_writes_(dirty_pages(path(), file_.state().inode, 0, file_.bytes().size()) ==
+                    DirtyPages::none),
+      state_(file_.state()) {
+  const bool is_complete = completes(FaultRange(file_.bytes()), [this] {
+    read_header();
+    read_sections();
+    read_columns();
+  });
+  if (!is_complete) fail_unreadable();
+}
+
+void PackIndex::fail_unreadable() const {
+  fail_corrupt(path(), "its bytes cannot be read: the file was truncated, or the device failed");
+}
+
+void PackIndex::check_file(bool now) const {
+  const std::uint64_t now_ns = coarse_ns();
+  if (!now && now_ns < next_look_ns_.load(std::memory_order_relaxed)) return;
+  try {
+    look_at_file(now_ns);
+  } catch (...) {
+    next_look_ns_.store(0, std::memory_order_relaxed);  // the next reader is to find the same
+    throw;
+  }
+  next_look_ns_.store(now_ns + look_interval_ns, std::memory_order_relaxed);
+}
+
+// Appending and repairing replace the index: whatever happens to the file itself is damage.
+void PackIndex::look_at_file(std::uint64_t now_ns) const {
+  const FileState found = FileState::of(path());
+  const FileState& before = state_.get();
+  if (found.inode != before.inode || found.device != before.device) return;  // it was replaced
+  if (found.size != before.size) {
+    fail_corrupt(path(), "its length changed while it was open: " + std::to_string(before.size) +
+                             " bytes, then " + std::to_string(found.size));
+  }
+  const bool is_due = !shows_writes_.load(std::memory_order_relaxed) &&
+                      now_ns >= verified_ns_.load(std::memory_order_relaxed) + verify_interval_ns;
+  if (found == before && before.is_settled && !is_due) return;
+  // Before the sections are verified: of what is written later, the times will tell.
+  shows_writes_.store(
+      dirty_pages(path(), before.inode, 0, header_.index_bytes) == DirtyPages::none,
+      std::memory_order_relaxed);
+  if (!completes(FaultRange(file_.bytes()), [this] { check_sections(); })) fail_unreadable();
+  state_.set(found);
+  verified_ns_.store(now_ns, std::memory_order_relaxed);
+}
+
+void PackIndex::check_sections() const {
+  const auto bytes = file_.bytes();
+  if (std::memcmp(bytes.data(), head_.data(), head_.size()) != 0) {
+    fail_corrupt(path(), "its header was changed while it was open");
+  }
+  for (std::uint32_t i = 0; i < header_.section_count; ++i) {
+    SectionEntry entry{};
+    std::memcpy(&entry, head_.data() + sizeof header_ + i * sizeof entry, sizeof entry);
+    const std::span<const std::byte> content = entry.id <= last_section
+                                                   ? sections_[entry.id]
+                                                   : std::span<const std::byte>();
+    if (content.data() == nullptr) continue;
+    const std::uint32_t found = crc32c(content.data(), content.size());
+    if (found != entry.checksum) {
+      fail_corrupt(path(), "section " + std::to_string(entry.id) +
+                               " was changed while it was open: " +
+                               checksum_mismatch(entry.checksum, found));
+    }
+  }
+}
+
+void PackIndex::read_columns() {
   read_extents();
   const std::uint64_t samples = header_.sample_count;
   labels_ = array<std::int32_t>(Section::labels, samples);
   modes_ = array<std::uint32_t>(Section::modes, samples);
   mtimes_ = array<std::int64_t>(Section::mtimes, samples);
-  shard_lengths_ = array<std::uint64_t>(Section::shard_lengths, header_.shard_count);
+  const auto shard_lengths = array<std::uint64_t>(Section::shard_lengths, header_.shard_count);
+  shard_lengths_.assign(shard_lengths.begin(), shard_lengths.end());
   for (const std::uint64_t length : shard_lengths_) {
     if (__builtin_add_overflow(shard_bytes_, length, &shard_bytes_)) shard_bytes_ = UINT64_MAX;
   }
@@ -173,6 +270,8 @@ void PackIndex::read_sections() {
   if (found != header_.table_checksum) {
     fail_corrupt(path(), "section table: " + checksum_mismatch(header_.table_checksum, found));
   }
+  const auto head = bytes.first(sizeof header_ + table.size());
+  head_.assign(head.begin(), head.end());
   sections_.resize(last_section + 1);
   for (std::uint32_t i = 0; i < header_.section_count; ++i) {
     SectionEntry entry{};
@@ -292,10 +391,6 @@ std::string_view PackIndex::Strings::at(std::uint64_t index) const {
   return blob.substr(begin, end - begin);
 }
 
-std::span<const std::byte> PackIndex::head() const noexcept {
-  return file_.bytes().first(sizeof header_ + header_.section_count * sizeof(SectionEntry));
-}
-
 std::int64_t PackIndex::find(std::string_view wanted) const {
   if (!name_table_.empty()) return find_in_table(wanted);
   std::uint64_t low = 0;
@@ -373,28 +468,148 @@ std::pair<std::uint64_t, std::uint64_t> PackIndex::extents(std::uint64_t sample)
   return {first, end};
 }
 
+std::uint64_t PackIndex::claimed_length(std::uint64_t sample) const {
+  constexpr std::uint64_t most = std::uint64_t{1} << 42;
+  const auto [first, end] = extents(sample);
+  std::uint64_t length = 0;
+  for (std::uint64_t i = first; i < end; ++i) length = std::min(length + std::min(lengths_[i], most), most);
+  return length;
+}
+
 Extent PackIndex::extent(std::uint64_t index) const {
   if (index >= extent_count()) throw std::out_of_range("no such extent");
   const std::uint8_t codec = codecs_.empty() ? 0 : codecs_[index];
-  const Extent one{offsets_[index], stored_lengths_[index],  lengths_[index],
-                   shards_[index],  checksums_[index], static_cast<Codec>(codec)};
-  const std::string label = "extent " + std::to_string(index);
-  if (one.shard >= shard_count()) {
-    fail_corrupt(path(), label + " lies in shard " + std::to_string(one.shard) +
-                             ", which does not exist");
+  const Extent extent{offsets_[index], stored_lengths_[index],  lengths_[index],
+                      shards_[index],  checksums_[index], static_cast<Codec>(codec)};
+  if (extent.shard >= shard_count()) {
+    fail_extent(index, "lies in shard " + std::to_string(extent.shard) + ", which does not exist");
   }
-  const std::uint64_t room = shard_lengths_[one.shard];
-  if (one.offset > room || one.stored_length > room - one.offset) {
-    fail_corrupt(path(), label + " does not lie within its shard");
+  const std::uint64_t room = shard_lengths_[extent.shard];
+  if (extent.offset > room || extent.stored_length > room - extent.offset) {
+    fail_extent(index, "does not lie within its shard");
   }
   if (codec > last_codec) {
-    fail_version(path(), 0, label + " has codec " + std::to_string(codec) + ", which is unknown");
+    fail_version(path(), 0, "extent " + std::to_string(index) + " has codec " +
+                                std::to_string(codec) + ", which is unknown");
   }
-  if (one.codec == Codec::none ? one.length != one.stored_length
-                               : one.length > max_encoded_length) {
-    fail_corrupt(path(), label + " has an impossible length");
+  if (extent.codec == Codec::none && extent.length != extent.stored_length) {
+    fail_extent(index, "has an impossible length");
   }
-  return one;
+  if (extent.codec != Codec::none) check_claim(index, extent);
+  return extent;
+}
+
+// What is decoded is allocated first, on the word of the index.
+void PackIndex::check_claim(std::uint64_t index, const Extent& extent) const {
+  const std::uint64_t limit = std::min(
+      max_encoded_length, (extent.stored_length / zstd_min_block + 1) * zstd_block_bytes);
+  if (extent.length <= limit) return;
+  PackError problem(PackError::Kind::sample, path(),
+                    "it claims " + std::to_string(extent.length) + " bytes, and the " +
+                        std::to_string(extent.stored_length) + " stored ones decode to at most " +
+                        std::to_string(limit));
+  problem.sample = sample_of(index);
+  problem.shard = extent.shard;
+  if (problem.sample < sample_count()) problem.name = std::string(name(problem.sample));
+  throw problem;
+}
+
+void PackIndex::fail_extent(std::uint64_t index, const std::string& why) const {
+  fail_corrupt(path(), "extent " + std::to_string(index) + " " + why);
+}
+
+std::uint64_t PackIndex::sample_of(std::uint64_t extent) const noexcept {
+  if (first_extents_.empty()) return extent;
+  const auto after = std::upper_bound(first_extents_.begin(), first_extents_.end(), extent);
+  return after == first_extents_.begin() ? 0
+                                         : static_cast<std::uint64_t>(after - first_extents_.begin()) - 1;
+}
+
+void PackIndex::check_content() const {
+  read([this] {
+    check_names();
+    check_extents();
+    check_folders();
+    check_digests();
+  });
+}
+
+void PackIndex::check_names() const {
+  for (std::uint64_t i = 0; i < sample_count(); ++i) {
+    const std::string_view name = samples_.at(i);
+    if (name.empty() || name.size() > max_name_bytes) {
+      fail_corrupt(path(), "sample " + std::to_string(i) + " has an impossible name");
+    }
+    if (i > 0 && samples_.at(i - 1) >= name) {
+      fail_corrupt(path(), "the names of samples " + std::to_string(i - 1) + " and " +
+                               std::to_string(i) + " are not in order");
+    }
+    if (labels_[i] < -1 || labels_[i] >= std::int64_t{class_count()}) {
+      fail_corrupt(path(), "sample " + std::to_string(i) + " has label " +
+                               std::to_string(labels_[i]) + ", of " +
+                               std::to_string(class_count()) + " classes");
+    }
+  }
+  for (std::uint64_t i = 0; i < class_count(); ++i) static_cast<void>(class_name(i));
+}
+
+void PackIndex::check_extents() const {
+  std::uint64_t next = 0;
+  for (std::uint64_t i = 0; i < sample_count(); ++i) {
+    const auto [first, end] = extents(i);
+    if (first != next) break;
+    next = end;
+    for (std::uint64_t k = first; k < end; ++k) {
+      if (extent(k).codec != Codec::none && end - first > 1) fail_extent(k, "is an encoded chunk");
+    }
+  }
+  if (next != extent_count()) fail_corrupt(path(), "the samples do not add up to the extents");
+}
+
+void PackIndex::check_folders() const {
+  for (std::uint64_t i = 0; i < folder_count(); ++i) {
+    const std::string_view name = folder(i);
+    if (name.empty() || name.size() > max_name_bytes) {
+      fail_corrupt(path(), "folder " + std::to_string(i) + " has an impossible name");
+    }
+    if (i > 0 && !comes_before(folder(i - 1), name)) {
+      fail_corrupt(path(), "the names of the folders are not in order");
+    }
+    const auto [first, end] = folder_samples(i);
+    for (std::uint64_t below = i + 1; below < folder_end(i); below = folder_end(below)) {
+      const auto inner = folder_samples(below);
+      if (folder_end(below) > folder_end(i) || inner.first < first || inner.second > end) {
+        fail_corrupt(path(), "folders do not lie within each other");
+      }
+    }
+  }
+}
+
+void PackIndex::check_digests() const {
+  const std::uint64_t shards = shard_count();
+  if (has(Section::shard_digests)) array<Digest>(Section::shard_digests, shards);
+  for (const std::uint64_t length : shard_lengths_) {
+    if (length < file_header_bytes) fail_corrupt(path(), "a shard is shorter than its header");
+  }
+  std::uint64_t files = 0;
+  if (has(Section::parity)) {
+    files = section(Section::parity).size() / sizeof(std::uint64_t);
+    const auto parity = array<std::uint64_t>(Section::parity, files);
+    files = files == 0 ? 0 : files - 1;
+    const std::uint64_t group = files == 0 ? 0 : parity[0];
+    const std::uint64_t groups = group == 0 ? 0 : shards / group + (shards % group > 0 ? 1 : 0);
+    if (files != groups) {
+      fail_corrupt(path(), "the parity files are not those of the shards");
+    }
+    for (std::uint64_t i = 0; i < files; ++i) {
+      const auto begin = shard_lengths_.begin() + static_cast<std::ptrdiff_t>(i * group);
+      const auto end = begin + static_cast<std::ptrdiff_t>(std::min(group, shards - i * group));
+      if (parity[i + 1] != *std::max_element(begin, end) + file_header_bytes) {
+        fail_corrupt(path(), "parity file " + std::to_string(i) + " has an impossible length");
+      }
+    }
+  }
+  if (has(Section::parity_digests)) array<Digest>(Section::parity_digests, files);
 }
 
 }  // namespace paceline

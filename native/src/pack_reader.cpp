@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +12,9 @@
 #include <exception>
 #include <mutex>
 
+#include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
+#include "paceline/fault_guard.hpp"
 #include "paceline/zstd.hpp"
 
 namespace paceline {
@@ -30,16 +31,10 @@ constexpr std::size_t shared_bytes = 2 * 1024 * 1024;  // below it, waking threa
 constexpr std::size_t gap_bytes = 16 * 1024;          // read rather than leave out
 constexpr std::uint64_t check_interval_ns = 20'000'000;
 constexpr int revalidated_batches = 64;
+constexpr std::int64_t large_batch_bytes = std::int64_t{256} << 20;
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
-
-std::uint64_t coarse_ns() noexcept {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U +
-         static_cast<std::uint64_t>(now.tv_nsec);
-}
 
 // Copies and returns the checksum of the copy.
 std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source) {
@@ -110,7 +105,7 @@ PackReader::~PackReader() {
 }
 
 void PackReader::open_shards(const std::string& folder) {
-  const auto expected = index_.shard_lengths();
+  const auto& expected = index_.shard_lengths();
   for (std::uint32_t number = 0; number < index_.shard_count(); ++number) {
     char name[32];
     std::snprintf(name, sizeof name, "/shard-%05u.pace", number);
@@ -123,8 +118,11 @@ void PackReader::open_shards(const std::string& folder) {
     }
     ShardHeader header{};
     if (bytes.size() < sizeof header) fail_corrupt(mapping.path(), "shorter than its header");
-    if (!populate(bytes.first(sizeof header))) fail_corrupt(mapping.path(), "cannot be read");
-    std::memcpy(&header, bytes.data(), sizeof header);
+    const bool is_read = populate(bytes.first(sizeof header)) &&
+                         completes(FaultRange(bytes), [&] {
+                           std::memcpy(&header, bytes.data(), sizeof header);
+                         });
+    if (!is_read) fail_corrupt(mapping.path(), "cannot be read");
     if (std::memcmp(header.magic, "PACESHRD", sizeof header.magic) != 0 ||
         crc32c(&header, sizeof header - sizeof header.checksum) != header.checksum ||
         header.shard != number) {
@@ -164,20 +162,51 @@ std::size_t PackReader::checked_length(std::uint64_t sample) const {
 std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
                                    std::span<std::int64_t> offsets) const {
   if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
-  std::int64_t total = 0;
   offsets[0] = 0;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0) throw std::out_of_range("no such sample");
-    const auto length =
-        static_cast<std::int64_t>(checked_length(static_cast<std::uint64_t>(ids[i])));
-    if (__builtin_add_overflow(total, length, &total)) throw std::bad_alloc();
-    offsets[i + 1] = total;
-  }
-  return static_cast<std::size_t>(total);
+  index_.read([&] {
+    std::int64_t total = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] < 0) throw std::out_of_range("no such sample");
+      const auto length =
+          static_cast<std::int64_t>(checked_length(static_cast<std::uint64_t>(ids[i])));
+      if (__builtin_add_overflow(total, length, &total)) throw std::bad_alloc();
+      offsets[i + 1] = total;
+    }
+  });
+  return static_cast<std::size_t>(offsets.back());
 }
 
-void PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
-                            std::byte* target) const {
+void PackReader::check_memory(std::span<const std::int64_t> ids,
+                              std::span<const std::int64_t> offsets) const {
+  if (offsets.back() < large_batch_bytes) return;
+  const std::uint64_t free_bytes = available_memory_bytes();
+  if (static_cast<std::uint64_t>(offsets.back()) > free_bytes) fail_memory(ids, offsets, free_bytes);
+}
+
+void PackReader::fail_memory(std::span<const std::int64_t> ids,
+                             std::span<const std::int64_t> offsets,
+                             std::uint64_t free_bytes) const {
+  std::size_t largest = 0;
+  const auto length = [&](std::size_t i) { return offsets[i + 1] - offsets[i]; };
+  for (std::size_t i = 1; i < ids.size(); ++i) {
+    if (length(i) > length(largest)) largest = i;
+  }
+  PackError problem(PackError::Kind::memory, index_.path(),
+                    std::to_string(ids.size()) + " samples have " + std::to_string(offsets.back()) +
+                        " bytes by the index, the largest of them " +
+                        std::to_string(length(largest)));
+  if (free_bytes != UINT64_MAX) {
+    problem = PackError(problem.kind, problem.file,
+                        problem.what() + ("; " + std::to_string(free_bytes) + " are free"));
+  }
+  problem.sample = static_cast<std::uint64_t>(ids[largest]);
+  problem.shard = first_shard(problem.sample);
+  problem.name = name_or_nothing(problem.sample);
+  throw problem;
+}
+
+std::byte* PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
+                                   std::byte* target) const {
   const auto [first, end] = index_.extents(sample);
   for (std::uint64_t i = first; i < end; ++i) {
     const Extent extent = index_.extent(i);
@@ -186,6 +215,7 @@ void PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t sampl
                       /*resident=*/false, /*trusted=*/false});
     if (target != nullptr) target += extent.length;
   }
+  return target;
 }
 
 void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
@@ -194,11 +224,20 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   shard.checked_ns.store(now_ns, std::memory_order_relaxed);
   const FileState state = FileState::of(shard.mapping.path());
   const std::lock_guard lock(shard.mutex);
+  if (now_ns >= shard.aged_ns + options_.trust_ns / 2) {
+    // Not looked at for longer: nothing of it is trusted, as if it had aged all the while.
+    if (now_ns >= shard.aged_ns + options_.trust_ns) shard.residency->age();
+    shard.residency->age();
+    shard.aged_ns = now_ns;
+  }
   // Replaced or removed: the mapping still has the file that was there.
-  if (state == shard.state || state.inode != shard.state.inode) return;
+  if (state.inode != shard.state.inode || state.device != shard.state.device) return;
+  if (state == shard.state && shard.state.is_settled) return;
   if (state.size != shard.state.size) {
     shard.checked_ns.store(0, std::memory_order_relaxed);
-    fail_corrupt(shard.mapping.path(), "its length changed while it was open");
+    fail_corrupt(shard.mapping.path(), "its length changed while it was open: " +
+                                           std::to_string(shard.state.size) + " bytes, then " +
+                                           std::to_string(state.size));
   }
   shard.state = state;  // rewritten, perhaps repaired: everything is verified again
   shard.residency->invalidate_all();
@@ -253,6 +292,15 @@ void PackReader::decode(ExtentRead& read) const {
   if (found != read.extent.checksum) fail_sample(read, found);
 }
 
+// Whether the file's times tell of what is written to these bytes from now on. It is asked before
+// they are verified: then what makes them untrue later invalidates the shard (check_shard). Where
+// the system does not say, trust ages.
+bool PackReader::times_show_writes(const ExtentRead& read) const {
+  if (read.stored.size() < min_trusted_bytes || options_.verify != Verify::first) return true;
+  return dirty_pages(read.shard->mapping.path(), read.shard->mapping.state().inode,
+                     read.extent.offset, read.extent.stored_length) != DirtyPages::some;
+}
+
 void PackReader::copy(ExtentRead& read) const {
   if (options_.direct) return read_direct(read);
   load(read);
@@ -261,9 +309,10 @@ void PackReader::copy(ExtentRead& read) const {
   } else if (read.trusted || options_.verify == Verify::never) {
     std::memcpy(read.target, read.stored.data(), read.stored.size());
   } else {
+    const bool may_trust = times_show_writes(read);
     const std::uint32_t found = copy_checked(read.target, read.stored);
     if (found != read.extent.checksum) fail_sample(read, found);
-    read.shard->residency->trust(read.stored);
+    if (may_trust) read.shard->residency->trust(read.stored);
   }
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
@@ -298,20 +347,43 @@ void PackReader::read_direct(ExtentRead& read) const {
   if (options_.verify != Verify::never && found != read.extent.checksum) fail_sample(read, found);
 }
 
+// Copies a slice; a file that shrinks meanwhile costs the samples that it held, and no more.
+void PackReader::copy_guarded(std::span<ExtentRead> slice, Failure& failure) const {
+  FaultRange range;
+  volatile std::size_t at = 0;  // which of them: still known when a fault ends the work
+  while (at < slice.size()) {
+    const bool is_complete = completes(range, [&] {
+      while (at < slice.size()) {
+        ExtentRead& read = slice[at];
+        range.watch(read.shard->mapping.bytes());
+        // While this one is copied, the beginning of the next comes from memory.
+        const ExtentRead* const next = &read == &slice.back() ? nullptr : &read + 1;
+        for (std::size_t byte = 0; next != nullptr && byte < prefetched_bytes; byte += cache_line) {
+          __builtin_prefetch(next->stored.data() + byte);
+        }
+        try {
+          copy(read);
+        } catch (...) {
+          failure.note(read);
+        }
+        at = at + 1;
+      }
+    });
+    if (is_complete) return;
+    ExtentRead& lost = slice[at];
+    lost.trusted = false;
+    try {
+      fail_unreadable(lost);
+    } catch (...) {
+      failure.note(lost);
+    }
+    at = at + 1;
+  }
+}
+
 void PackReader::copy_slice(std::span<ExtentRead> slice, Failure& failure) const {
   const FaultWatch faults;
-  for (ExtentRead& read : slice) {
-    // While this one is copied, the beginning of the next comes from memory.
-    const ExtentRead* const next = &read == &slice.back() ? nullptr : &read + 1;
-    for (std::size_t at = 0; next != nullptr && at < prefetched_bytes; at += cache_line) {
-      __builtin_prefetch(next->stored.data() + at);
-    }
-    try {
-      copy(read);
-    } catch (...) {
-      failure.note(read);
-    }
-  }
+  copy_guarded(slice, failure);
   if (!slice.front().resident || !faults.struck()) return;
   // Some page was no longer resident: nothing of this slice goes out unverified.
   revalidate_.store(revalidated_batches, std::memory_order_relaxed);
@@ -321,7 +393,6 @@ void PackReader::copy_slice(std::span<ExtentRead> slice, Failure& failure) const
     const std::uint32_t found = crc32c(read.target, read.extent.length);
     try {
       if (found != read.extent.checksum) fail_sample(read, found);
-      read.shard->residency->trust(read.stored);
     } catch (...) {
       failure.note(read);
     }
@@ -337,9 +408,17 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
   }
   std::vector<ExtentRead> reads;
   reads.reserve(ids.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    add_extents(reads, static_cast<std::uint64_t>(ids[i]), target.data() + offsets[i]);
-  }
+  index_.read([&] {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::byte* const end =
+          add_extents(reads, static_cast<std::uint64_t>(ids[i]), target.data() + offsets[i]);
+      // Planned by what the index said a moment ago: nothing is written beyond that.
+      if (end != target.data() + offsets[i + 1]) {
+        fail_corrupt(index_.path(), "it was changed while it was open");
+      }
+    }
+  });
+  if (ids.size() > 1) index_.check_file(/*now=*/true);
   if (!options_.direct) {
     look_up(reads);
     request(reads);
@@ -370,11 +449,19 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
   failure.rethrow();
 }
 
+// Calls `work`, which reads the shard of `read`, outside of a slice.
+template <class Work>
+void PackReader::guarded(const ExtentRead& read, Work&& work) const {
+  if (!completes(FaultRange(read.shard->mapping.bytes()), work)) fail_unreadable(read);
+}
+
 void PackReader::check_in_place(ExtentRead& read) const {
   load(read);
-  const std::uint32_t found = crc32c(read.stored.data(), read.stored.size());
+  const bool may_trust = times_show_writes(read);
+  std::uint32_t found = 0;
+  guarded(read, [&] { found = crc32c(read.stored.data(), read.stored.size()); });
   if (found != read.extent.checksum) fail_sample(read, found);
-  read.shard->residency->trust(read.stored);
+  if (may_trust) read.shard->residency->trust(read.stored);
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
 
@@ -383,25 +470,25 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   std::vector<std::optional<std::span<const std::byte>>> found(ids.size());
   std::vector<ExtentRead> reads;
   reads.reserve(ids.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0) throw std::out_of_range("no such sample");
-    const std::size_t before = reads.size();
-    add_extents(reads, static_cast<std::uint64_t>(ids[i]), nullptr);
-    if (reads.size() == before) {
-      found[i].emplace();
-    } else if (reads.size() == before + 1 && reads[before].extent.codec == Codec::none) {
-      found[i] = reads[before].stored;
-    } else {
-      reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(before), reads.end());
+  index_.read([&] {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] < 0) throw std::out_of_range("no such sample");
+      const std::size_t before = reads.size();
+      add_extents(reads, static_cast<std::uint64_t>(ids[i]), nullptr);
+      if (reads.size() == before) {
+        found[i].emplace();
+      } else if (reads.size() == before + 1 && reads[before].extent.codec == Codec::none) {
+        found[i] = reads[before].stored;
+      } else {
+        reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(before), reads.end());
+      }
     }
-  }
+  });
+  if (ids.size() > 1) index_.check_file(/*now=*/true);
   look_up(reads);
   request(reads);
   const FaultWatch faults;
-  auto next = reads.begin();
-  for (; next != reads.end() && next->resident; ++next) {
-    if (next->trusted || options_.verify == Verify::never) touch(next->stored);
-  }
+  touch_resident(reads);
   const bool faulted = faults.struck();
   if (faulted) revalidate_.store(revalidated_batches, std::memory_order_relaxed);
   for (ExtentRead& read : reads) {
@@ -415,15 +502,32 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   return found;
 }
 
+// Has resident pages that are handed out as they are be touched: had one been dropped, this faults.
+void PackReader::touch_resident(std::span<ExtentRead> reads) const {
+  FaultRange range;
+  volatile std::size_t at = 0;
+  const bool is_complete = completes(range, [&] {
+    while (at < reads.size() && reads[at].resident) {
+      const ExtentRead& read = reads[at];
+      range.watch(read.shard->mapping.bytes());
+      if (read.trusted || options_.verify == Verify::never) touch(read.stored);
+      at = at + 1;
+    }
+  });
+  if (!is_complete) fail_unreadable(reads[at]);
+}
+
 void PackReader::prefetch(std::span<const std::int64_t> ids) const {
   if (options_.direct) return;
   pool_.post([this, wanted = std::vector<std::int64_t>(ids.begin(), ids.end())] {
     try {
       std::vector<ExtentRead> reads;
       reads.reserve(wanted.size());
-      for (const std::int64_t id : wanted) {
-        if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
-      }
+      index_.read([&] {
+        for (const std::int64_t id : wanted) {
+          if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
+        }
+      });
       look_up(reads);
       request(reads);
     } catch (const std::exception&) {  // only a hint: reading the sample throws the error
@@ -436,9 +540,11 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
   std::vector<std::byte> decoded;
   for (std::uint64_t sample = first; sample < std::min(end, index_.sample_count()); ++sample) {
     try {
-      static_cast<void>(index_.name(sample));
       std::vector<ExtentRead> reads;
-      add_extents(reads, sample, nullptr);
+      index_.read([&] {
+        static_cast<void>(index_.name(sample));
+        add_extents(reads, sample, nullptr);
+      });
       request(reads);
       for (ExtentRead& read : reads) {
         check_shard(*read.shard, coarse_ns());
@@ -449,7 +555,7 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
         load(read);
         decoded.resize(read.extent.length);
         read.target = decoded.data();
-        decode(read);
+        guarded(read, [&] { decode(read); });
       }
     } catch (const PackError& problem) {
       bad.push_back({sample, first_shard(sample), name_or_nothing(sample), problem.what()});
@@ -493,16 +599,20 @@ void PackReader::fail_sample(const ExtentRead& read, const std::string& why) con
 }
 
 std::string PackReader::name_or_nothing(std::uint64_t sample) const {
+  std::string name;
   try {
-    return std::string(index_.name(sample));
+    index_.read([&] { name = index_.name(sample); });
   } catch (const PackError&) {
-    return {};
+    name.clear();
   }
+  return name;
 }
 
 std::uint32_t PackReader::first_shard(std::uint64_t sample) const {
   try {
-    return index_.extent(index_.extents(sample).first).shard;
+    std::uint32_t shard = 0;
+    index_.read([&] { shard = index_.extent(index_.extents(sample).first).shard; });
+    return shard;
   } catch (const std::exception&) {
     return 0;
   }

@@ -4,6 +4,10 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +22,38 @@ namespace {
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+
+#ifndef SYS_cachestat
+#define SYS_cachestat 451
+#endif
+struct CacheRange {  // as <linux/mman.h> has them from 6.5 on
+  std::uint64_t offset;
+  std::uint64_t length;
+};
+struct CacheCounts {
+  std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
+};
+
+// Their pages are never written back, and none counts as dirty.
+bool lies_in_memory(std::uint64_t file_system) noexcept {
+  constexpr std::uint64_t tmpfs = 0x01021994;
+  constexpr std::uint64_t ramfs = 0x858458f6;
+  constexpr std::uint64_t hugetlbfs = 0x958458f6;
+  return file_system == tmpfs || file_system == ramfs || file_system == hugetlbfs;
+}
+
+DirtyPages dirty_pages_of(int descriptor, std::uint64_t inode, CacheRange range) noexcept {
+  struct stat status {};
+  struct statfs file_system {};
+  CacheCounts counts{};
+  if (fstat(descriptor, &status) != 0 || status.st_ino != inode ||
+      fstatfs(descriptor, &file_system) != 0 ||
+      lies_in_memory(static_cast<std::uint64_t>(file_system.f_type)) ||
+      syscall(SYS_cachestat, descriptor, &range, &counts, 0U) != 0) {
+    return DirtyPages::unknown;
+  }
+  return counts.dirty > 0 ? DirtyPages::some : DirtyPages::none;
+}
 
 // The kernel cuts one request at what the device takes at once, often 1 MiB.
 constexpr std::size_t read_ahead_bytes = 512 * 1024;
@@ -79,6 +115,13 @@ std::int64_t thread_faults() noexcept {
 
 }  // namespace
 
+std::uint64_t coarse_ns() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
 FaultWatch::FaultWatch() noexcept : before_(thread_faults()) {}
 
 bool FaultWatch::struck() const noexcept { return before_ < 0 || before_ != thread_faults(); }
@@ -101,6 +144,15 @@ bool pages_present(std::span<const std::byte> pages, std::span<std::uint8_t> pre
 bool populate(std::span<const std::byte> bytes) noexcept {
   // EINVAL: a kernel before 5.14, where touching the pages has to do.
   return advise(bytes, MADV_POPULATE_READ) == 0 || errno == EINVAL;
+}
+
+DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64_t offset,
+                       std::uint64_t length) noexcept {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return DirtyPages::unknown;
+  const DirtyPages found = dirty_pages_of(descriptor, inode, {offset, length});
+  close(descriptor);
+  return found;
 }
 
 void populate_for_writing(std::span<std::byte> target) noexcept {

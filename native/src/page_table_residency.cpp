@@ -10,6 +10,9 @@
 // ("fault-around", 64 KiB): before a fault, pages there that are gone are invalidated. And a page
 // that two samples share may be brought back for one of them: then the page beyond it is
 // invalidated, so that the other sample is verified as well.
+//
+// Trust ages: it has two generations, the present and the one before. `age` forgets the one before
+// and begins another, so that a page is trusted for one to two periods after it was verified.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -24,8 +27,6 @@ namespace {
 constexpr std::size_t word_bits = 64;
 // The kernel's fault_around_bytes: its default, which only root can change.
 constexpr std::size_t around_pages = 64 * 1024 / page_size;
-// A page of its own is what tells a sample from its neighbours: smaller ones are never trusted.
-constexpr std::size_t min_trusted_bytes = 2 * page_size;
 
 using Word = std::atomic<std::uint64_t>;
 
@@ -43,23 +44,19 @@ void unset(Word* words, std::size_t page) noexcept {
                                     std::memory_order_acq_rel);
 }
 
-bool all_set(const Word* words, std::size_t first, std::size_t end) noexcept {
+// In either of two bit maps of one size.
+bool all_set(const Word* words, const Word* others, std::size_t first, std::size_t end) noexcept {
   while (first < end) {
     const std::size_t from = first % word_bits;
     const std::size_t count = std::min(word_bits - from, end - first);
     const std::uint64_t wanted =
         (count == word_bits ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1) << from;
-    if ((words[first / word_bits].load(std::memory_order_acquire) & wanted) != wanted) return false;
+    const std::uint64_t found = words[first / word_bits].load(std::memory_order_acquire) |
+                                others[first / word_bits].load(std::memory_order_acquire);
+    if ((found & wanted) != wanted) return false;
     first += count;
   }
   return true;
-}
-
-bool any_set(const Word* words, std::size_t first, std::size_t end) noexcept {
-  for (; first < end; ++first) {
-    if (get(words, first)) return true;
-  }
-  return false;
 }
 
 class PageTableResidency final : public Residency {
@@ -73,6 +70,7 @@ class PageTableResidency final : public Residency {
   void expect_faults(std::span<const std::byte> bytes) noexcept override;
   void invalidate_around(std::span<const std::byte> bytes) noexcept override;
   void invalidate_all() noexcept override;
+  void age() noexcept override;
 
  private:
   struct Range {  // of pages
@@ -86,18 +84,22 @@ class PageTableResidency final : public Residency {
   Range around(Range range) const noexcept;
   std::span<const std::byte> bytes_of(std::size_t first, std::size_t count) const noexcept;
   bool present(Range range) const noexcept;
+  bool is_trusted(std::size_t page) const noexcept;
+  void invalidate(std::size_t page) noexcept;
   void clear(Bits& bits) noexcept;
 
   std::span<const std::byte> mapping_;
   std::size_t page_count_;
-  Bits trusted_;  // a bit a page
+  std::array<Bits, 2> trusted_;  // a bit a page, by generation
+  std::atomic<unsigned> present_generation_{0};
   Bits resident_;
 };
 
 PageTableResidency::PageTableResidency(std::span<const std::byte> mapping)
     : mapping_(mapping),
       page_count_((mapping.size() + page_size - 1) / page_size),
-      trusted_(std::make_unique<Word[]>((page_count_ + word_bits - 1) / word_bits)),
+      trusted_{std::make_unique<Word[]>((page_count_ + word_bits - 1) / word_bits),
+               std::make_unique<Word[]>((page_count_ + word_bits - 1) / word_bits)},
       resident_(std::make_unique<Word[]>((page_count_ + word_bits - 1) / word_bits)) {}
 
 PageTableResidency::Range PageTableResidency::pages(std::span<const std::byte> bytes) const noexcept {
@@ -119,16 +121,26 @@ void PageTableResidency::clear(Bits& bits) noexcept {
   }
 }
 
+bool PageTableResidency::is_trusted(std::size_t page) const noexcept {
+  return get(trusted_[0].get(), page) || get(trusted_[1].get(), page);
+}
+
+void PageTableResidency::invalidate(std::size_t page) noexcept {
+  unset(trusted_[0].get(), page);
+  unset(trusted_[1].get(), page);
+}
+
 bool PageTableResidency::trusted(std::span<const std::byte> bytes) const noexcept {
   if (bytes.size() < min_trusted_bytes) return false;
   const Range range = pages(bytes);
-  return all_set(trusted_.get(), range.first, range.end);
+  return all_set(trusted_[0].get(), trusted_[1].get(), range.first, range.end);
 }
 
 bool PageTableResidency::resident(std::span<const std::byte> bytes, bool confirm) const noexcept {
   if (bytes.empty()) return true;
   const Range range = pages(bytes);
-  return all_set(resident_.get(), range.first, range.end) && (!confirm || present(range));
+  const Word* const words = resident_.get();
+  return all_set(words, words, range.first, range.end) && (!confirm || present(range));
 }
 
 std::span<const std::byte> PageTableResidency::bytes_of(std::size_t first,
@@ -157,13 +169,15 @@ void PageTableResidency::note_resident(std::span<const std::byte> bytes) noexcep
 void PageTableResidency::expect_faults(std::span<const std::byte> bytes) noexcept {
   if (bytes.empty()) return;
   const Range window = around(pages(bytes));
-  if (!any_set(trusted_.get(), window.first, window.end)) return;  // nothing to lose
+  std::size_t first_trusted = window.first;
+  while (first_trusted < window.end && !is_trusted(first_trusted)) ++first_trusted;
+  if (first_trusted == window.end) return;  // nothing to lose
   std::array<std::uint8_t, 512> found;
   for (std::size_t first = window.first; first < window.end; first += found.size()) {
     const std::size_t count = std::min(found.size(), window.end - first);
     const bool known = pages_present(bytes_of(first, count), {found.data(), count});
     for (std::size_t i = 0; i < count; ++i) {
-      if (!known || found[i] == 0) unset(trusted_.get(), first + i);
+      if (!known || found[i] == 0) invalidate(first + i);
     }
   }
 }
@@ -171,22 +185,22 @@ void PageTableResidency::expect_faults(std::span<const std::byte> bytes) noexcep
 void PageTableResidency::invalidate_around(std::span<const std::byte> bytes) noexcept {
   if (bytes.empty()) return;
   const Range window = around(pages(bytes));
-  for (std::size_t page = window.first; page < window.end; ++page) unset(trusted_.get(), page);
+  for (std::size_t page = window.first; page < window.end; ++page) invalidate(page);
 }
 
 void PageTableResidency::trust(std::span<const std::byte> bytes) noexcept {
   if (bytes.size() < min_trusted_bytes) return;
   const Range range = pages(bytes);
   const auto begin = static_cast<std::size_t>(bytes.data() - mapping_.data());
-  Word* const words = trusted_.get();
+  Word* const words = trusted_[present_generation_.load(std::memory_order_acquire)].get();
   // The rest of a page at the edge was not verified: if the page was not trusted before, whatever
   // shares it must not become trusted by this.
-  if (begin % page_size != 0 && range.first > 0 && !get(words, range.first)) {
-    unset(words, range.first - 1);
+  if (begin % page_size != 0 && range.first > 0 && !is_trusted(range.first)) {
+    invalidate(range.first - 1);
   }
   if ((begin + bytes.size()) % page_size != 0 && range.end < page_count_ &&
-      !get(words, range.end - 1)) {
-    unset(words, range.end);
+      !is_trusted(range.end - 1)) {
+    invalidate(range.end);
   }
   for (std::size_t page = range.first; page < range.end; ++page) {
     if (!get(words, page)) set(words, page);
@@ -194,8 +208,16 @@ void PageTableResidency::trust(std::span<const std::byte> bytes) noexcept {
 }
 
 void PageTableResidency::invalidate_all() noexcept {
-  clear(trusted_);
+  clear(trusted_[0]);
+  clear(trusted_[1]);
   clear(resident_);
+}
+
+// A thread that still marks pages in the generation before marks them as older than they are.
+void PageTableResidency::age() noexcept {
+  const unsigned next = 1 - present_generation_.load(std::memory_order_relaxed);
+  clear(trusted_[next]);
+  present_generation_.store(next, std::memory_order_release);
 }
 
 }  // namespace

@@ -2,13 +2,14 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -82,10 +83,17 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   descriptor_ = open(path.c_str(), flags, 0644);
   const auto fail = [&](const char* what) {
     const int error = errno;
-    if (descriptor_ >= 0) ::close(descriptor_);
+    for (const int descriptor : {descriptor_, wake_, poll_}) {
+      if (descriptor >= 0) ::close(descriptor);
+    }
     throw std::system_error(error, std::generic_category(), std::string(what) + " " + path);
   };
   if (descriptor_ < 0) fail("open");
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  poll_ = epoll_create1(EPOLL_CLOEXEC);
+  epoll_event woken{};
+  woken.events = EPOLLIN;
+  if (wake_ < 0 || poll_ < 0 || epoll_ctl(poll_, EPOLL_CTL_ADD, wake_, &woken) != 0) fail("watch");
   // Allocated, not sparse: a full disk must be an error here and not a SIGBUS at the mapping.
   const int allocated = posix_fallocate(descriptor_, 0, page_bytes);
   if (allocated != 0) {
@@ -111,9 +119,14 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   step_name_ = intern("step");
   running_name_ = intern("running_ns");
   not_running_name_ = intern("not_running_ns");
+  main_running_name_ = intern("main_running_ns");
+  main_not_running_name_ = intern("main_not_running_ns");
+  stopped_name_ = intern("stopped");
   define_group("", {});  // group 0 means "none"
   const auto process = static_cast<std::uint32_t>(getpid());
-  define_location(LocationType::thread, "main", process, static_cast<std::uint32_t>(gettid()));
+  main_tid_ = gettid();
+  if (pthread_getcpuclockid(pthread_self(), &main_clock_) != 0) main_clock_ = CLOCK_THREAD_CPUTIME_ID;
+  define_location(LocationType::thread, "main", process, static_cast<std::uint32_t>(main_tid_));
   define_location(LocationType::communication, "communication", process, 0);
   // The writer must not take the script's signals.
   sigset_t all;
@@ -122,6 +135,8 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   pthread_sigmask(SIG_SETMASK, &all, &before);
   writer_started_ = pthread_create(&writer_, nullptr, write_loop_entry, this) == 0;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  // For people who look at threads, and for bench/record_overhead.py.
+  if (writer_started_) pthread_setname_np(writer_, "paceline-writer");
 }
 
 Recorder::~Recorder() {
@@ -131,7 +146,7 @@ Recorder::~Recorder() {
   }
   close();
   munmap(header_, page_bytes);
-  ::close(descriptor_);
+  for (const int descriptor : {descriptor_, wake_, poll_}) ::close(descriptor);
 }
 
 // A forked child inherits the buffers and the mapped header but not the writer: it must leave both
@@ -205,7 +220,7 @@ void Recorder::append(const Event& event) {
   }
   shared_->active.push_back(event);
   header_->recorded_count.fetch_add(1, std::memory_order_relaxed);
-  if (shared_->active.size() == shared_->active.capacity() / 2) shared_->wake.notify_one();
+  if (shared_->active.size() == shared_->active.capacity() / 2) wake_writer();
 }
 
 std::uint64_t Recorder::begin(Phase phase) {
@@ -252,7 +267,11 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   start_steps(now);
-  const ThreadTimes times = usage_.sample(now);
+  ThreadTimes times = usage_.sample(now);
+  ThreadTimes main = usage_.last_of(main_tid_);
+  const std::uint64_t exact_ns = clock_ns(main_clock_);
+  times.running_ns += exact_ns - main.running_ns;  // schedstat lags for the thread that runs now
+  main.running_ns = exact_ns;
   const std::lock_guard lock(shared_->mutex);
   Event event{.begin_ns = step_begin_ns_.load(std::memory_order_relaxed),
               .end_ns = now,
@@ -263,13 +282,17 @@ std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {
   append(event);
   event.kind = Kind::counter;
   event.tag = 0;
-  event.name = running_name_;
-  event.amount = times.running_ns - before_.running_ns;
-  append(event);
-  event.name = not_running_name_;
-  event.amount = times.runnable_ns - before_.runnable_ns;
-  append(event);
+  const auto count = [&](std::uint16_t counter, std::uint64_t amount) {
+    event.name = counter;
+    event.amount = amount;
+    append(event);
+  };
+  count(running_name_, times.running_ns - before_.running_ns);
+  count(not_running_name_, times.runnable_ns - before_.runnable_ns);
+  count(main_running_name_, main.running_ns - main_before_.running_ns);
+  count(main_not_running_name_, main.runnable_ns - main_before_.runnable_ns);
   before_ = times;
+  main_before_ = main;
   step_begin_ns_.store(now, std::memory_order_relaxed);
   step_.store(event.step + 1, std::memory_order_relaxed);
   header_->step.store(event.step + 1, std::memory_order_relaxed);
@@ -293,7 +316,7 @@ void Recorder::close() {
     if (shared_->stopping) return;
     shared_->stopping = true;
   }
-  shared_->wake.notify_one();
+  wake_writer();
   if (writer_started_) pthread_join(writer_, nullptr);
   flush();
   closed_.store(true, std::memory_order_relaxed);
@@ -311,15 +334,46 @@ void* Recorder::write_loop_entry(void* self) {
   return nullptr;
 }
 
+void Recorder::wake_writer() noexcept {
+  const std::uint64_t once = 1;
+  // It can only fail when the counter is full: then the writer is being woken anyway.
+  static_cast<void>(!write(wake_, &once, sizeof once));
+}
+
 void Recorder::write_loop() {
-  const auto interval = std::chrono::duration<double>(options_.flush_interval_s);
-  std::unique_lock lock(shared_->mutex);
-  while (!shared_->stopping) {
-    shared_->wake.wait_for(lock, interval);
-    lock.unlock();
+  const auto interval_ns = static_cast<std::uint64_t>(options_.flush_interval_s * 1e9);
+  const auto stopping = [&] {
+    const std::lock_guard lock(shared_->mutex);
+    return shared_->stopping;
+  };
+  std::uint64_t due_ns = monotonic_ns() + interval_ns;
+  while (!stopping()) {
+    const std::uint64_t now = monotonic_ns();
+    const std::uint64_t left_ms = now < due_ns ? (due_ns - now) / 1'000'000 + 1 : 0;
+    epoll_event event{};
+    const int woken = epoll_wait(poll_, &event, 1, static_cast<int>(left_ms));
+    if (woken < 0 && errno == EINTR) {
+      note_stop();
+      if (monotonic_ns() < due_ns) continue;
+    }
+    std::uint64_t count = 0;
+    if (woken > 0) static_cast<void>(!read(wake_, &count, sizeof count));
     flush();
-    lock.lock();
+    due_ns = monotonic_ns() + interval_ns;
   }
+}
+
+// Records, by the writer thread, that the process was stopped until now. All signals that have a
+// handler are blocked in this thread, so that nothing else interrupts its wait; a debugger that
+// attaches stops the process too.
+void Recorder::note_stop() {
+  const std::uint64_t now = monotonic_ns();
+  record({.begin_ns = now,
+          .end_ns = now,
+          .amount = 1,
+          .step = step(),
+          .name = stopped_name_,
+          .kind = Kind::counter});
 }
 
 void Recorder::write_pending() {

@@ -14,6 +14,7 @@ class NoResidency final : public Residency {
   void expect_faults(std::span<const std::byte> /*bytes*/) noexcept override {}
   void invalidate_around(std::span<const std::byte> /*bytes*/) noexcept override {}
   void invalidate_all() noexcept override {}
+  void age() noexcept override {}
 };
 
 }  // namespace

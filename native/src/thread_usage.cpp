@@ -67,4 +67,9 @@ ThreadTimes ThreadUsage::sample(std::uint64_t now_ns) {
   return sum;
 }
 
+ThreadTimes ThreadUsage::last_of(int tid) const {
+  const auto found = threads_.find(tid);
+  return found == threads_.end() ? ThreadTimes{} : found->second.last;
+}
+
 }  // namespace paceline

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <fstream>
 #include <random>
 #include <sstream>
@@ -357,9 +358,13 @@ void reads_chunks_and_codecs() {
   builder.write(folder / "pack");
   CHECK(failure(folder / "pack") == PackError::Kind::version);
   builder.poke(Section::codecs, 2, std::uint8_t{1});
-  builder.poke(Section::lengths, 2, std::uint64_t{1} << 40);  // would be allocated
-  builder.write(folder / "pack");
-  CHECK(failure(folder / "pack") == PackError::Kind::corrupt);
+  // Would be allocated: more than the format allows, or than so few bytes can stand for.
+  for (const std::uint64_t claimed : {std::uint64_t{1} << 40, paceline::max_encoded_length}) {
+    builder.poke(Section::lengths, 2, claimed);
+    builder.write(folder / "pack");
+    CHECK(failure(folder / "pack") == PackError::Kind::sample);
+    CHECK(PackReader(folder / "pack").verify(0, 3).at(0).name == "class/2");
+  }
 }
 
 // Flips a byte of the file as another process would, through the page cache or not.
@@ -454,6 +459,141 @@ void notices_files_that_are_truncated_later() {
   CHECK(pack.verify(0, 1).size() == 1);
 }
 
+// Right behind a good read, when all that is known says that the pages are there.
+void a_file_that_shrinks_under_a_read_is_an_error_and_no_signal() {
+  const std::vector<std::int64_t> ids{0, 1};
+  for (const char* name : {"pack/shard-00000.pace", "pack/index.pace"}) {
+    for (const auto policy : {Verify::first, Verify::always, Verify::never}) {
+      const TemporaryFolder folder;
+      PackBuilder({std::string(100'000, 'a'), std::string(100'000, 'b')}).write(folder / "pack");
+      ReadOptions options;
+      options.verify = policy;
+      const PackReader pack(folder / "pack", options);
+      for (int round = 0; round < 3; ++round) CHECK(read_batch(pack, ids).size() == 2);
+      CHECK(pack.views(ids).size() == 2);
+      std::filesystem::resize_file(folder / name, 50);
+      CHECK_THROWS(read_batch(pack, ids), PackError);
+      CHECK_THROWS(pack.views(ids), PackError);
+      pack.prefetch(ids);
+      CHECK(pack.verify(0, 2).size() == 2);
+    }
+  }
+}
+
+void threads_survive_a_shard_that_shrinks_and_grows() {
+  const TemporaryFolder folder;
+  const std::string shard = folder / "pack/shard-00000.pace";
+  std::vector<std::string> large;
+  for (char letter = 'a'; letter < 'i'; ++letter) large.emplace_back(30'000, letter);
+  PackBuilder builder(large, large.size());
+  builder.write(folder / "pack");
+  ReadOptions options;
+  options.threads = 3;
+  const PackReader pack(folder / "pack", options);
+  std::vector<std::int64_t> ids(large.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  std::atomic<bool> is_over{false};
+  std::thread vandal([&] {
+    for (int round = 0; round < 20; ++round) {
+      std::filesystem::resize_file(shard, 64 + 8192 * static_cast<std::size_t>(round));
+      std::this_thread::yield();
+      const int descriptor = open(shard.c_str(), O_WRONLY | O_CLOEXEC);
+      const std::string& whole = builder.shards[0];
+      CHECK(pwrite(descriptor, whole.data(), whole.size(), 0) ==
+            static_cast<ssize_t>(whole.size()));
+      close(descriptor);
+    }
+    is_over = true;
+  });
+  std::size_t good = 0;
+  std::size_t bad = 0;
+  while (!is_over) {
+    try {
+      CHECK(read_batch(pack, ids) == large);
+      ++good;
+    } catch (const PackError&) {
+      ++bad;
+    }
+  }
+  vandal.join();
+  CHECK(good + bad > 0);
+}
+
+// Swaps two entries of the index in place: each is consistent by itself.
+void notices_an_index_that_is_changed_later() {
+  const TemporaryFolder folder;
+  PackBuilder builder({std::string(20'000, 'a'), std::string(20'000, 'b')});
+  builder.write(folder / "pack");
+  const PackReader pack(folder / "pack");
+  CHECK(read(pack, 0)[0] == 'a');
+  for (const Section id : {Section::offsets, Section::checksums}) {
+    const std::string& column = builder[id];
+    const std::size_t size = column.size() / 2;
+    const std::string swapped = column.substr(size) + column.substr(0, size);
+    std::fstream file(folder / "pack/index.pace", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(builder.index().find(column)));
+    file << swapped;
+  }
+  CHECK_THROWS(read_batch(pack, {0, 1}), PackError);  // a batch looks at the file
+  CHECK_THROWS(read(pack, 1), PackError);             // and what was found stays found
+}
+
+// A writer that has mapped a page which is dirty already: the file's times stay as they are.
+void notices_what_a_writer_does_through_a_mapping() {
+  const TemporaryFolder folder;
+  const std::string shard = folder / "pack/shard-00000.pace";
+  PackBuilder({std::string(100'000, 'a')}).write(folder / "pack");
+  const int descriptor = open(shard.c_str(), O_RDWR | O_CLOEXEC);
+  CHECK(descriptor >= 0 && fsync(descriptor) == 0);
+  auto* const bytes = static_cast<char*>(
+      mmap(nullptr, 100'064, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0));
+  CHECK(bytes != MAP_FAILED);
+  std::memset(bytes + 64, 'a', 100'000);  // what is there: from now on the pages are dirty
+  ReadOptions options;
+  const bool says_so = paceline::dirty_pages(shard, paceline::FileState::of(shard).inode, 0, 0) !=
+                       paceline::DirtyPages::unknown;
+  if (!says_so) options.trust_ns = 1;  // then trust ages
+  const PackReader pack(folder / "pack", options);
+  for (int round = 0; round < 3; ++round) CHECK(read(pack, 0).size() == 100'000);
+  const auto before = paceline::FileState::of(shard);
+  bytes[50'000] = 'b';
+  CHECK(paceline::FileState::of(shard) == before);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(says_so ? 0 : 20);
+  const auto read_until = [&] {
+    do {
+      static_cast<void>(read(pack, 0));
+    } while (std::chrono::steady_clock::now() < deadline);
+    return true;
+  };
+  CHECK_THROWS(read_until(), PackError);
+  bytes[50'000] = 'a';
+  CHECK(read(pack, 0).size() == 100'000);
+  munmap(bytes, 100'064);
+  close(descriptor);
+}
+
+// Where the times of the file say nothing at all.
+void trust_ages() {
+  const TemporaryFolder folder;
+  const std::string shard = folder / "pack/shard-00000.pace";
+  PackBuilder({std::string(100'000, 'a')}).write(folder / "pack");
+  const auto residency = paceline::trust_page_table;
+  const paceline::Mapping mapping(shard);
+  const auto pages = residency(mapping.bytes());
+  const auto sample = mapping.bytes().subspan(64, 100'000);
+  pages->trust(sample);
+  CHECK(pages->trusted(sample));
+  pages->age();
+  CHECK(pages->trusted(sample));
+  pages->age();
+  CHECK(!pages->trusted(sample));
+  pages->trust(sample);
+  pages->age();
+  pages->trust(sample.first(50'000));  // half of it, and the page in the middle
+  pages->age();
+  CHECK(!pages->trusted(sample) && pages->trusted(sample.first(50'000)));
+}
+
 void policies_differ_in_what_they_check() {
   const TemporaryFolder folder;
   PackBuilder builder({std::string(100'000, 'a')});
@@ -503,6 +643,11 @@ int main() {
   neighbours_of_what_came_back_are_verified_again();
   reads_the_same_when_no_page_is_trusted();
   notices_files_that_are_truncated_later();
+  a_file_that_shrinks_under_a_read_is_an_error_and_no_signal();
+  threads_survive_a_shard_that_shrinks_and_grows();
+  notices_an_index_that_is_changed_later();
+  notices_what_a_writer_does_through_a_mapping();
+  trust_ages();
   policies_differ_in_what_they_check();
   threads_and_forks_share_large_batches();
   reads_what_was_written();

@@ -145,8 +145,8 @@ void writes_what_was_recorded() {
     CHECK(recorder.dropped_count() == 0);
   }
   const Parsed parsed = parse(path);
-  CHECK(parsed.names.size() == 7 && parsed.names[0].empty() && parsed.names[6] == "all_reduce");
-  CHECK(parsed.events.size() == 5);
+  CHECK(parsed.names.size() == 10 && parsed.names[0].empty() && parsed.names[9] == "all_reduce");
+  CHECK(parsed.events.size() == 7);
   CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
   CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
   CHECK(parsed.events[1].location == 1 && parsed.events[1].peer == -1);
@@ -154,12 +154,14 @@ void writes_what_was_recorded() {
   CHECK(parsed.events[2].kind == Kind::step && parsed.events[3].kind == Kind::counter);
   CHECK(parsed.names[parsed.events[3].name] == "running_ns" && parsed.events[3].amount > 0);
   CHECK(parsed.names[parsed.events[4].name] == "not_running_ns");
+  CHECK(parsed.names[parsed.events[5].name] == "main_running_ns" && parsed.events[5].amount > 0);
+  CHECK(parsed.names[parsed.events[6].name] == "main_not_running_ns");
   const std::string bytes = slurp(path);
   TraceHeader header;
   std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
   CHECK(header.version == paceline::trace_format_version && header.rank == 3);
   CHECK(header.world_size == 8 && header.step == 1 && header.closed == 1 && header.error == 0);
-  CHECK(header.recorded_count == 5 && header.dropped_count == 0);
+  CHECK(header.recorded_count == 7 && header.dropped_count == 0);
   CHECK(header.written_bytes == parsed.bytes);
   CHECK(header.peak_memory_bytes > 0);
 }
@@ -198,9 +200,9 @@ void keeps_its_tables_bounded() {
   Recorder recorder(path, options());
   for (std::uint32_t i = 0; i < 66'000; ++i) {
     const std::uint16_t name = recorder.intern("name " + std::to_string(i));
-    CHECK((name == 0) == (i >= 65'536 - 6));  // six names are the recorder's own
+    CHECK((name == 0) == (i >= 65'536 - 9));  // nine names are the recorder's own
   }
-  CHECK(recorder.intern("name 5") == 11);
+  CHECK(recorder.intern("name 5") == 14);
 }
 
 void protects_its_header_by_checksums() {
@@ -271,7 +273,7 @@ void loses_nothing_between_threads() {
     CHECK(parsed.names.at(event.name) == "thread " + std::to_string(event.sequence));
   }
   for (const std::uint64_t count : next) CHECK(count == each);
-  CHECK(parsed.events.size() == thread_count * each + 50 * 4);
+  CHECK(parsed.events.size() == thread_count * each + 50 * 6);
 }
 
 void counts_what_does_not_fit() {
@@ -311,7 +313,7 @@ void does_nothing_in_a_forked_child() {
       recorder->close();
       const bool mute = recorder->intern("child") == 0 && recorder->step() == 0 &&
                         recorder->define_group("child", {0}) == 0;
-      delete recorder;  // the writer thread, which the condition variable knows of, is not here
+      delete recorder;  // the writer thread is not here
       _exit(mute ? 0 : 1);
     }
     int status = 0;
@@ -321,7 +323,46 @@ void does_nothing_in_a_forked_child() {
   recorder->record(Event{});
   delete recorder;
   const Parsed parsed = parse(path);
-  CHECK(parsed.events.size() == 2 && parsed.names.size() == 6);
+  CHECK(parsed.events.size() == 2 && parsed.names.size() == 9);
+}
+
+// A stopped process can not say so itself; the writer's wait ends when the process continues.
+void notes_that_the_process_was_stopped() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  int ready[2];
+  CHECK(pipe(ready) == 0);
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(60);  // rather dead than hanging
+    Recorder recorder(path, {.flush_interval_s = 30.0});
+    CHECK(write(ready[1], "r", 1) == 1);
+    while (true) {  // until the writer thread has noted the stop
+      recorder.flush();
+      if (!parse(path).events.empty()) break;
+      usleep(1000);
+    }
+    recorder.close();
+    _exit(0);
+  }
+  char byte = 0;
+  CHECK(read(ready[0], &byte, 1) == 1);
+  int status = 0;
+  while (true) {  // again while the writer has not come to its wait
+    CHECK(kill(child, SIGSTOP) == 0);
+    CHECK(waitpid(child, &status, WUNTRACED) == child);
+    if (WIFEXITED(status)) break;
+    CHECK(kill(child, SIGCONT) == 0);
+    usleep(20000);
+    if (waitpid(child, &status, WNOHANG) == child) break;
+  }
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  const Parsed parsed = parse(path);
+  CHECK(!parsed.events.empty() && parsed.events[0].kind == Kind::counter);
+  CHECK(parsed.names[parsed.events[0].name] == "stopped" && parsed.events[0].amount == 1);
+  close(ready[0]);
+  close(ready[1]);
 }
 
 void keeps_a_readable_file_when_writing_fails() {
@@ -363,6 +404,7 @@ int main() {
   refuses_an_existing_file();
   loses_nothing_between_threads();
   counts_what_does_not_fit();
+  notes_that_the_process_was_stopped();
   does_nothing_in_a_forked_child();
   keeps_a_readable_file_when_writing_fails();
 }

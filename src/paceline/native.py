@@ -14,7 +14,13 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from paceline.core.errors import CorruptPack, PacelineError, StorageError, UsageError
+from paceline.core.errors import (
+    CorruptPack,
+    MemoryExceeded,
+    PacelineError,
+    StorageError,
+    UsageError,
+)
 
 try:
     from paceline import _native
@@ -149,12 +155,12 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 class _PackProblem(NamedTuple):
     """The fields of a PackError of the core."""
 
-    kind: Literal["io", "corrupt", "sample", "version"]
+    kind: Literal["io", "corrupt", "sample", "version", "memory"]
     file: bytes
     why: str
     error: int  # errno of `io`
     direct: bool  # of `io`: it was opened past the page cache
-    sample: int  # of `sample`, as are shard and name
+    sample: int  # of `sample` and `memory`, as are shard and name
     shard: int
     name: bytes
     version: int  # of `version`: what a reader needs; 0 = an unknown section
@@ -167,6 +173,14 @@ def _pack_error(**fields: Any) -> PacelineError:
     if problem.kind == "sample":
         bad = BadSample(problem.sample, problem.shard, problem.name, problem.why)
         return corrupt_sample(where, bad)
+    if problem.kind == "memory":
+        name = os.fsdecode(problem.name) or "?"
+        return MemoryExceeded(
+            "the samples do not fit into memory",
+            where=f"{where}: sample {problem.sample} {name!a} is the largest",
+            why=problem.why,
+            fix="Read fewer samples at a time; if the sizes cannot be true, do not trust the pack",
+        )
     if problem.kind == "version":
         needed = f"format version {problem.version}" if problem.version else "a newer format"
         return UsageError(

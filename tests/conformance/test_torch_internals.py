@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from paceline.native import Recorder
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
+from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
 from paceline.trace.collectors.torch_in_flight import InFlight, Loop
 from paceline.trace.collectors.torch_internals import Capability
@@ -327,7 +328,7 @@ def test_a_recorder_that_fails_amid_a_collective_says_so_once_and_ends_nothing(
 ):
     recorder = Recorder(str(tmp_path / "rank.trace"), 0, 1)
     in_flight = InFlight(recorder, Loop(main_thread=0), frozenset(Capability))
-    collectives = CollectiveRecorder(in_flight)
+    collectives = CollectiveRecorder(in_flight, HookRegistry())
     overload = internals.operators("c10d")["allreduce_"]
     kernel = collectives._c10d_kernel("all_reduce", overload, operators.places(overload, 0))
     library = torch.library.Library("c10d", "IMPL")
@@ -355,7 +356,7 @@ def test_a_backend_that_calls_back_at_enqueue_has_its_collectives_marked(
     recorder = Recorder(str(tmp_path / "rank.trace"), 0, 1)
     loop = Loop(main_thread=threading.get_ident())
     in_flight = InFlight(recorder, loop, frozenset(Capability))
-    collectives = CollectiveRecorder(in_flight)
+    collectives = CollectiveRecorder(in_flight, HookRegistry())
     overload = internals.operators("c10d")["allreduce_"]
     kernel = collectives._c10d_kernel("all_reduce", overload, operators.places(overload, 0))
     library = torch.library.Library("c10d", "IMPL")

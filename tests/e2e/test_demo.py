@@ -41,6 +41,14 @@ def test_it_sets_prediction_beside_measurement(slowed):
         assert phases[name]["measured_s"] > 0
 
 
+def test_it_marks_a_run_that_other_processes_disturbed(slowed):
+    result, launched, _ = slowed
+    assert result["foreign_cores"] >= 0
+    for disturbed in result["disturbed"]:
+        assert f"disturbed: {disturbed}" in launched.err
+    assert ("disturbed: the training" in launched.err) == (result["foreign_cores"] > 0.1)
+
+
 def test_it_says_the_same_as_json_and_writes_only_in_its_folder(slowed):
     result, launched, folder = slowed
     assert json.loads(launched.out) == result

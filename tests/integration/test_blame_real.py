@@ -39,4 +39,5 @@ def test_the_slowed_rank_is_named(tmp_path, rank, place):
 
 def test_nobody_is_named_when_nobody_is_slowed(tmp_path):
     _, result = run(tmp_path)
-    assert result.straggler is None
+    # Another process that takes cores is named where there is one; no rank is accused.
+    assert {late.cause for late in result.stragglers} <= {"not_running"}

@@ -14,6 +14,7 @@ from paceline.trace.format.events import (
     COMMUNICATION,
     DRAIN,
     EVALUATION_SPAN,
+    LOADER_WORKERS,
     MAIN,
     NAN_READ,
     Kind,
@@ -268,6 +269,9 @@ def test_an_evaluation_is_neither_a_step_nor_has_it_a_loss(loops):
 def test_a_model_that_makes_samples_is_input(loops):
     section = loops["computed_input"]
     assert section.names(Kind.INPUT) == ["iter", "next", "next", "next"]
+    workers = section.rank.names.index(LOADER_WORKERS)
+    counters = section.of(Kind.COUNTER)
+    assert counters["amount"][counters["name"] == workers].tolist() == [0]
     assert len(section.of(Kind.FORWARD)) == 0
     assert len(section.of(Kind.STEP)) == 0
 

@@ -36,6 +36,11 @@ def step():
 def named():
     return {"module": nn.Linear(4, 4), "inputs": torch.zeros(2, 4)}
 
+def large():
+    with torch.device("meta"):
+        module = nn.Linear(1 << 17, 1 << 17)
+    return module, torch.zeros(1, 1 << 17, device="meta")
+
 def misnamed():
     return {"module": nn.Linear(4, 4), "input": torch.zeros(2, 4)}
 
@@ -77,6 +82,17 @@ def test_predicts_a_file_and_writes_the_plan(folder, tmp_path):
     assert estimate.memory_bytes["parameters"] == 4 * (64 * 128 + 128 + 128 * 10 + 10)
     data = runner.invoke(plan, [*arguments, "--json"], catch_exceptions=False)
     assert json.loads(data.stdout) == estimate.to_json()
+
+
+def test_a_model_that_does_not_fit_is_predicted_and_says_so(folder, tmp_path):
+    out = tmp_path / "plan.json"
+    arguments = [f"{folder}/model.py:large", "--machine", f"{folder}/machine.json"]
+    result = CliRunner().invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "does not fit: a rank needs" in result.stdout
+    data = json.loads(out.read_text())["estimate"]
+    assert data["fits"] is False
+    assert data["needed_memory_bytes"] > 2 * 4 * (1 << 34) > data["available_memory_bytes"]
 
 
 def test_a_dict_will_do(folder):

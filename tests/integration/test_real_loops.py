@@ -29,7 +29,7 @@ RULES = {
     "iterable": "optimizer",
     "nested": "optimizer",
 }
-ALWAYS = ("wgan", "no_optimizer", "pipeline")
+ALWAYS = ("wgan", "pipeline")
 
 
 def results(folder, name):

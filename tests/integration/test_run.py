@@ -11,6 +11,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
+from paceline.launch.allocator import KEEP
 from paceline.runs.folder import RunFolder, RunState
 from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run
@@ -106,6 +107,22 @@ def test_a_good_run_leaves_nothing_behind(digits):
     digits.assert_nothing_left()
 
 
+def test_the_ranks_inherit_the_allocator_that_the_start_of_the_run_names(tmp_path):
+    script = tmp_path / "variables.py"
+    script.write_text(
+        "import json, os\n"
+        "names = [name for name in os.environ if name.startswith('MALLOC_')]\n"
+        "print(json.dumps({name: os.environ[name] for name in names}))\n"
+    )
+    unset = dict.fromkeys(KEEP, "")  # whatever the tests themselves run under
+    done = paceline(tmp_path, "run", "--no-record", "--out", "RUN", script, env=unset)
+    assert done.code == 0, done.err
+    assert last_json(done.out) == KEEP
+    assert "paceline run: allocator keep (" in done.err
+    config = json.loads((tmp_path / "RUN" / "config.json").read_text())
+    assert config["allocator"] == {"in_effect": "keep", "variables": KEEP}
+
+
 # --- configuration, and what is refused before anything starts -------------------------------
 
 
@@ -122,7 +139,8 @@ def test_each_value_is_written_with_its_provenance(tmp_path, hello):
     one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
     done = paceline(
         tmp_path,
-        *("run", "--no-record", "--json", "--out", "RUN", hello, "--", "--out", "of the script"),
+        *("run", "--no-record", "--json", "--allocator", "system", "--out", "RUN"),
+        *(hello, "--", "--out", "of the script"),
         env=environ,
         prefix=one_core,
     )
@@ -134,6 +152,8 @@ def test_each_value_is_written_with_its_provenance(tmp_path, hello):
     assert values["record"] == {"value": False, "provenance": "flag"}
     assert values["bind"] == {"value": False, "provenance": "file"}
     assert values["heartbeat_timeout_s"] == {"value": 60.0, "provenance": "default"}
+    assert values["allocator"] == {"value": "system", "provenance": "flag"}
+    assert config["allocator"] == {"in_effect": "system", "variables": {}}
     assert config["script"] == str(hello)
     assert config["args"] == ["--", "--out", "of the script"]
     assert config["world_size"] == 2

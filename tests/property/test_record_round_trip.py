@@ -192,6 +192,8 @@ def test_phases_are_those_of_the_design():
         "transfer",
         "waiting",
         "checkpoint",
+        "evaluation",
+        "host",
         "other",
     )
 

@@ -19,6 +19,8 @@ EXPORTS = {
     "perf": ["estimate"],
     "probe": [],
     "report": [],
+    "report.advice": [],
+    "report.page": [],
     "runs": [],
     "store": [
         "Archives",

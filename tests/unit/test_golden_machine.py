@@ -28,7 +28,8 @@ def test_an_upgraded_machine_predicts_what_it_did(written):
     assert found.step_time_s == pytest.approx(written["step_time_s"], rel=1e-9)
     assert found.memory_bytes == written["memory_bytes"]
     for name, seconds in found.breakdown.items():
-        assert seconds == pytest.approx(written["breakdown"][name], rel=1e-9), name
+        # A phase that the file does not know yet is predicted to take no time.
+        assert seconds == pytest.approx(written["breakdown"].get(name, 0.0), rel=1e-9), name
 
 
 def test_the_kinds_of_figures_are_told_apart():

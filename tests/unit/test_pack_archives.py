@@ -54,7 +54,6 @@ def test_a_name_with_nul_is_refused(tmp_path):
     ("kind", "text"),
     [
         (tarfile.SYMTYPE, "a symbolic link"),
-        (tarfile.LNKTYPE, "a hard link"),
         (tarfile.CHRTYPE, "a device"),
         (tarfile.FIFOTYPE, "a named pipe"),
         (b"Z", "unknown kind"),
@@ -64,6 +63,92 @@ def test_what_is_neither_file_nor_folder_is_refused(tmp_path, kind, text):
     path = write_tar(tmp_path / "a.tar", [entry_of("odd", kind, linkname="target")])
     with pytest.raises(UsageError, match=rf"neither a file nor a folder.*a\.tar.*odd.*{text}"):
         store.pack(store.Archives(path), tmp_path / "pack")
+
+
+def link_to(target, name, **fields):
+    return entry_of(name, tarfile.LNKTYPE, linkname=target, **fields)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_hard_link_has_the_bytes_of_the_file_that_it_leads_to(tmp_path, monkeypatch, kind, form):
+    monkeypatch.setattr(archives, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(limits_module, "BATCH_BYTES", 1000)
+    long = "d" * 90 if form == tarfile.USTAR_FORMAT else "d" * 120 + "/" + "e" * 120
+    members = [
+        link_to("behind", "ahead", mtime=77, mode=0o600),
+        ("file", b"body"),
+        link_to("./file", "link"),
+        link_to("link", "link to a link"),
+        ("behind", b"b" * 5000),
+        ("empty", b""),
+        link_to("empty", "empty too"),
+        ("between", b"x" * 700),
+        (long, b"long"),
+        link_to(long, "to a long name"),
+        ("last", b"z"),
+    ]
+    path = tmp_path / f"a.{kind}"
+    with tarfile.open(path, "w:gz" if kind.endswith("gz") else "w", format=form) as archive:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                archive.addfile(member)
+            else:
+                entry = tarfile.TarInfo(member[0])
+                entry.size = len(member[1])
+                archive.addfile(entry, io.BytesIO(member[1]))
+    summary = store.pack(store.Archives(path), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        bodies = {name: pack.read(k) for k, name in enumerate(pack.names)}
+        assert list(pack.verify()) == []
+        assert pack.mtimes_ns[pack.find("ahead")] == 77_000_000_000
+        assert pack.modes[pack.find("ahead")] == 0o100600
+    assert summary.sample_count == len(members) == len(bodies)
+    assert bodies["ahead"] == bodies["behind"] == b"b" * 5000
+    assert bodies["link"] == bodies["link to a link"] == bodies["file"] == b"body"
+    assert bodies["empty too"] == b""
+    assert bodies["to a long name"] == b"long"
+    assert (bodies["between"], bodies["last"]) == (b"x" * 700, b"z")
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ([("x", b"1"), link_to("absent", "odd")], "leads to 'absent', which is no file"),
+        ([link_to("odd", "odd")], "leads back to itself"),
+        ([link_to("other", "odd"), link_to("odd", "other")], "leads back to itself"),
+        ([entry_of("d/", tarfile.DIRTYPE), link_to("d", "odd")], "leads to 'd', which is no file"),
+        ([link_to("next", "odd"), link_to("absent", "next")], "leads to 'absent'"),
+    ],
+)
+def test_a_hard_link_that_leads_to_no_file_is_refused(tmp_path, members, text):
+    path = write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UsageError, match=rf"hard link leads to no file.*a\.tar.*odd.*{text}"):
+        store.pack(store.Archives(path), tmp_path / "pack")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_a_hard_link_stays_within_its_archive_and_its_group(tmp_path):
+    first = [("a.jpg", b"image"), ("a.cls", b"7"), ("b.jpg", b"other"), link_to("a.cls", "b.cls")]
+    one = write_tar(tmp_path / "1.tar", first)
+    store.pack(store.Archives(one), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        assert (list(pack.names), pack.class_names) == (["a.jpg", "b.jpg"], ("7",))
+        assert pack.labels.tolist() == [0, 0]
+    two = write_tar(tmp_path / "2.tar", [("c", b"c"), link_to("a.jpg", "d")])
+    with pytest.raises(UsageError, match=r"no file of the archive.*2\.tar.*'a\.jpg'"):
+        store.pack(store.Archives([one, two]), tmp_path / "other")
+
+
+def test_an_archive_that_looks_like_a_webdataset_is_said_to_be_split(tmp_path, caplog):
+    members = [("1.jpg", b"a"), ("1.json", b"{}"), ("2.jpg", b"b"), ("2.json", b"{}")]
+    store.pack(store.Archives(write_tar(tmp_path / "a.tar", members)), tmp_path / "pack")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "each member becomes a sample of its own (1.jpg, 1.json)" in said
+    caplog.clear()
+    frames = [(f"f.{k}.png", b"x") for k in range(3)]
+    store.pack(store.Archives(write_tar(tmp_path / "b.tar", frames)), tmp_path / "other")
+    assert not caplog.records
 
 
 def test_names_are_normalised_and_folders_kept(tmp_path):

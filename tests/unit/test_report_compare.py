@@ -1,11 +1,13 @@
 """Prediction beside measurement: what an undisturbed step is, and how far off it was."""
 
+import numpy as np
 import pytest
 from traces import Late, data_parallel, write_run
 
 from paceline.core.breakdown import Breakdown
 from paceline.report.compare import Comparison, compare, undisturbed
 from paceline.trace.analysis import analyse
+from paceline.trace.analysis.blame import Straggler
 from paceline.trace.merge import load_run
 
 PREDICTED = Breakdown(input=0.001, forward=0.003, backward=0.005, transfer=0.001, optimizer=0.001)
@@ -26,6 +28,55 @@ def test_a_stragglers_window_and_the_warm_up_are_left_out(tmp_path):
     assert measured["backward"] == pytest.approx(0.004)
     assert measured["waiting"] == 0
     assert found.measured_step_s == pytest.approx(0.010)
+
+
+def test_the_phases_add_up_to_the_step(tmp_path):
+    late = (Late(1, 18, 40, 80), Late(0, 3, 90, 99, "compute"))
+    trace = load_run(write_run(tmp_path, data_parallel(2, 100, late=late)))
+    analysis = analyse(trace)
+    found = compare(analysis.phases, analysis.stragglers)
+    assert sum(phase.measured_s for phase in found.phases) == pytest.approx(found.measured_step_s)
+
+
+def test_typical_steps_are_of_one_kind_when_all_ranks_change(tmp_path):
+    jitter_ns = np.zeros((2, 100), dtype=int)
+    jitter_ns[:, 60:] = 12_000_000
+    trace = load_run(write_run(tmp_path, data_parallel(2, 100, jitter_ns=jitter_ns)))
+    found = compare(analyse(trace).phases, ())
+    measured = {phase.name: phase.measured_s for phase in found.phases}
+    assert found.measured_step_s == pytest.approx(0.010)
+    assert measured["forward"] == pytest.approx(0.003)
+    assert measured["backward"] == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.2, 90), (0.6, 9)])
+def test_a_range_with_few_late_steps_stays(share, left):
+    late = Straggler(
+        rank=1,
+        cause="not_running",
+        late_ms=3,
+        first_step=19,
+        last_step=99,
+        others_wait=0.5,
+        shape="intermittent",
+        late_share=share,
+    )
+    assert undisturbed(100, [late]).sum() == left
+
+
+def test_only_the_late_steps_of_a_periodic_straggler_are_left_out():
+    late = Straggler(
+        rank=1,
+        cause="checkpoint",
+        late_ms=30,
+        first_step=19,
+        last_step=99,
+        others_wait=0.5,
+        shape="periodic",
+        period_steps=20,
+    )
+    chosen = undisturbed(100, [late])
+    assert np.flatnonzero(~chosen).tolist() == [*range(10), 19, 39, 59, 79, 99]
 
 
 def test_errors_and_ratios(tmp_path):

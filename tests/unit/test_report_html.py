@@ -1,6 +1,8 @@
 """The HTML page: complete, small, harmless whatever names it shows, and needing nothing else."""
 
+import base64
 import dataclasses
+import hashlib
 import io
 import json
 import re
@@ -34,9 +36,10 @@ from paceline.core.estimate import Estimate
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import PlanFile
-from paceline.report.charts import blocks, skew_map, skew_scale_s, step_lines, worst
-from paceline.report.html import render_html, write_html
 from paceline.report.model import gather, modelled_s, to_json
+from paceline.report.page.by_step import skew_map, skew_scale_s, step_lines
+from paceline.report.page.chart import MAX_VALUES, blocks, encode, render, to_zoom, worst
+from paceline.report.page.document import render_html, write_html
 from paceline.report.terminal import render_terminal
 from paceline.runs.result import Failure, RunResult
 from paceline.trace.analysis.phases import RankPhases
@@ -144,7 +147,7 @@ def test_every_section_is_there_with_its_numbers(tmp_path):
     assert "Rank 1 arrives 18 ms late at every all-reduce between steps 40 and 80" in text
     assert "finished" in text
     assert "exit code 0" in text
-    for head in ("predicted", "measured", "ratio", "transfer", "modelled", "provenance"):
+    for head in ("predicted", "measured", "ratio", "modelled transfer", "provenance"):
         assert head in found.texts
     assert found.tags.count("details") >= 4
     assert "prefers-color-scheme: dark" in page
@@ -155,7 +158,8 @@ def test_hostile_names_do_nothing(tmp_path):
     failure = Failure(rank=1, step=3, phase="backward", error=HOSTILE)
     page = render_html(gather(_run(tmp_path, HOSTILE, failure=failure)))
     found = _Tags(page)
-    assert "<script" not in page
+    assert page.count("<script") == 1
+    assert "script-src 'sha256-" in page
     assert "<img" not in page
     assert not any(name.startswith("on") for name, _ in found.attributes)
     assert page.count("&lt;script&gt;") >= 8  # it is shown, as text
@@ -188,7 +192,9 @@ def _long(report, ranks, steps):
     skew_s = generator.exponential(0.01, (ranks, steps))
     traffic = report.traffic * 500
     traces = tuple(
-        SimpleNamespace(rank=rank, status=report.trace.ranks[0].status, complete=True)
+        SimpleNamespace(
+            rank=rank, status=report.trace.ranks[0].status, complete=True, step_rule="optimizer"
+        )
         for rank in range(ranks)
     )
     trace = dataclasses.replace(report.trace, ranks=traces, clocks=(ClockCorrection(),) * ranks)
@@ -224,7 +230,9 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     assert report.missing_ranks == (1,)
     # One rank alone cannot be late, and nothing is known of the other one.
     assert report.words.startswith(
-        "Rank 1 left no trace, so only the other ranks are described. One rank took 30 steps: "
+        "The trace is incomplete: rank 0 has not closed its file (it still runs, or was killed). "
+        "What follows covers steps 0 to 29. Rank 1 left no trace, so only the other ranks are "
+        "described. One rank took 30 steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text
@@ -242,7 +250,7 @@ def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
 def test_ranks_that_lost_events_are_pointed_out(tmp_path):
     run = _run(tmp_path)
     set_dropped_count(run / "trace" / trace_name(0), 7)
-    assert "7 events could not be recorded" in render_html(gather(run))
+    assert "rank 0 lost 7 events" in render_html(gather(run))
 
 
 def test_clock_offsets_are_told(tmp_path):
@@ -348,22 +356,26 @@ def test_bounding_a_heat_map_keeps_the_worst():
     assert blocks(200, 64)[-1] == 200
 
 
+def _marks(chart):
+    return "".join(chart.marks)
+
+
 def test_noise_looks_pale_and_a_straggler_full():
     noise = np.abs(np.random.default_rng(0).normal(0, 1e-4, (4, 300)))
     assert skew_scale_s(noise, (), 0.001) == 0.002
-    assert "heat-" not in re.sub("heat-none", "", skew_map(noise, range(4), (), 0.02))
+    assert "heat-" not in re.sub("heat-none", "", _marks(skew_map(noise, range(4), (), 0.02)))
     late = noise.copy()
     late[2, 100:150] = 0.02
-    assert 'class="heat-8"' in skew_map(late, range(4), (), 0.02)
+    assert 'class="heat-8"' in _marks(skew_map(late, range(4), (), 0.02))
 
 
 def test_steps_beyond_the_scale_are_marked():
     times = np.full((2, 100), 0.01)
     times[:, 0] = 3.0
-    chart = step_lines(times, [0, 1])
+    chart = render(step_lines(times, [0, 1]))
     assert 'class="beyond"' in chart
     assert "3.00 s" in chart
-    assert 'class="band"' in step_lines(np.full((9, 100), 0.01), range(9))
+    assert 'class="band"' in render(step_lines(np.full((9, 100), 0.01), range(9)))
 
 
 @pytest.mark.parametrize(
@@ -437,3 +449,126 @@ def test_the_demos_folder_stands_for_its_run(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"version": 1, "kind": "other"}))
     with pytest.raises(PacelineError):
         gather(tmp_path)
+
+
+# --- the page as a document -------------------------------------------------------------------
+
+
+def _attributes(page, name):
+    return [value for key, value in _Tags(page).attributes if key == name]
+
+
+def test_ids_are_unique_and_what_refers_to_them_finds_them(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    ids = _attributes(page, "id")
+    assert len(ids) == len(set(ids)) >= 9
+    referred = " ".join(_attributes(page, "aria-labelledby")).split()
+    assert set(referred) <= set(ids)
+
+
+def test_each_chart_has_a_legend_words_and_a_place_in_the_order_of_keys(tmp_path):
+    charts = re.findall(r"<figure.*?</figure>", render_html(gather(_run(tmp_path))), re.DOTALL)
+    assert len(charts) == 3
+    for chart in charts:
+        assert chart.count('<ul class="legend">') == 1
+        words = re.findall(r"<li>(<svg.*?</svg>)+([^<]+)</li>", chart)
+        assert words
+        assert 'tabindex="0"' in chart
+        assert re.search(r'role="img" aria-labelledby="[\w-]+-title [\w-]+-description"', chart)
+        assert re.search(r"<title [^>]*>[^<]+</title><desc [^>]*>[^<]+</desc>", chart)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 9, 100])
+def test_the_legend_names_each_mark_of_the_step_times(ranks):
+    chart = step_lines(np.full((ranks, 50), 0.01), range(ranks))
+    names = [words for _, words in chart.legend]
+    lines = [f"rank {rank}" for rank in range(ranks)]
+    assert names == (lines if ranks <= 8 else ["median of the ranks", "range of the ranks"])
+
+
+def test_the_script_may_run_and_nothing_else(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [value for value in _attributes(page, "content") if "default-src" in value]
+    assert policy == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
+
+
+def test_zooming_has_the_values_that_are_drawn():
+    seconds = np.random.default_rng(0).exponential(0.01, (3, 700))
+    seconds[1, 5] = 0.0
+    kept = 1e-9 * 10 ** (13 * (encode(seconds).astype(float) - 1) / 65534)
+    assert np.allclose(kept[seconds > 0], seconds[seconds > 0], rtol=5e-4)
+    assert encode(seconds)[1, 5] == 0
+    long = to_zoom(np.ones((64, 100_000)))
+    assert long.size <= MAX_VALUES
+    assert to_zoom(seconds).shape == (3, 700)
+
+
+def test_without_a_prediction_there_is_no_comparison(tmp_path):
+    run = _run(tmp_path)
+    (run / "estimate.json").unlink()
+    (run / "machine.json").unlink()
+    page = render_html(gather(run))
+    assert "Prediction" not in page
+    assert "A typical step" in page
+    assert "modelled</" not in page
+    assert "modelled transfer" not in page
+
+
+def test_the_rows_of_a_comparison_add_up_to_its_last_row(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    section = page[page.index("Prediction beside measurement") : page.index("Collectives")]
+    rows = [re.findall(r'<td class="n">([^<]*)</td>', row) for row in section.split("<tr")]
+    columns = list(zip(*[row[:2] for row in rows if len(row) == 3], strict=True))
+    for column in columns:
+        *parts, total = [0.0 if cell == "-" else float(cell.split()[0]) for cell in column]
+        assert sum(parts) == pytest.approx(total)
+
+
+def test_advice_stands_below_the_verdict_with_its_figures(tmp_path):
+    text = " ".join(_Tags(render_html(gather(_run(tmp_path)))).texts)
+    assert "What would help" in text
+    assert "would hide 9.0 of 19.0 ms of waiting for data in steps 40 to 80." in text
+    assert "Of a step of 28.0 ms rank 1 waits 19.0 ms for data." in text
+
+
+def test_a_cut_trace_is_said_before_the_verdict(tmp_path):
+    run = tmp_path / "run"
+    (run / "trace").mkdir(parents=True)
+    for rank, events in enumerate(data_parallel(2, 30)):
+        write_trace(run / "trace" / trace_name(rank), rank, 2, events, close=rank == 0)
+    page = render_html(gather(run))
+    caution = page.index("The trace is incomplete: rank 1 has not closed its file")
+    assert caution < page.index('class="verdict"')
+
+
+def test_named_host_work_and_evaluation_have_their_places(tmp_path):
+    by_rank = data_parallel(2, 40)
+    for events in by_rank:
+        steps = [event for event in events if event.kind == Kind.STEP]
+        for step in steps:
+            end = step.end_ns
+            host = Event(Kind.HOST, end - 900_000, end - 500_000, "logging", step.step)
+            optimizer = next(
+                i
+                for i, event in enumerate(events)
+                if event.kind == Kind.OPTIMIZER and event.step == step.step
+            )
+            events[optimizer] = dataclasses.replace(events[optimizer], end_ns=end - 1_000_000)
+            events.append(host)
+            if step.step % 10 == 0:
+                events.append(
+                    Event(Kind.EVALUATION, end - 450_000, end - 50_000, "forward", step.step)
+                )
+        events.sort(key=lambda event: event.end_ns)
+    report = gather(write_run(tmp_path, by_rank))
+    assert [time.name for time in report.host_work] == ["logging"]
+    page = render_html(report)
+    assert "<h2>Host work</h2>" in page
+    assert "evaluation" in page
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_terminal(report))
+    assert "logging" in console.export_text()

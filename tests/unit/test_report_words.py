@@ -2,18 +2,26 @@
 
 import doctest
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import paceline.report.charts
-import paceline.report.svg
+import paceline.report.advice.rules
+import paceline.report.columns
+import paceline.report.delays
+import paceline.report.page.chart
+import paceline.report.page.svg
 import paceline.report.units
 import paceline.report.words
 import paceline.trace.analysis.communication
 from paceline.core.breakdown import Breakdown
-from paceline.report.words import summary_line, sync_place, verdict
+from paceline.report.delays import cut_words, shift_words
+from paceline.report.words import STEP_RULES, nan_words, summary_line, sync_place, verdict
 from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
 from paceline.trace.analysis.blame import Straggler
+from paceline.trace.analysis.nans import NanValue
+from paceline.trace.analysis.shifts import Shift
+from paceline.trace.merge.steps import StepRule
 
 LATE = Straggler(
     rank=1, cause="data", late_ms=18.2, first_step=200, last_step=400, others_wait=0.243
@@ -42,11 +50,94 @@ def test_of_two_ranks_the_other_one_is_named():
     [
         ("compute", "because it computes longer"),
         ("not_running", "because its threads waited for a core (another process took it)"),
+        ("blocked", "because its main thread sleeps outside the data loader (a lock, a sleep"),
+        ("stopped", "because its process is stopped (SIGSTOP, a debugger, or a frozen container)"),
+        ("checkpoint", "because it writes checkpoints"),
+        ("gc", "because of Python's garbage collection"),
     ],
 )
 def test_each_cause_has_its_words(cause, words):
     late = Straggler(rank=3, cause=cause, late_ms=5, first_step=1, last_step=9, others_wait=0.1)
     assert words in _verdict((late,))
+
+
+def _late(shape, **changes):
+    given = {"rank": 1, "cause": "gc", "late_ms": 21.3, "first_step": 19, "last_step": 299}
+    return Straggler(**{**given, "others_wait": 0.2, "shape": shape, **changes})
+
+
+def test_each_shape_has_its_words():
+    assert _verdict((_late("periodic", period_steps=20, late_share=0.05),)) == (
+        "Rank 1 arrives 21 ms late in every 20th step between steps 19 and 299, because of "
+        "Python's garbage collection; the others wait 20 % of each of these steps."
+    )
+    assert "21 ms late now and then, in 23 % of the steps between steps 19 and 299" in _verdict(
+        (_late("intermittent", late_share=0.234),)
+    )
+    drift = _verdict((_late("drifting", slope_ms_per_step=0.052),))
+    assert "Rank 1 arrives later and later, by 0.052 ms more in each step between" in drift
+    assert "(21 ms late in the median)" in drift
+    assert "late, but 0.052 ms less so in each step" in _verdict(
+        (_late("drifting", slope_ms_per_step=-0.052),)
+    )
+
+
+def test_a_confidence_is_said_where_it_is_low():
+    assert _verdict((_late("intermittent", confidence=0.97),)).endswith("(confidence 97 %).")
+    assert "confidence" not in _verdict((_late("intermittent", confidence=0.9999),))
+    assert "confidence" not in _verdict((LATE,))  # results of before do not say
+
+
+def test_the_summary_says_in_which_steps_by_shape():
+    def summary(late):
+        return summary_line(_result(straggler=late), Path("runs/one"))
+
+    assert "rank 1 was late in every 20th step of 19 to 299" in summary(
+        _late("periodic", period_steps=20)
+    )
+    assert "rank 1 was late now and then in steps 19 to 299" in summary(_late("intermittent"))
+    assert "late more and more in steps 19" in summary(_late("drifting", slope_ms_per_step=1.0))
+    assert "late less and less in steps 19" in summary(_late("drifting", slope_ms_per_step=-1.0))
+
+
+def _shift(step, factor, before_ms=10.0):
+    return Shift(step=step, factor=factor, before_ms=before_ms, after_ms=factor * before_ms)
+
+
+def test_a_change_of_all_ranks_is_said():
+    assert shift_words(()) == ""
+    assert shift_words((_shift(300, 12.0),)) == (
+        "All ranks became 12x slower at step 300 (10.0 ms to 120 ms per step)."
+    )
+    assert shift_words((_shift(200, 1.6), _shift(260, 0.625, 16.0))) == (
+        "All ranks became 1.6x slower at step 200 and 1.6x faster at step 260."
+    )
+    many = shift_words((_shift(20, 2.0), _shift(50, 4.0, 20.0), _shift(90, 1.5, 80.0)))
+    assert many == (
+        "The step time of all ranks changed 3 times, from 10.0 ms to 120 ms, most of all at step "
+        "50 (4.0x slower)."
+    )
+
+
+def _rank(number, *, complete=True, **status):
+    status = SimpleNamespace(**{"dropped_count": 0, "error": 0, **status})
+    return SimpleNamespace(rank=number, complete=complete, status=status)
+
+
+def test_what_a_trace_lacks_is_said():
+    assert cut_words([_rank(0), _rank(1)], 40, failed=False) == ""
+    full = cut_words([_rank(0), _rank(1, error=28, dropped_count=1234)], 40, failed=False)
+    assert full == (
+        "The trace is incomplete: rank 1 could not write all of it (No space left on device), "
+        "1,234 events are lost. What follows covers steps 0 to 39."
+    )
+    fast = cut_words([_rank(0, dropped_count=7)], 40, failed=False)
+    assert "rank 0 lost 7 events, which came too fast." in fast
+    killed = [_rank(number, complete=False) for number in range(4)]
+    text = cut_words(killed, 0, failed=False)
+    assert "rank 0 has not closed its file (it still runs, or was killed); rank 1" in text
+    assert text.endswith("and 2 other ranks likewise. What follows covers no step.")
+    assert cut_words(killed, 40, failed=True) == ""  # the failure says it
 
 
 def test_further_stragglers_share_a_sentence():
@@ -163,8 +254,11 @@ def test_the_summary_is_one_line():
 @pytest.mark.parametrize(
     "module",
     [
-        paceline.report.charts,
-        paceline.report.svg,
+        paceline.report.advice.rules,
+        paceline.report.columns,
+        paceline.report.delays,
+        paceline.report.page.chart,
+        paceline.report.page.svg,
         paceline.report.units,
         paceline.report.words,
         paceline.trace.analysis.communication,
@@ -173,6 +267,16 @@ def test_the_summary_is_one_line():
 )
 def test_examples_hold(module):
     assert doctest.testmod(module).failed == 0
+
+
+def test_every_rule_of_steps_is_stated():
+    assert set(STEP_RULES) == set(StepRule)
+    assert all(STEP_RULES[rule] for rule in StepRule if rule is not StepRule.NONE)
+
+
+def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
+    assert nan_words(None) == ""
+    assert nan_words(NanValue(rank=1, step=812)).endswith("became NaN in step 812 on rank 1.")
 
 
 @pytest.mark.parametrize(

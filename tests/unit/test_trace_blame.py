@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
-from paceline.trace.analysis.blame import BlameRules, chance, excess_s, late_steps
+from paceline.trace.analysis.blame import excess_s
 from paceline.trace.format.events import COMMUNICATION, DRAIN, NOT_RUNNING, RUNNING, Kind
 from paceline.trace.merge import load_run
 
@@ -75,38 +75,6 @@ def test_nobody_is_late_alone_or_in_a_few_steps(tmp_path):
 
 def test_one_hiccup_makes_no_straggler(tmp_path):
     assert _stragglers(tmp_path, data_parallel(2, STEPS, late=(Late(1, 500, 60, 60),))) == ()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    world_size=st.sampled_from([2, 3, 4, 8, 16]),
-    scale_ms=st.floats(0, 20),
-    shape=st.sampled_from(["exponential", "normal", "uniform", "spikes"]),
-)
-def test_noise_is_not_accused(seed, world_size, scale_ms, shape):
-    """The rule may err once in 1,000 runs, so the test asks that nothing passes a stricter one."""
-    generator = np.random.default_rng(seed)
-    size = (world_size, 200)
-    noise_s = (
-        scale_ms
-        / 1e3
-        * {
-            "exponential": lambda: generator.exponential(1, size),
-            "normal": lambda: generator.normal(0, 1, size),
-            "uniform": lambda: generator.random(size),
-            "spikes": lambda: 10.0 * (generator.random(size) < 0.05),
-        }[shape]()
-    )
-    late = noise_s - noise_s.min(axis=0)
-    rules = BlameRules()
-    excess = excess_s(late)
-    accused = 0
-    for i in range(world_size):
-        steps = late_steps(excess[i], rules.min_late_s, rules)
-        if steps is not None:
-            accused += chance(excess > rules.min_late_s, i, steps) <= rules.max_chance / 100
-    assert accused == 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -274,6 +242,8 @@ def test_excess_is_over_the_median_of_the_others():
     late = np.array([[0.0, 5.0], [1.0, 0.0], [2.0, 1.0], [9.0, 2.0]])
     #                     others of row 3 in step 0: 0, 1, 2 -> 1
     assert excess_s(late)[:, 0].tolist() == [-2.0, -1.0, 1.0, 8.0]
+    three = np.array([[0.0], [1.0], [9.0]])  # the others of row 0: 1 and 9 -> 5
+    assert excess_s(three)[:, 0].tolist() == [-5.0, -3.5, 8.5]
     two = np.array([[0.0, 3.0], [4.0, 0.0]])
     assert excess_s(two).tolist() == [[-4.0, 3.0], [4.0, -3.0]]
 
@@ -283,14 +253,5 @@ def test_excess_equals_its_plain_form(ranks, seed):
     late = np.random.default_rng(seed).integers(0, 6, (ranks, 7)).astype(float)
     plain = np.empty_like(late)
     for i in range(ranks):
-        others = np.sort(np.delete(late, i, axis=0), axis=0)
-        plain[i] = late[i] - others[(ranks - 2) // 2]
+        plain[i] = late[i] - np.median(np.delete(late, i, axis=0), axis=0)
     assert np.array_equal(excess_s(late), plain)
-
-
-def test_chance_is_small_only_for_what_is_rare_elsewhere():
-    is_late = np.zeros((2, 200), dtype=bool)
-    is_late[1, 50:80] = True
-    assert chance(is_late, 1, (50, 79)) < 1e-6
-    is_late[:, ::2] = True  # late steps everywhere
-    assert chance(is_late, 1, (100, 109)) == 1.0

@@ -358,5 +358,5 @@ def test_what_the_trace_leaves_open_is_said_in_the_verdict_and_the_stats(tmp_pat
     console.print(render_stats(summarize_trace(analyse(load_run(run)))))
     text = console.export_text()
     assert "does not show when 1 collective completed" in text
-    assert re.search(r"^0 +2 +0 +all_gather +64 B", text, re.M)
-    assert re.search(r"^0 +2 +1 +all_reduce +64 B", text, re.M)
+    assert re.search(r"^0 +all_gather +2 +0 +64 B", text, re.M)
+    assert re.search(r"^0 +all_reduce +2 +1 +64 B", text, re.M)

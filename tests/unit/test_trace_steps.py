@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from traces import MS, Event, set_dropped_count, write_run
 
+from paceline.launch.run import summarize
+from paceline.runs.result import Failure
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.phases import step_time_s
 from paceline.trace.format.events import (
@@ -98,6 +100,15 @@ def test_joined_marks_make_one_step_with_their_counters(tmp_path):
     assert rank.marks_within_steps == 5
 
 
+def test_a_failure_is_in_a_step_of_the_loop(tmp_path):
+    """The header of a trace counts marks: the eighth mark is in the fourth round."""
+    run = write_run(tmp_path, [gan(4).events])
+    result = summarize(run, 1, 1, Failure(rank=0, error="x", step=8))
+    assert result.failure is not None
+    assert result.failure.step == 4
+    assert result.step_rule == StepRule.OPTIMIZERS
+
+
 def test_ordinary_steps_stay_as_they_were_recorded(tmp_path):
     marked = Marked()
     for _ in range(4):
@@ -136,7 +147,9 @@ def test_batches_before_the_first_optimizer_step_are_part_of_it(tmp_path):
     marked = Marked()
     marked.phase(Kind.FORWARD).mark(BY_BATCH, 1).phase(Kind.FORWARD).mark(BY_BACKWARD)
     marked.phase(Kind.FORWARD).mark().phase(Kind.FORWARD).mark()
-    (phases,) = analyse(load(tmp_path, marked)).phases
+    trace = load(tmp_path, marked)
+    assert trace.step_rule == StepRule.OPTIMIZER
+    (phases,) = analyse(trace).phases
     assert phases.step_s.tolist() == pytest.approx([0.003, 0.001])
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 namespace paceline {
@@ -11,5 +12,8 @@ namespace paceline {
 std::span<std::byte> acquire_buffer(std::size_t size);
 // Takes back exactly what acquire_buffer returned.
 void release_buffer(std::span<std::byte> buffer) noexcept;
+
+// Memory that can be had without swapping, as the system estimates it; UINT64_MAX if it does not say.
+std::uint64_t available_memory_bytes() noexcept;
 
 }  // namespace paceline

@@ -3,6 +3,7 @@
 // whatever its bytes are, every result is within the bounds of the files, or a PackError.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -11,6 +12,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "paceline/fault_guard.hpp"
 
 namespace paceline {
 
@@ -46,7 +49,10 @@ constexpr std::uint32_t last_section = 23;
 enum class Codec : std::uint8_t { none = 0, zstd = 1 };
 constexpr std::uint8_t last_codec = 1;
 // Memory to decompress into is allocated before the bytes can be checked: this bounds it.
-constexpr std::uint64_t max_encoded_length = std::uint64_t{1} << 30;
+constexpr std::uint64_t max_encoded_length = std::uint64_t{64} << 20;
+// A zstd frame holds at most a block of 128 KiB for each 4 bytes.
+constexpr std::uint64_t zstd_block_bytes = 128 * 1024;
+constexpr std::uint64_t zstd_min_block = 4;
 
 struct PackHeader {  // little-endian on disk, as everything here
   char magic[8];     // "PACEPACK"
@@ -75,7 +81,7 @@ static_assert(sizeof(SectionEntry) == 32);
 constexpr std::uint32_t section_required = 1;
 
 struct PackError : std::runtime_error {
-  enum class Kind { io, corrupt, sample, version };
+  enum class Kind { io, corrupt, sample, version, memory };
 
   PackError(Kind what_kind, std::string file_name, const std::string& why)
       : std::runtime_error(why), kind(what_kind), file(std::move(file_name)) {}
@@ -84,7 +90,7 @@ struct PackError : std::runtime_error {
   std::string file;
   int error = 0;              // errno of Kind::io
   bool direct = false;        // of Kind::io: it was opened past the page cache
-  std::uint64_t sample = 0;   // of Kind::sample, with shard and name
+  std::uint64_t sample = 0;   // of Kind::sample and Kind::memory, with shard and name
   std::uint32_t shard = 0;
   std::string name;           // "" if the index is damaged there
   std::uint32_t version = 0;  // of Kind::version: what a reader needs; 0 = an unknown section
@@ -98,13 +104,18 @@ std::string checksum_mismatch(std::uint32_t expected, std::uint32_t found);
 
 struct FileState {  // all 0: there is no such file
   static FileState of(const std::string& path) noexcept;
-  bool operator==(const FileState&) const = default;
+  bool operator==(const FileState& other) const noexcept {
+    return device == other.device && inode == other.inode && size == other.size &&
+           written_ns == other.written_ns && changed_ns == other.changed_ns;
+  }
 
   std::uint64_t device = 0;
   std::uint64_t inode = 0;
   std::int64_t size = 0;
   std::int64_t written_ns = 0;
   std::int64_t changed_ns = 0;
+  // Whether a later write would show: a file's times advance in steps of a few milliseconds.
+  bool is_settled = true;
 };
 
 // A read-only mapping of a whole regular file, which a pack never changes once it is there.
@@ -136,13 +147,48 @@ struct Extent {  // a contiguous stored piece of one sample
   Codec codec;
 };
 
+// A state that is replaced now and then, while others compare theirs with it.
+class LatestState {
+ public:
+  explicit LatestState(const FileState& state) : latest_(new Node{state, nullptr}) {}
+  ~LatestState();
+  LatestState(const LatestState&) = delete;
+  LatestState& operator=(const LatestState&) = delete;
+
+  const FileState& get() const noexcept { return latest_.load(std::memory_order_acquire)->state; }
+  void set(const FileState& state);
+
+ private:
+  struct Node {  // kept until the end: someone may be reading it
+    FileState state;
+    const Node* older;
+  };
+  std::atomic<const Node*> latest_;
+};
+
 // The hash of the name table: FNV-1a with the finaliser of MurmurHash3, both of 64 bits.
 std::uint64_t name_hash(std::string_view name) noexcept;
 
-// Immutable after construction, hence thread-safe.
+// Thread-safe. What reads the mapping runs within `read`, as do all callers of the functions below
+// that take or return a place in it.
 class PackIndex {
  public:
   explicit PackIndex(const std::string& folder);  // throws PackError
+
+  // Calls `work`, which may use all of this object. Throws PackError if the file was changed in place
+  // since it was opened (looked at every 20 ms), or shrinks meanwhile; then `work` ends where it is,
+  // without destroying what it has on its stack (fault_guard.hpp).
+  template <class Work>
+  void read(Work&& work) const {
+    check_file();
+    if (!completes(FaultRange(file_.bytes()), work)) fail_unreadable();
+  }
+  // Looks at the file, if that was not done within the last 20 ms, or `now`: what was read of it before
+  // is what it was when it was opened. Throws PackError if it was changed since, or cut off.
+  void check_file(bool now = false) const;
+  // Checks all that the sections say about each other, which is otherwise checked where it is used:
+  // for those who use whole columns. Throws PackError.
+  void check_content() const;
 
   const std::string& path() const noexcept { return file_.path(); }
   std::uint32_t version() const noexcept { return header_.version; }
@@ -151,8 +197,9 @@ class PackIndex {
   std::uint64_t folder_count() const noexcept { return header_.folder_count; }
   std::uint32_t class_count() const noexcept { return header_.class_count; }
   std::uint32_t shard_count() const noexcept { return header_.shard_count; }
-  // Header and section table: their checksums cover the whole content.
-  std::span<const std::byte> head() const noexcept;
+  // Header and section table as they were when the pack was opened: their checksums cover the whole
+  // content.
+  std::span<const std::byte> head() const noexcept { return head_; }
   std::span<const std::byte> bytes() const noexcept { return file_.bytes(); }
 
   // Views into the mapping: valid as long as this object.
@@ -160,7 +207,7 @@ class PackIndex {
   std::span<const std::int32_t> labels() const noexcept { return labels_; }
   std::span<const std::uint32_t> modes() const noexcept { return modes_; }
   std::span<const std::int64_t> mtimes() const noexcept { return mtimes_; }
-  std::span<const std::uint64_t> shard_lengths() const noexcept { return shard_lengths_; }
+  const std::vector<std::uint64_t>& shard_lengths() const noexcept { return shard_lengths_; }
   std::uint64_t shard_bytes() const noexcept { return shard_bytes_; }  // of all; saturates
   std::span<const std::uint64_t> first_extents() const noexcept { return first_extents_; }
   std::span<const std::byte> section(Section id) const noexcept {
@@ -180,6 +227,8 @@ class PackIndex {
   // The extents [first, end) of a sample. Throws PackError, std::out_of_range.
   std::pair<std::uint64_t, std::uint64_t> extents(std::uint64_t sample) const;
   Extent extent(std::uint64_t index) const;  // known to lie within its shard
+  // Bytes of a sample by the index alone, unchecked; at most 2^42, so that a batch's add up.
+  std::uint64_t claimed_length(std::uint64_t sample) const;
 
  private:
   struct Strings {
@@ -191,6 +240,17 @@ class PackIndex {
 
   void read_header();
   void read_sections();
+  void read_columns();
+  void look_at_file(std::uint64_t now_ns) const;
+  void check_sections() const;
+  void check_names() const;
+  void check_extents() const;
+  void check_folders() const;
+  void check_digests() const;
+  [[noreturn]] void fail_unreadable() const;
+  void check_claim(std::uint64_t index, const Extent& extent) const;
+  std::uint64_t sample_of(std::uint64_t extent) const noexcept;
+  [[noreturn]] void fail_extent(std::uint64_t index, const std::string& why) const;
   void read_extents();
   void read_folders();
   void order_folders();
@@ -201,6 +261,13 @@ class PackIndex {
   std::int64_t find_in_table(std::string_view name) const;
 
   Mapping file_;
+  // What was found when the file was looked at. Without a lock, which a fork could leave held: threads
+  // that look at the same time find the same.
+  mutable std::atomic<std::uint64_t> next_look_ns_{0};
+  mutable std::atomic<std::uint64_t> verified_ns_{0};
+  mutable std::atomic<bool> shows_writes_{false};  // by the file's times
+  mutable LatestState state_;
+  std::vector<std::byte> head_;
   PackHeader header_{};
   std::vector<std::span<const std::byte>> sections_;  // by id
   std::span<const std::uint64_t> offsets_;
@@ -213,7 +280,7 @@ class PackIndex {
   std::span<const std::int32_t> labels_;
   std::span<const std::uint32_t> modes_;
   std::span<const std::int64_t> mtimes_;
-  std::span<const std::uint64_t> shard_lengths_;
+  std::vector<std::uint64_t> shard_lengths_;  // own: looked at for each extent
   std::uint64_t shard_bytes_ = 0;
   std::span<const std::uint64_t> name_table_;
   std::span<const std::uint64_t> folder_samples_;

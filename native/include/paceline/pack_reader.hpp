@@ -47,6 +47,9 @@ struct ReadOptions {
   bool index_only = false;  // open no shard, as repairing them needs it
   bool direct = false;      // past the page cache (O_DIRECT), for data that is larger than memory
   ResidencyMaker residency = &trust_page_table;
+  // For how long a verified page is trusted at most. A set that fits into memory is read at the speed
+  // of memory within this time, and one that is read more slowly does not wait for checksums.
+  std::uint64_t trust_ns = 30'000'000'000;
 };
 
 // Thread-safe, and safe to use in a forked child.
@@ -66,6 +69,12 @@ class PackReader {
   // Fills `offsets`, one longer than `ids`, with the offsets of these samples in one buffer; returns
   // the size of that buffer.
   std::size_t plan_batch(std::span<const std::int64_t> ids, std::span<std::int64_t> offsets) const;
+  // Throws PackError if a batch of this size does not fit into the memory that is free, rather than let
+  // the kernel end some process for it.
+  void check_memory(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets) const;
+  [[noreturn]] void fail_memory(std::span<const std::int64_t> ids,
+                                std::span<const std::int64_t> offsets,
+                                std::uint64_t free_bytes) const;
   // Reads samples to the places that plan_batch found in `target`. Throws the PackError of the first
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
@@ -93,6 +102,7 @@ class PackReader {
     std::unique_ptr<Residency> residency;
     std::mutex mutex;
     FileState state;                           // of the file, when it was last looked at
+    std::uint64_t aged_ns = 0;                 // when trust aged last; with the mutex, as is `state`
     std::atomic<std::uint64_t> checked_ns{0};  // when that was
     std::atomic<int> direct{-1};               // its descriptor past the page cache
   };
@@ -111,16 +121,23 @@ class PackReader {
 
   void open_shards(const std::string& folder);
   std::span<const std::byte> stored(const Extent& extent) const;
-  void add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample, std::byte* target) const;
+  // Returns where the sample ends in the buffer.
+  std::byte* add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
+                         std::byte* target) const;
   void check_shard(Shard& shard, std::uint64_t now_ns) const;
   void look_up(std::vector<ExtentRead>& reads) const;
   void request(std::vector<ExtentRead>& reads) const;
   void load(ExtentRead& read) const;
+  bool times_show_writes(const ExtentRead& read) const;
   void copy(ExtentRead& read) const;
   void decode(ExtentRead& read) const;
   void read_direct(ExtentRead& read) const;
   void copy_slice(std::span<ExtentRead> slice, Failure& failure) const;
+  void copy_guarded(std::span<ExtentRead> slice, Failure& failure) const;
   void check_in_place(ExtentRead& read) const;
+  void touch_resident(std::span<ExtentRead> reads) const;
+  template <class Work>
+  void guarded(const ExtentRead& read, Work&& work) const;
   [[noreturn]] void fail_unreadable(const ExtentRead& read) const;
   [[noreturn]] void fail_sample(const ExtentRead& read, std::uint32_t found) const;
   [[noreturn]] void fail_sample(const ExtentRead& read, const std::string& why) const;

@@ -5,10 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 
 namespace paceline {
 
 constexpr std::size_t page_size = 4096;
+
+// Of a clock that costs nothing to read and moves on every few milliseconds.
+std::uint64_t coarse_ns() noexcept;
 
 // Fills `present[i]` for the i-th page of `pages`, which begins at a page: whether it is in this
 // process's page table. False if the system does not say.
@@ -28,6 +32,13 @@ class FaultWatch {
 // Brings the pages under `bytes` into the page table; false if they cannot be read, where touching
 // them would raise SIGBUS: the file was truncated, or the device failed.
 bool populate(std::span<const std::byte> bytes) noexcept;
+// Whether bytes of a file wait in memory to be written to storage. While they do, a program that has
+// mapped them may change them further without the kernel's notice: the file's times stay as they are.
+// Unknown before Linux 6.5, on a file system in memory, and if `path` is not that inode any more.
+enum class DirtyPages { none, some, unknown };
+DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64_t offset,
+                       std::uint64_t length) noexcept;
+
 // Populates the pages under `target`, so that copying to them does not fault.
 void populate_for_writing(std::span<std::byte> target) noexcept;
 // Starts to read the pages under `bytes` from storage, and no others.

@@ -5,9 +5,9 @@
 #pragma once
 
 #include <pthread.h>
+#include <time.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -133,8 +133,9 @@ class Recorder {
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
                     Phase outer, std::int32_t tag = 0, std::uint8_t flags = 0);
   void record(const Event& event);
-  // Ends the current step now: records it with the time its threads ran and waited for a core.
-  // `name` says what ended it (0: an optimizer's step), `tag` which one.
+  // Ends the current step now: records it with the time that the process's threads, and the main
+  // thread by itself, ran and waited for a core. `name` says what ended it (0: an optimizer's step),
+  // `tag` which one.
   std::uint64_t end_step(std::uint16_t name = 0, std::int32_t tag = 0);
   // Starts the first step now, if no phase has done so yet.
   void start_steps(std::uint64_t now_ns);
@@ -166,6 +167,8 @@ class Recorder {
   void write_definitions(Block type, const Definitions& definitions);
   void write_block(Block type, std::uint32_t count, const void* payload, std::size_t size);
   void write_loop();
+  void note_stop();
+  void wake_writer() noexcept;
   static void* write_loop_entry(void* self);
 
   RecorderOptions options_;
@@ -175,7 +178,7 @@ class Recorder {
   std::atomic<bool> closed_ = false;
 
   // What the writer thread shares with the others. A child forked while they hold it must not even
-  // destroy it (a condition variable waits for its waiters, and there they do not exist): it leaks.
+  // destroy it: it leaks.
   struct Shared {
     std::mutex mutex;  // guards the rest; held for nanoseconds
     std::vector<Event> active;
@@ -186,10 +189,14 @@ class Recorder {
     Definitions new_names;
     Definitions new_groups;
     Definitions new_locations;
-    std::condition_variable wake;
     bool stopping = false;
   };
   std::unique_ptr<Shared> shared_;
+
+  // The writer sleeps in epoll_wait on the event descriptor `wake_`: of all waits it is the one
+  // that ends with EINTR when the whole process was stopped and continued (signal(7)).
+  int wake_ = -1;
+  int poll_ = -1;
 
   std::mutex writer_mutex_;
   std::uint64_t file_bytes_ = 0;
@@ -201,8 +208,14 @@ class Recorder {
   std::uint16_t step_name_ = 0;
   std::uint16_t running_name_ = 0;
   std::uint16_t not_running_name_ = 0;
+  std::uint16_t main_running_name_ = 0;
+  std::uint16_t main_not_running_name_ = 0;
+  std::uint16_t stopped_name_ = 0;
+  int main_tid_ = 0;        // the thread that made the recorder runs the training loop
+  clockid_t main_clock_{};  // its time on a core, exact where schedstat lags
   ThreadUsage usage_;
-  ThreadTimes before_;  // at the end of the previous step
+  ThreadTimes before_;       // at the end of the previous step
+  ThreadTimes main_before_;  // of the main thread
 };
 
 }  // namespace paceline

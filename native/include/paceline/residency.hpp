@@ -9,7 +9,12 @@
 #include <memory>
 #include <span>
 
+#include "paceline/page_cache.hpp"
+
 namespace paceline {
+
+// A page of its own is what tells a sample from its neighbours: smaller ones are never trusted.
+constexpr std::size_t min_trusted_bytes = 2 * page_size;
 
 // Of one mapped file. Thread-safe. All `bytes` lie within the mapping.
 class Residency {
@@ -32,6 +37,8 @@ class Residency {
   virtual void invalidate_around(std::span<const std::byte> bytes) noexcept = 0;
   // After the file was rewritten, or its pages were dropped.
   virtual void invalidate_all() noexcept = 0;
+  // Now and then: what was verified before the last call is not trusted any more after this one.
+  virtual void age() noexcept = 0;
 };
 
 // Makes the residency of a mapping.

@@ -23,6 +23,9 @@ class ThreadUsage {
 
   // Sums over all threads that live or lived since the first sample; never decreases.
   ThreadTimes sample(std::uint64_t now_ns);
+  // What the last sample found of one thread; zeros for a thread that it did not find. The time on
+  // a core of a thread that is running lags by up to a tick of the scheduler.
+  ThreadTimes last_of(int tid) const;
 
  private:
   struct Thread {

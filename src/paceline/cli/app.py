@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import importlib
-import io
 import os
 import sys
 
 import click
 
 import paceline
+from paceline.cli.streams import accept_any_text
 from paceline.core.errors import PacelineError, StorageError
 
 VERBS = {
@@ -71,9 +71,7 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and exit with its code (docs/reference/exit-codes.md)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path may hold any byte, a locale may be ASCII
-            stream.reconfigure(errors="backslashreplace")
+    accept_any_text()
     try:
         code = app.main(prog_name="paceline", standalone_mode=False)
         sys.stdout.flush()  # at interpreter exit a failure could not be reported

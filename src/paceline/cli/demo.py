@@ -18,7 +18,6 @@ _TITLES = {
     "measure": "measure  this machine",
     "predict": "predict  the run, before it starts",
 }
-_EXPECTED_ERROR = 0.25  # the estimate's own interval
 
 
 @click.command(epilog="Example: paceline demo --straggler 0,30,compute")
@@ -125,8 +124,10 @@ class _Screen:
         out.print(table)
         if result.step_time_error is not None:
             out.print(f"  step time predicted within {result.step_time_error:.0%}")
-            if result.step_time_error > _EXPECTED_ERROR:
-                out.print("  (a prediction assumes that nothing else runs on the machine)")
+        for disturbed in result.disturbed:
+            out.print(f"  disturbed: {disturbed}", markup=False, soft_wrap=True, style="yellow")
+        if result.disturbed:
+            out.print("  (a prediction assumes that nothing else runs on the machine)")
         out.print(f"\nreport: {result.report}", markup=False, soft_wrap=True)
 
 

@@ -76,6 +76,13 @@ def size_bytes(text: str) -> int:
     default=None,
     help="Discard the shards that a killed `paceline pack` left, instead of resuming.",
 )
+@click.option(
+    "--no-space-check",
+    "check_space",
+    flag_value=False,
+    default=None,
+    help="Pack even if the samples do not fit: for a file system that compresses.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be packed; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def pack(
@@ -88,6 +95,7 @@ def pack(
     follow_symlinks: bool | None,
     append: bool,
     restart: bool | None,
+    check_space: bool | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -100,6 +108,7 @@ def pack(
     from paceline import store
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
+    from paceline.core.files import free_bytes
 
     flags = {
         "shard_bytes": shard_size,
@@ -108,6 +117,7 @@ def pack(
         "parity_group": parity,
         "follow_symlinks": follow_symlinks,
         "restart": restart,
+        "check_space": check_space,
     }
     options = resolve(store.PackOptions, flags=flags).config
     if append:
@@ -119,10 +129,14 @@ def pack(
         action = store.append if append else store.pack
         with _interrupted(destination, append=append), _progress(SystemClock()) as on_progress:
             summary = action(source, destination, options=options, on_progress=on_progress)
+    free = free_bytes(Path(destination).absolute()) if dry_run else None
     if as_json:
-        print(json.dumps({**summary.to_json(), "dry_run": dry_run}))
+        found = {"free_bytes": free} if dry_run else {}
+        print(json.dumps({**summary.to_json(), **found, "dry_run": dry_run}))
     else:
         _print_summary(summary, dry_run=dry_run, append=append)
+        if free is not None:
+            _print_space(summary, free)
 
 
 @contextlib.contextmanager
@@ -176,6 +190,12 @@ def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None
         saved = format_bytes(summary.sample_bytes - summary.stored_bytes)
         print(f"zstd: {saved} less, ratio {ratio:.2f}")
     print(f"file opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
+
+
+def _print_space(summary: PackSummary, free: int) -> None:
+    verdict = "enough" if summary.pack_bytes <= free else "too little"
+    needed = format_bytes(summary.pack_bytes)
+    print(f"space at the destination: {needed} needed, {format_bytes(free)} free: {verdict}")
 
 
 def _rate(summary: PackSummary) -> str:

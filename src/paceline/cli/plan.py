@@ -34,7 +34,8 @@ def plan(
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed.
+    without data): it is neither run nor changed. Below the tables stands what limits the
+    prediction: too little memory, operators without a price, a disturbed probe, an extrapolation.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.studies.predict import predict
@@ -53,4 +54,9 @@ def plan(
 
         from paceline.report.terminal import render_estimate
 
-        Console(highlight=False).print(render_estimate(planned.estimate))
+        console = Console(highlight=False)
+        console.print(render_estimate(planned.estimate))
+        if planned.estimate.warnings:
+            console.print()
+        for warning in planned.estimate.warnings:
+            console.print(warning, markup=False, style="yellow", soft_wrap=True)

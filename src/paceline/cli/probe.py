@@ -22,8 +22,9 @@ import click
 def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
     """Measure this machine: compute, memory, links between processes, storage.
 
-    Takes up to 20 seconds; run nothing else on the machine meanwhile. `paceline plan` predicts from
-    the result.
+    Takes up to 20 seconds; run nothing else on the machine meanwhile. Parts that other processes
+    disturb are measured again, which takes longer; what stays disturbed is named. `paceline plan`
+    predicts from the result.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.probe.machine_file import machine_path

@@ -7,26 +7,29 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.which_run import chosen_run, run_argument
+
 
 @click.command(epilog="Example: paceline report paceline-demo --out demo.html")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option(
     "--out", type=click.Path(path_type=Path), help="HTML file to write [default: RUN/report.html]."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def report(run: Path, out: Path | None, as_json: bool) -> None:
+def report(run: Path | None, out: Path | None, as_json: bool) -> None:
     """Print a summary of RUN, and write its report as one self-contained HTML page.
 
-    The page has the verdict, time by phase, skew, collectives, memory, prediction against
-    measurement, and the provenance of the numbers.
+    The page has the verdict, what would help, time by phase, skew, step time, prediction against
+    measurement, collectives, memory, and the provenance of the numbers. Without RUN, the newest run
+    here is taken.
     """
     from rich.console import Console
 
-    from paceline.report.html import write_html
     from paceline.report.model import gather, to_json
+    from paceline.report.page.document import write_html
     from paceline.report.terminal import render_terminal
 
-    gathered = gather(run)
+    gathered = gather(chosen_run(run))
     page = out or gathered.run / "report.html"
     write_html(gathered, page)
     if as_json:

@@ -33,6 +33,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 )
 @click.option("--rdzv-id", metavar="NAME", help="Of the job: names the run's folder on all nodes.")
 @click.option(
+    "--allocator",
+    type=click.Choice(["keep", "system"]),
+    help="What becomes of freed memory: it stays with the ranks, or as the C library does "
+    "[default: keep].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -54,6 +60,7 @@ def run(
     out: Path | None,
     record: bool | None,
     bind: bool | None,
+    allocator: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -95,6 +102,7 @@ def run(
         "ranks": ranks,
         "record": record,
         "bind": bind,
+        "allocator": allocator,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,
@@ -113,6 +121,7 @@ def run(
             warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
+    click.echo(f"paceline run: {job.allocator.note}", err=True)
     if dry_run:
         return
     try:

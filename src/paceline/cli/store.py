@@ -109,10 +109,20 @@ def cat(path: str, name: str, as_json: bool) -> None:
 @click.argument("path", metavar="PACK")
 @click.argument("destination", metavar="DEST")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option(
+    "--no-space-check",
+    is_flag=True,
+    help="Extract even if the files do not fit: for a file system that compresses.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def extract(
-    path: str, destination: str, names: tuple[str, ...], dry_run: bool, as_json: bool
+    path: str,
+    destination: str,
+    names: tuple[str, ...],
+    no_space_check: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Write samples of PACK as files below the new folder DEST.
 
@@ -124,7 +134,12 @@ def extract(
 
     with open_pack(path) as pack:
         summary = extract_samples(
-            pack, destination, names, dry_run=dry_run, on_progress=_progress("extracted", "samples")
+            pack,
+            destination,
+            names,
+            dry_run=dry_run,
+            check_space=not no_space_check,
+            on_progress=_progress("extracted", "samples"),
         )
     if as_json:
         _print_record(summary)
@@ -154,7 +169,7 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
             damaged.append(problem)
             if not as_json:
                 print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
-        sample_count, byte_count = len(pack), int(pack.lengths.sum())
+        sample_count, byte_count = len(pack), int(pack.index.lengths.sum())
     checked, wrong = verify_files(path, _progress("compared", "files")) if shards else (0, [])
     for problem in wrong if not as_json else ():
         print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)

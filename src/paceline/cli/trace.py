@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.which_run import chosen_run, run_argument
+
 
 @click.group(epilog="Example: paceline trace export RUN --format chrome")
 def trace() -> None:
@@ -17,7 +19,7 @@ def trace() -> None:
     short_help="Write all ranks' events to one file.",
     epilog="Example: paceline trace export RUN --format chrome --out train.json",
 )
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option(
     "--format",
     "form",
@@ -29,8 +31,11 @@ def trace() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path), help="File to write [default: RUN/trace.json]."
 )
-def export(run: Path, form: str, out: Path | None) -> None:
-    """Write the events of all ranks of RUN, on one clock, to one file."""
+def export(run: Path | None, form: str, out: Path | None) -> None:
+    """Write the events of all ranks of RUN, on one clock, to one file.
+
+    Without RUN, the newest run here is taken.
+    """
     from paceline.core.errors import DestinationExists, NotFound
     from paceline.core.files import commit_chunks
     from paceline.runs.folder import RunFolder
@@ -38,15 +43,15 @@ def export(run: Path, form: str, out: Path | None) -> None:
     from paceline.trace.merge import load_run
 
     assert form == "chrome"
-    run = RunFolder.open(run).path
-    path = out or run / "trace.json"
+    folder = RunFolder.open(chosen_run(run)).path
+    path = out or folder / "trace.json"
     if out is not None and out.exists():
         raise DestinationExists(
             "the file exists and is not overwritten", where=str(out), fix="Choose another file"
         )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
-    commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(run))))
+    commit_chunks(path, (piece.encode() for piece in chrome_json(load_run(folder))))
     click.echo(f"trace: {path}; open it at https://ui.perfetto.dev", err=True)
 
 
@@ -54,10 +59,13 @@ def export(run: Path, form: str, out: Path | None) -> None:
     short_help="Print statistics of the traces of RUN.",
     epilog="Example: paceline trace stats RUN --json",
 )
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def stats(run: Path, as_json: bool) -> None:
-    """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives."""
+def stats(run: Path | None, as_json: bool) -> None:
+    """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives.
+
+    Without RUN, the newest run here is taken.
+    """
     from rich.console import Console
 
     from paceline.report.terminal import render_stats
@@ -66,7 +74,7 @@ def stats(run: Path, as_json: bool) -> None:
     from paceline.trace.analysis.stats import summarize_trace
     from paceline.trace.merge import load_run
 
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(chosen_run(run))
     found = summarize_trace(analyse(load_run(folder.path)))
     if as_json:
         state = str(folder.state())

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.which_run import chosen_run, run_argument
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 @click.command(epilog="Example: paceline why paceline-runs/train-20260101-120000")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
+@click.option("--verbose", is_flag=True, help="Add tables: stragglers, time by phase, host work.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def why(run: Path, as_json: bool) -> None:
-    """Say in one or two sentences which rank was late in RUN, when and why, or that none was."""
+def why(run: Path | None, verbose: bool, as_json: bool) -> None:
+    """Say which rank was late in RUN, when and why, or that none was, and what would help.
+
+    Without RUN, the newest run here is taken.
+    """
+    from rich.console import Console
+
     from paceline.report.model import gather, to_json
+    from paceline.report.terminal import render_details
     from paceline.report.words import printable
 
-    report = gather(run)
+    report = gather(chosen_run(run))
     if as_json:
         everything = to_json(report)
-        names = ("version", "run", "state", "verdict", "exit_code", "failure", "stragglers")
+        names = ["version", "run", "state", "verdict", "cautions", "advice"]
+        names += ["exit_code", "failure", "stragglers", "shifts", "host_work"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     click.echo(printable(report.words))
+    for advice in report.advice:
+        click.echo(printable(f"What would help: {advice.sentence}"))
+    if verbose:
+        Console(highlight=False).print(render_details(report))

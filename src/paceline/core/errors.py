@@ -11,6 +11,7 @@
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
     +-- WorkerFailed (RuntimeError)                  1   a worker process of Paceline
     +-- StorageError (OSError)                       1   disk full, file not readable
+    +-- MemoryExceeded (MemoryError)                 1   more memory is needed than there is
     +-- Missing (ImportError)                        3   a package or tool is missing
     +-- CorruptData (ValueError)                     4
     |   +-- CorruptPack                              4
@@ -111,6 +112,10 @@ class WorkerFailed(PacelineError, RuntimeError):
 
 class StorageError(PacelineError, OSError):
     """The file system failed: it is full, not readable or not writable."""
+
+
+class MemoryExceeded(PacelineError, MemoryError):
+    """What was asked for does not fit into memory."""
 
 
 class Missing(PacelineError, ImportError):

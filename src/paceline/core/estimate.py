@@ -16,6 +16,21 @@ from paceline.core.record import Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnpricedOperator(Record):
+    """An operator whose cost is assumed: no class describes it, so it costs what its bytes cost.
+
+    Attributes:
+        name: of the operator.
+        count: calls per step.
+        share: of the predicted step, 0 to 1, that rests on the assumption.
+    """
+
+    name: str
+    count: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate(Record):
     """A predicted step of one rank.
 
@@ -35,6 +50,12 @@ class Estimate(Record):
         limit: the bottleneck of the step, in words.
         shares: the resources' parts of the step, which decided `limit`.
         sources: for each phase, the source of its figure.
+        fits: whether the ranks of a node fit into the memory of the machine's device.
+        needed_memory_bytes: of all ranks that share a device; 0 in a file of before.
+        available_memory_bytes: of that device; 0 in a file of before.
+        unpriced: operators whose cost is assumed, the largest share first.
+        warnings: sentences on what the prediction rests on and should not: a disturbed probe,
+            operators without a price, an extrapolation.
     """
 
     version: ClassVar[int] = 2
@@ -53,6 +74,11 @@ class Estimate(Record):
     limit: str
     shares: dict[str, float]
     sources: dict[str, str]
+    fits: bool = True
+    needed_memory_bytes: int = 0
+    available_memory_bytes: int = 0
+    unpriced: tuple[UnpricedOperator, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

@@ -46,6 +46,64 @@ def commit_chunks(path: Path, chunks: Iterable[bytes]) -> None:
             partial.unlink(missing_ok=True)
 
 
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes that are free where `path` lies, or will lie, as `df` shows them.
+
+    None: the file system does not say. Quotas are not seen.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_frsize * found.f_bavail if found.f_blocks else None
+
+
+def require_space(path: Path, least_bytes: int, most_bytes: int, *, what: str, fix: str) -> None:
+    """Refuse to write what cannot fit, before it is begun; warn of what may not fit.
+
+    Args:
+        path: the destination.
+        least_bytes: that will be written in any case.
+        most_bytes: that may be written.
+        what: is written, for example "the pack".
+        fix: what the user can do about it, besides freeing space.
+
+    Raises:
+        StorageError: fewer than `least_bytes` are free.
+    """
+    free = free_bytes(path)
+    if free is None or most_bytes <= free:
+        return
+    if least_bytes > free:
+        raise StorageError(
+            f"too little space for {what}",
+            where=str(path),
+            why=f"{_size(least_bytes)} are needed, {_size(free)} are free",
+            fix=f"Free space or choose another destination; {fix}",
+        )
+    _log.warning(
+        "%s: there may be too little space for %s: it needs up to %s, and %s are free",
+        path,
+        what,
+        _size(most_bytes),
+        _size(free),
+    )
+
+
+def _size(count: int) -> str:
+    """Return bytes as a message has them.
+
+    >>> _size(3 << 29), _size(5000)
+    ('1.50 GiB', '5,000 bytes')
+    """
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {name}"
+    return f"{count:,} bytes"
+
+
 class LockOutcome(Enum):
     """The outcome of an attempt to lock a file or folder."""
 

@@ -305,6 +305,23 @@ class Tier(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbance(Record):
+    """A part of a probe that stayed disturbed however often it was measured.
+
+    Attributes:
+        where: with what it was measured, for example ``2 threads alone``.
+        part: what was measured, for example ``rates``.
+        foreign_cores: cores that other processes used meanwhile, on average.
+        why: what says that it was disturbed, in words.
+    """
+
+    where: str
+    part: str
+    foreign_cores: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine(Record):
     """A cluster of equal nodes.
 
@@ -316,6 +333,8 @@ class Machine(Record):
         collectives: durations of libraries' collectives over these links.
         tiers: of storage, fastest first.
         missing: what could not be measured, and why.
+        disturbed: what was measured while other work disturbed it; figures of these parts may be
+            too slow.
     """
 
     version: ClassVar[int] = 2
@@ -326,6 +345,7 @@ class Machine(Record):
     collectives: tuple[CollectiveCost, ...] = ()
     tiers: tuple[Tier, ...] = ()
     missing: tuple[str, ...] = ()
+    disturbed: tuple[Disturbance, ...] = ()
 
     def link(self, level: str) -> Link | None:
         """Return the link of that level, if the machine has one."""

@@ -24,6 +24,8 @@ class Operation(Record):
         count: calls per step.
         flops: of one call.
         bytes: read and written by one call.
+        assumed: name of the operator, if no class describes it: it is taken to cost what moving its
+            bytes costs. Empty if its class describes it.
     """
 
     phase: Phase
@@ -32,6 +34,7 @@ class Operation(Record):
     count: int
     flops: int
     bytes: int
+    assumed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ KEEP: dict[str, str] = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1
 # What the user may have set to the same end.
 _VARIABLES = (*KEEP, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _TUNABLES = re.compile(r"glibc\.malloc\.(mmap_max|mmap_threshold|trim_threshold|top_pad)=")
-_OTHERS = re.compile(r"lib((?:je|tc|mi|rp|sn)malloc|hoard)[^/: ]*")
+_OTHERS = re.compile(r"lib(?:(?:je|tc|mi|rp|sn)malloc|hoard)[^/: ]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +62,13 @@ def allocator_setting(
     """
     libc = _glibc() if libc is None else libc
     own = {name: environ[name] for name in _VARIABLES if environ.get(name)}
+    if choice == "keep" and own.items() <= KEEP.items():
+        own = {}  # of a run that this one is part of
     if _TUNABLES.search(tunables := environ.get("GLIBC_TUNABLES", "")):
         own["GLIBC_TUNABLES"] = tunables
     preloaded = _OTHERS.search(environ.get("LD_PRELOAD", ""))
     if preloaded:
-        return _nothing("own", f"{preloaded.group(1)}, which LD_PRELOAD names")
+        return _nothing("own", f"{preloaded.group(0)}, which LD_PRELOAD names")
     if own:
         listed = " ".join(f"{name}={value}" for name, value in own.items())
         return _nothing("own", f"as your environment says ({listed})")

@@ -4,9 +4,9 @@
 
     launcher --> guard --> program (torchrun, a shell script) --> ranks, loader workers, ...
 
-Nothing tells a program's own children that a launcher three generations above was killed. The guard
-is told by the kernel, and ends all that is below it. Else it does nothing: the program's end,
-exit code or signal, becomes its own.
+A program's own children do not learn that a launcher three generations above was killed. The guard
+gets a signal from the kernel then, and ends all that is below it. Otherwise the program's end, exit
+code or signal, becomes the guard's own.
 
 ``python -m paceline.launch.guard LAUNCHER COMMAND...``, with the launcher's process id.
 """

@@ -14,6 +14,7 @@ from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
 from paceline.launch.allocation import Allocation, check_world, detect
+from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import place_of_node
 from paceline.launch.options import RunConfig
@@ -57,6 +58,11 @@ class Job:
     def rank(self) -> int:
         """This launcher's number among those of the run; 0 if it starts all ranks."""
         return self.allocation.rank if self.allocation else 0
+
+    @property
+    def allocator(self) -> AllocatorSetting:
+        """What the ranks' memory allocator becomes."""
+        return allocator_setting(self.resolved.config.allocator, environment())
 
     @property
     def places(self) -> tuple[RankPlace, ...]:

@@ -221,7 +221,8 @@ class _Starter:
 
     def _extra(self) -> dict[str, str]:
         # A rank's stdout is a pipe when its lines are tagged: Python would keep them for long.
-        return {"PYTHONUNBUFFERED": "1"} if self.local.output else {}
+        unbuffered = {"PYTHONUNBUFFERED": "1"} if self.local.output else {}
+        return {**self.job.allocator.variables, **unbuffered}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:
@@ -250,6 +251,7 @@ def _write_start(job: Job, machine: Machine) -> None:
         "args": list(job.args),
         "world_size": job.ranks,
         "threads": _threads(job),
+        "allocator": job.allocator.to_json(),
         "launcher": this_launcher(),
     }
     commit_text(job.run_folder / "config.json", json.dumps(config, indent=1) + "\n")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate
+from paceline.perf.caveats import ranks_per_device, unpriced_operators, warnings
 from paceline.perf.communication import broadcast_s, exposed_s, make_buckets
 from paceline.perf.costs import CostModel, OperatorCost, total_cost
 
@@ -52,6 +53,10 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
     breakdown, compute = _breakdown(costs, machine, workload, plan)
     shares = _shares(compute, breakdown)
     step_s = breakdown.total_s
+    memory = memory_bytes(workload, plan)
+    device = machine.devices[0]
+    needed_bytes = sum(memory.values()) * ranks_per_device(device, plan)
+    unpriced = unpriced_operators(costs, workload, step_s)
     return Estimate(
         workload=workload.name,
         workload_digest=workload.digest(),
@@ -62,13 +67,18 @@ def estimate(machine: Machine, workload: Workload, plan: Plan) -> Estimate:
         step_time_s=step_s,
         low_s=step_s * (1 - INTERVAL_HALF_WIDTH),
         high_s=step_s * (1 + INTERVAL_HALF_WIDTH),
-        memory_bytes=memory_bytes(workload, plan),
+        memory_bytes=memory,
         link_bytes=_link_bytes(workload, plan),
         trained_parameter_bytes=workload.trained_bytes,
         # the bottleneck: the largest share
         limit=max(shares, key=lambda name: shares[name]),
         shares=shares,
         sources=_sources(machine, workload, plan),
+        fits=needed_bytes <= device.memory_bytes.value,
+        needed_memory_bytes=needed_bytes,
+        available_memory_bytes=int(device.memory_bytes.value),
+        unpriced=unpriced,
+        warnings=warnings(machine, workload, plan, unpriced, needed_bytes),
     )
 
 
@@ -89,6 +99,13 @@ def cost_model(machine: Machine, workload: Workload, plan: Plan) -> CostModel:
             where=machine.name,
             why="; ".join(machine.missing),
             fix="Run `paceline probe` on a node with torch",
+        )
+    if not machine.devices[0].rates:
+        raise UsageError(
+            "the machine has no compute rates",
+            where=machine.name,
+            why="; ".join(machine.missing),
+            fix="Run `paceline probe` where torch is installed and little else runs",
         )
     parameters = workload.parameter_bytes + 2 * workload.trained_bytes  # gradients, read and made
     return CostModel(

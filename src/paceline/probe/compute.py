@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ from paceline.probe.kernels import (
     tiny_kernels,
 )
 from paceline.probe.protocol import MemoryRates
+from paceline.probe.quiet import QuietParts
 
 if TYPE_CHECKING:
     from paceline.core.machine import Phase
@@ -39,6 +40,7 @@ PHASES: tuple[Phase, Phase] = ("forward", "backward")
 LEAST_OVERHEAD_S = 1e-7
 Figure = np.ndarray  # a value over all rounds, then that of each round alone
 Costs = dict[tuple[str, str], Figure]
+Round = list[dict["Phase", float]]  # seconds of each chain by phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,28 +54,50 @@ class Effort:
         quick: one size of each kernel.
         synchronize: called before each kernel, so that two processes measure the same at the same
             time.
+        parts: measures rounds again that other processes disturbed.
     """
 
     budget_s: float
     rounds: int
     quick: bool = False
     synchronize: Callable[[], None] = lambda: None
+    parts: QuietParts = field(default_factory=lambda: QuietParts(repeat_s=0.0))
 
 
-def _time_rounds(chains: list[tuple[Kernel, int]], effort: Effort) -> list[dict[Phase, Figure]]:
+def _time_rounds(
+    name: str, chains: list[tuple[Kernel, int]], effort: Effort
+) -> list[dict[Phase, Figure]]:
     """Return the seconds of each chain (kernel, length) by phase: the least, then each round's."""
-    rounds: list[list[dict[Phase, float]]] = [[] for _ in chains]
-    for _ in range(effort.rounds):
-        for (kernel, length), times in zip(chains, rounds, strict=True):
+
+    def time_round() -> Round:
+        times = []
+        for kernel, length in chains:
             effort.synchronize()
             times.append(time_phases(kernel, length, effort.budget_s))
-    by_phase = (
-        {phase: [sample[phase] for sample in times] for phase in PHASES} for times in rounds
-    )
+        return times
+
+    rounds = effort.parts.measure_rounds(name, time_round, effort.rounds, disagreement)
+    # Figures of different measurements are combined round by round: each has the same number.
+    fastest = sorted(rounds, key=_total_s)[: effort.rounds]
     return [
-        {phase: np.asarray([min(seconds), *seconds]) for phase, seconds in times.items()}
-        for times in by_phase
+        {
+            phase: np.asarray([min(seconds), *seconds])
+            for phase in PHASES
+            for seconds in [[sample[phase] for sample in samples]]
+        }
+        for samples in zip(*fastest, strict=True)
     ]
+
+
+def _total_s(times: Round) -> float:
+    return sum(seconds for sample in times for seconds in sample.values())
+
+
+def disagreement(rounds: list[Round]) -> float:
+    """Return the factor by which the two fastest rounds of a chain differ, typically."""
+    seconds = np.asarray([[list(sample.values()) for sample in times] for times in rounds])
+    fastest = np.sort(seconds, axis=0)[:2]
+    return float(np.median(fastest[-1] / fastest[0]))
 
 
 def measure_overheads(effort: Effort) -> Costs:
@@ -81,9 +105,8 @@ def measure_overheads(effort: Effort) -> Costs:
     costs: Costs = {}
     steps: dict[Phase, list[Figure]] = {phase: [] for phase in PHASES}
     kernels = tiny_kernels()
-    times = _time_rounds(
-        [(kernel, length) for kernel in kernels for length in (SHORT, LONG)], effort
-    )
+    chains = [(kernel, length) for kernel in kernels for length in (SHORT, LONG)]
+    times = _time_rounds("overheads", chains, effort)
     for kernel, short, long in zip(kernels, times[::2], times[1::2], strict=True):
         added = _added(operations_of(kernel, SHORT), operations_of(kernel, LONG))
         for phase in PHASES:
@@ -118,9 +141,8 @@ def measure_rates(costs: Costs, effort: Effort, *, threads: int, processes: int)
     points: dict[tuple[str, str, str], list[Point]] = {}
     convolutions: dict[Phase, list[tuple[int, int, Figure]]] = {phase: [] for phase in PHASES}
     kernels = rate_kernels(quick=effort.quick)
-    for kernel, times in zip(
-        kernels, _time_rounds([(kernel, SHORT) for kernel in kernels], effort), strict=True
-    ):
+    rounds = _time_rounds("rates", [(kernel, SHORT) for kernel in kernels], effort)
+    for kernel, times in zip(kernels, rounds, strict=True):
         operations = operations_of(kernel)
         for phase in PHASES:
             own = [

@@ -1,4 +1,4 @@
-"""Measures this node and returns a Machine, in at most about 20 seconds.
+"""Measures this node and returns a Machine, in at most about 20 seconds where nothing disturbs it.
 
 What needs torch runs in processes of its own (`worker`): one alone, with one thread and with
 all cores, then two at once, each on its half of the cores, because that is how ranks share a node.
@@ -20,6 +20,7 @@ from paceline.core.errors import Missing, NotFound, PacelineError
 from paceline.core.machine import (
     CollectiveCost,
     Device,
+    Disturbance,
     FrameworkOverhead,
     Link,
     Machine,
@@ -30,6 +31,7 @@ from paceline.core.worker_process import WorkerCall, call_all
 from paceline.probe import node
 from paceline.probe.links import measure_links
 from paceline.probe.protocol import MeasureRequest, WorkerMeasurement
+from paceline.probe.quiet import QuietParts
 from paceline.probe.storage import measure_folder
 
 if TYPE_CHECKING:
@@ -37,8 +39,10 @@ if TYPE_CHECKING:
 
     from paceline.core.machine import Tier
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0  # ends what hangs; with 20 busy processes beside it a probe takes 60 s and more
 PAIR = 2
+# What measuring disturbed parts again may add, for each number of threads and processes.
+REPEAT_S, QUICK_REPEAT_S = 6.0, 2.0
 WORKER = "paceline.probe.worker"
 
 
@@ -66,7 +70,8 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     cores = len(allowed_cores())
     on_progress(f"{cores} cores of {node.cpu_name()}")
     on_progress("links between two processes")
-    links = _links(missing, quick=quick)
+    parts = QuietParts(repeat_s=REPEAT_S / 2 if not quick else QUICK_REPEAT_S / 2)
+    links = parts.measure("links", lambda: _links(missing, quick=quick))
     on_progress(f"storage of {folder}")
     tiers = _tiers(folder, missing, quick=quick)
     workers: list[WorkerMeasurement] = []
@@ -84,7 +89,17 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
         collectives=_collectives(workers[1:]),
         tiers=tiers,
         missing=tuple(missing),
+        disturbed=(*parts.disturbances("two processes"), *_disturbed(workers)),
     )
+
+
+def _disturbed(workers: Sequence[WorkerMeasurement]) -> list[Disturbance]:
+    """Return what stayed disturbed; ranks that measured together say the same, so one speaks."""
+    found: list[Disturbance] = []
+    for worker in workers[:2]:
+        for measured in (*worker.compute, worker.communication):
+            found += measured.disturbed if measured else ()
+    return found
 
 
 def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:
@@ -130,6 +145,7 @@ def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
                 budget_s=0.002 if quick else 0.007,
                 rounds=2 if quick else 3,
                 quick=quick,
+                repeat_s=QUICK_REPEAT_S if quick else REPEAT_S,
                 store=str(Path(folder) / "store"),
                 deadline_s=DEADLINE_S,
             )
@@ -228,4 +244,18 @@ def summary(machine: Machine) -> list[str]:
         f"open+stat {tier.open_latency_s.value * 1e6:.0f} us"
         for tier in machine.tiers
     ]
-    return lines + [f"not measured: {text}" for text in machine.missing]
+    lines += [f"not measured: {text}" for text in machine.missing]
+    return lines + _disturbed_lines(machine.disturbed)
+
+
+def _disturbed_lines(disturbed: tuple[Disturbance, ...]) -> list[str]:
+    """Return a line for each place that was disturbed: its parts, and the worst of them."""
+    lines = []
+    for where in dict.fromkeys(disturbance.where for disturbance in disturbed):
+        parts = [disturbance for disturbance in disturbed if disturbance.where == where]
+        worst = max(parts, key=lambda part: part.foreign_cores)
+        names = ", ".join(part.part for part in parts)
+        lines.append(f"disturbed: {where}: {names}; worst: {worst.part}, {worst.why}")
+    if lines:
+        lines.append("probe again when nothing else runs: what was disturbed may be too slow")
+    return lines

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.machine import CollectiveCost, FrameworkOverhead, Overhead, Quantity, Rate
+from paceline.core.machine import (
+    CollectiveCost,
+    Disturbance,
+    FrameworkOverhead,
+    Overhead,
+    Quantity,
+    Rate,
+)
 from paceline.core.worker_process import WorkerMessage
 
 
@@ -20,6 +27,7 @@ class MeasureRequest(WorkerMessage):
         budget_s: for one kernel in one round.
         rounds: of which the best counts.
         quick: fewer sizes and repetitions.
+        repeat_s: that measuring disturbed parts again may take, for each number of threads.
         store: path of the file through which the ranks find each other; unused for one rank.
         deadline_s: for each collective.
     """
@@ -31,6 +39,7 @@ class MeasureRequest(WorkerMessage):
     budget_s: float
     rounds: int
     quick: bool
+    repeat_s: float
     store: str
     deadline_s: float
 
@@ -53,6 +62,7 @@ class ComputeMeasurement(WorkerMessage):
     overheads: tuple[Overhead, ...]
     framework_overheads: tuple[FrameworkOverhead, ...]
     memory: MemoryRates
+    disturbed: tuple[Disturbance, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +71,7 @@ class CommunicationMeasurement(WorkerMessage):
 
     collectives: tuple[CollectiveCost, ...]
     ddp: tuple[FrameworkOverhead, ...]
+    disturbed: tuple[Disturbance, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ and can be ended when it hangs. It answers a MeasureRequest with a WorkerMeasure
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from paceline.core.machine import Disturbance
 from paceline.core.worker_process import serve
 from paceline.probe.compute import (
     Effort,
@@ -30,13 +32,14 @@ from paceline.probe.protocol import (
     MeasureRequest,
     WorkerMeasurement,
 )
+from paceline.probe.quiet import QuietParts, slower_with_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def _measure_compute(
-    threads: int, request: MeasureRequest, synchronize: Callable[[], None]
+    threads: int, request: MeasureRequest, synchronize: Callable[[], None], parts: QuietParts
 ) -> ComputeMeasurement:
     torch.set_num_threads(threads)
     effort = Effort(
@@ -44,33 +47,94 @@ def _measure_compute(
         rounds=request.rounds,
         quick=request.quick,
         synchronize=synchronize,
+        parts=parts,
     )
     costs = measure_overheads(effort)
     synchronize()
-    costs.update(measure_optimizer(effort))
+    costs.update(parts.measure("optimizer", lambda: measure_optimizer(effort)))
     rates = measure_rates(costs, effort, threads=threads, processes=request.ranks)
     synchronize()
+    memory = parts.measure("memory", lambda: measure_memory(effort))
     return ComputeMeasurement(
         threads=threads,
         processes=request.ranks,
         rates=tuple(rates),
         overheads=tuple(overhead_records(costs, threads, request.ranks)),
         framework_overheads=tuple(framework_records(costs, threads, request.ranks)),
-        memory=measure_memory(effort),
+        memory=memory,
+        disturbed=parts.disturbances(_where(threads, request.ranks)),
     )
 
 
-def _measure_all(request: MeasureRequest, synchronize: Callable[[], None]) -> WorkerMeasurement:
-    compute = tuple(_measure_compute(count, request, synchronize) for count in request.threads)
-    communication = None
-    if request.ranks > 1:
-        torch.set_num_threads(request.threads[0])
-        collectives = measure_collectives(quick=request.quick)
-        ddp = measure_ddp(collectives[0], threads=request.threads[0], quick=request.quick)
-        communication = CommunicationMeasurement(collectives=collectives, ddp=ddp)
+def _where(threads: int, processes: int) -> str:
+    each = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{each} alone" if processes == 1 else f"{each} in each of {processes} processes"
+
+
+def _measure_alone(request: MeasureRequest) -> WorkerMeasurement:
+    """Measure with each number of threads; more threads are never slower than one."""
+
+    def measure(threads: int) -> ComputeMeasurement:
+        return _measure_compute(
+            threads, request, lambda: None, QuietParts(repeat_s=request.repeat_s)
+        )
+
+    one, *others = (measure(threads) for threads in request.threads)
+    checked = [one]
+    for measured in others:
+        slower = slower_with_threads(one.rates, measured.rates)
+        if slower and not measured.disturbed:  # what disturbed it passed unseen, and may be over
+            measured = measure(measured.threads)
+            slower = slower_with_threads(one.rates, measured.rates)
+        checked.append(_marked(measured, slower) if slower else measured)
+    return WorkerMeasurement(torch=str(torch.__version__), compute=tuple(checked))
+
+
+def _marked(measured: ComputeMeasurement, slower: Sequence[str]) -> ComputeMeasurement:
+    cores = max((part.foreign_cores for part in measured.disturbed), default=0.0)
+    mark = Disturbance(
+        where=_where(measured.threads, 1),
+        part="threads",
+        foreign_cores=cores,
+        why=f"slower than one thread: {', '.join(slower)}",
+    )
+    return dataclasses.replace(measured, disturbed=(*measured.disturbed, mark))
+
+
+def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
+    """Measure at the same time as the other ranks, and what they cost each other."""
+    (threads,) = request.threads
+
+    def quiet_parts() -> QuietParts:
+        return QuietParts(
+            repeat_s=request.repeat_s,
+            combine=_sum_over_ranks,
+            leads=request.rank == 0,
+            own_cores=bool(request.cores),
+        )
+
+    compute = _measure_compute(threads, request, dist.barrier, quiet_parts())
+    parts = quiet_parts()
+    collectives = parts.measure("collectives", lambda: measure_collectives(quick=request.quick))
+    ddp = parts.measure(
+        "DistributedDataParallel",
+        lambda: measure_ddp(collectives[0], threads=threads, quick=request.quick),
+    )
     return WorkerMeasurement(
-        torch=str(torch.__version__), compute=compute, communication=communication
+        torch=str(torch.__version__),
+        compute=(compute,),
+        communication=CommunicationMeasurement(
+            collectives=collectives,
+            ddp=ddp,
+            disturbed=parts.disturbances(_where(threads, request.ranks)),
+        ),
     )
+
+
+def _sum_over_ranks(values: Sequence[float]) -> list[float]:
+    sums = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return [float(value) for value in sums]
 
 
 def run(request: MeasureRequest) -> WorkerMeasurement:
@@ -79,7 +143,7 @@ def run(request: MeasureRequest) -> WorkerMeasurement:
         os.sched_setaffinity(0, request.cores)
     torch.manual_seed(0)
     if request.ranks == 1:
-        return _measure_all(request, lambda: None)
+        return _measure_alone(request)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{request.store}",
@@ -88,7 +152,7 @@ def run(request: MeasureRequest) -> WorkerMeasurement:
         timeout=timedelta(seconds=request.deadline_s),
     )
     try:
-        return _measure_all(request, dist.barrier)
+        return _measure_together(request)
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,9 @@
 """Compares prediction and measurement, phase by phase.
 
 The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up that
-are in no straggler's step range and of which no rank dropped events.
+are in no straggler's step range and of which no rank dropped events, and the typical ones of them:
+the half whose time is closest to the median. Medians of phases would not add up to the median step;
+shares of typical steps do.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.record import Record
+from paceline.report.units import shown_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
+_FEW = 1 / 3  # of the steps of a range: what happens there does not move its median far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,8 @@ class Comparison(Record):
     """A typical undisturbed step, as predicted and as measured.
 
     Attributes:
-        phases: in the order of a step; each is the median over steps, then the mean over ranks.
+        phases: in the order of a step, without evaluation. Each is its share of the
+            `typical_steps`, the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
         undisturbed_steps: number of steps in these medians.
@@ -89,11 +94,13 @@ def compare(
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
-        for rank in rank_phases:
-            measured += rank.median_breakdown(padded(chosen, rank.steps))
-        measured = measured.scaled(1 / len(rank_phases))
         slowest = np.max([rank.train_s[:steps] for rank in rank_phases], axis=0)
         step_s = float(np.median(slowest[chosen]))
+        typical = typical_steps(slowest, chosen)
+        sums = np.sum([rank.seconds[:steps][typical].sum(axis=0) for rank in rank_phases], axis=0)
+        sums[PHASES.index("evaluation")] = 0.0  # it is not part of these step times
+        shares = sums / max(float(sums.sum()), 1e-12)
+        measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     if unfit:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
@@ -115,15 +122,41 @@ def compare(
     )
 
 
-def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
-    """Return a mask over `steps`: after the warm-up and outside every straggler's step range.
+def shown_phases(comparison: Comparison) -> list[PhaseComparison]:
+    """Return the phases that are worth a row: predicted, or more than a trace of the step."""
+    measured = {phase.name: phase.measured_s for phase in comparison.phases}
+    shown = shown_parts(tuple(measured), [measured])
+    return [phase for phase in comparison.phases if phase.name in shown or phase.predicted_s]
 
-    The warm-up is 10 steps, but at most a third of the steps.
+
+def typical_steps(step_s: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the half of the chosen steps whose time is closest to their median, at least one.
+
+    In a run that changed from fast to slow steps they are of one kind, and not a mixture.
+
+    Args:
+        step_s: step times, shape (steps,).
+        chosen: mask of the same shape; at least one step is chosen.
+    """
+    steps = np.flatnonzero(chosen)
+    distance_s = np.abs(step_s[steps] - np.median(step_s[steps]))
+    return np.asarray(steps[np.argsort(distance_s, kind="stable")[: (len(steps) + 1) // 2]])
+
+
+def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
+    """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
+
+    The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent straggler
+    delayed is not known here: if they are the smaller part of its range, all of the range stays, as
+    medians pass over them.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False
     for late in stragglers:
-        chosen[late.first_step : late.last_step + 1] = False
+        if late.shape == "intermittent" and late.late_share < _FEW:
+            continue
+        every = late.period_steps if late.shape == "periodic" else 1
+        chosen[late.first_step : late.last_step + 1 : max(1, every)] = False
     return chosen
 
 

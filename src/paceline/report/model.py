@@ -17,8 +17,11 @@ from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
 from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.report.advice.gather import gather_facts
+from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
+from paceline.report.delays import cut_words, shift_words
 from paceline.report.words import (
     STEP_RULES,
     failure_words,
@@ -32,8 +35,10 @@ from paceline.runs.result import RunResult
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.communication import Traffic
+from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
+from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
@@ -48,11 +53,16 @@ class Report:
     Attributes:
         run: its folder.
         state: whether it has ended, and how if not by itself.
-        words: the verdict.
+        cautions: what must be known before the verdict: how the run ended if not by itself, and
+            what the traces lack.
+        verdict: which rank was late, when and why, and how the run ended.
+        advice: what would make the run faster, the largest saving first.
+        host_work: the script's own named work, the longest first, as the mean over ranks.
         trace: its events on one clock.
         rank_phases: seconds by step and phase of each rank that left a trace.
         skew_s: skew, shape (ranks, steps).
         stragglers: who was late, the costliest first.
+        shifts: changes of all ranks within the run.
         traffic: its collectives.
         comparison: the undisturbed step beside its prediction.
         result: None when the run did not come to write one.
@@ -65,11 +75,15 @@ class Report:
 
     run: Path
     state: RunState
-    words: str
+    cautions: tuple[str, ...]
+    verdict: str
+    advice: tuple[Advice, ...]
+    host_work: tuple[HostTime, ...]
     trace: Trace
     rank_phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
+    shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     comparison: Comparison
     result: RunResult | None
@@ -78,6 +92,11 @@ class Report:
     versions: dict[str, Any]
     config: dict[str, Any]
     nan: NanValue | None = None
+
+    @property
+    def words(self) -> str:
+        """The verdict with the cautions before it."""
+        return " ".join([*self.cautions, self.verdict])
 
     @property
     def world_size(self) -> int:
@@ -160,21 +179,27 @@ def gather(run: Path) -> Report:
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
+    cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
     rule = STEP_RULES[StepRule(analysis.step_rule)]
-    sentences = [folder.state_words(), nan_words(analysis.nan), words, *gaps, rule]
-    words = " ".join(filter(None, sentences))
+    sentences = [nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    machine = folder.read_record(Machine, "machine.json")
+    facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
         state=folder.state(),
-        words=words,
+        cautions=tuple(filter(None, (folder.state_words(), cut))),
+        verdict=" ".join(filter(None, sentences)),
+        advice=advise(facts),
+        host_work=facts.host_work,
         trace=trace,
         rank_phases=analysis.phases,
         skew_s=skew_s,
         stragglers=stragglers,
+        shifts=analysis.shifts,
         traffic=traffic,
         comparison=comparison,
         result=result,
-        machine=folder.read_record(Machine, "machine.json"),
+        machine=machine,
         estimate=estimate,
         versions=folder.read_versions(),
         config=config,
@@ -257,9 +282,13 @@ def to_json(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "steps": report.steps,
         "step_time_s": report.step_time_s,
+        "cautions": list(report.cautions),
+        "advice": [_plain(advice) for advice in report.advice],
+        "host_work": [_plain(work) for work in report.host_work],
         "step_rule": report.trace.step_rule,
         "nan": _plain(report.nan),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
+        "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [
             {
                 "rank": spent.rank,

@@ -1,4 +1,4 @@
-"""The report for a terminal: the verdict, and the tables that fit a screen.
+"""The report for a terminal: the verdict, and tables that fit the screen.
 
 Names come from scripts and files, so they reach the terminal as `Text` without markup, and with
 control characters written out.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from paceline.core.breakdown import PHASES
+from paceline.report.advice.gather import mean_times
+from paceline.report.compare import shown_phases
+from paceline.report.fitting_table import FittingTable
 from paceline.report.units import (
     format_bytes,
     format_clock_error,
@@ -22,9 +23,12 @@ from paceline.report.units import (
     format_share,
     format_size_class,
     plural,
+    seconds_that_add_up,
+    shares_that_add_up,
+    shown_parts,
     significant,
 )
-from paceline.report.words import gap_words, printable
+from paceline.report.words import gap_words, phase_label, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from paceline.core.estimate import Estimate
     from paceline.perf.calibrate import Calibration
+    from paceline.report.compare import Comparison
     from paceline.report.model import Report
     from paceline.trace.analysis.communication import Traffic
     from paceline.trace.analysis.host import HostTime
@@ -40,7 +45,6 @@ if TYPE_CHECKING:
     from paceline.trace.merge.matches import Mismatch
 
 _ROWS = 16
-_HOST_ROWS, _HOST_RANKS = 8, 4
 
 
 def render_terminal(report: Report) -> Group:
@@ -48,26 +52,21 @@ def render_terminal(report: Report) -> Group:
     steps = "no step recorded"
     if report.steps:
         steps = f"{plural(report.steps, 'step')} of {format_seconds(report.step_time_s)}"
-    failed = report.result is not None and report.result.failure is not None
     parts: list[RenderableType] = [
-        Text(printable(report.words), style="bold red" if failed else "bold"),
+        render_verdict(report),
         Text(
             f"{plural(report.world_size, 'rank')}, {steps}, "
             f"peak memory {format_bytes(report.peak_memory_bytes)}"
         ),
     ]
-    if report.dropped_count:
-        dropped = f"{plural(report.dropped_count, 'event')} could not be recorded"
-        parts.append(Text(dropped, style="yellow"))
     if report.steps:
         parts += [Text(), _phases(report)]
         left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
-        if any(rank.host for rank in report.rank_phases):
-            parts += [Text(), _host_work([(rank.rank, rank.host) for rank in report.rank_phases])]
+    parts += _host_work(report.host_work, report.total.total_s)
     if report.comparison.predicted_step_s is not None:
-        parts += [Text(), _comparison(report)]
+        parts += [Text(), _comparison(report.comparison)]
     elif report.comparison.unfit:
         parts += [Text(), Text(f"not compared: {report.comparison.unfit}", style="yellow")]
     if report.traffic:
@@ -75,31 +74,60 @@ def render_terminal(report: Report) -> Group:
     return Group(*parts)
 
 
+def render_verdict(report: Report) -> Group:
+    """Return what ``paceline why`` shows: cautions, the verdict, and what would help."""
+    failed = report.result is not None and report.result.failure is not None
+    parts = [Text(printable(sentence), style="yellow") for sentence in report.cautions]
+    parts.append(Text(printable(report.verdict), style="bold red" if failed else "bold"))
+    parts += [Text(printable(f"What would help: {advice.sentence}")) for advice in report.advice]
+    return Group(*parts)
+
+
+def render_details(report: Report) -> Group:
+    """Return the tables that ``paceline why --verbose`` adds: stragglers, phases, host work."""
+    parts: list[RenderableType] = []
+    if report.stragglers:
+        parts += [Text(), _stragglers(report)]
+    if report.steps:
+        parts += [Text(), _phases(report)]
+    return Group(*parts, *_host_work(report.host_work, report.total.total_s))
+
+
 def render_stats(stats: TraceStats) -> Group:
     """Return what ``paceline trace stats`` shows."""
     kinds = sorted({kind for rank in stats.ranks for kind in rank.events})
-    events = _table("events", kinds)
-    clocks = _table("clock", ["offset", "drift", "error at most", "dropped", "file"])
-    for rank in stats.ranks:
-        name = f"rank {rank.rank}"
-        events.add_row(name, *(f"{rank.events.get(kind, 0):,}" for kind in kinds))
-        clocks.add_row(
-            name,
+    ranks = [f"rank {rank.rank}" for rank in stats.ranks]
+    events = [[f"{rank.events.get(kind, 0):,}" for kind in kinds] for rank in stats.ranks]
+    clocks = [
+        [
             format_seconds(rank.clock_offset_ns / 1e9),
             f"{rank.clock_drift * 1e6:.2f} ppm",
             format_clock_error(rank.clock_error_ns),
             f"{rank.dropped_count:,}",
             "complete" if rank.complete else "truncated",
-        )
-    # Without units in its cells, and its steps among the events, this table fits 80 columns.
-    present = [name for name in PHASES if any(getattr(r.breakdown, name) for r in stats.ranks)]
-    times = _table("seconds", [*present, "loop"])
-    for rank in stats.ranks:
-        spent = [significant(getattr(rank.breakdown, name)) for name in present]
-        times.add_row(f"rank {rank.rank}", *spent, significant(rank.loop_wall_s))
-    parts: list[RenderableType] = [events, Text(), times, Text(), clocks]
-    if any(rank.host for rank in stats.ranks):
-        parts += [Text(), _host_work([(rank.rank, rank.host) for rank in stats.ranks])]
+        ]
+        for rank in stats.ranks
+    ]
+    present = shown_parts(PHASES, [dict(rank.breakdown.items()) for rank in stats.ranks])
+    times = [
+        [
+            *(significant(getattr(rank.breakdown, name)) for name in present),
+            significant(rank.loop_wall_s),
+        ]
+        for rank in stats.ranks
+    ]
+    labels = [*(phase_label(name) for name in present), "total"]
+    heads = ["offset", "drift", "error at most", "dropped", "file"]
+    parts: list[RenderableType] = [
+        _table("events", kinds, ranks, events, corner="events"),
+        Text(),
+        _table("seconds", labels, ranks, times, corner="seconds"),
+        Text(),
+        _table("clock", heads, ranks, clocks),
+    ]
+    times_by_rank = [rank.host for rank in stats.ranks]
+    loop_s = sum(rank.loop_wall_s for rank in stats.ranks) / max(1, len(stats.ranks))
+    parts += _host_work(mean_times(times_by_rank), loop_s)
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     untimed = sum(line.untimed_count for line in stats.traffic)
@@ -110,36 +138,16 @@ def render_stats(stats: TraceStats) -> Group:
     return Group(*parts)
 
 
-def _host_work(ranks: Sequence[tuple[int, Sequence[HostTime]]]) -> Table:
-    """Return the names of the work between phases, the longest first, with seconds by rank."""
-    by_name: dict[str, dict[int, float]] = {}
-    for rank, times in ranks:
-        for time in times:
-            spent = by_name.setdefault(time.name, {})
-            spent[rank] = spent.get(rank, 0.0) + time.measured_s
-    shown_ranks = [rank for rank, _ in ranks[:_HOST_RANKS]]
-    shown = _table("host work, seconds", [f"rank {rank}" for rank in shown_ranks])
-    longest = sorted(by_name, key=lambda name: -max(by_name[name].values()))
-    for name in longest[:_HOST_ROWS]:
-        spent = by_name[name]
-        cells = [significant(spent[rank]) if rank in spent else "-" for rank in shown_ranks]
-        shown.add_row(Text(printable(name)), *cells)
-    return shown
-
-
-def _mismatches(mismatches: Iterable[Mismatch]) -> Table:
-    shown = _table("mismatch", ["number", "rank", "operation", "size"])
+def _mismatches(mismatches: Iterable[Mismatch]) -> FittingTable:
+    rows = []
     for mismatch in mismatches:
         columns = zip(mismatch.ranks, mismatch.operations, mismatch.bytes, strict=True)
         for rank, operation, size in list(columns)[:_ROWS]:
-            shown.add_row(
-                Text(printable(mismatch.group.removeprefix("group "))),
-                f"{mismatch.sequence:,}",
-                f"{rank:,}",
-                Text(printable(operation)),
-                format_bytes(size),
-            )
-    return shown
+            group = printable(mismatch.group.removeprefix("group "))
+            number = f"{mismatch.sequence:,}"
+            rows.append((group, printable(operation), number, f"{rank:,}", format_bytes(size)))
+    heads = ("mismatch in", "operation", "number", "rank", "size")
+    return FittingTable(heads=heads, rows=tuple(rows), names=2)
 
 
 def render_estimate(estimate: Estimate) -> Group:
@@ -147,18 +155,33 @@ def render_estimate(estimate: Estimate) -> Group:
     low, high = format_seconds(estimate.low_s), format_seconds(estimate.high_s)
     ranks = plural(estimate.plan.mesh.world_size, "rank")
     threads = plural(estimate.plan.threads, "thread")
-    phases = _table("phase", ["predicted", "of the step"])
-    phases.add_column("rests on")
-    for name, seconds in estimate.breakdown.items():
-        if seconds:
-            share = format_share(seconds / estimate.step_time_s)
-            phases.add_row(name, format_seconds(seconds), share, estimate.sources.get(name, ""))
-    memory = _table("memory of a rank", ["predicted"])
-    for name, count in estimate.memory_bytes.items():
-        if count:
-            memory.add_row(name, format_bytes(count))
-    memory.add_row(
-        Text("together", style="bold"), format_bytes(sum(estimate.memory_bytes.values()))
+    present = [(name, seconds) for name, seconds in estimate.breakdown.items() if seconds]
+    *predicted, step = seconds_that_add_up([seconds for _, seconds in present])
+    rows = [
+        (
+            phase_label(name),
+            printable(estimate.sources.get(name, "")),
+            predicted[i],
+            format_share(seconds / estimate.step_time_s),
+        )
+        for i, (name, seconds) in enumerate(present)
+    ]
+    phases = FittingTable(
+        heads=("phase", "rests on", "predicted", "of the step"),
+        rows=(*rows, ("step", "", step, "")),
+        names=2,
+        bold=frozenset([len(rows)]),
+    )
+    needs = [(name, count) for name, count in estimate.memory_bytes.items() if count]
+    memory = _table(
+        "memory of a rank",
+        ["predicted"],
+        [*(printable(name) for name, _ in needs), "together"],
+        [
+            *([format_bytes(count)] for _, count in needs),
+            [format_bytes(sum(estimate.memory_bytes.values()))],
+        ],
+        bold=[len(needs)],
     )
     return Group(
         Text(
@@ -176,22 +199,28 @@ def render_estimate(estimate: Estimate) -> Group:
 
 def render_calibration(calibration: Calibration) -> Group:
     """Return what ``paceline calibrate`` shows."""
-    shown = _table("phase", ["before", "measured", "now", "weight of the run"])
-    for fit in calibration.phases:
-        if fit.prior_s or fit.measured_s or fit.fitted_s:
-            shown.add_row(
-                fit.name,
-                format_seconds(fit.prior_s),
-                format_seconds(fit.measured_s),
-                format_seconds(fit.fitted_s),
-                format_share(fit.weight),
-            )
-    shown.add_row(
-        Text("step", style="bold"),
+    fits = [fit for fit in calibration.phases if fit.prior_s or fit.measured_s or fit.fitted_s]
+    rows = [
+        [
+            format_seconds(fit.prior_s),
+            format_seconds(fit.measured_s),
+            format_seconds(fit.fitted_s),
+            format_share(fit.weight),
+        ]
+        for fit in fits
+    ]
+    step = [
         format_seconds(calibration.prior_step_s),
         format_seconds(calibration.measured_step_s),
         format_seconds(calibration.fitted_step_s),
         "",
+    ]
+    shown = _table(
+        "phase",
+        ["before", "measured", "now", "weight of the run"],
+        [*(phase_label(fit.name) for fit in fits), "step"],
+        [*rows, step],
+        bold=[len(fits)],
     )
     return Group(
         Text(
@@ -204,61 +233,113 @@ def render_calibration(calibration: Calibration) -> Group:
     )
 
 
-def _phases(report: Report) -> Table:
-    total = report.total
-    present = [name for name in PHASES if getattr(total, name) > 0]
-    shown = _table("share", [*present, "loop"])
+def _phases(report: Report) -> FittingTable:
     late = {straggler.rank for straggler in report.stragglers}
     late_first = sorted(report.rank_phases, key=lambda rank: (rank.rank not in late, rank.rank))
-    for rank in sorted(late_first[:_ROWS], key=lambda rank: rank.rank):
-        spent = rank.breakdown()
-        wall_s = max(spent.total_s, 1e-12)
-        shares = [format_share(getattr(spent, name) / wall_s) for name in present]
-        name = Text(f"rank {rank.rank}", style="bold" if rank.rank in late else "")
-        shown.add_row(name, *shares, format_seconds(spent.total_s))
-    return shown
-
-
-def _comparison(report: Report) -> Table:
-    shown = _table("undisturbed step", ["predicted", "measured", "ratio"])
-    for phase in report.comparison.phases:
-        if phase.measured_s > 0 or phase.predicted_s:
-            ratio = "-" if phase.ratio is None else f"{phase.ratio:.2f}"
-            predicted, measured = (
-                format_seconds(phase.predicted_s),
-                format_seconds(phase.measured_s),
-            )
-            shown.add_row(phase.name, predicted, measured, ratio)
-    comparison = report.comparison
-    error = format_share(comparison.step_time_error)
-    shown.add_row(
-        Text("step", style="bold"),
-        format_seconds(comparison.predicted_step_s),
-        format_seconds(comparison.measured_step_s),
-        f"error {error}",
+    ranks = sorted(late_first[:_ROWS], key=lambda rank: rank.rank)
+    times = [rank.breakdown() for rank in ranks]
+    present = shown_parts(PHASES, [dict(spent.items()) for spent in times])
+    rows = [
+        [
+            *shares_that_add_up([getattr(spent, name) for name in present]),
+            format_seconds(spent.total_s),
+        ]
+        for spent in times
+    ]
+    return _table(
+        "share",
+        [*(phase_label(name) for name in present), "total"],
+        [f"rank {rank.rank}" for rank in ranks],
+        rows,
+        corner="share",
+        bold=[i for i, rank in enumerate(ranks) if rank.rank in late],
     )
-    return shown
 
 
-def _traffic(traffic: Iterable[Traffic]) -> Table:
-    heads = ["group", "ranks", "size", "count", "transfer", "bandwidth"]
-    shown = _table("collective", heads)
-    for line in list(traffic)[:_ROWS]:
-        shown.add_row(
-            Text(printable(line.operation)),
-            Text(printable(line.group.removeprefix("group "))),
+def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]:
+    if not times:
+        return []
+    rows = [
+        [
+            format_seconds(time.measured_s),
+            format_share(time.measured_s / max(loop_s, 1e-12)),
+            plural(time.samples, "sample") if time.samples else "timed",
+        ]
+        for time in times[:_ROWS]
+    ]
+    names = [printable(time.name) for time in times[:_ROWS]]
+    return [Text(), _table("host work", ["seconds", "of the loop", "measured by"], names, rows)]
+
+
+def _stragglers(report: Report) -> FittingTable:
+    shown = report.stragglers[:_ROWS]
+    rows = tuple(
+        (
+            f"rank {late.rank}",
+            f"{late.cause.replace('_', ' ')}, {late.shape}",
+            f"{late.first_step:,} to {late.last_step:,}",
+            f"{significant(late.late_ms)} ms",
+            format_share(late.late_share),
+            format_share(late.others_wait),
+        )
+        for late in shown
+    )
+    heads = ("straggler", "cause", "steps", "typical skew", "late steps", "others wait")
+    return FittingTable(heads=heads, rows=rows, names=2)
+
+
+def _comparison(comparison: Comparison) -> FittingTable:
+    phases = shown_phases(comparison)
+    *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
+    *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
+    rows = [
+        [
+            predicted[i] if phase.predicted_s else "-",
+            measured[i] if phase.measured_s else "-",
+            "-" if phase.ratio is None else f"{phase.ratio:.2f}",
+        ]
+        for i, phase in enumerate(phases)
+    ]
+    error = f"error {format_share(comparison.step_time_error)}"
+    return _table(
+        "typical step",
+        ["predicted", "measured", "ratio"],
+        [*(phase_label(phase.name) for phase in phases), "step"],
+        [*rows, [predicted_step, measured_step, error]],
+        bold=[len(phases)],
+    )
+
+
+def _traffic(traffic: Iterable[Traffic]) -> FittingTable:
+    heads = ("collective", "group", "ranks", "size, up to", "count", "transfer", "bandwidth")
+    rows = [
+        (
+            printable(line.operation),
+            printable(line.group.removeprefix("group ")),
             f"{line.ranks:,}",
             format_size_class(line.size_class_bytes),
             f"{line.count:,}",
             format_seconds(line.transfer_s),
             format_rate(line.bandwidth_bytes_per_s),
         )
-    return shown
+        for line in list(traffic)[:_ROWS]
+    ]
+    return FittingTable(heads=heads, rows=tuple(rows), names=2)
 
 
-def _table(name: str, heads: Sequence[str]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column(name)
-    for head in heads:
-        shown.add_column(head, justify="right")
-    return shown
+def _table(
+    name: str,
+    heads: Sequence[str],
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    corner: str = "",
+    bold: Iterable[int] = (),
+) -> FittingTable:
+    """Return a table whose rows begin with `names`."""
+    return FittingTable(
+        heads=(name, *heads),
+        rows=tuple((first, *cells) for first, cells in zip(names, rows, strict=True)),
+        corner=corner,
+        bold=frozenset(bold),
+    )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import Breakdown
-from paceline.report.units import format_seconds, format_share, plural, significant
+from paceline.report.delays import brief_steps, late_words, more_words
+from paceline.report.units import format_seconds, format_share, plural
 from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.blame import Straggler
     from paceline.trace.analysis.nans import NanValue
 
-BECAUSE = {
-    "data": "because of data loading",
-    "compute": "because it computes longer",
-    "not_running": "because its threads waited for a core (another process took it)",
-}
 DOING = {
     "input": "waiting for data",
     "copy": "copies to and from the device",
@@ -37,6 +33,7 @@ DOING = {
     "host": "the script's own work between phases",
     "other": "the rest of the loop",
 }
+_LABELS = {"transfer": "communication"}
 _NOTABLE_WAITING = 0.1
 _NO_STEP = (
     "No step was recorded, so nothing is known about stragglers: the script calls no optimizer, "
@@ -76,7 +73,7 @@ def summary_line(result: RunResult, run: Path) -> str:
         parts.append(f"a value was NaN in step {result.nan.step} on rank {result.nan.rank}")
     if result.straggler is not None:
         late = result.straggler
-        parts.append(f"rank {late.rank} was late in steps {late.first_step} to {late.last_step}")
+        parts.append(f"rank {late.rank} was late {brief_steps(late)}")
     return f"{', '.join(parts)}; folder: {run}"
 
 
@@ -118,9 +115,9 @@ def verdict(
     if not steps:
         sentences.append(_NOT_WRITTEN if failure and failure.step else _NO_STEP)
     elif stragglers:
-        sentences.append(_late_words(stragglers[0], world_size, place))
+        sentences.append(late_words(stragglers[0], world_size, place))
         if len(stragglers) > 1:
-            sentences.append(_more_words(stragglers[1:]))
+            sentences.append(more_words(stragglers[1:]))
     else:
         present = world_size - len(missing)
         if present > 1 and not place:
@@ -159,6 +156,15 @@ def gap_words(untimed_count: int, mismatch_count: int) -> list[str]:
             "size: these are left out (paceline trace stats lists them)."
         )
     return sentences
+
+
+def phase_label(name: str) -> str:
+    """Return a phase as tables and charts name it.
+
+    >>> phase_label("transfer"), phase_label("input")
+    ('communication', 'input')
+    """
+    return _LABELS.get(name, name)
 
 
 def sync_place(operations: frozenset[str], syncs_per_step: float) -> str:
@@ -202,31 +208,11 @@ def printable(text: str) -> str:
     )
 
 
-def _late_words(late: Straggler, world_size: int, place: str) -> str:
-    others = f"rank {1 - late.rank} waits" if world_size == 2 else "the others wait"
-    return (
-        f"Rank {late.rank} arrives {significant(late.late_ms, 2)} ms late {place} between steps "
-        f"{late.first_step} and {late.last_step}, {BECAUSE[late.cause]}; {others} "
-        f"{format_share(late.others_wait)} of each of these steps."
-    )
-
-
 def _missing_words(missing: tuple[int, ...]) -> str:
     if len(missing) == 1:
         return f"Rank {missing[0]} left no trace, so only the other ranks are described."
     left = f"{len(missing)} ranks left no trace (first: {missing[0]})"
     return f"{left}, so only the other ranks are described."
-
-
-def _more_words(more: tuple[Straggler, ...]) -> str:
-    worst = more[0]
-    text = (
-        f"rank {worst.rank} by {significant(worst.late_ms, 2)} ms in steps {worst.first_step} to "
-        f"{worst.last_step}, {BECAUSE[worst.cause]}"
-    )
-    if len(more) == 1:
-        return f"Also late: {text}."
-    return f"{len(more)} other ranks were late too, most of all {text}."
 
 
 def _even_words(world_size: int, steps: int, total: Breakdown, latest: int | None) -> str:

@@ -9,6 +9,7 @@ from paceline.core.record import Record
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
+from paceline.trace.analysis.shifts import Shift
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,7 @@ class Failure(Record):
 class RunResult(Record):
     """The summary of a run; seconds are measured, see docs/reference/run-folder.md.
 
+    `straggler` is the costliest of `stragglers`; results of before hold it alone.
     `step_rule` is a value of `paceline.trace.merge.steps.StepRule`: what ends a step. `nan` is the
     first value that was not a number when the script read it from a tensor.
     """
@@ -76,6 +78,8 @@ class RunResult(Record):
     loop_wall_s: float
     ranks: tuple[RankResult, ...]
     straggler: Straggler | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    shifts: tuple[Shift, ...] = ()
     failure: Failure | None = None
     step_rule: str = ""
     nan: NanValue | None = None

@@ -18,6 +18,7 @@ from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import UsageError
 from paceline.core.files import commit_text, read_text
+from paceline.core.foreign_cpu import cpu_use
 from paceline.core.record import Record
 from paceline.launch.options import RunConfig
 from paceline.launch.prepare import claim_folder, prepare
@@ -26,8 +27,8 @@ from paceline.launch.run import execute
 from paceline.probe.doctor import diagnose
 from paceline.probe.measure import measure, summary
 from paceline.report.compare import PhaseComparison
-from paceline.report.html import write_html
 from paceline.report.model import gather
+from paceline.report.page.document import write_html
 from paceline.store import PackOptions
 from paceline.studies.demo_files import FOLDER, IMAGES, PACK, make_folder, write_images
 from paceline.studies.predict import predict
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 RANKS = 2
 EPOCHS = 30
 STEPS = EPOCHS * 23  # 1437 training images over two ranks, 32 each
+# A process that gets a core takes a slice of about 4 ms, and both ranks wait for it: with a tenth
+# of a core every fourth step is longer by that, and the median step just not.
+QUIET_RUN_CORES = 0.1
 SCRIPT = Path(__file__).with_name("demo_train.py")
 
 
@@ -136,6 +140,10 @@ class DemoResult(Record):
         injected: the rank that the script slowed; None for none.
         phases: seconds per undisturbed step, predicted and measured.
         step_time_error: |predicted / measured - 1| of undisturbed steps.
+        foreign_cores: cores that other processes used while it trained, on average; None where the
+            kernel does not say.
+        disturbed: what other work disturbed, in words: parts of the measurement of the machine, or
+            the training. Prediction and measurement then differ for no fault of either.
         report: path of the page.
         verdict: in words.
     """
@@ -148,6 +156,8 @@ class DemoResult(Record):
     injected: Injected | None
     phases: tuple[PhaseComparison, ...]
     step_time_error: float | None
+    foreign_cores: float | None = None
+    disturbed: tuple[str, ...] = ()
     report: str
     verdict: str
 
@@ -200,11 +210,18 @@ def run_demo(
     assert plan.estimate is not None
     on_stage(Stage(name="predict", lines=(_predict_line(plan.estimate),)))
     run = FOLDER / "run"
+    before = cpu_use()
     trained = _train(run, injection, seed, machine, plan, clock, on_status)
+    after = cpu_use()
+    foreign_cores = after.foreign_cores(before) if before and after else None
     report = gather(run)
     page = run / "report.html"
     write_html(report, page)
-    result = _result(report, trained, images, page)
+    result = dataclasses.replace(
+        _result(report, trained, images, page),
+        foreign_cores=foreign_cores,
+        disturbed=disturbances(machine, foreign_cores),
+    )
     commit_text(FOLDER / "result.json", result.to_text())
     return result
 
@@ -250,6 +267,25 @@ def _train(
     )
     trained: dict[str, object] = json.loads(read_text(answer))
     return trained
+
+
+def disturbances(machine: Machine, foreign_cores: float | None) -> tuple[str, ...]:
+    """Return in words what other processes disturbed.
+
+    Args:
+        machine: as the demo measured it.
+        foreign_cores: that other processes used while it trained; None if that is not known.
+    """
+    found = []
+    if machine.disturbed:
+        worst = max(machine.disturbed, key=lambda part: part.foreign_cores)
+        found.append(
+            f"the measurement of this machine, in {len(machine.disturbed)} parts "
+            f"({worst.where}, {worst.part}: {worst.why})"
+        )
+    if foreign_cores is not None and foreign_cores > QUIET_RUN_CORES:
+        found.append(f"the training: other processes used {foreign_cores:.2f} cores")
+    return tuple(found)
 
 
 def _result(report: Report, trained: dict[str, object], images: int, page: Path) -> DemoResult:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
+import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
 from paceline.core.workload import Dataset, Layer, Operation, Workload
-from paceline.training.operators import classify, count_bytes, count_flops, tensors_in
+from paceline.training.operators import bytes_of, tensors_in, works_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,9 +40,10 @@ class TrainingStep:
 
     Attributes:
         module: the model; it is not changed.
-        inputs: of one batch on one rank: a tensor, or a tuple of the module's arguments.
+        inputs: of one batch on one rank: a tensor; a tuple or NamedTuple of the module's arguments;
+            a dict of its keyword arguments; a list or dict that its one argument takes.
         target: second argument of `loss_fn`; without it the loss takes the output alone.
-        loss_fn: by default the sum of the output.
+        loss_fn: by default the output's ``loss`` if it has one, else the sum of the output.
         optimizer: makes the optimizer from the parameters; None for no update.
         dataset: what is known of the data.
     """
@@ -85,7 +87,7 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
     return Workload(
         name=name or type(step.module).__name__,
         batch=int(batch[0].shape[0]) if batch and batch[0].dim() else 1,
-        input_bytes=sum(tensor.nbytes for tensor in batch + tensors_in(target)),
+        input_bytes=bytes_of(batch + tensors_in(target)),
         layers=recorder.layers(),
         largest_bytes=recorder.largest_bytes,
         optimizer=type(optimizer).__name__ if optimizer else "",
@@ -102,11 +104,13 @@ def _run(
     recorder: _Recorder, module: torch.nn.Module, inputs: Any, target: Any, step: TrainingStep
 ) -> torch.optim.Optimizer | None:
     optimizer = step.optimizer(module.parameters()) if step.optimizer else None
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    if optimizer is not None:
+        _check_optimizer(optimizer)
+    arguments, keywords = _arguments(module, inputs)
     recorder.phase = "forward"
-    output = module(*arguments)
+    output = module(*arguments, **keywords)
     if step.loss_fn is None:
-        loss = sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
+        loss = _loss_in(output)
     else:
         loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -127,6 +131,55 @@ def _run(
     return optimizer
 
 
+def _arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments with which a batch calls the module.
+
+    A dict is taken apart where its keys are names of arguments, as of models whose batches come as
+    dicts (``model(**batch)``), and is one argument otherwise. A list is one argument, unless the
+    module needs as many arguments as it has items.
+    """
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, dict) and _accepts(module, (), inputs):
+        return (), inputs
+    if isinstance(inputs, list) and not _accepts(module, (inputs,), {}):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _accepts(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # another signature; or none that is known
+        return False
+    return True
+
+
+def _loss_in(output: Any) -> Any:
+    """Return what an output names its loss, as models do that were given labels; else its sum."""
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor) and named.requires_grad:
+        return named
+    return sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step runs the model, as often as the values of the loss ask for.
+
+    Raises:
+        UsageError: its step cannot be called without a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return
+    raise UsageError(
+        f"a step of {type(optimizer).__name__} cannot be predicted",
+        where=type(optimizer).__name__,
+        why="it calls a closure that runs the model, as often as the values of the loss ask for",
+        fix="Plan with an optimizer that updates once after each backward pass, for example SGD",
+    )
+
+
 def _fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -137,7 +190,7 @@ def _fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module
 def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
     if isinstance(values, torch.Tensor):
         return fake.from_tensor(values)
-    if isinstance(values, dict):
+    if isinstance(values, Mapping):  # also what only behaves like a dict, as tokenizers return
         return {key: _fake_values(value, fake) for key, value in values.items()}
     if isinstance(values, tuple) and hasattr(values, "_fields"):  # a NamedTuple takes them singly
         return type(values)(*(_fake_values(value, fake) for value in values))
@@ -149,7 +202,7 @@ def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
+    return sum(bytes_of(tensors_in(state)) for state in optimizer.state.values())
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
@@ -221,17 +274,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operator = classify(func)
-        if self.phase is None or operator is None:
+        works = works_of(func, args, kwargs, result) if self.phase is not None else ()
+        if not works:
             return result
-        dtype = next((tensor.dtype for tensor in tensors_in(result)), torch.float32)
-        flops = count_flops(func, args, kwargs, result)
-        bytes_ = 0 if operator == "view" else count_bytes(func, args, kwargs, result)
-        if operator != "view":
-            made = max((tensor.nbytes for tensor in tensors_in(result)), default=0)
-            self.largest_bytes = max(self.largest_bytes, made)
-        key = (self.phase, operator, str(dtype).removeprefix("torch."), flops, bytes_)
-        self._counts[self._layer(args)][key] += 1
+        made = tensors_in(result)
+        dtype = str(made[0].dtype if made else torch.float32).removeprefix("torch.")
+        if works[0].operator != "view":
+            largest = max((bytes_of([tensor]) for tensor in made), default=0)
+            self.largest_bytes = max(self.largest_bytes, largest)
+        # A module whose parameters another one uses is never entered itself.
+        counts = self._counts.setdefault(self._layer(args), Counter())
+        for work in works:
+            key = (self.phase, work.operator, dtype, work.flops, work.bytes, work.name)
+            counts[key] += work.count
         return result
 
     def _layer(self, args: Any) -> str:
@@ -288,7 +343,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 def _operations(counts: Counter[tuple[Any, ...]]) -> tuple[Operation, ...]:
     return tuple(
         Operation(
-            phase=phase, operator=operator, dtype=dtype, count=count, flops=flops, bytes=bytes_
+            phase=phase,
+            operator=operator,
+            dtype=dtype,
+            count=count,
+            flops=flops,
+            bytes=bytes_,
+            assumed=name,
         )
-        for (phase, operator, dtype, flops, bytes_), count in counts.items()
+        for (phase, operator, dtype, flops, bytes_, name), count in counts.items()
     )

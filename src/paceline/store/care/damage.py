@@ -66,7 +66,7 @@ class OpenFile:
 
     def read(self, offset: int, length: int) -> bytes | None:
         """Return exactly these bytes; None when they are not there or cannot be read."""
-        if self.descriptor < 0:
+        if self.length is None or offset + length > self.length:
             return None
         blocks = []
         try:
@@ -264,7 +264,7 @@ def _extent_fits(file: OpenFile, index: IndexFile, extent: int) -> bool:
 
 def _examine_gap(file: OpenFile, state: ShardState, begin: int, end: int) -> None:
     """Record the bytes between two samples if they are not all zeros."""
-    if begin < end:
-        gap = file.read(begin, end - begin)
-        if gap is None or gap.strip(b"\0"):
+    for block in file.blocks(begin, end - begin):
+        if block is None or block.strip(b"\0"):
             state.bad_gaps.append((begin, end - begin))
+            return

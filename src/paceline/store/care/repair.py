@@ -30,7 +30,14 @@ from paceline.core.errors import (
     os_errors_as,
     reason,
 )
-from paceline.core.files import LockOutcome, sync_folder, try_lock, write_all, write_all_at
+from paceline.core.files import (
+    LockOutcome,
+    require_space,
+    sync_folder,
+    try_lock,
+    write_all,
+    write_all_at,
+)
 from paceline.store.care.damage import OpenFile, examine_shard
 from paceline.store.care.findings import Findings, RepairReport
 from paceline.store.care.repair_sources import RepairSources
@@ -254,6 +261,9 @@ class _Repair:
 
     def _rebuild_parity(self, sources: RepairSources, number: int, expected: bytes) -> bool:
         path = self._path / parity_name(number)
+        byte_count = int(self._index.parity_lengths[number])
+        fix = "what was repaired before stays repaired"
+        require_space(path, byte_count, byte_count, what="the parity file", fix=fix)
 
         def fill(descriptor: int) -> bool:
             header = file_header(FileMagic.PARITY, number, self._index.version)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.files import write_all_at
+from paceline.core.files import require_space, write_all_at
 from paceline.store.care.damage import OpenFile, ShardState, fits
 from paceline.store.care.replace_file import replace_file
 from paceline.store.format.layout import (
@@ -124,6 +124,11 @@ class ShardRepair:
             return len(lost) < len(extents) or not len(extents)
 
         path = self._path / shard_name(state.shard)
+        # The file as it is stays until the new one takes its place.
+        stored_bytes = int(self._index.stored_lengths[extents].sum())
+        fix = "what was repaired before stays repaired"
+        if not self._dry_run:
+            require_space(path, stored_bytes, stored_bytes, what="the rebuilt shard", fix=fix)
         is_rebuilt = fill(-1) if self._dry_run else replace_file(path, fill)
         if not is_rebuilt:
             self._note(state, None, "")

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from paceline.core.errors import CorruptPack, Missing, PacelineError, ScriptFailed
+from paceline.core.errors import (
+    CorruptPack,
+    MemoryExceeded,
+    Missing,
+    PacelineError,
+    ScriptFailed,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -121,20 +127,21 @@ class BatchMaker:
 
         Raises:
             CorruptPack: a sample is damaged, and the policy is ``raise``; or all of them are.
+            MemoryExceeded: the batch does not fit into memory, if the index is right.
             ScriptFailed: a sample cannot be decoded, transformed or collated.
         """
         numbers = task.numbers
         skipped: list[str] = []
         try:
             buffer, offsets = self.pack.read_batch(numbers)
-        except CorruptPack as damage:
+        except (CorruptPack, MemoryExceeded) as damage:  # too large: perhaps by a false claim
             if self.options.on_corrupt == "raise":
                 raise
             numbers, skipped = self._without_damaged(numbers, damage)
             buffer, offsets = self.pack.read_batch(numbers)
         bodies = RawSamples(torch.from_numpy(buffer), offsets)
         samples: Any = bodies if self.raw else self._collated(bodies, numbers)
-        labels = torch.from_numpy(self.pack.labels[numbers].astype(np.int64))
+        labels = torch.from_numpy(self.pack.labels_of(numbers).astype(np.int64))
         content: tuple[Any, ...] = (samples, labels)
         if self.options.numbers:
             content += (torch.from_numpy(numbers),)
@@ -181,7 +188,7 @@ class BatchMaker:
         return item if self.transform is None else self.transform(item)
 
     def _without_damaged(
-        self, numbers: NDArray[np.int64], damage: CorruptPack
+        self, numbers: NDArray[np.int64], damage: CorruptPack | MemoryExceeded
     ) -> tuple[NDArray[np.int64], list[str]]:
         good, skipped = [], []
         for number in numbers.tolist():

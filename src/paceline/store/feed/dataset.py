@@ -38,13 +38,13 @@ class PackDataset(torch.utils.data.Dataset):  # type: ignore[misc]  # torch is u
         return len(self.pack)
 
     def __getitem__(self, sample: int) -> tuple[Any, int]:
-        return self._item(self.pack.read(sample), int(self.pack.labels[sample]))
+        return self._item(self.pack.read(sample), int(self.pack.labels_of([sample])[0]))
 
     def __getitems__(self, samples: Sequence[int]) -> list[tuple[Any, int]]:
         """Return a whole batch by one call into C++; `DataLoader` prefers this."""
         ids = np.asarray(samples, np.int64)
         buffer, offsets = self.pack.read_batch(ids)
-        labels = self.pack.labels[ids]
+        labels = self.pack.labels_of(ids)
         return [
             self._item(buffer[offsets[k] : offsets[k + 1]].tobytes(), int(labels[k]))
             for k in range(len(ids))

@@ -115,8 +115,6 @@ class Loader:
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
-        # The property computes them at each use if samples are chunked.
-        self._lengths = self.pack.lengths
         self._running: weakref.ref[LoaderIterator] | None = None
         self._processes: Any = None  # a DataLoader, kept with its workers from epoch to epoch
 
@@ -178,7 +176,7 @@ class Loader:
 
     def tasks(self) -> Iterator[BatchTask]:
         """Return the batches to make, from the current position to the end of the epoch."""
-        planned = plan_tasks(self.order, self.batches, self.position, self._lengths)
+        planned = plan_tasks(self.order, self.batches, self.position, self.pack)
         return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:
@@ -227,7 +225,7 @@ class Loader:
         if self._processes is None:
             options, workers = self.options, worker_count(self.options)
             share = self.batches.global_batch_size / self.batches.world_size
-            batch_bytes = share * float(self._lengths.mean()) if len(self.pack) else 0.0
+            batch_bytes = share * float(self.pack.lengths.mean()) if len(self.pack) else 0.0
             ahead = min(options.batches_ahead, options.bytes_ahead / max(1.0, batch_bytes))
             check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
             self._processes = torch.utils.data.DataLoader(

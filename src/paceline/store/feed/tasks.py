@@ -32,7 +32,7 @@ class BatchTask:
 
 
 def plan_tasks(
-    order: SampleOrder, batches: RankBatches, position: int, lengths: NDArray[np.uint64]
+    order: SampleOrder, batches: RankBatches, position: int, pack: Pack
 ) -> Iterator[BatchTask]:
     """Yield a rank's batches from a position to the epoch's end.
 
@@ -40,12 +40,12 @@ def plan_tasks(
         order: order of the epoch.
         batches: this rank's share.
         position: position at which the first global batch begins.
-        lengths: bytes of each sample of the pack.
+        pack: the pack, for the bytes of its samples.
     """
     share = max(1, batches.global_batch_size // batches.world_size)
     while planned := batches.positions(position, max(1, _AT_ONCE // share)):
         numbers = order.samples(np.concatenate(planned))
-        sizes = lengths[numbers]
+        sizes = pack.lengths_of(numbers)
         begin = 0
         for positions in planned:
             batch = slice(begin, begin + len(positions))

@@ -37,6 +37,7 @@ class IndexFile:
 
     def __init__(self, reader: PackReader) -> None:
         self._reader = reader
+        self._is_checked = False
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> IndexFile:
@@ -49,7 +50,21 @@ class IndexFile:
             StorageError: it cannot be read.
         """
         require_pack(Path(path))
-        return cls(PackReader(os.fsencode(path), index_only=True))
+        index = cls(PackReader(os.fsencode(path), index_only=True))
+        index.check()
+        return index
+
+    def check(self) -> None:
+        """Check the content of all columns, which a reader checks sample by sample.
+
+        Code that uses whole columns calls this before.
+
+        Raises:
+            CorruptPack: the columns contradict each other, or the format.
+        """
+        if not self._is_checked:
+            self._reader.check_content()
+        self._is_checked = True
 
     @property
     def version(self) -> int:
@@ -103,6 +118,7 @@ class IndexFile:
         """Bytes of each sample; a view where every sample is one extent."""
         if not len(self.first_extents):
             return self.lengths
+        self.check()
         ends = np.zeros(len(self.lengths) + 1, np.uint64)
         np.cumsum(self.lengths, out=ends[1:])
         return np.diff(ends[self.first_extents])
@@ -112,6 +128,7 @@ class IndexFile:
         """The shard in which each sample begins."""
         if not len(self.first_extents):
             return self.shards
+        self.check()
         last = max(len(self.shards) - 1, 0)
         return self.shards[np.minimum(self.first_extents[:-1], last)]
 

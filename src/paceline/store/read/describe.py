@@ -127,6 +127,7 @@ def describe_name(path: str | os.PathLike[str], name: str | bytes) -> SampleStat
             sample = pack.find(name)
         except NotFound:
             return _describe_folder(pack, path, name)
+        pack.index.check()
         label = int(pack.labels[sample])
         return SampleStat(
             path=str(path),

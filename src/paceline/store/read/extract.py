@@ -30,7 +30,7 @@ from paceline.core.errors import (
     os_errors_as,
     reason,
 )
-from paceline.core.files import LockOutcome, sync_folder, try_lock, write_all
+from paceline.core.files import LockOutcome, require_space, sync_folder, try_lock, write_all
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _BATCH_SAMPLES = 256
 _BATCH_BYTES = 64 << 20
+_BLOCK_BYTES = 4096  # of a file system: what a file takes at most beyond its bytes
 _PERMISSIONS = 0o777  # without set-user-id and similar: the pack may come from anywhere
 _PARTIAL = ".extract.partial"
 
@@ -64,6 +65,7 @@ def extract(
     names: Iterable[str | bytes] = (),
     *,
     dry_run: bool = False,
+    check_space: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ExtractSummary:
     """Write samples of `pack` as files below the new folder `destination`.
@@ -76,21 +78,30 @@ def extract(
         destination: does not exist yet, or is an empty folder; its parent exists.
         names: names of samples, and of folders for all samples below them; empty: all samples.
         dry_run: write nothing.
+        check_space: refuse to begin where the samples cannot fit, also in a dry run. A file system
+            that compresses may hold them even so: then False.
         on_progress: called with the samples written so far and their total.
 
     Raises:
         DestinationExists: it is there and not empty; nothing was touched.
         NotFound: the pack has no such name, or the parent of `destination` does not exist.
         CorruptPack: a sample is damaged, or has a name that leads out of a folder.
-        StorageError: the disk is full, or the file system takes no such name.
+        StorageError: the disk is full, or too small from the start; or the file system takes no
+            such name.
     """
     target = Path(os.path.abspath(destination))  # noqa: PTH100  # keeps links as the user wrote them
     _check_target(target)
+    pack.index.check()
     folders, samples = _selected(pack, list(names))
     for folder in folders:
         check_name(folder, str(pack.path))
     for sample in samples.tolist():
         check_name(os.fsencode(pack.names[sample]), str(pack.path))
+    sample_bytes = int(pack.lengths[samples].sum())
+    if check_space:
+        most_bytes = sample_bytes + len(samples) * _BLOCK_BYTES
+        fix = "or, where the file system compresses, use check_space=False (--no-space-check)"
+        require_space(target, sample_bytes, most_bytes, what="the extracted files", fix=fix)
     if not dry_run:
         with (
             os_errors_as(lambda problem: _unwritable(target, problem)),
@@ -104,7 +115,7 @@ def extract(
         dry_run=dry_run,
         sample_count=len(samples),
         folder_count=len(folders),
-        sample_bytes=int(pack.lengths[samples].sum()),
+        sample_bytes=sample_bytes,
     )
 
 

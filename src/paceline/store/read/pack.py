@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from paceline.core.errors import NotFound, PacelineError, UsageError
+from paceline.core.errors import CorruptPack, NotFound, PacelineError, UsageError
 from paceline.native import Extent, PackEntry, PackReader, corrupt_sample
 from paceline.store.format.index import IndexFile, require_pack
 from paceline.store.format.layout import shard_name
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import ArrayLike, NDArray
-
-    from paceline.core.errors import CorruptPack
 
 _VERIFY_SAMPLES = 256  # per call: short enough for Ctrl-C and progress
 _MAX_THREADS = 8  # a few fill the memory bus; more only take cores from training
@@ -84,13 +82,32 @@ class Pack:
 
     @property
     def lengths(self) -> NDArray[np.uint64]:
-        """Bytes of each sample, shape (n,); mostly a view of the mapped index, as `labels` is."""
+        """Bytes of each sample, shape (n,); mostly a view of the mapped index, as `labels` is.
+
+        A view of a file that another program truncates is a SIGBUS when it is touched: `lengths_of`
+        and `labels_of` raise an error instead.
+        """
         return self.index.sample_lengths
 
     @property
     def labels(self) -> NDArray[np.int32]:
         """Each sample's index in `class_names`; -1 = no class."""
         return self.index.labels
+
+    def labels_of(self, samples: ArrayLike) -> NDArray[np.int32]:
+        """Return the labels of these samples, copied: unlike `labels`, never a signal.
+
+        Raises:
+            CorruptPack: the index was changed, or cut off, since the pack was opened.
+            IndexError: there is no such sample.
+        """
+        reader = self._open()
+        return reader.labels(self._ids(samples, reader))
+
+    def lengths_of(self, samples: ArrayLike) -> NDArray[np.int64]:
+        """Return the bytes of these samples by the index, copied; as `labels_of`."""
+        reader = self._open()
+        return reader.lengths(self._ids(samples, reader))
 
     @property
     def shards(self) -> NDArray[np.uint32]:
@@ -261,19 +278,27 @@ class Pack:
     def verify(
         self, on_progress: Callable[[int, int], None] | None = None
     ) -> Iterator[CorruptPack]:
-        """Read every sample and yield an error for each that is damaged.
+        """Read every sample and yield an error for each that is damaged, and one for the index.
 
         Args:
             on_progress: called with the samples read so far and their total.
         """
         reader = self._open()
         total = reader.sample_count
+        found = set()
         for first in range(0, total, _VERIFY_SAMPLES):
             end = min(first + _VERIFY_SAMPLES, total)
             for bad in reader.verify(first, end):
-                yield corrupt_sample(str(self.path / shard_name(bad.shard)), bad)
+                problem = corrupt_sample(str(self.path / shard_name(bad.shard)), bad)
+                found.add(problem.what)
+                yield problem
             if on_progress is not None:
                 on_progress(end, total)
+        try:
+            self.index.check()
+        except CorruptPack as problem:
+            if problem.what not in found:
+                yield problem
 
     def close(self) -> None:
         """Release the files. Reads in progress in other threads still finish."""

@@ -50,6 +50,7 @@ from paceline.store.write.options import (
 from paceline.store.write.parity import groups, write_parity
 from paceline.store.write.pipeline import PackedSamples, pack_after_existing
 from paceline.store.write.sources.source import SourceClasses, label_map
+from paceline.store.write.space import require_pack_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,6 +129,13 @@ def _append(
     on_progress: Callable[[PackProgress], None] | None,
 ) -> PackSummary:
     before = folder.before
+    require_pack_space(
+        folder.folder,
+        source.totals(),
+        replace(options, parity_group=before.index.parity_group),
+        beside_bytes=(folder.folder / INDEX_NAME).stat().st_size,
+        reused_bytes=0,
+    )
     _refuse_damage(folder)
     packed = pack_after_existing(
         source,

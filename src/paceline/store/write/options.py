@@ -36,6 +36,9 @@ class PackOptions(Configuration):
             from the others. 0 = no parity.
     Changes which samples there are:
         follow_symlinks: pack the targets of symbolic links, instead of refusing links.
+    Changes what is refused:
+        check_space: refuse to begin where the samples cannot fit. On a file system that compresses
+            they may fit even so: then False.
     Changes speed:
         restart: discard the shards that a killed packing left, instead of resuming.
     """
@@ -46,6 +49,7 @@ class PackOptions(Configuration):
     codec_level: int = 3
     parity_group: int = 0
     follow_symlinks: bool = False
+    check_space: bool = True
     restart: bool = False
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ from paceline.store.write.placement import ShardPlacement
 from paceline.store.write.sources.archive_paths import find_archives
 from paceline.store.write.sources.archives import Archives
 from paceline.store.write.sources.folder import Folder
+from paceline.store.write.space import require_pack_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,8 +71,8 @@ def pack(
         DestinationExists: `destination` exists; it is untouched.
         NotFound: the source, or the folder for `destination`, does not exist.
         UsageError: the source holds something that cannot be packed, or a name twice.
-        StorageError: the disk is full, the source cannot be read, or the source was changed while
-            it was packed.
+        StorageError: the disk is full, or too small from the start; the source cannot be read, or
+            was changed while it was packed.
     """
     options = options or PackOptions()
     target = Path(destination).absolute()
@@ -89,7 +90,7 @@ def plan_pack(
 ) -> PackSummary:
     """Return the summary that `pack` without a codec would return; write nothing.
 
-    Raises the errors of `pack`.
+    Raises the errors of `pack`, except for too little space (compare `pack_bytes`).
     """
     options = options or PackOptions()
     check_destination(source.root, Path(destination).absolute())
@@ -137,13 +138,21 @@ def _pack(
         partial,
     ):
         can_resume = source.resume_key and not options.restart
+        entries = read_journal(partial.folder, header) if can_resume else []
+        require_pack_space(
+            target,
+            source.totals(),
+            options,
+            beside_bytes=0,
+            reused_bytes=sum(shard.length for entry in entries for shard in entry.shards),
+        )
         packed = pack_resumable(
             source,
             partial,
             options,
             limits,
             header=header,
-            entries=read_journal(partial.folder, header) if can_resume else [],
+            entries=entries,
             on_progress=on_progress,
         )
         metadata = _metadata(packed, source, partial, options.parity_group)

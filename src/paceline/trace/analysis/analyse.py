@@ -13,8 +13,10 @@ import numpy as np
 
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
+from paceline.trace.analysis.counters import step_counters
 from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
+from paceline.trace.analysis.shifts import Shift, find_shifts
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
 from paceline.trace.merge import Trace
@@ -35,6 +37,7 @@ class Analysis:
         skew_s: skew of each rank in each step that all ranks completed, shape (ranks, steps),
             seconds.
         stragglers: the ranks that were late, the costliest first.
+        shifts: changes of all ranks within the run, in order of steps.
         traffic: collectives and messages by operation, group and size, the costliest first.
         mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
@@ -46,6 +49,7 @@ class Analysis:
     phases: tuple[RankPhases, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
+    shifts: tuple[Shift, ...]
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
     nan: NanValue | None = None
@@ -91,12 +95,14 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
     phases = rank_phases(trace.ranks, waits)
     steps = min((rank.steps for rank in phases), default=0)
     skew = skew_s(trace.matches, waits, steps)
+    counters = [step_counters(rank, steps) for rank in trace.ranks]
     return Analysis(
         trace=trace,
         waits=waits,
         phases=phases,
         skew_s=skew,
-        stragglers=find_stragglers(phases, skew, rules),
+        stragglers=find_stragglers(phases, counters, skew, rules),
+        shifts=find_shifts(phases),
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
         nan=first_nan(trace.ranks),

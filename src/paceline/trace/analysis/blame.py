@@ -1,48 +1,62 @@
-"""Stragglers: which ranks were late, in which steps, and why.
+"""Stragglers: which ranks were late, in which steps, in which shape, and why.
 
 An all-reduce hides a straggler, because every rank takes equally long in it; `skew` shows it.
 
 Among many ranks one is always first, so that all other ranks have some skew. A rank is therefore
-judged by its excess: its skew minus the median skew of the other ranks. It is accused only if noise
-would hardly bring so many late steps together.
+judged by its excess: its skew minus the median skew of the other ranks, which is noise around zero
+if no rank is slower than the others.
 
-The straggler's extra time is split by comparing it with the other ranks in the same steps: input
-is data, time without a core is not_running, the rest is compute. Threads of a rank that share a
-core wait for each other: the more the rank computes, the longer some of its threads are runnable
-without running. So the time by which the rank's threads ran longer than other ranks' threads is
-counted as compute first, and only the rest can be not_running.
+On a busy node most of that noise is time without a core, which the kernel counts for each step. The
+excess is split into the part that this time explains and the rest; `patterns` looks for a shape in
+both. A shape in the first part is a rank whose core another process takes; a neighbour that takes a
+core now and then so accuses nobody of computing longer. What is found in the rest has one of the
+other causes, see `causes`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
+from paceline.trace.analysis.causes import main_cause
+from paceline.trace.analysis.patterns import find_pattern
+from paceline.trace.analysis.shapes import Pattern, PatternRules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from paceline.trace.analysis.counters import StepCounters
     from paceline.trace.analysis.phases import RankPhases
 
-_PASSES = 2
+_WAITING = PHASES.index("waiting")
+_OTHERS = 32  # ranks with which the episodes of a rank are compared, at most
+_FURTHER_SHARE = 0.5  # cost of a rank's second pattern, compared with its first, to be reported too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler(Record):
-    """A rank that was late, with its step range and the cause.
+    """A rank that was late, with its step range, the shape of its delay and the cause.
 
     Attributes:
         rank: the global rank.
-        cause: data, compute or not_running: where most of its extra time went.
-        late_ms: median skew in the step range, milliseconds.
+        cause: where most of its extra time went: data, compute, blocked, stopped, not_running,
+            checkpoint or gc.
+        late_ms: median skew in its late steps, milliseconds.
         first_step: first step of the range.
         last_step: last step of the range.
-        others_wait: share of the time of these steps that the other ranks wait, 0 to 1.
+        others_wait: share of the time of the late steps that the other ranks wait, 0 to 1.
+        shape: persistent (late in most steps of the range), periodic (in every `period_steps`-th),
+            drifting (later by `slope_ms_per_step` in each step), or intermittent (in episodes
+            without a rhythm).
+        period_steps: steps from one late step to the next; 0 if not periodic.
+        slope_ms_per_step: milliseconds by which the delay grows per step; 0 if not drifting.
+        late_share: share of the steps of the range in which it was late, 0 to 1.
+        confidence: 1 minus the probability that noise makes such a pattern in some rank, 0 to 1; it
+            grows with the number of steps. 0 in results of Paceline versions that did not say.
     """
 
     rank: int
@@ -51,186 +65,187 @@ class Straggler(Record):
     first_step: int
     last_step: int
     others_wait: float
+    shape: str = "persistent"
+    period_steps: int = 0
+    slope_ms_per_step: float = 0.0
+    late_share: float = 1.0
+    confidence: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlameRules(Record):
-    """Thresholds from which skew is reported rather than taken for noise.
+    """Limits from which a delay is reported rather than taken for noise.
 
     Attributes:
-        min_late_s: smallest median excess that is reported, seconds.
-        min_late_share: smallest median excess that is reported, as a share of the median step time;
-            the larger of the two is the minimum size.
-        min_steps: minimum number of steps in a step range.
-        min_late_steps: minimum share of steps in the range whose excess is above the minimum size.
-        min_signal: minimum ratio of the median excess in the range to its spread (scaled median
-            absolute deviation) there.
-        min_cost_share: minimum sum of the skew in the range, as a share of the time of the whole
-            loop: a short disturbance by another process is real, but is not reported.
-        max_chance: maximum probability that so many late steps lie together by chance, if late
-            steps were as frequent as elsewhere in the run.
+        min_late_s: smallest delay with which a step counts as late, seconds.
+        min_late_share: the same as a share of the median step time; the larger of the two counts.
+        min_late_steps: minimum share of late steps in a range, or among every k-th step.
+        min_cost_share: minimum sum of the delay, as a share of the time of the whole loop: a
+            short disturbance by another process is real, but is not reported.
+        max_chance: maximum probability that noise makes such a pattern in some rank.
     """
 
-    min_late_s: float = 0.001
-    min_late_share: float = 0.1
-    min_steps: int = 8
-    min_late_steps: float = 0.8
-    min_signal: float = 2.0
+    version: ClassVar[int] = 2
+    min_late_s: float = 0.0003
+    min_late_share: float = 0.05
+    min_late_steps: float = 0.65
     min_cost_share: float = 0.02
-    max_chance: float = 1e-3
+    max_chance: float = 0.01
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 had limits of other tests, which say nothing about these."""
+        return {}
 
 
 def find_stragglers(
-    ranks: Sequence[RankPhases], skew: np.ndarray, rules: BlameRules | None = None
+    ranks: Sequence[RankPhases],
+    counters: Sequence[StepCounters],
+    skew: np.ndarray,
+    rules: BlameRules | None = None,
 ) -> tuple[Straggler, ...]:
     """Return the ranks that were late, the costliest first; empty if no rank was late.
 
     Args:
         ranks: phases of each rank of the run.
+        counters: counters of each rank, in the same order.
         skew: skew of each rank in the steps that all ranks completed, from `skew_s`, shape (ranks,
             steps), seconds.
-        rules: thresholds; with the defaults, the ordinary noise of a busy node is not reported.
+        rules: limits; with the defaults, the ordinary noise of a busy node is not reported.
     """
     rules = rules or BlameRules()
     steps = skew.shape[1]
-    if len(ranks) < 2 or steps < rules.min_steps:
+    if len(ranks) < 2 or steps == 0:
         return ()
-    step_s = np.median(np.min([rank.step_s[:steps] for rank in ranks], axis=0))
-    least_s = max(rules.min_late_s, rules.min_late_share * float(step_s))
+    least_s, least_cost_s = _limits_s(ranks, steps, rules)
+    total = excess_s(skew)
+    own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
+    found: list[tuple[float, Straggler]] = []
+    seen: set[int] = set()  # ranks with a pattern that more cores would not cure
+    for i, pattern, is_own in _patterns(total, own, least_s, least_cost_s, rules):
+        series = own if is_own else total
+        cost_s = float(np.sum(series[i], where=pattern.late))
+        late_s = float(np.sum(total[i], where=pattern.late | _next(pattern.late)))
+        if cost_s < least_cost_s or late_s < cost_s / 2:
+            continue
+        cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
+        if is_own:
+            seen.add(i)
+        elif i in seen and cause != "not_running":
+            continue  # the same delay, seen through more noise
+        found.append((cost_s, _straggler(i, ranks, skew[i], pattern, cause)))
+    found.sort(key=lambda pair: -pair[0])
+    return tuple(_without_echoes(found))
+
+
+def _limits_s(ranks: Sequence[RankPhases], steps: int, rules: BlameRules) -> tuple[float, float]:
+    """Return the smallest delay of a late step, and of a straggler in all its steps, seconds."""
+    shortest = np.min([rank.step_s[:steps] for rank in ranks], axis=0)
+    least_s = max(rules.min_late_s, rules.min_late_share * float(np.median(shortest)))
     loop_s = float(np.min([rank.step_s[:steps].sum() for rank in ranks]))
-    excess = excess_s(skew)
-    is_late = excess > least_s
-    found = []
-    for i in range(len(ranks)):
-        steps_late = late_steps(excess[i], least_s, rules)
-        if steps_late is None or chance(is_late, i, steps_late) > rules.max_chance:
-            continue
-        first, last = steps_late
-        cost = float(skew[i, first : last + 1].sum())
-        if cost < rules.min_cost_share * loop_s:
-            continue
-        found.append((cost, _straggler(i, ranks, skew[i], first, last)))
-    return tuple(straggler for _, straggler in sorted(found, key=lambda pair: -pair[0]))
+    return least_s, rules.min_cost_share * loop_s
 
 
-def excess_s(skew: np.ndarray) -> np.ndarray:
-    """Return each rank's skew minus the (lower) median skew of the other ranks, in each step.
+def _not_running_s(counters: Sequence[StepCounters], steps: int) -> np.ndarray:
+    """Return each rank's time without a core, shape (ranks, steps); 0 if traces do not say."""
+    if not all(rank.known for rank in counters):
+        return np.zeros((len(counters), steps))
+    return np.array([rank.not_running_s[:steps] for rank in counters])
+
+
+def excess_s(values: np.ndarray) -> np.ndarray:
+    """Return each rank's value minus the median value of the other ranks, in each step.
 
     Argument and result have the shape (ranks, steps), with two or more ranks; seconds.
     """
-    ordered = np.sort(skew, axis=0)
-    middle = (len(skew) - 2) // 2  # index of the median once this rank's own value is left out
-    usual = np.where(skew <= ordered[middle], ordered[middle + 1], ordered[middle])
-    return np.asarray(skew - usual)
+    count = len(values)
+    ordered = np.sort(values, axis=0)
+    lower, upper = (count - 2) // 2, (count - 1) // 2  # of the others, in their order
+
+    def of_others(place: int) -> np.ndarray:
+        """Return the others' value at a place in their order: one further, past the rank's own."""
+        past = values <= ordered[place]
+        return np.asarray(np.where(past, ordered[place + 1], ordered[place]))
+
+    return np.asarray(values - (of_others(lower) + of_others(upper)) / 2)
 
 
-def chance(is_late: np.ndarray, i: int, step_range: tuple[int, int]) -> float:
-    """Return a bound on the probability that noise gives rank `i` such a step range somewhere.
+def without_starvation_s(total: np.ndarray, without: np.ndarray) -> np.ndarray:
+    """Return the excess skew without the excess time without a core; all of shape (ranks, steps).
 
-    Noise is assumed to make steps late at the rate that is seen outside the range. Then a range of
-    n steps has a share s of late steps with a probability of at most exp(-n KL(s, rate)), for each
-    rank and place of the range.
-    Source: W. Hoeffding, Probability inequalities for sums of bounded random variables (1963), 2.1.
-
-    Args:
-        is_late: which steps are late, shape (ranks, steps).
-        i: index of the rank in `is_late`.
-        step_range: first and last step of its step range.
+    Steps end with an optimizer step, skew with a sync: time without a core after the sync of a step
+    makes the rank late in the next step. What was so taken off one step and is too much in the next
+    is moved there.
     """
-    first, last = step_range
-    count = last - first + 1
-    inside = is_late[i, first : last + 1]
-    outside = is_late.size - count
-    rate = (int(is_late.sum()) - int(inside.sum()) + 1) / (outside + 2)
-    share = float(inside.mean())
-    if share <= rate:
-        return 1.0
-    divergence = share * math.log(share / rate)
-    if share < 1:
-        divergence += (1 - share) * math.log((1 - share) / (1 - rate))
-    return min(1.0, is_late.size * math.exp(-count * divergence))
+    rest = total - without
+    here, later = rest[:, :-1], rest[:, 1:]
+    moved = np.minimum(np.abs(without[:, :-1]), np.minimum(np.abs(here), np.abs(later)))
+    misplaced = (here * later < 0) & (here * without[:, :-1] < 0)
+    moved = np.where(misplaced, np.copysign(moved, without[:, :-1]), 0.0)
+    rest[:, :-1] += moved
+    rest[:, 1:] -= moved
+    return np.asarray(rest)
 
 
-def late_steps(excess: np.ndarray, least_s: float, rules: BlameRules) -> tuple[int, int] | None:
-    """Return the first and last step of the range in which a rank is late, if there is one.
+def _next(late: np.ndarray) -> np.ndarray:
+    """Return the steps after late steps."""
+    return np.asarray(np.concatenate([[False], late[:-1]]))
 
-    The range maximises the sum of (excess - threshold). The excess is clipped at twice the
-    threshold, so that one very late step cannot make a range. The threshold is half the median
-    excess of all late steps, and never less than `least_s`, so that the range begins and ends where
-    the skew does; a second pass uses the median excess inside the range instead, which noise does
-    not dilute.
-    Source: maximum subarray, J. Bentley, Programming Pearls (1984).
 
-    Args:
-        excess: excess of the rank in each step, shape (steps,), seconds.
-        least_s: minimum size: a step is late if its excess is above it.
-        rules: thresholds for the range.
+def _patterns(
+    total: np.ndarray, own: np.ndarray, least_s: float, least_cost_s: float, rules: BlameRules
+) -> Iterator[tuple[int, Pattern, bool]]:
+    """Yield each pattern with its rank, and whether it was found without time without a core.
+
+    Where the traces do not say when threads had no core, `own` and `total` are the same.
     """
-    above = excess[excess > least_s]
-    if len(above) < rules.min_steps:
-        return None
-    typical = float(np.median(above))
-    for _ in range(_PASSES):
-        threshold = max(least_s, typical / 2)
-        score = np.clip(excess, 0.0, 2 * threshold) - threshold
-        first, last = _best_range(score)
-        inside = excess[first : last + 1]
-        typical = float(np.median(inside))
-    middle = float(np.median(inside))
-    spread = 1.4826 * float(np.median(np.abs(inside - middle)))
-    if (
-        last - first + 1 < rules.min_steps
-        or middle < least_s
-        or float(np.mean(inside > least_s)) < rules.min_late_steps
-        or middle < rules.min_signal * spread
-    ):
-        return None
-    return first, last
-
-
-def _best_range(score: np.ndarray) -> tuple[int, int]:
-    best, best_first, best_last = -np.inf, 0, 0
-    running, first = 0.0, 0
-    for i, value in enumerate(score.tolist()):
-        if running <= 0:
-            running, first = 0.0, i
-        running += value
-        if running > best:
-            best, best_first, best_last = running, first, i
-    return best_first, best_last
+    limits = PatternRules(
+        least_s=least_s,
+        min_late_steps=rules.min_late_steps,
+        max_chance=rules.max_chance,
+        series=2 * len(total),
+    )
+    known = not np.array_equal(own, total)
+    for series, is_own in ((own, True), (total, False))[0 if known else 1 :]:
+        late_s = np.sum(series, axis=1, where=series > least_s)
+        for i in np.flatnonzero(late_s >= least_cost_s).tolist():
+            others = np.delete(series, i, axis=0)
+            others = others[:: -(-len(others) // _OTHERS)]
+            pattern = find_pattern(series[i], others, limits)
+            if pattern is not None:
+                yield i, pattern, is_own
 
 
 def _straggler(
-    i: int, ranks: Sequence[RankPhases], skew: np.ndarray, first: int, last: int
+    i: int, ranks: Sequence[RankPhases], skew: np.ndarray, pattern: Pattern, cause: str
 ) -> Straggler:
-    steps = slice(first, last + 1)
-    others = [rank for j, rank in enumerate(ranks) if j != i]
-    extra = ranks[i].seconds[steps].mean(axis=0) - np.mean(
-        [other.seconds[steps].mean(axis=0) for other in others], axis=0
-    )
-    data_s = float(extra[PHASES.index("input")])
-    working = [PHASES.index(phase) for phase in ("copy", "forward", "backward", "optimizer")]
-    working += [PHASES.index(name) for name in ("checkpoint", "evaluation", "host", "other")]
-    rest_s = float(extra[working].sum())
-    ran_s = float(
-        ranks[i].running_s[steps].mean() - np.mean([other.running_s[steps] for other in others])
-    )
-    starved_s = float(
-        ranks[i].not_running_s[steps].mean()
-        - np.mean([other.not_running_s[steps] for other in others])
-    )
-    starved_s = max(0.0, min(starved_s, rest_s - max(0.0, ran_s)))
-    by_cause = {"data": data_s, "compute": rest_s - starved_s, "not_running": starved_s}
-    waiting = PHASES.index("waiting")
+    steps = np.flatnonzero(pattern.late)
     shares = [
-        other.seconds[steps, waiting].sum() / max(1e-12, other.step_s[steps].sum())
-        for other in others
+        rank.seconds[steps, _WAITING].sum() / max(1e-12, rank.step_s[steps].sum())
+        for j, rank in enumerate(ranks)
+        if j != i
     ]
+    count = pattern.last - pattern.first + 1
     return Straggler(
         rank=ranks[i].rank,
-        cause=max(by_cause, key=lambda cause: by_cause[cause]),
+        cause=cause,
         late_ms=1e3 * float(np.median(skew[steps])),
-        first_step=first,
-        last_step=last,
+        first_step=pattern.first,
+        last_step=pattern.last,
         others_wait=float(np.mean(shares)),
+        shape=pattern.shape,
+        period_steps=pattern.period,
+        slope_ms_per_step=1e3 * pattern.slope_s,
+        late_share=len(steps) / count,
+        confidence=1.0 - pattern.chance,
     )
+
+
+def _without_echoes(found: list[tuple[float, Straggler]]) -> list[Straggler]:
+    """Return the stragglers without what only accompanies a rank's costliest pattern."""
+    costliest: dict[int, float] = {}
+    kept = []
+    for cost_s, straggler in found:
+        if cost_s >= _FURTHER_SHARE * costliest.setdefault(straggler.rank, cost_s):
+            kept.append(straggler)
+    return kept

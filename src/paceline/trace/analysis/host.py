@@ -27,7 +27,7 @@ _BOUNDS = (
     *(Kind.INPUT, Kind.COPY, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT),
     *(Kind.CHECKPOINT, Kind.EVALUATION, Kind.HOST, Kind.STEP),
 )
-TIMES_MAX = 20  # names that are told
+TIMES_MAX = 20  # names that are reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.errors import CorruptTrace
+from paceline.trace.analysis.counters import counter
 from paceline.trace.analysis.host import HostTime, host_work
 from paceline.trace.format.events import MAIN, NOT_RUNNING, RUNNING, Kind
 from paceline.trace.merge.evaluation import evaluation_spans, in_spans
@@ -142,8 +143,8 @@ def _of_rank(rank: RankTrace, waits: np.ndarray) -> RankPhases:
         rank=rank.rank,
         seconds=seconds,
         step_s=step_s,
-        running_s=_counter_s(rank, RUNNING, count),
-        not_running_s=_counter_s(rank, NOT_RUNNING, count),
+        running_s=counter(rank, RUNNING, count) / 1e9,
+        not_running_s=counter(rank, NOT_RUNNING, count) / 1e9,
         recorded=recorded,
         host=work.times,
     )
@@ -254,13 +255,3 @@ def _parents(events: np.ndarray, is_wait: np.ndarray) -> np.ndarray:
 
 def _on_main_thread(rank: RankTrace) -> np.ndarray:
     return np.asarray((rank.events["location"] == MAIN) & _TIMED[rank.events["kind"]])
-
-
-def _counter_s(rank: RankTrace, name: str, count: int) -> np.ndarray:
-    result = np.zeros(count)
-    if name in rank.names:
-        counters = rank.events[rank.events["kind"] == Kind.COUNTER]
-        counters = counters[counters["name"] == rank.names.index(name)]
-        counters = counters[(counters["step"] > 0) & (counters["step"] < count)]
-        result[counters["step"]] = counters["amount"] / 1e9
-    return result

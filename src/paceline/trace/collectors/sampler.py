@@ -1,8 +1,9 @@
 """Samples what the main thread executes between phases, where no hook knows.
 
 A thread of its own wakes a few times a second. In a phase it goes back to sleep; between phases it
-records the name of what the main thread executes: the function of the innermost frame that is not
-the standard library's, or the line if that is in the script. `analysis.host` turns samples to time.
+records the name of what the main thread executes: the function of the innermost frame that is
+neither the standard library's nor torch's, or the line if that is in the script. `analysis.host`
+turns samples to time.
 
 The thread is started below `threading`, so that the script's own view of its threads stays as it
 is. Cost: see bench/LOG.md.
@@ -17,6 +18,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.native import monotonic_ns
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -27,10 +30,10 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_in_flight import Loop
 
 # The first samples name what a short run does, later ones only refine the shares.
-FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 500
+FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300
 NAMES_MAX = 1000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
-_OURS = str(Path(__file__).parents[2])
+_PASSED_OVER = ("<frozen", str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
@@ -43,8 +46,10 @@ class StackSampler:
         self._stop = _thread.allocate_lock()
         self._stop.acquire()
         self._started = False
-        self._names: dict[tuple[CodeType, int], int] = {}
-        self._skipped: dict[CodeType, bool] = {}
+        self._count = 0  # of samples and of wake-ups without one; goes on when sampling does
+        # Not by code: code objects of different files can be equal.
+        self._names: dict[tuple[str, str, int], int] = {}
+        self._skipped: dict[str, bool] = {}
         self._other = recorder.intern("other functions")
 
     def start(self) -> None:
@@ -60,9 +65,8 @@ class StackSampler:
             self._stop.release()
 
     def _run(self) -> None:
-        count = 0
-        while not self._stop.acquire(timeout=self._interval_s(count)):
-            count += 1
+        while not self._stop.acquire(timeout=self._interval_s(self._count)):
+            self._count += 1
             if self._loop.phase == IDLE:
                 self._sample()
 
@@ -84,9 +88,9 @@ class StackSampler:
         """Return the number of the name for a stack; 0 if no frame of it counts."""
         while frame is not None:
             code = frame.f_code
-            skipped = self._skipped.get(code)
+            skipped = self._skipped.get(code.co_filename)
             if skipped is None:
-                skipped = self._skipped[code] = _is_skipped(code.co_filename)
+                skipped = self._skipped[code.co_filename] = _is_skipped(code.co_filename)
             if not skipped:
                 return self._intern(frame, code)
             frame = frame.f_back
@@ -95,7 +99,7 @@ class StackSampler:
     def _intern(self, frame: FrameType, code: CodeType) -> int:
         module = frame.f_globals.get("__name__", "?")
         is_script = module == "__main__"
-        key = (code, frame.f_lineno if is_script else 0)
+        key = (code.co_filename, code.co_qualname, frame.f_lineno if is_script else 0)
         number = self._names.get(key)
         if number is None:
             if len(self._names) >= NAMES_MAX:
@@ -108,7 +112,7 @@ class StackSampler:
 
 
 def _is_skipped(path: str) -> bool:
-    """Return whether a frame of the file `path` tells nothing: the standard library's, or ours."""
-    if path.startswith(("<frozen", _OURS)):
+    """Return whether a frame of the file `path` says nothing of what the script does."""
+    if path.startswith(_PASSED_OVER):
         return True
     return path.startswith(_STANDARD) and "-packages" not in path

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
@@ -44,10 +45,13 @@ class TorchCollector:
         self.recorder = recorder
         self.loop = Loop(main_thread=threading.get_ident())
         self.available = internals.available()
+        self.hooks = HookRegistry()
         self.in_flight = InFlight(recorder, self.loop, self.available)
-        self.collectives = CollectiveRecorder(self.in_flight)
+        self.collectives = CollectiveRecorder(self.in_flight, self.hooks)
         self.marks = StepMarks(recorder)
-        self.phases = PhaseRecorder(recorder, self.loop, self.in_flight, self.marks, self.available)
+        self.phases = PhaseRecorder(
+            recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
+        )
         self.host = HostRecorder(recorder, self.loop, self.phases)
         self.sampler = StackSampler(recorder, self.loop)
         self.marks.on_first = self.sampler.start
@@ -68,7 +72,22 @@ class TorchCollector:
             hidden.attempt(internals.hide_from_dynamo, __package__)
 
     def _see_steps(self) -> None:
-        StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available)
+        StepRecorder(self.recorder, self.loop, self.phases, self.marks, self.available, self.hooks)
+
+    def pause(self) -> None:
+        """Take all hooks out of torch: what comes until `resume` runs, and costs, as unrecorded.
+
+        To be called between steps. What is on its way is recorded with an unknown completion.
+        """
+        self.in_flight.close()
+        self.phases.loss_begin_ns = 0
+        self.hooks.remove()
+        self.sampler.stop()
+
+    def resume(self) -> None:
+        """Put the hooks back. The next recorded step seems to begin where the last one ended."""
+        self.hooks.put_back()
+        self.marks.on_first = self.sampler.start
 
     def close(self) -> None:
         """Record what is still open, and the memory high-water mark of an accelerator."""

@@ -26,6 +26,8 @@ from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from paceline.trace.collectors.hook_registry import HookRegistry
+    from paceline.trace.collectors.torch_hooks import Arguments, Keywords
     from paceline.trace.collectors.torch_in_flight import InFlight, Issued
 
 _LOG = logging.getLogger(__name__)
@@ -34,11 +36,11 @@ _LOG = logging.getLogger(__name__)
 class CollectiveRecorder:
     """Puts the hooks in place that see communication, and tells `in_flight` of it."""
 
-    def __init__(self, in_flight: InFlight) -> None:
+    def __init__(self, in_flight: InFlight, hooks: HookRegistry) -> None:
         self.in_flight = in_flight
+        self.hooks = hooks
         self.recorder = in_flight.recorder
         self.available = in_flight.available
-        self.libraries: list[torch.library.Library] = []
         self.collectives = RecordedKind(
             Capability.DISPATCHER.value, when_stopped=in_flight.forget_all
         )
@@ -48,37 +50,48 @@ class CollectiveRecorder:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
         if Capability.DISPATCHER not in self.available:
             return
-        self._install_kernels("c10d", operators.C10D, self._c10d_kernel)
-        library = self._install_kernels(
+        self._install_kernels("c10d", self._kernels("c10d", operators.C10D, self._c10d_kernel))
+        functional = self._kernels(
             "_c10d_functional", operators.FUNCTIONAL, self._functional_kernel
         )
         if Capability.FUNCTIONAL_WAIT in self.available:
             wait = internals.operators("_c10d_functional")["wait_tensor"]
-            for key in _autograd_keys():
-                library.impl("wait_tensor", self._wait_tensor_kernel(wait), key)
+            functional["wait_tensor"] = self._wait_tensor_kernel(wait)
+        self._install_kernels("_c10d_functional", functional)
         if Capability.WORKS in self.available:
             self._wrap_wait()
         if Capability.BUFFER_BROADCAST in self.available:
             self._wrap_broadcast_coalesced()
 
-    def _install_kernels(
+    def _install_kernels(self, namespace: str, kernels: dict[str, Callable[..., Any]]) -> None:
+        """Put kernels on the autograd keys of a namespace's operators."""
+
+        def put() -> Callable[[], None]:
+            library = torch.library.Library(namespace, "IMPL")
+            for name, kernel in kernels.items():
+                for key in _autograd_keys():
+                    library.impl(name, kernel, key)
+            # Kernels live as long as their library, which the registry holds by this.
+            return functools.partial(internals.remove_kernels, library)
+
+        self.hooks.add(put)
+
+    def _kernels(
         self,
         namespace: str,
         table: Mapping[str, tuple[str, int | None]],
         make: Callable[[str, Any, operators.Places], Callable[..., Any]],
-    ) -> torch.library.Library:
-        library = torch.library.Library(namespace, "IMPL")
-        self.libraries.append(library)  # kernels live as long as their library
+    ) -> dict[str, Callable[..., Any]]:
+        """Return the kernels of a namespace's operators, by name."""
         known = internals.operators(namespace)
         unseen = known.keys() - table.keys() - operators.NOT_COMMUNICATION
         if unseen:  # of a newer torch
             _LOG.warning("these collectives are not recorded: %s", ", ".join(sorted(unseen)))
+        kernels = {}
         for name in sorted(table.keys() & known.keys()):
             word, payload = table[name]
-            kernel = make(word, known[name], operators.places(known[name], payload))
-            for key in _autograd_keys():
-                library.impl(name, kernel, key)
-        return library
+            kernels[name] = make(word, known[name], operators.places(known[name], payload))
+        return kernels
 
     def _c10d_kernel(
         self, word: str, overload: Any, places: operators.Places
@@ -160,7 +173,8 @@ class CollectiveRecorder:
             with internals.below_autograd():
                 return redispatch(tensor)
 
-        def before(tensor: torch.Tensor) -> tuple[Issued | None, int] | None:
+        def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
+            (tensor,) = args
             if internals.is_traced((tensor,)):
                 return None
             issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
@@ -175,20 +189,21 @@ class CollectiveRecorder:
     def _wrap_wait(self) -> None:
         work_class = internals.c10d().Work
 
-        def before(work: Any, *_args: Any, **_kwargs: Any) -> tuple[Issued | None, int] | None:
+        def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
             if threading.get_ident() != self.in_flight.loop.main_thread:
                 return None
-            return self.in_flight.works.get(id(work)), self.recorder.begin(int(Kind.WAIT))
+            return self.in_flight.works.get(id(args[0])), self.recorder.begin(int(Kind.WAIT))
 
         def after(
-            state: tuple[Issued | None, int], _result: Any, work: Any, *_args: Any, **_kwargs: Any
+            state: tuple[Issued | None, int], _result: Any, args: Arguments, _kwargs: Keywords
         ) -> None:
             issued, begin_ns = state
             self.in_flight.record_wait(issued, begin_ns)
             if issued is not None:
-                self.in_flight.works.pop(id(work), None)
+                self.in_flight.works.pop(id(args[0]), None)
 
-        work_class.wait = around(work_class.wait, self.waits, before, after)
+        wait = around(work_class.wait, self.waits, before, after)
+        self.hooks.replace(work_class, "wait", wait)
 
     def _wrap_broadcast_coalesced(self) -> None:
         """Record DDP's broadcast of buffers, which comes twice a step, as the one call that it is.
@@ -204,10 +219,14 @@ class CollectiveRecorder:
             with internals.below_autograd():
                 return original(*args, **kwargs)
 
-        def before(
+        def given(
             process_group: Any, tensors: Any, buffer_size: int, src: int = 0
-        ) -> tuple[Issued, int]:
+        ) -> tuple[Any, Any, int]:
             del buffer_size
+            return process_group, tensors, src
+
+        def before(args: Arguments, kwargs: Keywords) -> tuple[Issued, int]:
+            process_group, tensors, src = given(*args, **kwargs)
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             issued = self.in_flight.issue(
@@ -219,11 +238,12 @@ class CollectiveRecorder:
                 self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             return issued, begin_ns
 
-        def after(state: tuple[Issued, int], *_args: Any, **_kwargs: Any) -> None:
+        def after(state: tuple[Issued, int], *_: object) -> None:
             self.in_flight.record_wait(*state)
 
         internals.calls_the_script(broadcast)
-        dist._broadcast_coalesced = around(broadcast, self.collectives, before, after)  # noqa: SLF001  # what DDP calls
+        hooked = around(broadcast, self.collectives, before, after)
+        self.hooks.replace(dist, "_broadcast_coalesced", hooked)
 
 
 def _autograd_keys() -> list[str]:

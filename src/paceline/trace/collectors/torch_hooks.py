@@ -2,15 +2,15 @@
 
     script calls hooked(...)
       Dynamo traces this call -> original, and nothing of ours in its graph
-      before(...)             -> state; None: this call is not recorded
+      before(args, kwargs)    -> state; None: this call is not recorded
       original(...)              its exceptions are the script's
-      after(state, result, ...)
+      after(state, result, args, kwargs)
 
 An exception in `before`, `after` or a `callback` is ours. It stops the recording of that kind of
 thing (`RecordedKind`) with one warning that says what the trace will lack; the script goes on.
 Interrupts and exits are not ours: they pass.
 
-Dynamo compiles each Python frame that it meets, ours too, unless it is told not to: see
+Dynamo compiles each Python frame that it meets, ours too, unless that is marked: see
 `internals.hide_from_dynamo`.
 """
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOG = logging.getLogger(__name__)
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
 F = TypeVar("F")
 S = TypeVar("S")
 
@@ -102,17 +104,20 @@ class RecordedKind:
 def around(
     original: Callable[..., F],
     kind: RecordedKind,
-    before: Callable[..., S | None],
-    after: Callable[..., None],
+    before: Callable[[Arguments, Keywords], S | None],
+    after: Callable[[S, Any, Arguments, Keywords], None],
 ) -> Callable[..., F]:
     """Return `original` with a hook around it.
 
     Args:
         original: what the script calls.
         kind: what the hook records.
-        before: called with the call's arguments; what it returns is given to `after`. None leaves
-            the call unrecorded.
+        before: called with the call's positional and keyword arguments, as a tuple and a dict:
+            passing them on as arguments costs as much as all else here. What it returns is given to
+            `after`; None leaves the call unrecorded.
         after: called with the state, the call's result (RAISED if it raised) and its arguments.
+
+    Cost: 0.3 us for a call that is not recorded (of a module within another), 1 us for others.
     """
     inner = internals.inside_disable(original)
     if inner is not None:
@@ -123,7 +128,7 @@ def around(
         if not internals.at_run_time() or not kind.on:
             return original(*args, **kwargs)
         try:
-            state = before(*args, **kwargs)
+            state = before(args, kwargs)
         except Exception as problem:  # noqa: BLE001  # whatever it is, the script must not see it
             kind.stop(problem)
             state = None
@@ -135,7 +140,7 @@ def around(
             return result  # type: ignore[no-any-return]  # what `original` returned
         finally:
             try:
-                after(state, result, *args, **kwargs)
+                after(state, result, args, kwargs)
             except Exception as problem:  # noqa: BLE001  # and it must not replace the script's own
                 kind.stop(problem)
 

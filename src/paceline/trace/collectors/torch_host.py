@@ -19,6 +19,8 @@ from paceline.trace.collectors.torch_hooks import RecordedKind, around, callback
 from paceline.trace.format.events import GARBAGE_COLLECTION, IDLE, MAIN, NAN_READ, Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.native import Recorder
     from paceline.trace.collectors.torch_in_flight import Loop
     from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -55,12 +57,16 @@ class HostRecorder:
                 self.phases.wrap(scheduler, "step", Kind.HOST, "lr_scheduler")
         for name, label in (("item", "item"), ("tolist", "tolist"), ("__float__", "float")):
             self._wrap_read(name, label)
-        gc.callbacks.append(self.on_collection)
+        self.phases.hooks.add(self._hook_collections)
 
     def close(self) -> None:
         """Take the callback of garbage collection away again."""
         if self.on_collection in gc.callbacks:
             gc.callbacks.remove(self.on_collection)
+
+    def _hook_collections(self) -> Callable[[], None]:
+        gc.callbacks.append(self.on_collection)
+        return self.close
 
     def _wrap_read(self, attribute: str, label: str) -> None:
         """Record reads of a tensor's value that take long, and values that are not a number.
@@ -69,10 +75,10 @@ class HostRecorder:
         """
         recorder, loop, name = self.recorder, self.loop, self.recorder.intern(label)
 
-        def before(*_args: Any, **_kwargs: Any) -> int:
+        def before(*_: object) -> int:
             return monotonic_ns()
 
-        def after(begin_ns: int, value: Any, *_args: Any, **_kwargs: Any) -> None:
+        def after(begin_ns: int, value: Any, *_: object) -> None:
             end_ns = monotonic_ns()
             is_long = end_ns - begin_ns >= LEAST_NS and loop.phase == IDLE
             if is_long and threading.get_ident() == loop.main_thread:
@@ -81,7 +87,8 @@ class HostRecorder:
                 self._note_nan()
 
         original = getattr(torch.Tensor, attribute)
-        setattr(torch.Tensor, attribute, around(original, self.reads, before, after))
+        read = around(original, self.reads, before, after)
+        self.phases.hooks.replace(torch.Tensor, attribute, read)
 
     def _note_nan(self) -> None:
         if self.nan_count < NANS_MAX and threading.get_ident() == self.loop.main_thread:

@@ -14,7 +14,6 @@ All of it runs under the GIL, and none of it blocks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -211,11 +210,13 @@ class InFlight:
         """Have the work's future tell when it ends; gloo's send and receive have none."""
         if Capability.FUTURES not in self.available:
             return
-        with contextlib.suppress(RuntimeError):
-            completed = functools.partial(self._on_completed.attempt, self._completed, issued)
+        completed = functools.partial(self._on_completed.attempt, self._completed, issued)
+        try:  # a context manager would cost more than the rest of it
             work.get_future().add_done_callback(completed)
-            self.callbacks.add(completed)
-            issued.has_future = True
+        except RuntimeError:
+            return
+        self.callbacks.add(completed)
+        issued.has_future = True
 
     def _completed(self, issued: Issued, _: object) -> None:
         self.complete(issued, monotonic_ns())

@@ -53,6 +53,7 @@ class Capability(Enum):
 # --- names ---------------------------------------------------------------------------------------
 
 
+@functools.cache  # the statement alone takes microseconds amid a step
 def c10d() -> Any:
     """Return the module of torch's process groups and works."""
     from torch._C import _distributed_c10d
@@ -159,6 +160,11 @@ def queue_engine_callback(callback: Callable[[], None]) -> None:
         RuntimeError: this thread runs no backward pass.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP2 does
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Take a library's kernels off the dispatcher."""
+    library._destroy()  # noqa: SLF001  # otherwise only at some collection of garbage
 
 
 def unbox_group(argument: Any) -> Any:
@@ -270,11 +276,12 @@ def keep_thread_state() -> None:
 # whatever that says; there, `at_run_time` is false.
 
 _calls_the_script: set[CodeType] = set()
+_is_compiling = torch.compiler.is_compiling
 
 
 def at_run_time() -> bool:
     """Return whether the caller runs, rather than being made into a graph."""
-    return not torch.compiler.is_compiling()
+    return not _is_compiling()
 
 
 def _while_traced() -> bool:

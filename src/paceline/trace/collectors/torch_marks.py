@@ -25,7 +25,7 @@ class StepMarks:
     """Ends steps of the recorder; used by the main thread, but for `by_script`.
 
     Attributes:
-        on_first: called once, with the first mark: the loop runs.
+        on_first: called once, when the first batch, forward pass or mark shows that the loop runs.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -74,9 +74,11 @@ class StepMarks:
         """Note that loader `number` delivered a batch."""
         self._loader_delivers = True
         self._batch = number
+        self._note_loop()
 
     def before_forward(self) -> None:
         """Note that a forward pass begins which nothing encloses."""
+        self._note_loop()
         if self._went_backward:
             self._went_backward = False
             if not (self._loader_delivers or self._optimizer_steps or self._script_marks):
@@ -89,6 +91,9 @@ class StepMarks:
     def _end(self, name: int, number: int) -> None:
         self._went_backward = False
         self.recorder.end_step(name, number)
+        self._note_loop()
+
+    def _note_loop(self) -> None:
         if self.on_first is not None:
             called, self.on_first = self.on_first, None
             called()

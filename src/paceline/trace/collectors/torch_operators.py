@@ -98,9 +98,23 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def size_bytes(value: Any) -> int:
     """Return the bytes of the tensors in `value`."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))
+    # Not by `tensors`: amid a step generators cost several times as much as plain calls.
+    if isinstance(value, torch.Tensor):
+        return int(value.numel() * value.element_size())
+    return sum(map(size_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def device_type(value: Any) -> str:
     """Return the type of device that the first tensor in `value` is on; cpu if there is none."""
-    return next((tensor.device.type for tensor in tensors(value)), "cpu")
+    return _first_device_type(value) or "cpu"
+
+
+def _first_device_type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "cpu" if value.is_cpu else str(value.device.type)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _first_device_type(item)
+            if found:
+                return found
+    return ""

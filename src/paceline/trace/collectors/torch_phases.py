@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_WORKERS,
     LOSS,
     MAIN,
     NEXT,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.native import Recorder
+    from paceline.trace.collectors.hook_registry import HookRegistry
+    from paceline.trace.collectors.torch_hooks import Arguments, Keywords
     from paceline.trace.collectors.torch_in_flight import InFlight, Loop
     from paceline.trace.collectors.torch_marks import StepMarks
 
@@ -58,12 +61,14 @@ class PhaseRecorder:
         in_flight: InFlight,
         marks: StepMarks,
         available: frozenset[Capability],
+        hooks: HookRegistry,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
         self.in_flight = in_flight
         self.marks = marks
         self.available = available
+        self.hooks = hooks
         self.modules = ObjectNumbers()
         self.loaders = ObjectNumbers()
         self.kinds: dict[Kind, RecordedKind] = {}
@@ -74,7 +79,7 @@ class PhaseRecorder:
         """Put the hooks in place."""
         if Capability.LOADER_ITERATOR in self.available:
             self._wrap_next(internals.loader_iterator())
-        self._wrap_iter(DataLoader)
+        self._wrap_iter(DataLoader, lambda loader: loader.num_workers)
         for owner, attribute, label in _UPDATES:
             self.wrap(owner, attribute, Kind.OPTIMIZER, label)
         for attribute in _CLIPPING:
@@ -107,7 +112,7 @@ class PhaseRecorder:
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)
-        self._wrap_iter(module.Loader)
+        self._wrap_iter(module.Loader, lambda loader: module.worker_count(loader.options))
 
     def opens(self, number: int) -> bool:
         """Return whether a call opens a phase, rather than being part of one that is open.
@@ -140,14 +145,14 @@ class PhaseRecorder:
         """
         recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
 
-        def before(*_args: Any, **_kwargs: Any) -> OpenPhase | None:
+        def before(_args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             if number != _HOST:  # a loss that the script logs is still the loss
                 self.loss_begin_ns = 0
             return self._open(number)
 
-        def after(state: OpenPhase, _result: Any, *args: Any, **kwargs: Any) -> None:
+        def after(state: OpenPhase, _result: Any, args: Arguments, kwargs: Keywords) -> None:
             self.loop.phase = state.outer
             size = amount(*args, **kwargs) if amount else 0
             recorder.end(number, name, state.begin_ns, size, state.outer)
@@ -167,20 +172,28 @@ class PhaseRecorder:
         outer, self.loop.phase = self.loop.phase, number
         return OpenPhase(begin_ns, outer, number, tag, flags)
 
-    def _wrap_iter(self, owner: type) -> None:
-        """Record how long a loader takes to begin an epoch, and number it by its iterators."""
-        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+    def _wrap_iter(self, owner: type, worker_count: Callable[[Any], int]) -> None:
+        """Record how long a loader takes to begin an epoch, and number it by its iterators.
 
-        def before(loader: Any) -> OpenPhase | None:
+        Args:
+            owner: class of the loader.
+            worker_count: returns how many processes or threads load ahead for a loader.
+        """
+        recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern("iter")
+        workers_name = recorder.intern(LOADER_WORKERS)
+
+        def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             self.loss_begin_ns = 0
-            return self._open(number, self.loaders.number_of(loader))
+            now_ns, workers = monotonic_ns(), worker_count(args[0])
+            recorder.record(int(Kind.COUNTER), MAIN, workers_name, now_ns, now_ns, workers)
+            return self._open(number, self.loaders.number_of(args[0]))
 
-        def after(state: OpenPhase, iterator: Any, loader: Any) -> None:
+        def after(state: OpenPhase, iterator: Any, args: Arguments, _kwargs: Keywords) -> None:
             self.loop.phase = state.outer
             if iterator is not RAISED:
-                self.loaders.number_of(iterator, same_as=loader)
+                self.loaders.number_of(iterator, same_as=args[0])
             recorder.end(number, name, state.begin_ns, 0, state.outer, state.tag)
 
         self._replace(owner, "__iter__", Kind.INPUT, before, after)
@@ -189,19 +202,19 @@ class PhaseRecorder:
         """Record how long the loop waits for each batch, and where steps may end."""
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern(NEXT)
 
-        def before(iterator: Any) -> OpenPhase | None:
+        def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             self.loss_begin_ns = 0
             if self.loop.phase == IDLE:
                 self.marks.before_batch()
-            return self._open(number, self.loaders.number_of(iterator))
+            return self._open(number, self.loaders.number_of(args[0]))
 
-        def after(state: OpenPhase, batch: Any, iterator: Any) -> None:
+        def after(state: OpenPhase, batch: Any, args: Arguments, _kwargs: Keywords) -> None:
             self.loop.phase = state.outer
             if batch is not RAISED:
                 self.marks.delivered(state.tag)
-            size = amount(iterator) if amount else 0
+            size = amount(args[0]) if amount else 0
             recorder.end(number, name, state.begin_ns, size, state.outer, state.tag)
 
         self._replace(owner, "__next__", Kind.INPUT, before, after)
@@ -210,7 +223,7 @@ class PhaseRecorder:
         """Record the outermost calls of modules, with what tells an evaluation from training."""
         recorder, name = self.recorder, self.recorder.intern("forward")
 
-        def before(*args: Any, **_kwargs: Any) -> OpenPhase | None:
+        def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not args or not self.opens(_FORWARD):
                 return None
             module = args[0]
@@ -224,7 +237,7 @@ class PhaseRecorder:
             tag = self.modules.number_of(module, same_as=_unwrapped(module))
             return self._open(_EVALUATION if is_evaluation else _FORWARD, tag, flags)
 
-        def after(state: OpenPhase, *_args: Any, **_kwargs: Any) -> None:
+        def after(state: OpenPhase, *_: object) -> None:
             begin_ns, outer, number, tag, flags = state
             self.loop.phase = outer
             end_ns = recorder.end(number, name, begin_ns, 0, outer, tag, flags)
@@ -237,7 +250,7 @@ class PhaseRecorder:
         recorder, number = self.recorder, int(Kind.BACKWARD)
         backward_name, loss_name = recorder.intern("backward"), recorder.intern(LOSS)
 
-        def before(*_args: Any, **_kwargs: Any) -> OpenPhase | None:
+        def before(_args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
             if not self.opens(number):
                 return None
             self.in_flight.enter_backward()
@@ -247,7 +260,7 @@ class PhaseRecorder:
                 recorder.record(int(Kind.FORWARD), MAIN, loss_name, begin_ns, state.begin_ns)
             return state
 
-        def after(state: OpenPhase, *_args: Any, **_kwargs: Any) -> None:
+        def after(state: OpenPhase, *_: object) -> None:
             self.loop.phase = state.outer
             recorder.end(number, backward_name, state.begin_ns, 0, state.outer)
             self.in_flight.leave_backward()
@@ -264,34 +277,35 @@ class PhaseRecorder:
         owner: Any,
         attribute: str,
         kind: Kind,
-        before: Callable[..., OpenPhase | None],
-        after: Callable[..., None],
+        before: Callable[[Arguments, Keywords], OpenPhase | None],
+        after: Callable[[OpenPhase, Any, Arguments, Keywords], None],
     ) -> None:
-        setattr(
-            owner, attribute, around(getattr(owner, attribute), self.recorded(kind), before, after)
-        )
+        hooked = around(getattr(owner, attribute), self.recorded(kind), before, after)
+        self.hooks.replace(owner, attribute, hooked)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
         recorder, name = self.recorder, self.recorder.intern(f"copy {attribute}")
         number, passive = int(Kind.COPY), (int(Kind.COPY), int(Kind.INPUT))
 
-        def before(*_args: Any, **_kwargs: Any) -> int | None:
+        def before(_args: Arguments, _kwargs: Keywords) -> int | None:
             return None if self.loop.phase in passive else monotonic_ns()
 
-        def after(begin_ns: int, result: Any, source: Any, *args: Any, **kwargs: Any) -> None:
+        def after(begin_ns: int, result: Any, args: Arguments, kwargs: Keywords) -> None:
             if result is RAISED:
                 return
+            source = args[0]
             if attribute == "copy_":
                 # The parser's word is "other", the documentation's is "src".
-                source = args[0] if args else kwargs.get("other", kwargs.get("src"))
+                source = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("src"))
             device = getattr(source, "device", None)
             if device != result.device and threading.get_ident() == self.loop.main_thread:
                 size = result.numel() * result.element_size()
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
 
         original = getattr(torch.Tensor, attribute)
-        setattr(torch.Tensor, attribute, around(original, self.recorded(Kind.COPY), before, after))
+        copied = around(original, self.recorded(Kind.COPY), before, after)
+        self.hooks.replace(torch.Tensor, attribute, copied)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,10 @@ from paceline.trace.collectors.torch_parameters import TrainedParameters
 from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.native import Recorder
+    from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_in_flight import Loop
     from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -35,6 +38,7 @@ class StepRecorder:
         phases: PhaseRecorder,
         marks: StepMarks,
         available: frozenset[Capability],
+        hooks: HookRegistry,
     ) -> None:
         self.recorder = recorder
         self.loop = loop
@@ -48,9 +52,18 @@ class StepRecorder:
         self.step_code = internals.step_code() if Capability.STEP_CODE in available else None
         if Capability.OPTIMIZER_HOOKS in available:
             steps = RecordedKind(Capability.OPTIMIZER_HOOKS.value, self._leave_open_steps)
-            internals.hook_optimizer_steps(
-                callback(steps, self._before), callback(steps, self._after)
-            )
+            before, after = callback(steps, self._before), callback(steps, self._after)
+
+            def put() -> Callable[[], None]:
+                handles = internals.hook_optimizer_steps(before, after)
+
+                def remove() -> None:
+                    for handle in handles:
+                        handle.remove()
+
+                return remove
+
+            hooks.add(put)
 
     def _before(self, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread:

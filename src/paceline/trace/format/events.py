@@ -126,5 +126,11 @@ NAN_READ = "nan_read"  # a counter: the script read a tensor's value, and it was
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it
 # Counters of a step, summed over the process's threads: time on a core, and time runnable without.
 RUNNING, NOT_RUNNING = "running_ns", "not_running_ns"
+# The same of the main thread alone.
+MAIN_RUNNING, MAIN_NOT_RUNNING = "main_running_ns", "main_not_running_ns"
+# A counter: the process was stopped (SIGSTOP, a debugger, a frozen container) until this moment.
+STOPPED = "stopped"
 # A counter at an optimizer's first step: bytes of all parameters that optimizers have stepped.
 TRAINED_BYTES = "trained_parameter_bytes"
+# A counter when the script begins to iterate over a loader: its workers, which load ahead.
+LOADER_WORKERS = "loader_workers"

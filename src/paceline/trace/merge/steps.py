@@ -75,15 +75,13 @@ def join_steps(rank: RankTrace) -> RankTrace:
     rule, name = _rule_of(rank, marks)
     ends = marks["name"] == name
     if rule is StepRule.OPTIMIZER:
-        ends[ends] = round_ends(marks["tag"][ends], _has_batch(rank, marks[ends]))
-        rule = rule if ends.all() or len(set(marks["tag"].tolist())) == 1 else StepRule.OPTIMIZERS
+        found = round_ends(marks["tag"][ends], _has_batch(rank, marks[ends]))
+        rule = rule if found.all() else StepRule.OPTIMIZERS
+        ends[ends] = found
     elif rule is StepRule.LOADER:
         rank, marks, ends = _with_last_step(rank, marks, ends)
         ends &= _has_work(rank, marks)
-        turns = marks["tag"][ends]
-        if (turns[1:] != turns[:-1]).mean() > 0.5 if len(turns) > 1 else False:
-            # Loaders that are asked in turn (zip) give one batch together.
-            ends[ends] = round_ends(turns, np.ones(len(turns), dtype=bool))
+        ends[ends] = _batch_ends(marks["tag"][ends])
     elif rule is StepRule.BACKWARD:
         rank, marks, ends = _with_last_step(rank, marks, ends)
     if ends.all() or not ends.any():
@@ -138,6 +136,17 @@ def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
             begins[first[own & (lengths > REPEATS_MAX)]] = True
     ends[:-1] = begins[1:]
     return ends
+
+
+def _batch_ends(turns: np.ndarray) -> np.ndarray:
+    """Return which batches end a step: all, but of loaders that are asked in turn (zip) the last.
+
+    Args:
+        turns: number of the loader that gave each batch, shape (marks,).
+    """
+    every = np.ones(len(turns), dtype=bool)
+    alternate = len(turns) > 1 and float((turns[1:] != turns[:-1]).mean()) > 0.5
+    return round_ends(turns, every) if alternate else every
 
 
 def _round_starts(owners: np.ndarray) -> np.ndarray:

@@ -4,11 +4,13 @@ Archives are read from front to back, once (`tar.py`). In a WebDataset shard the
 sample follow each other and share their name up to the first dot of its last component; the member
 ``.cls`` names the class of the others and is no sample itself.
 
-Names are checked; links, devices and sparse files are refused.
+Names are checked; a hard link stands for the bytes of the file that it leads to (`hard_links.py`);
+symbolic links, devices and sparse files are refused.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +23,7 @@ import numpy as np
 
 from paceline.core.errors import NotFound, StorageError, UsageError
 from paceline.store.write.sources.archive_paths import find_archives
+from paceline.store.write.sources.hard_links import FILES, HARD_LINK, HardLinks
 from paceline.store.write.sources.source import (
     BATCH_BYTES,
     FolderTree,
@@ -49,13 +52,13 @@ if TYPE_CHECKING:
 
     from paceline.store.write.sources.source import OpenSource
 
+_log = logging.getLogger(__name__)
+
 _MAX_CLASS_BYTES = 255
 _MAX_GROUP_BYTES = 512 << 20  # of members that wait in memory for the class of their group
 _MEMBER_BYTES = 512  # bytes that a member takes in addition to its body
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
-_FILES = b"0\0" + b"7"
 _KINDS = {
-    b"1": "a hard link",
     b"2": "a symbolic link",
     b"3": "a device",
     b"4": "a device",
@@ -98,7 +101,7 @@ class Archives:
             NotFound: there is no such archive.
             UsageError: a path names something else.
         """
-        del follow_symlinks  # links in archives are refused
+        del follow_symlinks  # symbolic links in archives are refused
         named = [self.paths] if isinstance(self.paths, str | os.PathLike) else list(self.paths)
         found = find_archives([os.fspath(path) for path in named])
         if not found:
@@ -123,6 +126,7 @@ class OpenArchives:
         self._paths = list(paths)
         self._tree = FolderTree()
         self._class_ids: dict[bytes, int] = {}
+        self._has_groups = False
         self.where = self._paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         states = []
         for path in self._paths:
@@ -134,12 +138,13 @@ class OpenArchives:
                     raise NotFound("no such archive", where=path, fix="Check the path") from None
                 raise
             states.append((os.path.realpath(path), status.st_size, status.st_mtime_ns))
+        self._archive_bytes = sum(size for _, size, _ in states)
         # Another archive, or a changed one, is packed from the start.
         self.resume_key = repr(states)
 
     def totals(self) -> SourceTotals:
-        """Return no totals: the content of archives is only known when they are read."""
-        return SourceTotals()
+        """Return the size of the archives: their content is only known when they are read."""
+        return SourceTotals(archive_bytes=self._archive_bytes)
 
     def folders(self) -> list[bytes]:
         """Return all folders, once all batches have been read."""
@@ -212,6 +217,7 @@ class OpenArchives:
 
     def _take_group(self, group: list[_ArchiveMember]) -> Iterator[tuple[_ArchiveMember, int]]:
         """Yield the members of a group with their labels."""
+        self._say_that_groups_are_split(group)
         named = [member for member in group if member.name.endswith(b".cls")]
         if len(group) == 1:
             named = []
@@ -234,10 +240,26 @@ class OpenArchives:
                 self._tree.label(member.name)
                 yield member, -2 - number
 
+    def _say_that_groups_are_split(self, group: list[_ArchiveMember]) -> None:
+        """Say once that members of one key, as WebDataset has them, become several samples."""
+        endings = {member.name.rpartition(b".")[2] for member in group} - {b"cls"}
+        if self._has_groups or len(endings) < 2:
+            return
+        self._has_groups = True
+        _log.warning(
+            "%s looks like a WebDataset: each member becomes a sample of its own (%s)",
+            self.where,
+            ", ".join(os.fsdecode(member.name) for member in group[:4]),
+        )
+
     def _members(self, large_bytes: int) -> Iterator[_ArchiveMember]:
         for path in self._paths:
-            with archive_errors(path), open_archive(path) as file:
-                for name, kind, length, mode, mtime_ns in read_headers(file, path):
+            with (
+                archive_errors(path),
+                open_archive(path) as file,
+                HardLinks(path, _normalised) as links,
+            ):
+                for name, kind, length, mode, mtime_ns, _ in read_headers(file, path):
                     if kind == b"5":
                         folder = _normalised(name)
                         if folder:
@@ -245,14 +267,20 @@ class OpenArchives:
                             self._tree.add(folder)
                         skip(file, length)
                         continue
-                    if kind not in _FILES:
+                    if kind not in FILES and kind != HARD_LINK:
                         raise _refused(name, kind, path)
                     name = _normalised(name)
                     check_name(name, path)
+                    if kind == HARD_LINK:
+                        skip(file, length + -length % BLOCK_BYTES)
+                        source, size = links.open(name)
+                    else:
+                        source, size = file, length
                     yield _ArchiveMember(
-                        name, _body(file, length, path), length, 0o100000 | mode & 0o7777, mtime_ns
+                        name, _body(source, size, path), size, 0o100000 | mode & 0o7777, mtime_ns
                     )
-                    skip(file, -length % BLOCK_BYTES)
+                    if kind != HARD_LINK:
+                        skip(file, -length % BLOCK_BYTES)
                 while file.read(READ_BYTES):
                     pass  # a compressed stream compares its checksum only at its end
 

@@ -69,10 +69,14 @@ class SourceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTotals:
-    """Totals of a source that are known before it is read; 0 = unknown."""
+    """Totals of a source that are known before it is read; 0 = unknown.
+
+    `archive_bytes` is the size of the archives that hold the samples.
+    """
 
     sample_count: int = 0
     byte_count: int = 0
+    archive_bytes: int = 0
     is_exact: bool = False
 
 

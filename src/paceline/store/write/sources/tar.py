@@ -33,13 +33,17 @@ _TIME = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 
 
 class TarHeader(NamedTuple):
-    """The header of a member; the member's body follows, padded to blocks of 512 bytes."""
+    """The header of a member; the member's body follows, padded to blocks of 512 bytes.
+
+    `target` is the name that a link leads to, as it stands in the archive.
+    """
 
     name: bytes
     kind: bytes
     length: int
     mode: int
     mtime_ns: int
+    target: bytes
 
 
 def read_headers(  # noqa: C901  # one branch per kind of header
@@ -50,7 +54,7 @@ def read_headers(  # noqa: C901  # one branch per kind of header
     Raises:
         StorageError: the archive is damaged or truncated.
     """
-    long_name = b""
+    long_name = long_target = b""
     extended: dict[bytes, bytes] = {}
     while True:
         block = file.read(BLOCK_BYTES)
@@ -68,6 +72,8 @@ def read_headers(  # noqa: C901  # one branch per kind of header
             skip(file, -length % BLOCK_BYTES)
             if kind == b"L":
                 long_name = content.rstrip(b"\0")
+            elif kind == b"K":
+                long_target = content.rstrip(b"\0")
             elif kind == b"x":
                 extended = _records(content, path)
             continue
@@ -83,11 +89,14 @@ def read_headers(  # noqa: C901  # one branch per kind of header
             mtime_ns = _pax_time_ns(extended[b"mtime"], path)
         if not -(1 << 63) <= mtime_ns < 1 << 63:
             raise damaged_archive(path, "a header holds an impossible time")
+        if kind == b"1" and not extended:
+            length = 0  # before pax no body follows a hard link, whatever its size field holds
         name = extended.get(b"path") or long_name or name
+        target = extended.get(b"linkpath") or long_target or block[157:257].partition(b"\0")[0]
         if kind in b"0\0" and name.endswith(b"/"):
             kind = b"5"  # how the oldest archives mark folders
-        yield TarHeader(name, kind, length, _number(block[100:108], path), mtime_ns)
-        long_name, extended = b"", {}
+        yield TarHeader(name, kind, length, _number(block[100:108], path), mtime_ns, target)
+        long_name, long_target, extended = b"", b"", {}
 
 
 def _records(content: bytes, path: str) -> dict[bytes, bytes]:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from paceline.report.columns import without_empty
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+_LONG = 40  # letters: a longer name gets a wide column, rather than many short lines
 
 
 class Html(str):
@@ -31,33 +36,37 @@ def table(
 ) -> str:
     """Return a table; columns after the first `names` hold numbers and are set to the right.
 
+    Columns of numbers in which no row has a value are left out.
+
     Args:
         heads: of the columns.
         rows: of cells.
         names: how many columns, from the left, hold words.
         total: whether the last row is the sum of the others.
     """
+    heads, lines = without_empty(heads, list(rows), names=names)
     styles = ["name" if i < names else "n" for i in range(len(heads))]
     head = "".join(
         f'<th scope="col" class="{style}">{markup(head)}</th>'
         for style, head in zip(styles, heads, strict=True)
     )
-    lines = [
-        "".join(
-            f'<td class="{style}">{markup(cell)}</td>'
-            for style, cell in zip(styles, row, strict=True)
-        )
-        for row in rows
-    ]
     last = len(lines) - 1
     body = "".join(
-        f"<tr{' class=total' if total and i == last else ''}>{line}</tr>"
-        for i, line in enumerate(lines)
+        f"<tr{' class=total' if total and i == last else ''}>{_cells(styles, row)}</tr>"
+        for i, row in enumerate(lines)
     )
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _cells(styles: Sequence[str], row: Sequence[object]) -> str:
+    cells = []
+    for style, cell in zip(styles, row, strict=True):
+        is_long = style == "name" and not isinstance(cell, Html) and len(str(cell)) > _LONG
+        cells.append(f'<td class="{style}{" long" * is_long}">{markup(cell)}</td>')
+    return "".join(cells)
 
 
 def details(summary: str, body: str) -> str:

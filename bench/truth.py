@@ -1,0 +1,257 @@
+"""Does blame tell the truth? Planted culprits, beside a busy neighbour or not, and clean runs.
+
+    python bench/truth.py --json [--quick] [--cases NUMBER ...] [--seed SEED] [--keep FOLDER]
+
+Each case is a run of its own: two or three ranks under DistributedDataParallel, recorded by the
+recorder and the collector of `paceline run`, analysed as `paceline run` analyses them. In a case
+with a culprit one rank is slowed by 10 to 50 % for one cause (data, compute, blocked, stopped,
+not_running, checkpoint, gc) in one shape (persistent, for all of the run or for a part of it;
+periodic; drifting; intermittent). In half of the cases, and of the clean runs, a neighbour takes a
+core now and then, for a fifth of the time.
+
+The analysis sees the traces alone. A case counts by its main straggler: the first that is named.
+A clean run counts as accused if a straggler is named; beside the neighbour, ranks whose threads
+waited for a core are no accusation: that is the neighbour.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import harness
+import numpy as np
+import truth_ranks
+
+CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
+SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
+STEPS = 300
+BASE_S = 0.010  # of a step that nobody slows
+CULPRITS, CLEAN = 70, 60
+QUICK = (0, 11, 19, 23, 34, 36, 52, 70, 71, 72)
+PERIODS = (3, 5, 7, 10, 20)
+DEADLINE_S = 60.0
+BARS = {"rank": 0.97, "cause and shape": 0.90, "accused": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: who is slowed, by what, in which steps, and what disturbs it."""
+
+    number: int
+    seed: int
+    ranks: int
+    neighbour: bool
+    culprit: int | None = None
+    cause: str = ""
+    shape: str = ""
+    slow: float = 0.0
+    period: int = 0
+
+    @property
+    def expected_shape(self):
+        return "persistent" if self.shape == "window" else self.shape
+
+    def seconds(self):
+        """Return the seconds by which each step of the culprit is slowed."""
+        random = np.random.default_rng([self.seed, self.number, 1])
+        extra = np.zeros(STEPS)
+        mean_s = self.slow * BASE_S
+        if self.shape == "persistent":
+            extra[:] = mean_s
+        elif self.shape == "window":
+            length = int(random.integers(STEPS // 3, 2 * STEPS // 3))
+            first = int(random.integers(5, STEPS - length - 5))
+            extra[first : first + length] = mean_s
+        elif self.shape == "periodic":
+            extra[int(random.integers(self.period)) :: self.period] = mean_s * self.period
+        elif self.shape == "drifting":
+            extra[:] = 2 * mean_s * np.arange(STEPS) / STEPS
+        elif self.shape == "intermittent":
+            step = int(random.integers(3, 20))
+            while step < STEPS - 6:
+                length = int(random.integers(2, 7))
+                extra[step : step + length] = 1.0
+                step += length + int(random.integers(8, 25))
+            extra *= mean_s / extra.mean()
+        return extra
+
+
+def make_cases(seed):
+    """Return all cases of a seed: each cause in each shape twice, then clean runs."""
+    random = np.random.default_rng([seed, 0])
+    cases = []
+    for number in range(CULPRITS):
+        ranks = 2 + number // (len(CAUSES) * len(SHAPES)) % 2
+        cases.append(
+            Case(
+                number=number,
+                seed=seed,
+                ranks=ranks,
+                neighbour=bool((number + number // len(CAUSES)) % 2),
+                culprit=int(random.integers(ranks)),
+                cause=CAUSES[number % len(CAUSES)],
+                shape=SHAPES[number // len(CAUSES) % len(SHAPES)],
+                slow=float(random.uniform(0.1, 0.5)),
+                period=int(random.choice(PERIODS)),
+            )
+        )
+    for number in range(CULPRITS, CULPRITS + CLEAN):
+        neighbour = bool(number % 2)
+        cases.append(Case(number=number, seed=seed, ranks=2 + number // 2 % 2, neighbour=neighbour))
+    return cases
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+class Stage:
+    """Starts the processes of a case, all forked from one server that has torch imported."""
+
+    def __init__(self):
+        os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parent))
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(
+            ["torch.distributed", "paceline.trace.collectors.torch", "truth_ranks"]
+        )
+        self.cores = sorted(os.sched_getaffinity(0))
+        receiver, sender = self.context.Pipe(duplex=False)
+        self._process(truth_ranks.measure_units, sender).join()
+        self.unit_s, self.object_s = receiver.recv()
+
+    def _process(self, target, *arguments):
+        process = self.context.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    def run(self, case, folder):
+        """Run a case and leave its traces in `folder`.
+
+        Raises:
+            RuntimeError: a rank failed, or did not end.
+        """
+        (folder / "trace").mkdir(parents=True)
+        others, ranks = [], []
+        if case.neighbour:
+            others.append(self._process(truth_ranks.disturb, case.seed * 1000 + case.number))
+        demand = None
+        if case.cause in ("stopped", "not_running"):
+            receiver, demand = self.context.Pipe(duplex=False)
+            if case.cause == "stopped":
+                others.append(self._process(truth_ranks.stop_on_demand, receiver))
+            else:
+                cores = self._cores(case, case.culprit)
+                others.append(self._process(truth_ranks.compute_on_demand, receiver, cores))
+        try:
+            ranks = [self._rank(case, folder, rank, demand) for rank in range(case.ranks)]
+            for process in ranks:
+                process.join(DEADLINE_S)
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in (*ranks, *others):
+                process.kill()
+                process.join()
+        if any(codes):
+            raise RuntimeError(f"case {case.number}: ranks ended with {codes}")
+
+    def _rank(self, case, folder, rank, demand):
+        is_culprit = rank == case.culprit
+        plant = None
+        if is_culprit:
+            plant = truth_ranks.Plant(
+                case.cause,
+                tuple(case.seconds().tolist()),
+                self.unit_s,
+                self.object_s,
+                case.number,
+            )
+        return self._process(
+            truth_ranks.train,
+            str(folder),
+            rank,
+            case.ranks,
+            self._cores(case, rank),
+            plant,
+            round(truth_ranks.BUSY_S / self.unit_s),
+            STEPS,
+            demand if is_culprit else None,
+        )
+
+    def _cores(self, case, rank):
+        """Return a rank's cores: one each if there are enough, and where one is to be taken."""
+        if case.ranks <= len(self.cores):
+            return {self.cores[rank]}
+        if case.cause == "not_running":
+            return {self.cores[-1] if rank == case.culprit else self.cores[0]}
+        return set(self.cores)
+
+
+# --- the judgement --------------------------------------------------------------------------------
+
+
+def judge(case, stragglers):
+    """Return what was found beside what was planted, as a row."""
+    found = [late.to_json() for late in stragglers]
+    row = {**asdict(case), "found": found}
+    if case.culprit is None:
+        neighbours = ("not_running",) if case.neighbour else ()
+        row["accused"] = any(late.cause not in neighbours for late in stragglers)
+        return row
+    main = stragglers[0] if stragglers else None
+    row["rank_right"] = main is not None and main.rank == case.culprit
+    row["cause_right"] = row["rank_right"] and main.cause == case.cause
+    row["shape_right"] = row["rank_right"] and getattr(main, "shape", "") == case.expected_shape
+    return row
+
+
+def add_bars(report, rows):
+    """Add the bars to a report."""
+    planted = [row for row in rows if row["culprit"] is not None]
+    clean = [row for row in rows if row["culprit"] is None]
+    if planted:
+        count = len(planted)
+        ranks = sum(row["rank_right"] for row in planted) / count
+        both = sum(row["cause_right"] and row["shape_right"] for row in planted) / count
+        report.bar(f"right rank, of {count} cases", ranks, BARS["rank"], at_least=True)
+        report.bar(
+            f"right cause and shape, of {count} cases", both, BARS["cause and shape"], at_least=True
+        )
+    if clean:
+        accused = sum(row["accused"] for row in clean)
+        report.bar(f"accused, of {len(clean)} clean runs", accused, BARS["accused"])
+
+
+def main():
+    from paceline.trace.analysis import analyse
+    from paceline.trace.merge import load_run
+
+    flags = harness.options(__doc__, "--cases", "--seed", "--keep")
+    cases = make_cases(int(flags.seed[0]) if flags.seed else 0)
+    numbers = [int(number) for number in flags.cases or ()] or (QUICK if flags.quick else ())
+    if numbers:
+        cases = [cases[number] for number in numbers]
+    report = harness.Report("truth", flags.json)
+    with tempfile.TemporaryDirectory(prefix="paceline-truth-") as name:
+        root = Path(flags.keep[0]) if flags.keep else Path(name)
+        stage = Stage()
+        for case in cases:
+            folder = root / f"case-{case.seed}-{case.number:03d}"
+            stage.run(case, folder)
+            row = judge(case, analyse(load_run(folder)).stragglers)
+            report.row(**row)
+            if flags.keep:
+                (folder / "row.json").write_text(json.dumps(row))
+            else:
+                shutil.rmtree(folder)
+    add_bars(report, report.rows)
+    return report.print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

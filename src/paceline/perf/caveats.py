@@ -1,0 +1,136 @@
+"""What a prediction rests on and should not: said with the Estimate, not left to be found out.
+
+A model that does not fit, operators without a price, a machine that was measured while other work
+disturbed it, and more ranks or nodes than were measured. None of it ends a plan: the Estimate says
+it, as data and in sentences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.estimate import UnpricedOperator
+
+if TYPE_CHECKING:
+    from paceline.core.machine import Device, Machine
+    from paceline.core.plan import Plan
+    from paceline.core.workload import Workload
+    from paceline.perf.costs import CostModel
+
+GIB = 2**30
+NAMED = 3  # operators that a sentence names
+
+
+def unpriced_operators(
+    costs: CostModel, workload: Workload, step_s: float
+) -> tuple[UnpricedOperator, ...]:
+    """Return the operators that no class describes, with the share of the step that they make up.
+
+    Args:
+        costs: of the machine's device.
+        workload: the model.
+        step_s: predicted seconds of a step.
+    """
+    counts: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for layer in workload.layers:
+        for operation in layer.operations:
+            name = operation.assumed
+            if name:
+                counts[name] = counts.get(name, 0) + operation.count
+                cost_s = costs.cost(operation).total_s * operation.count
+                seconds[name] = seconds.get(name, 0.0) + cost_s
+    return tuple(
+        UnpricedOperator(name=name, count=counts[name], share=cost_s / max(step_s, 1e-12))
+        for name, cost_s in sorted(seconds.items(), key=lambda item: -item[1])
+    )
+
+
+def ranks_per_device(device: Device, plan: Plan) -> int:
+    """Return how many ranks share one device's memory, at most."""
+    count = 1 if device.kind == "cpu" else device.count  # a CPU is all cores of its node
+    return -(-plan.ranks_per_node // count)
+
+
+def warnings(
+    machine: Machine,
+    workload: Workload,
+    plan: Plan,
+    unpriced: tuple[UnpricedOperator, ...],
+    needed_bytes: int,
+) -> tuple[str, ...]:
+    """Return the sentences of an Estimate.
+
+    Args:
+        machine: on which the step was predicted.
+        workload: the model.
+        plan: how it is spread.
+        unpriced: operators whose cost is assumed.
+        needed_bytes: memory of all ranks that share a device.
+    """
+    return (
+        *_does_not_fit(machine.devices[0], plan, needed_bytes),
+        *_extrapolated(machine, plan),
+        *_without_price(workload, unpriced),
+        *_disturbed(machine),
+    )
+
+
+def _does_not_fit(device: Device, plan: Plan, needed_bytes: int) -> list[str]:
+    available_bytes = device.memory_bytes.value
+    if needed_bytes <= available_bytes:
+        return []
+    ranks = ranks_per_device(device, plan)
+    who = "a rank needs" if ranks == 1 else f"{ranks} ranks need"
+    return [
+        f"does not fit: {who} {needed_bytes / GIB:.1f} GiB, "
+        f"{device.name} has {available_bytes / GIB:.1f} GiB"
+    ]
+
+
+def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
+    device, found = machine.devices[0], []
+    if plan.nodes > machine.nodes:
+        level = {cost.level for cost in machine.collectives} or {"none"}
+        found.append(
+            f"extrapolated: {plan.nodes} nodes, {machine.name} has {machine.nodes}; communication "
+            f"is priced by collectives over its {' and '.join(sorted(level))}"
+        )
+    wanted = plan.ranks_per_node * plan.threads
+    if device.kind == "cpu" and wanted > device.cores:
+        found.append(
+            f"extrapolated: {plan.ranks_per_node} ranks x {plan.threads} threads on a node of "
+            f"{device.cores} cores; compute is taken to be {wanted / device.cores:.3g} times as "
+            "slow, and waiting for a core is not predicted"
+        )
+    cost = machine.collective("all_reduce", plan.mesh.data)
+    if plan.mesh.data > 1 and cost is not None and cost.ranks != plan.mesh.data:
+        found.append(
+            f"extrapolated: collectives of {plan.mesh.data} ranks from those between {cost.ranks}"
+        )
+    return found
+
+
+def _without_price(workload: Workload, unpriced: tuple[UnpricedOperator, ...]) -> list[str]:
+    if not unpriced:
+        return []
+    calls = sum(operator.count for operator in unpriced)
+    total = sum(operation.count for layer in workload.layers for operation in layer.operations)
+    named = ", ".join(f"{operator.name} ({operator.count})" for operator in unpriced[:NAMED])
+    more = f" and {len(unpriced) - NAMED} more" if len(unpriced) > NAMED else ""
+    share = sum(operator.share for operator in unpriced)
+    return [
+        f"no price for {named}{more}: {calls} of {total} operator calls are taken to cost what "
+        f"moving their bytes costs, {share:.1%} of the predicted step"
+    ]
+
+
+def _disturbed(machine: Machine) -> list[str]:
+    if not machine.disturbed:
+        return []
+    worst = max(machine.disturbed, key=lambda disturbance: disturbance.foreign_cores)
+    return [
+        f"{machine.name} was disturbed while it was probed, in {len(machine.disturbed)} parts "
+        f"({worst.where}, {worst.part}: {worst.why}): predictions may be too slow; run "
+        "`paceline probe` when nothing else runs"
+    ]

@@ -1,0 +1,96 @@
+"""The figures of a run that advice rests on; `gather` takes them from an analysis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.core.breakdown import Breakdown
+from paceline.trace.analysis.host import HostTime
+
+_WORKING = ("copy", "forward", "backward", "optimizer", "evaluation", "host", "other")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """Steps that a rule may be about; seconds are means over them.
+
+    Attributes:
+        steps: how many.
+        words: which, as they end a sentence: ``in steps 40 to 80``.
+        rank: whose step; None for the mean over all ranks.
+        step: seconds of its step by phase.
+        others: the same of the other ranks; None without other ranks.
+    """
+
+    steps: int
+    words: str
+    rank: int | None
+    step: Breakdown
+    others: Breakdown | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerScope:
+    """A straggler: its steps, the cause, and its skew in them, the mean over these steps."""
+
+    scope: Scope
+    cause: str
+    late_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the rules read; seconds are per step and the mean over ranks where nothing else is said.
+
+    Attributes:
+        steps: of the run.
+        step: the mean step.
+        undisturbed: the steps in which no rank was late; None if there are none.
+        stragglers: the ranks that were late.
+        host_work: named work of the script, seconds of the whole run.
+        checkpoints: how many the run wrote.
+        loader_workers: of the loader that the script iterates over; None if that is not known.
+        ranks: on one node.
+        threads: of each rank.
+        cores: of the node; 0 if not known.
+        cpu_s: seconds that the threads of a node's ranks ran.
+        no_core_s: seconds that a rank's main thread was runnable without a core.
+        reduced_bytes: that a rank gives to all-reduces.
+        reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
+        broadcast_share: the same of broadcasts that are repeated in each step.
+    """
+
+    steps: int
+    step: Breakdown
+    undisturbed: Scope | None = None
+    stragglers: tuple[StragglerScope, ...] = ()
+    host_work: tuple[HostTime, ...] = ()
+    checkpoints: int = 0
+    loader_workers: int | None = None
+    ranks: int = 1
+    threads: int = 1
+    cores: int = 0
+    cpu_s: float = 0.0
+    no_core_s: float = 0.0
+    reduced_bytes: float = 0.0
+    reduced_share: float = 0.0
+    broadcast_share: float = 0.0
+
+    @property
+    def loop_s(self) -> float:
+        """Seconds of the whole loop."""
+        return self.step.total_s * self.steps
+
+    def share(self, saved_s: float) -> float:
+        """Return the share of the loop that so many seconds in all steps together are."""
+        return min(1.0, saved_s / self.loop_s)
+
+    def share_of_steps(self, saving_s: float) -> float:
+        """Return the share of the loop that so many seconds in each step are."""
+        return self.share(saving_s * self.steps)
+
+
+def working_s(step: Breakdown) -> float:
+    """Return the seconds of a step in which a rank works, in all such phases together."""
+    return math.fsum(getattr(step, phase) for phase in _WORKING)

@@ -1,0 +1,375 @@
+"""What would make a run faster: rules from measured figures to a change and the time that it saves.
+
+Every rule is a pure function of `Facts`, listed in `RULES`. It estimates what a change saves by a
+formula that stands beside it, never more than the phase that the time comes from, and names the
+figures that the estimate rests on. A saving below `LEAST_SHARE` of the loop is not worth a change
+of somebody's script, and is not proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.record import Record
+from paceline.report.advice.facts import working_s
+from paceline.report.units import format_bytes, format_seconds, format_share, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from paceline.report.advice.facts import Facts, Scope
+
+LEAST_SHARE = 0.02  # of the loop
+LEAST_STEPS = 20  # of a run: fewer say too little about the next run
+MOST_ADVICE = 4
+NOTABLE_WAITING = 0.1  # of a step
+MOST_WORKERS = 8  # that one rank is advised to have
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice(Record):
+    """A change, and what it would save.
+
+    Attributes:
+        rule: name of the rule.
+        phase: that the saved time comes from; ``computing`` for all phases of work together.
+        action: what to do and what it saves, as a sentence.
+        evidence: the figures that it rests on, as a sentence.
+        saving_s: seconds of a step that it would save, at most, in the steps that it is about.
+        phase_s: seconds of the phase in these steps.
+        share: of the whole loop that it would save, 0 to 1.
+    """
+
+    rule: str
+    phase: str
+    action: str
+    evidence: str
+    saving_s: float
+    phase_s: float
+    share: float
+
+    @property
+    def saving(self) -> str:
+        """What it saves of the whole loop, as a sentence."""
+        return f"Saves up to {format_share(self.share)} of the loop."
+
+    @property
+    def sentence(self) -> str:
+        """All that it says."""
+        return f"{self.action} {self.saving} {self.evidence}"
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """Return what would help, the largest saving first; empty if nothing is worth a change."""
+    if facts.steps < LEAST_STEPS or facts.loop_s <= 0:
+        return ()
+    proposals = [advice for rule in RULES for advice in rule(facts)]
+    for advice in proposals:
+        assert 0 <= advice.saving_s <= advice.phase_s * (1 + 1e-9), advice
+    chosen = [advice for advice in proposals if advice.share >= LEAST_SHARE]
+    return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
+
+
+# --- input ------------------------------------------------------------------------------------
+
+
+def loader_workers(facts: Facts) -> Iterator[Advice]:
+    """Propose workers that load the next batches while the ranks compute.
+
+    Workers that load a batch in `production_s` deliver one every `production_s / workers`; a step
+    takes that or its own work, whichever is longer, and no less than the cores allow. One number of
+    workers is proposed for all steps, the one for those in which most is saved.
+    """
+    scopes = [late.scope for late in facts.stragglers if late.cause == "data"]
+    if facts.undisturbed is not None:
+        scopes.append(facts.undisturbed)
+    scopes = [scope for scope in scopes if scope.step.input > 0]
+    if not scopes:
+        return
+    best = max(scopes, key=lambda scope: scope.steps * _best_workers(facts, scope)[1])
+    workers, saving_s = _best_workers(facts, best)
+    saved_s = sum(scope.steps * _saving_by_workers(facts, scope, workers) for scope in scopes)
+    whose = "the ranks wait" if best.rank is None else f"rank {best.rank} waits"
+    yield Advice(
+        rule="loader_workers",
+        phase="input",
+        saving_s=saving_s,
+        phase_s=best.step.input,
+        share=facts.share(saved_s),
+        action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, best.step.input)} of "
+        f"waiting for data{best.words and ' ' + best.words}.",
+        evidence=f"Of a step of {format_seconds(best.step.total_s)} {whose} "
+        f"{format_seconds(best.step.input)} for data{_workers_words(facts.loader_workers)}.",
+    )
+
+
+def _best_workers(facts: Facts, scope: Scope) -> tuple[int, float]:
+    """Return the fewest workers that save all that workers can save, and the seconds they save."""
+    if facts.loader_workers is None:
+        return 1, _saving_by_workers(facts, scope, 1)
+    least = facts.loader_workers + 1
+    savings = [
+        (workers, _saving_by_workers(facts, scope, workers))
+        for workers in range(least, max(least, MOST_WORKERS) + 1)
+    ]
+    best_s = max(saving_s for _, saving_s in savings)
+    return next((n, saving_s) for n, saving_s in savings if saving_s >= 0.98 * best_s)
+
+
+def _saving_by_workers(facts: Facts, scope: Scope, workers: int) -> float:
+    step_s = scope.step.total_s
+    bounds = [facts.cpu_s / facts.cores if facts.cores else 0.0]
+    for ranks_step in (scope.step, scope.others):
+        if ranks_step is None:
+            continue
+        production_s = ranks_step.input
+        if facts.loader_workers and ranks_step.input > 0:
+            production_s = step_s * facts.loader_workers
+        busy_s = ranks_step.total_s - ranks_step.input
+        if ranks_step is scope.others:  # they would wait less, too
+            busy_s -= ranks_step.waiting
+        bounds += [busy_s, production_s / workers]
+    return max(0.0, min(scope.step.input, step_s - max(bounds)))
+
+
+def _workers_action(facts: Facts, workers: int) -> str:
+    if facts.loader_workers is None:
+        return "Loading the next batch while the ranks compute"
+    count = workers - facts.loader_workers if facts.loader_workers else workers
+    more = " more" if facts.loader_workers else ""
+    return f"{_number(count).capitalize()}{more} loader worker{'s' if count != 1 else ''}"
+
+
+def _workers_words(workers: int | None) -> str:
+    if workers is None:
+        return ""
+    return (
+        "; its loader has no workers"
+        if not workers
+        else f"; its loader has {plural(workers, 'worker')}"
+    )
+
+
+# --- waiting ----------------------------------------------------------------------------------
+
+# What to do about a straggler, by cause; {rank} is the straggler. `data` has a rule of its own.
+AGAINST_CAUSE = {
+    "compute": "Giving rank {rank} as much to compute as the other ranks",
+    "not_running": "Leaving rank {rank} its cores (another process takes them)",
+    "blocked": "Taking the lock, sleep or I/O of rank {rank} out of its step",
+    "stopped": "Keeping rank {rank} from being stopped",
+    "checkpoint": "Writing rank {rank}'s checkpoints in the background, or a part on each rank,",
+    "gc": "Collecting garbage on all ranks in the same steps (gc.disable(), then gc.collect() "
+    "every n-th step)",
+}
+
+
+def help_straggler(facts: Facts) -> Iterator[Advice]:
+    """Propose to remove what makes a rank late: the others stop waiting for as long as it is late.
+
+    They save its skew, and never more than they wait.
+    """
+    for late in facts.stragglers:
+        others = late.scope.others
+        if others is None or late.cause not in AGAINST_CAUSE:
+            continue
+        saving_s = min(late.late_s, others.waiting)
+        yield Advice(
+            rule=f"straggler_{late.cause}",
+            phase="waiting",
+            saving_s=saving_s,
+            phase_s=others.waiting,
+            share=facts.share(saving_s * late.scope.steps),
+            action=f"{AGAINST_CAUSE[late.cause].format(rank=late.scope.rank)} would save "
+            f"{_of(saving_s, others.waiting)} of waiting {late.scope.words}.",
+            evidence=f"On average rank {late.scope.rank} is {format_seconds(late.late_s)} late in "
+            f"each of these steps, and the other ranks wait {format_seconds(others.waiting)}.",
+        )
+
+
+def even_batches(facts: Facts) -> Iterator[Advice]:
+    """Propose equal work if ranks wait much although no rank is late for long.
+
+    Ranks that lack a core now and then wait, too, and equal batches would not help them.
+    """
+    waiting_s = facts.step.waiting
+    if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
+        return
+    if facts.no_core_s > waiting_s / 2:
+        return
+    yield Advice(
+        rule="even_batches",
+        phase="waiting",
+        saving_s=waiting_s,
+        phase_s=waiting_s,
+        share=facts.share_of_steps(waiting_s),
+        action="Batches that take all ranks equally long (samples of like length together) would "
+        f"save up to {format_seconds(waiting_s)} of waiting.",
+        evidence="No rank is late for long, yet in each step the ranks wait "
+        f"{format_seconds(waiting_s)} for each other.",
+    )
+
+
+# --- communication ----------------------------------------------------------------------------
+
+
+def accumulate_gradients(facts: Facts) -> Iterator[Advice]:
+    """Propose to reduce gradients every other batch: half of the exposed all-reduces go away."""
+    transfer_s = facts.step.transfer * facts.reduced_share
+    if transfer_s <= 0:
+        return
+    yield Advice(
+        rule="accumulate_gradients",
+        phase="transfer",
+        saving_s=transfer_s / 2,
+        phase_s=facts.step.transfer,
+        share=facts.share_of_steps(transfer_s / 2),
+        action="Accumulating gradients over two batches (no_sync(); the global batch doubles) "
+        f"would save {_of(transfer_s / 2, facts.step.transfer)} of communication per batch.",
+        evidence=f"A rank gives {format_bytes(facts.reduced_bytes)} to all-reduces in each step, "
+        f"and {format_seconds(transfer_s)} of their time is not hidden by computation.",
+    )
+
+
+def no_buffer_broadcasts(facts: Facts) -> Iterator[Advice]:
+    """Propose to leave out the broadcasts of buffers that DDP makes before each forward pass."""
+    transfer_s = facts.step.transfer * facts.broadcast_share
+    if transfer_s <= 0:
+        return
+    yield Advice(
+        rule="no_buffer_broadcasts",
+        phase="transfer",
+        saving_s=transfer_s,
+        phase_s=facts.step.transfer,
+        share=facts.share_of_steps(transfer_s),
+        action="Leaving each rank its own buffers, such as the statistics of batch norm "
+        "(DistributedDataParallel(broadcast_buffers=False)), would save "
+        f"{_of(transfer_s, facts.step.transfer)} of communication.",
+        evidence=f"Broadcasts in each step take {format_seconds(transfer_s)} that is not hidden by "
+        "computation.",
+    )
+
+
+# --- work that can be done less often -------------------------------------------------------------
+
+
+def rarer_checkpoints(facts: Facts) -> Iterator[Advice]:
+    """Propose to write half as many checkpoints."""
+    spent_s = facts.step.checkpoint
+    if spent_s <= 0 or facts.checkpoints < 2:
+        return
+    each_s = spent_s * facts.steps / facts.checkpoints
+    yield Advice(
+        rule="rarer_checkpoints",
+        phase="checkpoint",
+        saving_s=spent_s / 2,
+        phase_s=spent_s,
+        share=facts.share_of_steps(spent_s / 2),
+        action="Half as many checkpoints would save "
+        f"{_of(spent_s / 2, spent_s)} of writing them per step.",
+        evidence=f"The run wrote {plural(facts.checkpoints, 'checkpoint')} of "
+        f"{format_seconds(each_s)} each.",
+    )
+
+
+def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
+    """Propose to evaluate half as often."""
+    spent_s = facts.step.evaluation
+    if spent_s <= 0:
+        return
+    yield Advice(
+        rule="rarer_evaluation",
+        phase="evaluation",
+        saving_s=spent_s / 2,
+        phase_s=spent_s,
+        share=facts.share_of_steps(spent_s / 2),
+        action=f"Evaluating half as often would save {_of(spent_s / 2, spent_s)} per step.",
+        evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop.",
+    )
+
+
+# Named host work that need not be done in each step: what to do, and the share of it that remains.
+AGAINST_HOST_WORK = {
+    "garbage collection": ("Collecting garbage by hand, once an epoch (gc.disable())", 0.0),
+    "logging": ("Logging every tenth time", 0.1),
+    "item": ("Reading values of tensors (.item()) every tenth time", 0.1),
+}
+
+
+def rarer_host_work(facts: Facts) -> Iterator[Advice]:
+    """Propose to do named work of the script less often."""
+    for work in facts.host_work:
+        if work.name not in AGAINST_HOST_WORK or facts.step.host <= 0:
+            continue
+        action, remains = AGAINST_HOST_WORK[work.name]
+        spent_s = min(work.measured_s / facts.steps, facts.step.host)
+        saving_s = spent_s * (1 - remains)
+        yield Advice(
+            rule=f"host_{work.name.replace(' ', '_')}",
+            phase="host",
+            saving_s=saving_s,
+            phase_s=facts.step.host,
+            share=facts.share_of_steps(saving_s),
+            action=f"{action} would save {_of(saving_s, spent_s)} per step.",
+            evidence=f"{work.name.capitalize()} takes {format_seconds(spent_s)} of each step.",
+        )
+
+
+# --- cores ------------------------------------------------------------------------------------
+
+
+def enough_cores(facts: Facts) -> Iterator[Advice]:
+    """Propose fewer threads than cores, or cores of one's own: no time without a core is left."""
+    worked_s = working_s(facts.step)
+    saving_s = min(facts.no_core_s, worked_s)
+    if saving_s <= 0 or not facts.cores:
+        return
+    wanted = facts.ranks * facts.threads
+    action = "Keeping other processes off the cores of the run"
+    if wanted > facts.cores:
+        action = f"At most {plural(facts.cores, 'thread')} on {plural(facts.cores, 'core')}"
+    yield Advice(
+        rule="enough_cores",
+        phase="computing",
+        saving_s=saving_s,
+        phase_s=worked_s,
+        share=facts.share_of_steps(saving_s),
+        action=f"{action} would save {_of(saving_s, worked_s)} of computing.",
+        evidence=f"{plural(facts.ranks, 'rank')} of {plural(facts.threads, 'thread')} run on "
+        f"{plural(facts.cores, 'core')}; the training loop was ready without a core for "
+        f"{format_seconds(facts.no_core_s)} of each step.",
+    )
+
+
+RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
+    loader_workers,
+    help_straggler,
+    even_batches,
+    accumulate_gradients,
+    no_buffer_broadcasts,
+    rarer_checkpoints,
+    rarer_evaluation,
+    rarer_host_work,
+    enough_cores,
+)
+
+
+def _of(part_s: float, whole_s: float) -> str:
+    """Return both durations in the unit and with the decimals of the whole.
+
+    >>> _of(0.0092, 0.0181), _of(0.0004, 1.2)
+    ('9.2 of 18.1 ms', '0.00 of 1.20 s')
+    >>> _of(0.0181, 0.0181)
+    'all 18.1 ms'
+    """
+    whole, unit = format_seconds(whole_s).split(" ")
+    decimals = len(whole.partition(".")[2])
+    factor = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[unit]
+    part = f"{part_s * factor:.{decimals}f}"
+    return f"all {whole} {unit}" if part == whole else f"{part} of {whole} {unit}"
+
+
+def _number(count: int) -> str:
+    return _NUMBERS[count] if 0 <= count < len(_NUMBERS) else f"{count:,}"

@@ -1,0 +1,162 @@
+"""Describes stragglers, changes of all ranks, and traces that were cut, in plain sentences."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from paceline.report.units import format_seconds, format_share, plural, significant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.trace.analysis.blame import Straggler
+    from paceline.trace.analysis.shifts import Shift
+    from paceline.trace.format.files import RankTrace
+
+BECAUSE = {
+    "data": "because of data loading",
+    "compute": "because it computes longer",
+    "blocked": "because its main thread sleeps outside the data loader (a lock, a sleep, or I/O)",
+    "stopped": "because its process is stopped (SIGSTOP, a debugger, or a frozen container)",
+    "not_running": "because its threads waited for a core (another process took it)",
+    "checkpoint": "because it writes checkpoints",
+    "gc": "because of Python's garbage collection",
+}
+_SURE = 0.99  # a lower confidence is said
+
+
+def late_words(late: Straggler, world_size: int, place: str) -> str:
+    """Return the sentence about a run's main straggler.
+
+    Args:
+        late: the straggler.
+        world_size: number of ranks of the run.
+        place: where skew shows if it does so in every step, from `sync_place`.
+    """
+    others = f"rank {1 - late.rank} waits" if world_size == 2 else "the others wait"
+    size, steps = f"{significant(late.late_ms, 2)} ms", _range(late)
+    how = {
+        "persistent": f"{size} late {place} between {steps}",
+        "periodic": f"{size} late in every {_ordinal(late.period_steps)} step between {steps}",
+        "drifting": f"{_drift(late)} between {steps} ({size} late in the median)",
+        "intermittent": f"{size} late now and then, in {format_share(late.late_share)} of the "
+        f"steps between {steps}",
+    }[late.shape]
+    unsure = "" if _is_sure(late) else f" (confidence {format_share(late.confidence)})"
+    return (
+        f"Rank {late.rank} arrives {how}, {BECAUSE[late.cause]}; {others} "
+        f"{format_share(late.others_wait)} of each of these steps{unsure}."
+    )
+
+
+def more_words(more: Sequence[Straggler]) -> str:
+    """Return the sentence about the stragglers besides the main one."""
+    worst = more[0]
+    text = (
+        f"rank {worst.rank} by {significant(worst.late_ms, 2)} ms {brief_steps(worst)}, "
+        f"{BECAUSE[worst.cause]}"
+    )
+    if len(more) == 1:
+        return f"Also late: {text}."
+    return f"{len(more)} other ranks were late too, most of all {text}."
+
+
+def brief_steps(late: Straggler) -> str:
+    """Return in a few words in which steps a rank was late.
+
+    Example: ``in every 20th step of 19 to 299``.
+    """
+    steps = f"{late.first_step} to {late.last_step}"
+    if late.shape == "periodic":
+        return f"in every {_ordinal(late.period_steps)} step of {steps}"
+    words = {"drifting": "more and more ", "intermittent": "now and then "}
+    if late.shape == "drifting" and late.slope_ms_per_step < 0:
+        words = {"drifting": "less and less "}
+    return f"{words.get(late.shape, '')}in steps {steps}"
+
+
+def shift_words(shifts: Sequence[Shift]) -> str:
+    """Return the sentence about changes of all ranks within the run; empty without one."""
+    if not shifts:
+        return ""
+    first, last = shifts[0], shifts[-1]
+    ends = f"{format_seconds(first.before_ms / 1e3)} to {format_seconds(last.after_ms / 1e3)}"
+    if len(shifts) == 1:
+        return f"All ranks became {_change(first.factor)} at step {first.step} ({ends} per step)."
+    if len(shifts) == 2:
+        return (
+            f"All ranks became {_change(first.factor)} at step {first.step} and "
+            f"{_change(last.factor)} at step {last.step}."
+        )
+    largest = max(shifts, key=lambda shift: max(shift.factor, 1 / shift.factor))
+    return (
+        f"The step time of all ranks changed {len(shifts)} times, from {ends}, most of all at step "
+        f"{largest.step} ({_change(largest.factor)})."
+    )
+
+
+def cut_words(ranks: Sequence[RankTrace], steps: int, *, failed: bool) -> str:
+    """Return the sentence about a trace that lacks a part; empty for a complete one.
+
+    Args:
+        ranks: traces of the run.
+        steps: number of steps that all ranks completed.
+        failed: whether the run is known to have failed: then it is no news that ranks which it
+            ended did not end their traces.
+    """
+    reasons = []
+    for rank in ranks:
+        lost = plural(rank.status.dropped_count, "event")
+        if rank.status.error:
+            why = os.strerror(rank.status.error)
+            reasons.append(f"rank {rank.rank} could not write all of it ({why}), {lost} are lost")
+        elif rank.status.dropped_count:
+            reasons.append(f"rank {rank.rank} lost {lost}, which came too fast")
+        elif not rank.complete and not failed:
+            reasons.append(
+                f"rank {rank.rank} has not closed its file (it still runs, or was killed)"
+            )
+    if not reasons:
+        return ""
+    more = f", and {plural(len(reasons) - 2, 'other rank')} likewise" if len(reasons) > 2 else ""
+    covers = f"steps 0 to {steps - 1}" if steps else "no step"
+    return f"The trace is incomplete: {'; '.join(reasons[:2])}{more}. What follows covers {covers}."
+
+
+def _range(late: Straggler) -> str:
+    return f"steps {late.first_step} and {late.last_step}"
+
+
+def _drift(late: Straggler) -> str:
+    slope = f"{significant(abs(late.slope_ms_per_step), 2)} ms"
+    if late.slope_ms_per_step < 0:
+        return f"late, but {slope} less so in each step"
+    return f"later and later, by {slope} more in each step"
+
+
+def _is_sure(late: Straggler) -> bool:
+    """Return whether nothing need be said of chance; results of before have no confidence."""
+    return late.confidence == 0.0 or late.confidence >= _SURE
+
+
+def _change(factor: float) -> str:
+    r"""Return a factor of step times in words.
+
+    >>> _change(12.3), _change(0.5)
+    ('12x slower', '2.0x faster')
+    """
+    if factor >= 1:
+        return f"{significant(factor, 2)}x slower"
+    return f"{significant(1 / factor, 2)}x faster"
+
+
+def _ordinal(number: int) -> str:
+    """Return the ordinal of a number.
+
+    >>> [_ordinal(number) for number in (2, 3, 11, 20, 21)]
+    ['2nd', '3rd', '11th', '20th', '21st']
+    """
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

@@ -1,0 +1,96 @@
+"""One HTML file that shows a run: nothing fetched, small whatever the run's length.
+
+The page's content security policy forbids everything but its own style and its own script, which is
+named by its digest, so that even a name that slipped through unescaped could do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import __version__
+from paceline.core.errors import DestinationExists, NotFound
+from paceline.core.files import commit_text
+from paceline.report.page import (
+    memory,
+    overview,
+    prediction,
+    provenance,
+    skew,
+    times,
+    traffic,
+)
+
+if TYPE_CHECKING:
+    from paceline.report.model import Report
+
+_GENERATOR = '<meta name="generator" content="Paceline'
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Write the page to `path`; an older report there is replaced.
+
+    Raises:
+        DestinationExists: something is there that is not a report.
+        NotFound: the folder to write to is not there.
+        StorageError: the disk is full or the folder not writable.
+    """
+    if path.is_dir() or (path.exists() and not _is_report(path)):
+        raise DestinationExists(
+            "will not overwrite what is not a report",
+            where=str(path),
+            fix="Name another file with --out",
+        )
+    if not path.parent.is_dir():
+        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
+    commit_text(path, render_html(report))
+
+
+def render_html(report: Report) -> str:
+    """Return the page."""
+    folder = Path(__file__).parent
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    name = escape(report.run.resolve().name)
+    body = "\n".join(
+        [
+            overview.head(report),
+            "<main>",
+            overview.advice(report),
+            overview.key_figures(report),
+            times.by_phase(report),
+            skew.skew_by_step(report),
+            times.by_step(report),
+            times.host_work(report),
+            prediction.typical_step(report),
+            traffic.collectives(report),
+            memory.peaks(report),
+            provenance.sources(report),
+            "</main>",
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'{_GENERATOR} {escape(__version__)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{name} - Paceline report</title>\n<style>\n{style}</style></head>\n"
+        f"<body>\n{body}\n<footer>Paceline {escape(__version__)}. All times are measured unless "
+        "they are called predicted or modelled.</footer>\n"
+        f"<script>{script}</script>\n</body></html>\n"
+    )
+
+
+def _policy(script: str) -> str:
+    """Return the content security policy of a page with this script."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _GENERATOR.encode() in file.read(512)

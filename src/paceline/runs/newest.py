@@ -1,0 +1,53 @@
+"""Which run a command means that names none: the newest one here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import NotFound
+from paceline.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DEFAULT_PARENT = "paceline-runs"  # of runs without --out
+
+
+def newest_run(folder: Path) -> Path:
+    """Return the run in or below `folder` that was started last.
+
+    Runs are looked for in `folder` itself, in its subfolders, where ``--out RUN`` puts them, and in
+    ``paceline-runs``. A run starts when its ``config.json`` is written.
+
+    Raises:
+        NotFound: there is no run.
+    """
+    runs = list(_runs(folder))
+    if not runs:
+        raise NotFound(
+            "no run here",
+            where=str(folder.resolve()),
+            why=f"neither this folder, nor its subfolders, nor {DEFAULT_PARENT}/ hold a run",
+            fix="Name the folder of a run, or make one: paceline run script.py",
+        )
+    return max(runs)[1]
+
+
+def _runs(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield each run with the time at which it was started."""
+    for path in (folder, *_subfolders(folder), *_subfolders(folder / DEFAULT_PARENT)):
+        config = RunFolder.open(path).file("config.json")
+        try:
+            started_ns = config.stat().st_mtime_ns
+        except OSError:  # not a run, or one that is being removed
+            continue
+        if (config.parent / "trace").is_dir():
+            yield started_ns, path
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:  # there is none, or it must not be listed
+        return []

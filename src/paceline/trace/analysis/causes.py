@@ -1,0 +1,129 @@
+"""Why a rank was late: its extra time in the late steps, by what its main thread did in it.
+
+The extra time is the rank's mean over these steps minus the other ranks' mean over the same steps.
+Input, checkpoints and garbage collection are seen as such. The rest is split by the counters of the
+main thread: time on a core is computing; time neither on a core nor waiting for one is time asleep,
+in which the thread was blocked, or the whole process stopped. Threads of a pool compute for the
+main thread while it sleeps: so far as they ran longer, the sleep is computing, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.breakdown import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.trace.analysis.counters import StepCounters
+    from paceline.trace.analysis.phases import RankPhases
+
+CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
+_WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
+_SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
+_REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
+_COMPUTES_LONGER = 0.1  # share by which a rank computes longer than others, to count
+_STOPPED_SHARE = 0.5  # of the late steps, in which the process was stopped
+
+
+def main_cause(
+    i: int,
+    ranks: Sequence[RankPhases],
+    counters: Sequence[StepCounters],
+    late: np.ndarray,
+    *,
+    starved: bool,
+) -> str:
+    """Return the cause to which most of the extra time of rank `i` in the late steps belongs.
+
+    Args:
+        i: index of the rank.
+        ranks: phases of each rank of the run.
+        counters: counters of each rank, in the same order.
+        late: the late steps, shape (steps,).
+        starved: whether time without a core may be the cause, where the main thread's is known: it
+            is not if the delay is what is left without that time.
+    """
+    seconds = max(
+        (seconds_by_cause(i, ranks, counters, steps) for steps in (late, _before(late))),
+        key=lambda found: sum(found.values()),
+    )
+    if all(rank.known for rank in counters):
+        if not starved:
+            del seconds["not_running"]
+        elif _shares_its_cores(i, counters, late):
+            seconds["compute"] += seconds.pop("not_running")
+    return max(seconds, key=lambda cause: seconds[cause])
+
+
+def _before(late: np.ndarray) -> np.ndarray:
+    """Return the steps before late steps: what a rank does after a sync delays the next one."""
+    before = np.concatenate([late[1:], [False]])
+    return before if before.any() else late
+
+
+def _shares_its_cores(i: int, counters: Sequence[StepCounters], late: np.ndarray) -> bool:
+    """Return whether the rank waits longer for a core because it computes longer.
+
+    On a core that it shares, a thread waits in proportion to its computing, for about as long if
+    it shares the core with one other thread.
+    """
+    steps = np.flatnonzero(late)
+
+    def own_and_others(values: Sequence[np.ndarray]) -> tuple[float, float]:
+        means = np.array([value[steps].mean() for value in values])
+        return float(means[i]), float(np.delete(means, i).mean())
+
+    running_s, others_running_s = own_and_others([rank.running_s for rank in counters])
+    waiting_s, others_waiting_s = own_and_others([rank.not_running_s for rank in counters])
+    longer = running_s / max(1e-9, others_running_s) - 1
+    waits_longer = waiting_s / max(1e-9, others_waiting_s) - 1
+    as_long = running_s - others_running_s > (waiting_s - others_waiting_s) / 2
+    return longer > _COMPUTES_LONGER and (as_long or longer > waits_longer / 2)
+
+
+def seconds_by_cause(
+    i: int, ranks: Sequence[RankPhases], counters: Sequence[StepCounters], late: np.ndarray
+) -> dict[str, float]:
+    """Return the extra seconds of a late step of rank `i` by cause, none of them negative.
+
+    Args:
+        i: index of the rank.
+        ranks: phases of each rank of the run.
+        counters: counters of each rank, in the same order.
+        late: the late steps, shape (steps,).
+    """
+    steps = np.flatnonzero(late)
+
+    def extra(values: Sequence[np.ndarray]) -> float:
+        means = np.array([value[steps].mean() for value in values])
+        return float(means[i] - np.delete(means, i).mean())
+
+    gc_s = max(0.0, extra([rank.gc_s for rank in counters]))
+    found = {
+        "data": extra([rank.seconds[:, _SEEN[0]] for rank in ranks]),
+        "checkpoint": extra([rank.seconds[:, _SEEN[1]] for rank in ranks]),
+        "gc": gc_s,
+    }
+    rest_s = extra([rank.seconds[:, _REST].sum(axis=1) for rank in ranks]) - gc_s
+    if all(rank.known for rank in counters):
+        running_s = extra([rank.running_s for rank in counters])
+        not_running_s = extra([rank.not_running_s for rank in counters])
+        pool_s = extra([rank.running_s for rank in ranks]) - running_s
+        asleep_s = rest_s - max(0.0, running_s - gc_s) - max(0.0, not_running_s)
+        computing_s = min(max(0.0, asleep_s), max(0.0, pool_s))
+        halted = bool(np.mean(counters[i].stop_count[steps] > 0) >= _STOPPED_SHARE)
+        found["stopped" if halted else "blocked"] = asleep_s - computing_s
+        found["not_running"] = min(rest_s, not_running_s)
+        found["compute"] = rest_s - max(0.0, asleep_s - computing_s) - max(0.0, not_running_s)
+    else:
+        # Counters of the process alone: threads that share a core wait for each other, so the more
+        # a rank computes, the longer some of its threads are without a core.
+        ran_s = extra([rank.running_s for rank in ranks])
+        starved_s = extra([rank.not_running_s for rank in ranks])
+        found["not_running"] = min(starved_s, rest_s - max(0.0, ran_s))
+        found["compute"] = rest_s - max(0.0, found["not_running"])
+    return {cause: max(0.0, seconds) for cause, seconds in found.items()}

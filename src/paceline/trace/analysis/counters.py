@@ -1,0 +1,77 @@
+"""What the main thread of a rank did in each step: ran, waited for a core, or was halted.
+
+Wall time of a thread is time on a core, time runnable without a core, and time asleep; the kernel
+counts the first two. The recorder reads them at the end of each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.trace.format.events import (
+    GARBAGE_COLLECTION,
+    MAIN,
+    MAIN_NOT_RUNNING,
+    MAIN_RUNNING,
+    STOPPED,
+    Kind,
+)
+
+if TYPE_CHECKING:
+    from paceline.trace.format.files import RankTrace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepCounters:
+    """What the kernel and the interpreter say of a rank's main thread, by step.
+
+    Attributes:
+        running_s: time on a core, shape (steps,), seconds; 0 in the first step, whose counters
+            include the time before the loop.
+        not_running_s: time runnable without a core, shaped and 0 as `running_s`.
+        gc_s: time in which Python's garbage collector ran, shape (steps,), seconds.
+        stop_count: how often the process was stopped and continued, shape (steps,).
+        known: whether the trace holds the main thread's counters; traces of earlier versions hold
+            only those of the whole process.
+    """
+
+    running_s: np.ndarray
+    not_running_s: np.ndarray
+    gc_s: np.ndarray
+    stop_count: np.ndarray
+    known: bool
+
+
+def step_counters(rank: RankTrace, steps: int) -> StepCounters:
+    """Return the counters of a rank's first `steps` steps."""
+    running_s = counter(rank, MAIN_RUNNING, steps) / 1e9
+    return StepCounters(
+        running_s=running_s,
+        not_running_s=counter(rank, MAIN_NOT_RUNNING, steps) / 1e9,
+        gc_s=_garbage_collection_s(rank, steps),
+        stop_count=counter(rank, STOPPED, steps).astype(np.int64),
+        known=bool(running_s.any()),
+    )
+
+
+def counter(rank: RankTrace, name: str, steps: int) -> np.ndarray:
+    """Return the sum of a counter in each step, shape (steps,); 0 in the first step."""
+    return _sum_by_step(rank, Kind.COUNTER, name, steps)
+
+
+def _garbage_collection_s(rank: RankTrace, steps: int) -> np.ndarray:
+    return _sum_by_step(rank, Kind.HOST, GARBAGE_COLLECTION, steps) / 1e9
+
+
+def _sum_by_step(rank: RankTrace, kind: Kind, name: str, steps: int) -> np.ndarray:
+    if name not in rank.names:
+        return np.zeros(steps)
+    events = rank.events[rank.events["name"] == rank.names.index(name)]
+    chosen = (events["kind"] == kind) & (events["location"] == MAIN)
+    chosen &= (events["step"] > 0) & (events["step"] < steps)
+    events = events[chosen]
+    amounts = events["amount"] if kind is Kind.COUNTER else events["end_ns"] - events["begin_ns"]
+    return np.bincount(events["step"], weights=amounts.astype(np.float64), minlength=steps)

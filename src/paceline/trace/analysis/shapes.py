@@ -1,0 +1,243 @@
+"""Finds ranges, lines and episodes in the delay of one rank; `periods` finds what repeats.
+
+Each function looks for its shape in one series, and says how likely noise makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.trace.analysis.chances import binomial_tail, upper_tail, upper_tail_t
+
+MIN_STEPS = 8  # of a range, and of a run that is judged
+MIN_CYCLES = 5  # of what repeats
+_PASSES = 2
+_MIN_BATCH, _BATCHES, _FEW_BATCHES = 4, 24, 8  # steps of a batch, if there are so many; batches
+_TREND_BATCHES = 16
+_CORRELATED = 0.3  # from here on neighbouring batches are not independent
+_GAP = 2  # steps on time that do not yet end an episode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatternRules:
+    """From where on a delay has a shape; the limits of `BlameRules` in the units of one series.
+
+    Attributes:
+        least_s: a step is late if the series is above it, seconds.
+        min_late_steps: share of the steps of a range, or of every k-th step, that must be late.
+        max_chance: largest probability that noise makes such a pattern somewhere in the run.
+        series: number of series that are searched: the chance is that of all together.
+    """
+
+    least_s: float
+    min_late_steps: float
+    max_chance: float
+    series: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pattern:
+    """A shape of a rank's delay.
+
+    Attributes:
+        shape: persistent, periodic, drifting or intermittent.
+        first: first step of the range.
+        last: last step of the range.
+        late: the steps in which the rank was late by this pattern, shape (steps,).
+        fitted_s: delay in each step as the pattern describes it, shape (steps,), seconds.
+        parameters: of the description: levels, ends of ranges, period and place in it.
+        chance: probability that noise makes such a pattern somewhere in the run, at most 1.
+        period: steps from one late step to the next; 0 if not periodic.
+        slope_s: seconds by which the delay grows in each step; 0 if not drifting.
+    """
+
+    shape: str
+    first: int
+    last: int
+    late: np.ndarray
+    fitted_s: np.ndarray
+    parameters: int
+    chance: float
+    period: int = 0
+    slope_s: float = 0.0
+
+
+# --- a range of steps -----------------------------------------------------------------------------
+
+
+def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
+    """Return the range in which the rank is late in most steps, if there is one.
+
+    Batches of steps are independent of each other where single steps are not: the range is tested
+    by Student's t over them, with medians in place of means, which one very late step would move.
+    The chance is multiplied by the number of ranges that begin and end with a batch.
+    Source: batch means, R. Conway, Some tactical problems in digital simulation (1963).
+    """
+    found = _late_range(series, rules.least_s)
+    if found is None:
+        return None
+    first, last = found
+    inside = series[first : last + 1]
+    level = float(np.median(inside))
+    late = np.zeros(len(series), dtype=bool)
+    late[first : last + 1] = True
+    is_late = inside > min(rules.least_s, level / 2)
+    if level < rules.least_s or float(np.mean(is_late)) < rules.min_late_steps:
+        return None
+    chance, batch_count = _chance_of_mean(inside)
+    places = len(series) / len(inside) * batch_count  # where a range can begin and end
+    return Pattern(
+        shape="persistent",
+        first=first,
+        last=last,
+        late=late,
+        fitted_s=np.where(late, level, 0.0),
+        parameters=3,
+        chance=min(1.0, rules.series * places * (places + 1) / 2 * chance),
+    )
+
+
+def _late_range(series: np.ndarray, least_s: float) -> tuple[int, int] | None:
+    """Return the first and last step of the range that is late most clearly.
+
+    It maximises the sum of (delay - threshold). Delay is clipped at twice the threshold, so
+    that one very late step cannot make a range. The threshold is half the median of all late steps,
+    and never less than `least_s`, so that the range begins and ends where the delay does; a
+    second pass takes the median inside the range, which noise does not dilute.
+    Source: maximum subarray, J. Bentley, Programming Pearls (1984).
+    """
+    above = series[series > least_s]
+    if len(above) < MIN_STEPS:
+        return None
+    typical = float(np.median(above))
+    first, last = 0, len(series) - 1
+    for _ in range(_PASSES):
+        threshold = max(least_s / 2, typical / 2)
+        first, last = best_range(np.clip(series, 0.0, 2 * threshold) - threshold)
+        typical = float(np.median(series[first : last + 1]))
+    return (first, last) if last - first + 1 >= MIN_STEPS else None
+
+
+def best_range(score: np.ndarray) -> tuple[int, int]:
+    """Return the first and last index of the contiguous range with the largest sum."""
+    sums = np.concatenate([[0.0], np.cumsum(score)])
+    lowest = np.minimum.accumulate(sums[:-1])
+    last = int(np.argmax(sums[1:] - lowest))
+    return int(np.argmin(sums[: last + 1])), last
+
+
+def _chance_of_mean(series: np.ndarray) -> tuple[float, int]:
+    """Return the probability of such a mean if the true one is zero, and the number of batches.
+
+    Batches are made longer as long as neighbouring ones resemble each other. Source: G. Fishman,
+    Grouping observations in digital simulation (1978).
+    """
+    count = min(_BATCHES, max(len(series) // _MIN_BATCH, min(4, len(series))))
+    while True:
+        middles = np.array([np.median(batch) for batch in np.array_split(series, count)])
+        if count < 2 * _FEW_BATCHES or _correlation(middles) < _CORRELATED:
+            break
+        count //= 2
+    spread = float(middles.std(ddof=1)) / math.sqrt(count)
+    if spread == 0.0:
+        return 0.0, count
+    return upper_tail_t(float(middles.mean()) / spread, count - 1), count
+
+
+def _correlation(values: np.ndarray) -> float:
+    """Return the correlation of neighbouring values; 0 if they are all equal."""
+    around = values - values.mean()
+    return float(np.sum(around[1:] * around[:-1]) / max(1e-300, float(np.sum(around**2))))
+
+
+# --- later and later ------------------------------------------------------------------------------
+
+
+def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
+    """Return the line that the delay follows, if it grows or shrinks over the whole run.
+
+    The slope is the median of the slopes between medians of batches of steps; whether it is one is
+    tested by the number of pairs that rise. Sources: H. Theil (1950) and P. Sen (1968); H. Mann
+    (1945) and M. Kendall, Rank Correlation Methods (1948); the spread is that of batches with a
+    memory, S. Yue and C. Wang, The Mann-Kendall test modified by effective sample size (2004).
+    """
+    batches = np.array_split(series, min(_TREND_BATCHES, len(series) // _MIN_BATCH))
+    if len(batches) < MIN_STEPS:
+        return None
+    middles = np.array([np.median(batch) for batch in batches])
+    lengths = np.array([len(batch) for batch in batches])
+    at = np.cumsum(lengths) - (lengths + 1) / 2
+    early, late = np.triu_indices(len(batches), 1)
+    rises = middles[late] - middles[early]
+    slope = float(np.median(rises / (at[late] - at[early])))
+    intercept = float(np.median(middles - slope * at))
+    steps = np.arange(len(series))
+    fitted = np.maximum(0.0, intercept + slope * steps)
+    is_late = fitted > rules.least_s
+    if abs(slope) * len(series) < 2 * rules.least_s or is_late.sum() < MIN_STEPS:
+        return None
+    ends = np.flatnonzero(fitted > 0)[[0, -1]]
+    count = len(batches)
+    memory = min(0.9, max(0.0, _correlation(middles - intercept - slope * at)))
+    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18 * (1 + memory) / (1 - memory))
+    score = (abs(float(np.sign(rises).sum())) - 1) / spread
+    return Pattern(
+        shape="drifting",
+        first=int(ends[0]),
+        last=int(ends[1]),
+        late=is_late,
+        fitted_s=fitted,
+        parameters=2,
+        chance=min(1.0, 2 * rules.series * upper_tail(score)),
+        slope_s=slope,
+    )
+
+
+# --- now and then ---------------------------------------------------------------------------------
+
+
+def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
+    """Return the episodes of late steps, if this rank has more of them than its share.
+
+    Noise brings episodes to all ranks alike: of all episodes each is this rank's with a probability
+    of 1 / ranks. Small and large delays are tried, since noise brings many small episodes.
+    Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
+    """
+    positive = series[series > rules.least_s]
+    if not len(positive):
+        return None
+    levels = {max(rules.least_s, float(size) / 2) for size in np.quantile(positive, [0.5, 0.9])}
+    best: tuple[float, np.ndarray] | None = None
+    for level_s in levels:
+        late = series > level_s
+        own = int(_episode_begins(late).sum())
+        if own < MIN_CYCLES:
+            continue
+        theirs = int(_episode_begins(others > level_s).sum())
+        chance = binomial_tail(own, theirs, 1 / (1 + len(others)))
+        if best is None or chance < best[0]:
+            best = (chance, late)
+    if best is None:
+        return None
+    chance, late = best
+    steps = np.flatnonzero(late)
+    return Pattern(
+        shape="intermittent",
+        first=int(steps[0]),
+        last=int(steps[-1]),
+        late=late,
+        fitted_s=np.where(late, float(np.median(series[late])), 0.0),
+        parameters=1 + 2 * int(_episode_begins(late).sum()),
+        chance=min(1.0, rules.series * len(levels) * chance),
+    )
+
+
+def _episode_begins(late: np.ndarray) -> np.ndarray:
+    """Return the steps that begin an episode: late ones after some on time; shapes as `late`."""
+    before = np.zeros_like(late)
+    for distance in range(1, _GAP + 2):
+        before[..., distance:] |= late[..., :-distance]
+    return np.asarray(late & ~before)

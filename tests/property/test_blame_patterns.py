@@ -1,0 +1,205 @@
+"""Blame on made-up runs: the right rank, cause and shape in most, and hardly ever one in noise."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
+
+from paceline.trace.analysis.blame import find_stragglers
+from paceline.trace.analysis.causes import main_cause
+from paceline.trace.analysis.chances import binomial_tail, upper_tail
+from paceline.trace.analysis.patterns import find_pattern
+from paceline.trace.analysis.shapes import PatternRules, best_range
+from paceline.trace.analysis.shifts import find_shifts
+
+CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
+SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
+RULES = PatternRules(least_s=0.0005, min_late_steps=0.65, max_chance=0.01, series=4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_planted_culprit_is_found_with_its_cause_and_shape(shape, cause):
+    seed = [SHAPES.index(shape), CAUSES.index(cause), 77]
+    random = np.random.default_rng(seed)
+    ranks = int(random.integers(2, 5))
+    rank, period = int(random.integers(ranks)), int(random.choice([3, 5, 7, 10, 20]))
+    seconds = planted_seconds(random, shape, random.uniform(0.1, 0.5), 300, period)
+    noise = Noise(level=0.03, bursts=0.2)
+    found = stragglers(random, ranks, 300, noise, [Culprit(rank, cause, seconds)])
+    assert found
+    main = found[0]
+    expected = "persistent" if shape == "window" else shape
+    assert (main.rank, main.cause, main.shape) == (rank, cause, expected)
+    assert main.period_steps == (period if shape == "periodic" else 0)
+    assert (main.slope_ms_per_step > 0) == (shape == "drifting")
+    assert main.confidence >= 0.99
+    late = np.flatnonzero(seconds)
+    assert main.first_step >= late[0] - 8
+    assert main.last_step <= late[-1] + 8
+
+
+def test_noise_accuses_hardly_anybody():
+    """Of 120 runs without a culprit one may be accused; bursts beside, which starve threads."""
+    accused = []
+    for seed in range(120):
+        random = np.random.default_rng([seed, 99])
+        noise = Noise(
+            level=float(random.choice([0.01, 0.03, 0.08, 0.2])),
+            wander=float(random.choice([0.0, 0.01, 0.03])),
+            bursts=float(random.choice([0.0, 0.1, 0.3])),
+        )
+        ranks, steps = int(random.choice([2, 3, 4, 8])), int(random.choice([60, 100, 300]))
+        found = stragglers(random, ranks, steps, noise)
+        accused += [late for late in found if late.cause != "not_running"]
+    assert len(accused) <= 1
+
+
+def test_a_neighbour_that_keeps_to_one_rank_is_named_and_not_the_rank():
+    random = np.random.default_rng(5)
+    starved = planted_seconds(random, "intermittent", 0.3, 300)
+    (found,) = stragglers(random, 2, 300, Noise(), [Culprit(1, "not_running", starved)])
+    assert (found.rank, found.cause) == (1, "not_running")
+
+
+def test_a_lasting_culprit_on_a_noisy_node_is_found():
+    """Its delay varies by more than half of its size, and it is on time in a tenth of the steps."""
+    random = np.random.default_rng(3)
+    seconds = random.exponential(0.8 * BASE_S, 200) * (random.random(200) < 0.9)
+    (found, *_) = stragglers(
+        random, 2, 200, Noise(level=0.2, wander=0.03), [Culprit(0, "data", seconds)]
+    )
+    assert (found.rank, found.cause, found.shape) == (0, "data", "persistent")
+
+
+def test_confidence_grows_with_the_number_of_steps():
+    def confidence(steps):
+        random = np.random.default_rng(8)
+        series = random.normal(0.001, 0.0009, 400)[:steps]
+        pattern = find_pattern(
+            series, -series[np.newaxis], dataclasses.replace(RULES, max_chance=1)
+        )
+        return 1 - pattern.chance if pattern else 0.0
+
+    assert confidence(16) < confidence(64) < confidence(400)
+    assert confidence(400) > 0.999
+
+
+def test_two_culprits_are_both_found_the_costlier_first():
+    random = np.random.default_rng(4)
+    culprits = [
+        Culprit(2, "data", planted_seconds(random, "periodic", 0.2, 300, 10)),
+        Culprit(0, "blocked", planted_seconds(random, "persistent", 0.4, 300)),
+    ]
+    found = stragglers(random, 4, 300, Noise(), culprits)
+    assert [(late.rank, late.cause, late.shape) for late in found] == [
+        (0, "blocked", "persistent"),
+        (2, "data", "periodic"),
+    ]
+
+
+def test_ranks_that_share_cores_and_compute_longer_are_not_called_starved():
+    random = np.random.default_rng(6)
+    phases, counters, skew = made_up_run(
+        random, 2, 200, Noise(), [Culprit(1, "compute", np.full(200, 0.5 * BASE_S))]
+    )
+    # Each rank waits for a core as long as it computes: the culprit by so much longer.
+    extra = np.where(np.arange(2)[:, None] == 1, 0.5 * BASE_S, 0.0) * np.ones((2, 200))
+    counters = [dataclasses.replace(own, not_running_s=own.running_s.copy()) for own in counters]
+    phases = [
+        dataclasses.replace(
+            own, seconds=own.seconds + np.outer(more, np.eye(own.seconds.shape[1])[2])
+        )
+        for own, more in zip(phases, extra, strict=True)
+    ]
+    late = np.ones(200, dtype=bool)
+    assert main_cause(1, phases, counters, late, starved=True) == "compute"
+    assert skew.shape == (2, 200)
+
+
+def test_threads_of_a_pool_compute_for_the_main_thread():
+    """The main thread sleeps while the pool computes longer: that is computing, not blocked."""
+    random = np.random.default_rng(7)
+    seconds = np.full(200, 0.4 * BASE_S)
+    phases, counters, skew = made_up_run(random, 2, 200, Noise(), [Culprit(0, "blocked", seconds)])
+    (asleep,) = find_stragglers(phases, counters, skew)
+    phases[0] = dataclasses.replace(phases[0], running_s=phases[0].running_s + seconds)
+    (pooled,) = find_stragglers(phases, counters, skew)
+    assert (asleep.cause, pooled.cause) == ("blocked", "compute")
+
+
+# --- changes of all ranks -------------------------------------------------------------------------
+
+
+def _shifts(factors, ranks=2, culprits=()):
+    random = np.random.default_rng(1)
+    noise = Noise(level=0.1, wander=0.03, bursts=0.2)
+    phases, _, _ = made_up_run(random, ranks, len(factors), noise, culprits)
+    return find_shifts(
+        [
+            dataclasses.replace(
+                own, step_s=own.step_s * factors, seconds=own.seconds * factors[:, np.newaxis]
+            )
+            for own in phases
+        ]
+    )
+
+
+def test_a_change_of_all_ranks_is_found_with_its_step_and_factor():
+    (shift,) = _shifts(np.where(np.arange(600) < 300, 1.0, 12.0))
+    assert abs(shift.step - 300) <= 2
+    assert shift.factor == pytest.approx(12, rel=0.05)
+    assert shift.after_ms == pytest.approx(shift.factor * shift.before_ms)
+
+
+def test_a_slow_stretch_begins_and_ends():
+    steps = np.arange(600)
+    slow, fast = _shifts(np.where((steps >= 200) & (steps < 260), 1.6, 1.0), ranks=3)
+    assert (abs(slow.step - 200) <= 3, abs(fast.step - 260) <= 3) == (True, True)
+    assert slow.factor > 1.4
+    assert fast.factor < 0.7
+
+
+def test_a_change_near_the_end_is_found():
+    (shift,) = _shifts(np.where(np.arange(600) < 575, 1.0, 3.0))
+    assert abs(shift.step - 575) <= 3
+
+
+def test_even_ranks_have_not_changed_and_neither_has_one_straggler():
+    assert _shifts(np.ones(600)) == ()
+    seconds = np.where(np.arange(600) < 300, 0.0, BASE_S)
+    assert _shifts(np.ones(600), culprits=[Culprit(0, "data", seconds)]) == ()
+    assert _shifts(np.ones(12)) == ()
+
+
+def test_more_steps_than_are_looked_at_one_by_one():
+    (shift,) = _shifts(np.where(np.arange(9000) < 6000, 1.0, 3.0))
+    assert abs(shift.step - 6000) <= 10
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def test_the_best_range_equals_its_plain_form():
+    random = np.random.default_rng(2)
+    for _ in range(50):
+        score = random.normal(0, 1, int(random.integers(1, 30)))
+        sums = {
+            (first, last): score[first : last + 1].sum()
+            for first in range(len(score))
+            for last in range(first, len(score))
+        }
+        assert sums[best_range(score)] == pytest.approx(max(sums.values()))
+
+
+def test_tails_are_those_of_the_tables():
+    assert upper_tail(1.6449) == pytest.approx(0.05, rel=1e-3)
+    assert binomial_tail(10, 0, 0.5) == pytest.approx(2**-10)
+    assert binomial_tail(0, 10, 0.5) == pytest.approx(1.0)
+    assert binomial_tail(3, 1, 0.5) == pytest.approx(5 / 16)
+
+
+def test_a_short_or_quiet_series_has_no_pattern():
+    assert find_pattern(np.full(7, 1.0), np.zeros((1, 7)), RULES) is None
+    assert find_pattern(np.zeros(100), np.zeros((1, 100)), RULES) is None

@@ -1,0 +1,239 @@
+"""An index with right checksums and wrong content: every door answers, or refuses with an error."""
+
+import contextlib
+import shutil
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline import store
+from paceline.cli.app import main
+from paceline.core.errors import CorruptPack, MemoryExceeded, NotFound, PacelineError
+from paceline.store import Loader, LoaderOptions, PackOptions, open_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.care.repair import repair_pack
+from paceline.store.format.header import parse_sections, resealed
+from paceline.store.format.layout import Section
+from paceline.store.read.describe import describe_name, describe_pack
+from paceline.store.read.extract import extract
+
+BODIES = {
+    "a/empty": b"",
+    "a/large": bytes(range(256)) * 12,  # larger than a shard
+    "a/text": b"some text\n" * 70,
+    "b/c/deep": b"d" * 300,
+    "root": b"r" * 65,
+}
+WILD = (
+    0,
+    1,
+    2,
+    5,
+    63,
+    64,
+    65,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63,
+    2**64 - 64,
+    2**64 - 1,
+)
+HEADER_FIELDS = {
+    "samples": (24, "<Q"),
+    "folders": (32, "<Q"),
+    "shards": (40, "<I"),
+    "classes": (44, "<I"),
+}
+
+
+def all_doors(path, place, more):
+    """Return what a user may do with a pack, by name; each raises a PacelineError at most."""
+
+    def read():
+        with open_pack(path) as pack:
+            for name in list(pack.names):
+                with contextlib.suppress(NotFound):  # names are out of order
+                    pack.read(pack.find(name))
+            pack.read_batch(range(len(pack)))
+            pack.views(range(len(pack)))
+            pack.labels_of(range(len(pack)))
+            return list(pack.shards), list(pack.lengths), pack.class_names
+
+    def ls():
+        with open_pack(path, index_only=True) as pack:
+            return [entries for _, entries in pack.walk()]
+
+    def verify():
+        with open_pack(path) as pack:
+            list(pack.verify())
+        verify_files(path)
+
+    def stat():
+        describe_pack(path)
+        for name in (*BODIES, "a", "b/c"):
+            with contextlib.suppress(NotFound):
+                describe_name(path, name)
+
+    def unpack():
+        shutil.rmtree(place / "out", ignore_errors=True)
+        with open_pack(path) as pack:
+            extract(pack, place / "out")
+
+    def load():
+        options = LoaderOptions(shuffle="none", workers=1, on_corrupt="skip")
+        with (
+            open_pack(path) as pack,
+            Loader(pack, 2, rank=0, world_size=1, options=options) as loader,
+        ):
+            for _ in loader:
+                pass
+
+    return {
+        "open": lambda: open_pack(path).close(),
+        "read": read,
+        "ls": ls,
+        "verify": verify,
+        "stat": stat,
+        "extract": unpack,
+        "load": load,
+        "repair": lambda: repair_pack(path, source=place / "source"),
+        "append": lambda: store.append(more, path, options=PackOptions(shard_bytes=1024)),
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("hostile")
+    for name, body in BODIES.items():
+        path = place / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    options = PackOptions(shard_bytes=1024, codec="zstd", parity_group=2)
+    store.pack(store.Folder(place / "source"), place / "good", options=options)
+    index = (place / "good" / "index.pace").read_bytes()
+    assert set(parse_sections(index)) == {int(section) for section in Section}
+    return place
+
+
+def broken(index, change):
+    """Return the index with a change of a section's or the header's values, and right checksums."""
+    content = bytearray(index)
+    where, position, value, width = change
+    if isinstance(where, str):
+        offset, form = HEADER_FIELDS[where]
+        struct.pack_into(form, content, offset, value % (1 << 32 if form == "<I" else 1 << 64))
+        return resealed(bytes(content))
+    place = parse_sections(content)[where]
+    if place.length < width:
+        return index
+    at = place.offset + position % (place.length // width) * width
+    content[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
+    return resealed(bytes(content))
+
+
+changes = st.tuples(
+    st.sampled_from([*map(int, Section), *HEADER_FIELDS]),
+    st.integers(0, 200),
+    st.one_of(st.sampled_from(WILD), st.integers(0, 400)),
+    st.sampled_from([1, 4, 8]),
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(change=changes, second=st.none() | changes)
+def test_no_door_ends_with_anything_but_an_error_of_ours(place, change, second):
+    index = broken((place / "good" / "index.pace").read_bytes(), change)
+    if second is not None:
+        index = broken(index, second)
+    more = store.Samples([("new/sample", b"new")])
+    pack = place / "pack"
+    for act in all_doors(pack, place, more).values():
+        shutil.rmtree(pack, ignore_errors=True)
+        shutil.copytree(place / "good", pack)
+        (pack / "index.pace").write_bytes(index)
+        with contextlib.suppress(PacelineError):
+            act()
+
+
+def poke(place, section, position, value, width):
+    shutil.rmtree(place / "pack", ignore_errors=True)
+    shutil.copytree(place / "good", place / "pack")
+    index = (place / "good" / "index.pace").read_bytes()
+    (place / "pack" / "index.pace").write_bytes(
+        broken(index, (int(section), position, value, width))
+    )
+    return place / "pack"
+
+
+@pytest.mark.parametrize(
+    ("section", "position", "value", "width"),
+    [
+        (Section.NAME_OFFSETS, 2, 2**40, 8),
+        (Section.FIRST_EXTENTS, 1, 9, 8),
+        (Section.LABELS, 0, 77, 4),
+        (Section.SHARDS, 1, 99, 4),
+        (Section.FOLDER_OFFSETS, 1, 2**50, 8),
+        (Section.CLASS_OFFSETS, 1, 2**50, 8),
+        (Section.PARITY, 1, 2**60, 8),
+    ],
+)
+def test_appending_to_an_index_that_contradicts_itself_exits_with_4(
+    place, section, position, value, width, capsys, monkeypatch
+):
+    pack = poke(place, section, position, value, width)
+    before = {path.name: path.read_bytes() for path in pack.iterdir()}
+    monkeypatch.setattr(
+        "sys.argv", ["paceline", "pack", "--append", str(place / "source"), str(pack)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == CorruptPack.exit_code
+    said = capsys.readouterr().err
+    assert "index.pace" in said
+    assert "Traceback" not in said
+    assert {path.name: path.read_bytes() for path in pack.iterdir()} == before
+
+
+def test_a_sample_that_claims_too_much_is_named_and_can_be_skipped(place):
+    with open_pack(place / "good") as pack:
+        sample = pack.find("a/text")
+        assert pack.extents(sample)[0].codec == 1
+        extent = int(pack.index.first_extents[sample])
+    path = poke(place, Section.LENGTHS, extent, 1 << 30, 8)
+    with open_pack(path) as pack:
+        with pytest.raises(
+            CorruptPack, match=r"'a/text'.*claims 1073741824 bytes.*at most"
+        ) as caught:
+            pack.read_batch(range(len(pack)))
+        assert "index.pace" in caught.value.where
+        assert [problem.what for problem in pack.verify()] == [caught.value.what]
+        options = LoaderOptions(shuffle="none", workers=1, on_corrupt="skip")
+        with Loader(pack, 5, rank=0, world_size=1, options=options) as loader:
+            ((bodies, _),) = list(loader)
+        assert len(bodies) == 4
+        assert loader.stats.skipped_names == ["a/text"]
+
+
+def test_a_batch_beyond_the_memory_that_is_free_is_an_error_that_says_so(tmp_path):
+    source = store.Samples([("huge", b"x" * 1000), ("small", b"y")])
+    store.pack(source, tmp_path / "pack")
+    with (tmp_path / "pack" / "shard-00000.pace").open("r+b") as shard:
+        shard.truncate(1 << 38)  # a file with a hole
+    index = (tmp_path / "pack" / "index.pace").read_bytes()
+    content = bytearray(index)
+    places = parse_sections(content)
+    struct.pack_into("<Q", content, places[Section.LENGTHS].offset, (1 << 38) - 64)
+    struct.pack_into("<Q", content, places[Section.SHARD_LENGTHS].offset, 1 << 38)
+    (tmp_path / "pack" / "index.pace").write_bytes(resealed(bytes(content)))
+    with open_pack(tmp_path / "pack") as pack:
+        for read in (lambda: pack.read(0), lambda: pack.read_batch([0, 1])):
+            with pytest.raises(
+                MemoryExceeded, match=r"sample 0 'huge' is the largest.*274877906880"
+            ):
+                read()
+        assert pack.read(1) == b"y"

@@ -1,0 +1,88 @@
+"""Names of stacks, and a sampling thread that the script does not see."""
+
+import json
+import sys
+import threading
+
+import pytest
+from launching import await_true
+
+from paceline.native import Recorder
+from paceline.trace.collectors.sampler import NAMES_MAX, StackSampler
+from paceline.trace.collectors.torch_in_flight import Loop
+from paceline.trace.format.events import Kind
+from paceline.trace.format.files import read_trace
+
+
+class Encoded(json.JSONEncoder):
+    """Its method is called by the standard library, which is called by a function of this file."""
+
+    def default(self, o):
+        self.frame = sys._getframe()
+        self.inner = self.frame.f_back  # a function of json
+        return 0
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    found = Recorder(str(tmp_path / "rank.trace"), 0, 1)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def sampler(recorder):
+    return StackSampler(recorder, Loop(main_thread=threading.get_ident()))
+
+
+def names(tmp_path, recorder, numbers):
+    recorder.close()
+    known = read_trace(tmp_path / "rank.trace").names
+    return [known[number] for number in numbers]
+
+
+def test_a_sample_has_the_name_of_the_innermost_frame_that_is_not_the_standard_librarys(
+    tmp_path, recorder, sampler
+):
+    encoder = Encoded()
+    encoder.encode(object())
+    own, inner = sampler.name_of(encoder.frame), sampler.name_of(encoder.inner)
+    test = sys._getframe().f_code.co_qualname
+    assert names(tmp_path, recorder, [own, inner]) == [
+        f"{__name__}.Encoded.default",
+        f"{__name__}.{test}",
+    ]
+
+
+def test_a_line_of_the_script_has_its_number(tmp_path, recorder, sampler):
+    scope = {"__name__": "__main__", "sys": sys}
+    exec(compile("\n\nframe = sys._getframe()\n", "/somewhere/train.py", "exec"), scope)
+    assert names(tmp_path, recorder, [sampler.name_of(scope["frame"])]) == ["train.py:3"]
+
+
+def test_names_are_bounded(tmp_path, recorder, sampler):
+    numbers = set()
+    for i in range(NAMES_MAX + 50):
+        scope = {"__name__": "__main__", "sys": sys}
+        exec(compile("frame = sys._getframe()", f"script{i}.py", "exec"), scope)
+        numbers.add(sampler.name_of(scope["frame"]))
+    assert len(numbers) == NAMES_MAX + 1
+
+
+def test_the_script_does_not_see_the_thread(tmp_path, recorder):
+    loop = Loop(main_thread=threading.get_ident())
+    before = threading.enumerate()
+    sampler = StackSampler(recorder, loop)
+    sampler.start()
+    assert threading.enumerate() == before
+    await_true(lambda: recorder_has_samples(tmp_path, recorder), "a sample")
+    loop.phase = int(Kind.FORWARD)
+    sampler.stop()
+    recorder.close()
+    events = read_trace(tmp_path / "rank.trace").events
+    assert set(events["kind"].tolist()) == {Kind.SAMPLE}
+
+
+def recorder_has_samples(tmp_path, recorder):
+    recorder.flush()
+    return len(read_trace(tmp_path / "rank.trace").events) > 0
