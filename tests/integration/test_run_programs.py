@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 from launching import SCRIPTS, last_json, paceline
 
 from paceline.runs.folder import RunFolder
@@ -99,6 +100,7 @@ def test_ranks_that_a_script_spawns_are_recorded(tmp_path):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("launchers")
 def test_a_spawned_rank_that_raises_is_named(tmp_path):
     done = paceline(tmp_path, "run", "--out", "RUN", SCRIPTS / "spawns.py", 10, "fail")
     assert done.code == 1, done.err
