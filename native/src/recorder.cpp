@@ -125,6 +125,7 @@ Recorder::Recorder(const std::string& path, const RecorderOptions& options)
   define_group("", {});  // group 0 means "none"
   const auto process = static_cast<std::uint32_t>(getpid());
   main_tid_ = gettid();
+  main_times_ = open_thread_times(main_tid_);
   if (pthread_getcpuclockid(pthread_self(), &main_clock_) != 0) main_clock_ = CLOCK_THREAD_CPUTIME_ID;
   define_location(LocationType::thread, "main", process, static_cast<std::uint32_t>(main_tid_));
   define_location(LocationType::communication, "communication", process, 0);
@@ -147,6 +148,7 @@ Recorder::~Recorder() {
   close();
   munmap(header_, page_bytes);
   for (const int descriptor : {descriptor_, wake_, poll_}) ::close(descriptor);
+  if (main_times_ >= 0) ::close(main_times_);
 }
 
 // A forked child inherits the buffers and the mapped header but not the writer: it must leave both
@@ -227,6 +229,9 @@ std::uint64_t Recorder::begin(Phase phase) {
   const std::uint64_t now = monotonic_ns();
   if (!recording()) return now;
   header_->phase.store(static_cast<std::uint32_t>(phase), std::memory_order_relaxed);
+  if (phase == phase_of(Kind::wait)) {
+    wait_begin_runnable_ns_.store(read_thread_times(main_times_).runnable_ns + 1);
+  }
   if ((phase >= phase_of(Kind::input) && phase <= phase_of(Kind::optimizer) &&
        phase != phase_of(Kind::copy)) ||
       phase == phase_of(Kind::evaluation)) {
@@ -259,8 +264,13 @@ std::uint64_t Recorder::end(Kind kind, std::uint16_t name, std::uint64_t begin_n
 
 void Recorder::record(const Event& event) {
   if (!owned()) return;
+  Event recorded = event;
+  if (event.kind == Kind::wait && event.location == main_location) {
+    const std::uint64_t before = wait_begin_runnable_ns_.exchange(0);
+    if (before != 0) recorded.amount = read_thread_times(main_times_).runnable_ns + 1 - before;
+  }
   const std::lock_guard lock(shared_->mutex);
-  append(event);
+  append(recorded);
 }
 
 std::uint64_t Recorder::end_step(std::uint16_t name, std::int32_t tag) {

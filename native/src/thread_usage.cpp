@@ -7,7 +7,6 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
-#include <string>
 
 namespace paceline {
 namespace {
@@ -27,6 +26,18 @@ bool read_times(int descriptor, ThreadTimes& times) {
 
 }  // namespace
 
+int open_thread_times(int tid) noexcept {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/self/task/%d/schedstat", tid);
+  return open(path, O_RDONLY | O_CLOEXEC);
+}
+
+ThreadTimes read_thread_times(int descriptor) noexcept {
+  ThreadTimes times;
+  if (descriptor >= 0) read_times(descriptor, times);
+  return times;
+}
+
 ThreadUsage::~ThreadUsage() {
   for (const auto& [tid, thread] : threads_) close(thread.descriptor);
 }
@@ -37,8 +48,7 @@ void ThreadUsage::rescan() {
   while (const dirent* entry = readdir(directory)) {
     const int tid = std::atoi(entry->d_name);
     if (tid <= 0 || threads_.contains(tid)) continue;
-    const std::string path = "/proc/self/task/" + std::string(entry->d_name) + "/schedstat";
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const int descriptor = open_thread_times(tid);
     if (descriptor >= 0) threads_.emplace(tid, Thread{descriptor, {}});
   }
   closedir(directory);

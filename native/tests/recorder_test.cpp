@@ -135,8 +135,11 @@ void writes_what_was_recorded() {
                      .location = paceline::communication_location,
                      .kind = Kind::collective,
                      .flags = paceline::completion_unknown});
+    recorder.begin(phase_of(Kind::wait));
+    recorder.record({.begin_ns = 1, .end_ns = 2, .amount = ~0ULL, .kind = Kind::wait});
     recorder.flush();
-    CHECK(parse(path).events.size() == 2);  // readable up to the last flush, before it is closed
+    CHECK(parse(path).events.size() == 3);
+    CHECK(parse(path).events[2].amount < 60'000'000'000U);  // time without a core in the wait  // readable up to the last flush, before it is closed
     recorder.end_step();
     CHECK(recorder.step() == 1);
     recorder.close();
@@ -146,22 +149,22 @@ void writes_what_was_recorded() {
   }
   const Parsed parsed = parse(path);
   CHECK(parsed.names.size() == 10 && parsed.names[0].empty() && parsed.names[9] == "all_reduce");
-  CHECK(parsed.events.size() == 7);
+  CHECK(parsed.events.size() == 8);
   CHECK(parsed.events[0].kind == Kind::forward && parsed.events[0].amount == 5);
   CHECK(parsed.events[1].kind == Kind::collective && parsed.events[1].sequence == 9);
   CHECK(parsed.events[1].location == 1 && parsed.events[1].peer == -1);
   CHECK(parsed.events[1].tag == 7 && parsed.events[1].flags == 1);
-  CHECK(parsed.events[2].kind == Kind::step && parsed.events[3].kind == Kind::counter);
-  CHECK(parsed.names[parsed.events[3].name] == "running_ns" && parsed.events[3].amount > 0);
-  CHECK(parsed.names[parsed.events[4].name] == "not_running_ns");
-  CHECK(parsed.names[parsed.events[5].name] == "main_running_ns" && parsed.events[5].amount > 0);
-  CHECK(parsed.names[parsed.events[6].name] == "main_not_running_ns");
+  CHECK(parsed.events[3].kind == Kind::step && parsed.events[4].kind == Kind::counter);
+  CHECK(parsed.names[parsed.events[4].name] == "running_ns" && parsed.events[4].amount > 0);
+  CHECK(parsed.names[parsed.events[5].name] == "not_running_ns");
+  CHECK(parsed.names[parsed.events[6].name] == "main_running_ns" && parsed.events[6].amount > 0);
+  CHECK(parsed.names[parsed.events[7].name] == "main_not_running_ns");
   const std::string bytes = slurp(path);
   TraceHeader header;
   std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
   CHECK(header.version == paceline::trace_format_version && header.rank == 3);
   CHECK(header.world_size == 8 && header.step == 1 && header.closed == 1 && header.error == 0);
-  CHECK(header.recorded_count == 7 && header.dropped_count == 0);
+  CHECK(header.recorded_count == 8 && header.dropped_count == 0);
   CHECK(header.written_bytes == parsed.bytes);
   CHECK(header.peak_memory_bytes > 0);
 }

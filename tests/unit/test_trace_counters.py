@@ -5,6 +5,7 @@ from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.counters import step_counters
+from paceline.trace.analysis.waits import wait_intervals
 from paceline.trace.format.events import (
     COMMUNICATION,
     GARBAGE_COLLECTION,
@@ -57,7 +58,7 @@ def test_counters_are_summed_by_step_and_the_first_step_has_none(tmp_path):
         Event(Kind.HOST, 10, 10 + 4 * MS, "logging", 9),
     ]
     trace = load_run(write_run(tmp_path, by_rank))
-    counters = step_counters(trace.ranks[0], STEPS)
+    counters = step_counters(trace.ranks[0], wait_intervals(trace)[0], STEPS)
     assert counters.known
     assert counters.running_s[:3].tolist() == pytest.approx([0, 0.003, 0.003])
     assert counters.not_running_s[:2].tolist() == pytest.approx([0, 0.0005])
@@ -67,7 +68,18 @@ def test_counters_are_summed_by_step_and_the_first_step_has_none(tmp_path):
 
 def test_a_trace_without_the_main_threads_counters_says_so(tmp_path):
     trace = load_run(write_run(tmp_path, _slowed()))
-    assert not step_counters(trace.ranks[0], STEPS).known
+    assert not step_counters(trace.ranks[0], wait_intervals(trace)[0], STEPS).known
+
+
+def test_time_without_a_core_in_a_wait_delays_nobody(tmp_path):
+    by_rank = _with_counters(_slowed(), starved_ms=lambda rank, step: 2.0)
+    by_rank[0] = [
+        Event(**{**_fields(event), "amount": 3 * MS // 2}) if event.kind is Kind.WAIT else event
+        for event in by_rank[0]
+    ]
+    trace = load_run(write_run(tmp_path, by_rank))
+    counters = step_counters(trace.ranks[0], wait_intervals(trace)[0], STEPS)
+    assert counters.not_running_s[1:].tolist() == pytest.approx([0.0005] * (STEPS - 1))
 
 
 def test_equal_time_on_a_core_is_never_computing(tmp_path):

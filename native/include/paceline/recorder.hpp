@@ -61,7 +61,7 @@ constexpr std::uint8_t evaluation_mode = 4;
 struct Event {  // little-endian on disk, 48 bytes
   std::uint64_t begin_ns = 0;
   std::uint64_t end_ns = 0;
-  std::uint64_t amount = 0;    // bytes of this rank's tensors; a counter's value
+  std::uint64_t amount = 0;    // bytes of this rank's tensors; a counter's value; ns of a wait
   std::uint32_t step = 0;
   std::uint32_t sequence = 0;  // collective: of its group; send, recv: of (group, peer, tag); from 1
   std::int32_t peer = -1;      // global rank of the root or of the other side; -1 = none
@@ -127,7 +127,8 @@ class Recorder {
   std::uint16_t define_location(LocationType type, const std::string& name, std::uint32_t process,
                                 std::uint32_t number);
 
-  // Marks the phase that this rank is in and returns now.
+  // Marks the phase that this rank is in and returns now. A wait of the main location that is
+  // recorded after `begin(wait)` gets the time without a core in between as its amount.
   std::uint64_t begin(Phase phase);
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
@@ -212,6 +213,9 @@ class Recorder {
   std::uint16_t main_not_running_name_ = 0;
   std::uint16_t stopped_name_ = 0;
   int main_tid_ = 0;        // the thread that made the recorder runs the training loop
+  int main_times_ = -1;     // its schedstat
+  // How long it had been without a core when the wait that is open began; 0 = none is open.
+  std::atomic<std::uint64_t> wait_begin_runnable_ns_ = 0;
   clockid_t main_clock_{};  // its time on a core, exact where schedstat lags
   ThreadUsage usage_;
   ThreadTimes before_;       // at the end of the previous step

@@ -13,6 +13,10 @@ struct ThreadTimes {
   std::uint64_t runnable_ns = 0;  // waited on a run queue
 };
 
+// The descriptor of a thread's schedstat, or -1; and what it says now, zeros if nothing.
+int open_thread_times(int tid) noexcept;
+ThreadTimes read_thread_times(int descriptor) noexcept;
+
 // Keeps one descriptor per thread so that a sample costs one pread each. Not thread-safe.
 class ThreadUsage {
  public:

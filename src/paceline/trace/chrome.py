@@ -98,7 +98,8 @@ def _is_own_track(rank: RankTrace, location: int) -> bool:
 def _arguments(rank: RankTrace, event: np.void) -> dict[str, Any]:
     found: dict[str, Any] = {"step": int(event["step"])}
     if event["amount"]:
-        found["bytes"] = int(event["amount"])
+        unit = "not_running_ns" if event["kind"] == Kind.WAIT else "bytes"
+        found[unit] = int(event["amount"])
     if event["group"]:
         found["group"] = rank.groups[event["group"]].name
         found["sequence"] = int(event["sequence"])

@@ -10,7 +10,6 @@ import numpy as np
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.report.advice.facts import Facts, Scope, StragglerScope, working_s
 from paceline.report.compare import undisturbed_steps
-from paceline.trace.analysis.counters import step_counters
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
 
@@ -113,7 +112,7 @@ def _no_core_s(analysis: Analysis, step: Breakdown, threads: int) -> float:
     rank computes takes no less than it ran.
     """
     ranks, steps = analysis.phases, analysis.steps
-    counters = [step_counters(trace, steps) for trace in analysis.trace.ranks]
+    counters = analysis.counters
     if all(rank.known for rank in counters):
         return _mean(rank.not_running_s for rank in counters)
     ran_s = _mean(rank.running_s[:steps] for rank in ranks)

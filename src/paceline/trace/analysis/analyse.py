@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.trace.analysis.blame import BlameRules, Straggler, find_stragglers
 from paceline.trace.analysis.communication import Traffic, traffic
-from paceline.trace.analysis.counters import step_counters
+from paceline.trace.analysis.counters import StepCounters, step_counters
 from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
 from paceline.trace.analysis.shifts import Shift, find_shifts
@@ -34,6 +34,7 @@ class Analysis:
         trace: the merged trace.
         waits: one array of `WAIT_INTERVAL` per rank, ordered by begin time.
         phases: seconds by step and phase, one record for each rank that left a trace.
+        counters: what each rank's main thread did in each step that all ranks completed.
         skew_s: skew of each rank in each step that all ranks completed, shape (ranks, steps),
             seconds.
         stragglers: the ranks that were late, the costliest first.
@@ -47,6 +48,7 @@ class Analysis:
     trace: Trace
     waits: tuple[np.ndarray, ...]
     phases: tuple[RankPhases, ...]
+    counters: tuple[StepCounters, ...]
     skew_s: np.ndarray
     stragglers: tuple[Straggler, ...]
     shifts: tuple[Shift, ...]
@@ -95,11 +97,14 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
     phases = rank_phases(trace.ranks, waits)
     steps = min((rank.steps for rank in phases), default=0)
     skew = skew_s(trace.matches, waits, steps)
-    counters = [step_counters(rank, steps) for rank in trace.ranks]
+    counters = tuple(
+        step_counters(rank, own, steps) for rank, own in zip(trace.ranks, waits, strict=True)
+    )
     return Analysis(
         trace=trace,
         waits=waits,
         phases=phases,
+        counters=counters,
         skew_s=skew,
         stragglers=find_stragglers(phases, counters, skew, rules),
         shifts=find_shifts(phases),

@@ -31,7 +31,7 @@ class StepCounters:
     Attributes:
         running_s: time on a core, shape (steps,), seconds; 0 in the first step, whose counters
             include the time before the loop.
-        not_running_s: time runnable without a core, shaped and 0 as `running_s`.
+        not_running_s: time runnable without a core outside waits, shaped and 0 as `running_s`.
         gc_s: time in which Python's garbage collector ran, shape (steps,), seconds.
         stop_count: how often the process was stopped and continued, shape (steps,).
         known: whether the trace holds the main thread's counters; traces of earlier versions hold
@@ -45,12 +45,19 @@ class StepCounters:
     known: bool
 
 
-def step_counters(rank: RankTrace, steps: int) -> StepCounters:
-    """Return the counters of a rank's first `steps` steps."""
+def step_counters(rank: RankTrace, waits: np.ndarray, steps: int) -> StepCounters:
+    """Return the counters of a rank's first `steps` steps.
+
+    Args:
+        rank: trace of the rank.
+        waits: the rank's waits, an array of `WAIT_INTERVAL`.
+        steps: number of steps to return.
+    """
+    not_running_ns = counter(rank, MAIN_NOT_RUNNING, steps) - _in_waits_ns(rank, waits, steps)
     running_s = counter(rank, MAIN_RUNNING, steps) / 1e9
     return StepCounters(
         running_s=running_s,
-        not_running_s=counter(rank, MAIN_NOT_RUNNING, steps) / 1e9,
+        not_running_s=np.maximum(0.0, not_running_ns) / 1e9,
         gc_s=_garbage_collection_s(rank, steps),
         stop_count=counter(rank, STOPPED, steps).astype(np.int64),
         known=bool(running_s.any()),
@@ -60,6 +67,20 @@ def step_counters(rank: RankTrace, steps: int) -> StepCounters:
 def counter(rank: RankTrace, name: str, steps: int) -> np.ndarray:
     """Return the sum of a counter in each step, shape (steps,); 0 in the first step."""
     return _sum_by_step(rank, Kind.COUNTER, name, steps)
+
+
+def _in_waits_ns(rank: RankTrace, waits: np.ndarray, steps: int) -> np.ndarray:
+    """Return the time without a core that delayed nobody, since the rank waited then; (steps,).
+
+    A drain may end before its event does: a thread that gets no core then is late. Traces of
+    earlier versions do not say what was in waits, so that all of the time counts.
+    """
+    events = rank.events_of(Kind.WAIT)
+    lasted_ns = (events["end_ns"] - events["begin_ns"]).astype(np.int64)
+    later_ns = lasted_ns - (waits["end_ns"] - waits["begin_ns"])
+    in_wait_ns = np.maximum(0, events["amount"].astype(np.int64) - np.maximum(0, later_ns))
+    within = (events["step"] > 0) & (events["step"] < steps)
+    return np.bincount(events["step"][within], weights=in_wait_ns[within], minlength=steps)
 
 
 def _garbage_collection_s(rank: RankTrace, steps: int) -> np.ndarray:

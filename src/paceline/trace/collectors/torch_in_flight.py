@@ -258,7 +258,8 @@ class InFlight:
             del self.works[key]
 
     def _computed(self) -> None:
-        self.computed_ns = monotonic_ns()
+        self.computed_ns = self.recorder.begin(int(Kind.WAIT))
+        self.recorder.begin(self.loop.phase)  # what a crash reports is the phase around the drain
 
     def watch_backward(self) -> None:
         """Have the engine tell when computing ends; before DDP's own callback, queued later."""
