@@ -16,6 +16,7 @@ MIN_STEPS = 8  # of a range, and of a run that is judged
 MIN_CYCLES = 5  # of what repeats
 _PASSES = 2
 _MIN_BATCH, _BATCHES, _FEW_BATCHES = 4, 24, 8  # steps of a batch, if there are so many; batches
+_MANY = 50  # steps that tell whether neighbours resemble each other
 _TREND_BATCHES = 16
 _CORRELATED = 0.3  # from here on neighbouring batches are not independent
 _GAP = 2  # steps on time that do not yet end an episode
@@ -87,7 +88,7 @@ def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     is_late = inside > min(rules.least_s, level / 2)
     if level < rules.least_s or float(np.mean(is_late)) < rules.min_late_steps:
         return None
-    chance, batch_count = _chance_of_mean(inside)
+    chance, batch_count = _chance_of_mean(inside, np.delete(series, slice(first, last + 1)))
     places = len(series) / len(inside) * batch_count  # where a range can begin and end
     return Pattern(
         shape="persistent",
@@ -129,13 +130,21 @@ def best_range(score: np.ndarray) -> tuple[int, int]:
     return int(np.argmin(sums[: last + 1])), last
 
 
-def _chance_of_mean(series: np.ndarray) -> tuple[float, int]:
+def _chance_of_mean(series: np.ndarray, outside: np.ndarray) -> tuple[float, int]:
     """Return the probability of such a mean if the true one is zero, and the number of batches.
 
     Batches are made longer as long as neighbouring ones resemble each other. Source: G. Fishman,
-    Grouping observations in digital simulation (1978).
+    Grouping observations in digital simulation (1978). A short range would have too few batches to
+    tell anything; its batches may be shorter if even single steps do not resemble their neighbours.
+
+    Args:
+        series: the delay in the range.
+        outside: the delay in all other steps.
     """
-    count = min(_BATCHES, max(len(series) // _MIN_BATCH, min(4, len(series))))
+    shortest = _MIN_BATCH
+    if len(outside) >= _MANY and max(_correlation(series), _correlation(outside)) < _CORRELATED:
+        shortest = _MIN_BATCH // 2
+    count = min(_BATCHES, max(len(series) // shortest, min(4, len(series))))
     while True:
         middles = np.array([np.median(batch) for batch in np.array_split(series, count)])
         if count < 2 * _FEW_BATCHES or _correlation(middles) < _CORRELATED:
