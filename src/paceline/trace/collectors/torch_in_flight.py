@@ -90,7 +90,9 @@ class InFlight:
         self.computed_ns = 0  # when this backward's computing was done, if it has collectives
         self.works: dict[int, Issued] = {}  # by id of the work
         self.tensors: dict[int, Issued] = {}  # functional collectives: by their result
-        self.callbacks: weakref.WeakSet[object] = weakref.WeakSet()  # that futures still hold
+        # Callbacks that futures still hold. Not a WeakSet: it forgets members in a Python function,
+        # which runs wherever the future ends and which Dynamo sees amid a compiled region.
+        self.callbacks: set[weakref.ref[object]] = set()
 
     def close(self) -> None:
         """Record what was issued and never seen to complete.
@@ -215,7 +217,7 @@ class InFlight:
             work.get_future().add_done_callback(completed)
         except RuntimeError:
             return
-        self.callbacks.add(completed)
+        self.callbacks.add(weakref.ref(completed, self.callbacks.discard))
         issued.has_future = True
 
     def _completed(self, issued: Issued, _: object) -> None:
