@@ -92,6 +92,18 @@ def test_two_ranks_that_are_late_in_turn_are_both_found():
     assert {late.rank for late in found} == {0, 1}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lasting_half_with_peaks_in_it_is_a_range(seed):
+    """On a quiet node single peaks fit the series better than one level does."""
+    seconds = np.where(np.arange(400) < 200, 0.0, 0.004)
+    seconds[7::20] += 0.05
+    noise = Noise(level=0.01)
+    (found, *_) = stragglers(
+        np.random.default_rng(seed), 2, 400, noise, [Culprit(0, "data", seconds)]
+    )
+    assert (found.shape, found.first_step, found.last_step) == ("persistent", 200, 399)
+
+
 def test_a_neighbour_that_keeps_to_one_rank_is_named_and_not_the_rank():
     random = np.random.default_rng(5)
     starved = planted_seconds(random, "intermittent", 0.3, 300)

@@ -257,6 +257,7 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
 
     Noise brings episodes to all ranks alike: of all episodes each is this rank's with a probability
     of 1 / ranks. Small and large delays are tried, since noise brings many small episodes.
+    Where one episode has most of the late steps the delay is a range, whatever else there is.
     Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
     """
     positive = series[series > rules.least_s]
@@ -266,8 +267,12 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
     best: tuple[float, np.ndarray] | None = None
     for level_s in levels:
         late = series > level_s
-        own = int(_episode_begins(late).sum())
+        begins = _episode_begins(late)
+        own = int(begins.sum())
         if own < MIN_CYCLES:
+            continue
+        longest = int(np.bincount(np.cumsum(begins)[late]).max())
+        if longest >= MIN_STEPS and longest > late.sum() / 2:
             continue
         theirs = int(_episode_begins(others > level_s).sum())
         chance = binomial_tail(own, theirs, 1 / (1 + len(others)))
