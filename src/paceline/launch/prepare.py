@@ -16,7 +16,7 @@ from paceline.core.plan_file import PlanFile
 from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.folder import claim, default_folder, refuse_taken
-from paceline.launch.nodes import place_of_node
+from paceline.launch.nodes import node_warnings, place_of_node
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.program import Program, ProgramKind
@@ -129,6 +129,7 @@ def prepare(
         warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program))
+    warnings = (*node_warnings(config), *warnings)
     is_default_name = run is None and allocation is None
     if run is None:
         run = default_folder(program.stem, allocation, clock)
