@@ -110,7 +110,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         "values": {},
         "script": job.command[0],
         "args": list(job.command[1:]),
-        "world_size": None,  # known at the end
+        "world_size": None,  # known at the end: in result.json
         "threads": None,
         "launcher": this_launcher(),
     }
@@ -122,8 +122,6 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
     code = exit_code(exits, failure) or (1 if exits else 0)
     ranks = max((status.world_size for status in trace_statuses(run)), default=0)
     result = summarize(run, ranks, code, failure)
-    config["world_size"] = result.world_size
-    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(run / "result.json", result.to_text())
     raise_failure(run, job.command[0], exits, result.failure)
     if exits:
