@@ -31,7 +31,7 @@ from paceline.launch.failures import LOST_A_PEER, exit_code, failure_of, raise_f
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.ranks import LocalRanks
-from paceline.launch.recordable import check_recordable, script_line
+from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.folder import CONFIG_VERSION
 from paceline.runs.launcher import this_launcher
@@ -127,17 +127,6 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
     if exits:
         raise _command_error(job.command[0], exits[0])
     return result
-
-
-def recording_warnings(job: RecordedCommand) -> tuple[str, ...]:
-    """Return a line if no rank was recorded."""
-    if trace_statuses(job.run_folder):
-        return ()
-    return (
-        "no rank was recorded: no Python process below the command joined a process group of "
-        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
-        f"this line into the script: {script_line(job.run_folder)}",
-    )
 
 
 def _stem(command: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, PacelineError
+from paceline.launch.recordable import script_line
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import PhaseTime, RankResult, RunResult
 from paceline.trace.analysis import Analysis, analyse
@@ -89,6 +90,17 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
             f"they ran on another node, copy its traces into {run / 'trace'}"
         )
     return tuple(lines)
+
+
+def recording_warnings(run: Path) -> tuple[str, ...]:
+    """Return a line if no rank of a command or program was recorded in folder `run`."""
+    if trace_statuses(run):
+        return ()
+    return (
+        "no rank was recorded: no Python process below the command joined a process group of "
+        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
+        f"this line into the script: {script_line(run)}",
+    )
 
 
 def _why_unmeasured(run: Path) -> tuple[str, ...]:
