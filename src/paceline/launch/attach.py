@@ -156,7 +156,7 @@ def place() -> tuple[int, int]:
 
 def _open(run: Path, rank: int, world_size: int) -> Recorder:
     path = run / "trace" / trace_name(rank)
-    _refuse_other_job(path, world_size)
+    _refuse_other_job(path.parent, world_size)
     try:
         return _create(path, rank, world_size)
     except FileExistsError:
@@ -171,18 +171,17 @@ def _open(run: Path, rank: int, world_size: int) -> Recorder:
         ) from None
 
 
-def _refuse_other_job(path: Path, world_size: int) -> None:
+def _refuse_other_job(folder: Path, world_size: int) -> None:
     """Refuse to record a job beside another one: a script may train twice, with other ranks.
 
-    The traces of a folder agree on the number of ranks, so one of them tells. That of this rank is
-    left out: whether there is one turns out when it is created.
+    The traces of a folder agree on the number of ranks, so one of them tells.
     """
-    for other in path.parent.glob("rank-*.trace"):
+    for other in folder.glob("rank-*.trace"):
         try:
-            status = None if other == path else read_status(other)
+            status = read_status(other)
         except (PacelineError, OSError):  # another rank is just creating it
             continue
-        if status is None or _took_no_step_alone(status):
+        if _took_no_step_alone(status):
             continue
         if status.world_size == world_size:
             return
