@@ -71,7 +71,7 @@ def test_predicts_a_file_and_writes_the_plan(folder, tmp_path):
     result = runner.invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "2 ranks of 2 threads" in " ".join(result.stdout.split())
-    for words in ("forward", "transfer", "parameters", "limited by"):
+    for words in ("forward", "communication", "parameters", "limited by"):
         assert words in result.stdout
     planned = load_plan_file(out)
     estimate = planned.estimate

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from paceline.launch.allocator import KEEP, allocator_setting
+from paceline.core.allocator import KEEP
+from paceline.launch.allocator import allocator_setting
 
 GLIBC = "glibc 2.36"
 

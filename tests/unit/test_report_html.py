@@ -383,6 +383,10 @@ def test_steps_beyond_the_scale_are_marked():
     [
         ({"plan": Plan(mesh=Mesh(data=4))}, "the prediction is of 4 ranks, the run had 2"),
         ({"plan": Plan(mesh=Mesh(data=2), threads=3)}, "the prediction is of 3 threads per rank"),
+        (
+            {"plan": Plan(mesh=Mesh(data=2), allocator="system")},
+            "the prediction is for allocator system, the run had keep",
+        ),
         ({"plan": Plan(mesh=Mesh(data=2), nodes=2)}, "the prediction is of 2 nodes, the run had 1"),
         (
             {"machine_digest": "sha256:0"},
@@ -395,7 +399,8 @@ def test_steps_beyond_the_scale_are_marked():
 def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words):
     run = _run(tmp_path)
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "threads": 1}))
+    config |= {"threads": 1, "allocator": {"in_effect": "keep", "variables": {}}}
+    (run / "config.json").write_text(json.dumps(config))
     assert gather(run).comparison.step_time_error is not None
     other = dataclasses.replace(_estimate(), **changes)
     (run / "plan.json").write_text(PlanFile(plan=other.plan, estimate=other).to_text())

@@ -17,14 +17,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from paceline.core.allocator import KEEP
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-AllocatorChoice = Literal["keep", "system"]
+    from paceline.core.allocator import AllocatorChoice
 
-# No block comes from the system by itself, and no free memory goes back (1 TiB is never reached).
-# Source: mallopt(3), M_MMAP_MAX and M_TRIM_THRESHOLD.
-KEEP: dict[str, str] = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 # What the user may have set to the same end.
 _VARIABLES = (*KEEP, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _TUNABLES = re.compile(r"glibc\.malloc\.(mmap_max|mmap_threshold|trim_threshold|top_pad)=")

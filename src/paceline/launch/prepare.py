@@ -62,7 +62,8 @@ class Job:
     @property
     def allocator(self) -> AllocatorSetting:
         """What the ranks' memory allocator becomes."""
-        return allocator_setting(self.resolved.config.allocator, environment())
+        chosen = self.plan.plan.allocator if self.plan else self.resolved.config.allocator
+        return allocator_setting(chosen, environment())
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
@@ -104,7 +105,7 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads and bucket sizes; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.
