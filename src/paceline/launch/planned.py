@@ -95,7 +95,7 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     return (f"the plan has {', '.join(names)}: only the script itself can set that",)
 
 
-def _conflict(place: str, value: object, field: str, planned: int) -> UsageError:
+def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:
     return UsageError(
         f"{place} is {value}, the plan's {field} is {planned}",
         where=f"{place} and --plan",
