@@ -39,7 +39,7 @@ def _state(report: Report) -> str:
 
 
 def _recorded_itself(report: Report) -> bool:
-    """Return whether the run had no launcher, which writes the result, and its traces are closed."""
+    """Return whether the run had no launcher to write a result, and its traces are closed."""
     has_launcher = isinstance(report.config.get("launcher"), dict)
     is_closed = all(rank.complete for rank in report.trace.ranks)
     return report.state is RunState.UNKNOWN and not has_launcher and is_closed
