@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
+from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
 from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import place_of_node
 from paceline.launch.options import RunConfig

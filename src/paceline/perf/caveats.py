@@ -73,7 +73,18 @@ def warnings(
         *_extrapolated(machine, plan),
         *_without_price(workload, unpriced),
         *_disturbed(machine),
+        *_allocator(machine, plan),
     )
+
+
+def _allocator(machine: Machine, plan: Plan) -> list[str]:
+    """A machine measured with `keep` serves both: the page faults of `system` are added to it."""
+    if machine.allocator in ("", "keep", plan.allocator):
+        return []
+    return [
+        f"too slow, perhaps: the machine was measured under the allocator '{machine.allocator}', "
+        f"whose page faults the plan's '{plan.allocator}' may not have"
+    ]
 
 
 def _does_not_fit(device: Device, plan: Plan, needed_bytes: int) -> list[str]:
