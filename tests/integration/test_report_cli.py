@@ -59,6 +59,9 @@ def test_the_verdict_as_json_leaves_the_cautions_to_their_own_field(tmp_path):
         data = json.loads(_paceline(command, run, "--json").stdout)
         assert any("The run has no result" in caution for caution in data["cautions"])
         assert "The run has no result" not in data["verdict"]
+    first, second, *_ = _paceline("why", run).stdout.splitlines()  # as report shows them
+    assert first.startswith("The run has no result")
+    assert "The run has no result" not in second
 
 
 def test_report_writes_its_page_and_shows_the_rest(run, tmp_path):
