@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
+from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
 from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import node_warnings, place_of_node
 from paceline.launch.options import RunConfig
@@ -63,7 +63,8 @@ class Job:
     @property
     def allocator(self) -> AllocatorSetting:
         """What the ranks' memory allocator becomes."""
-        return allocator_setting(self.resolved.config.allocator, environment())
+        chosen = self.plan.plan.allocator if self.plan else self.resolved.config.allocator
+        return allocator_setting(chosen, environment())
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
@@ -105,7 +106,7 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads and bucket sizes; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.
