@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _PASSES = (Kind.FORWARD, Kind.EVALUATION)
 _SHAPING = (Kind.INPUT, Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD, Kind.OPTIMIZER)
 _FLAGS = WITHOUT_GRADIENTS | EVALUATION_MODE
+_ZERO = np.zeros(1, np.uint64)  # a list [0] is signed: with times it makes floats, which are rounded
 
 
 def find_evaluations(rank: RankTrace) -> RankTrace:
@@ -133,7 +134,7 @@ def _outermost(rank: RankTrace) -> np.ndarray:
     events = events[events["location"] == MAIN]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
     ended = np.maximum.accumulate(events["end_ns"]) if len(events) else events["end_ns"]
-    before = np.concatenate([[0], ended[:-1]]).astype(np.uint64)
+    before = np.concatenate([_ZERO, ended[:-1]])
     return np.asarray(events[events["begin_ns"] >= before[: len(events)]])
 
 
@@ -206,7 +207,7 @@ def _cut(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
     owner = np.repeat(np.arange(len(spans)), counts)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
     parts = np.zeros(len(owner), SPAN)
-    bounds = np.concatenate([[0], ends]).astype(np.uint64)
+    bounds = np.concatenate([_ZERO, ends])
     parts["begin_ns"] = np.maximum(spans["begin_ns"][owner], bounds[place])
     limit = np.concatenate([ends, [np.iinfo(np.uint64).max]]).astype(np.uint64)
     parts["end_ns"] = np.minimum(spans["end_ns"][owner], limit[place])
