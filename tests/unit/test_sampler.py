@@ -3,8 +3,10 @@
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 from launching import await_true
 
 from paceline.native import Recorder
@@ -58,6 +60,24 @@ def test_a_line_of_the_script_has_its_number(tmp_path, recorder, sampler):
     scope = {"__name__": "__main__", "sys": sys}
     exec(compile("\n\nframe = sys._getframe()\n", "/somewhere/train.py", "exec"), scope)
     assert names(tmp_path, recorder, [sampler.name_of(scope["frame"])]) == ["train.py:3"]
+
+
+def test_a_path_that_is_not_utf_8_is_escaped(tmp_path, recorder, sampler):
+    scope = {"__name__": "__main__", "sys": sys}
+    exec(compile("frame = sys._getframe()", "tr\udcff.py", "exec"), scope)
+    assert names(tmp_path, recorder, [sampler.name_of(scope["frame"])]) == ["tr\\udcff.py:1"]
+
+
+@pytest.mark.parametrize(("package", "skipped"), [("torch", True), ("torchvision", False)])
+def test_packages_whose_names_begin_like_torch_are_no_part_of_it(
+    tmp_path, recorder, sampler, package, skipped
+):
+    own = f"{package}.ops.<module>"
+    path = Path(torch.__file__).parents[1] / package / "ops.py"
+    scope = {"__name__": f"{package}.ops", "sys": sys}
+    exec(compile("frame = sys._getframe()", str(path), "exec"), scope)
+    found = names(tmp_path, recorder, [sampler.name_of(scope["frame"])])
+    assert (found != [own]) == skipped  # else it has the name of the caller, this function
 
 
 def test_names_are_bounded(tmp_path, recorder, sampler):

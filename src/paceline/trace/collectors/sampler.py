@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import _thread
 import math
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.native import monotonic_ns
+from paceline.trace.collectors.torch_hooks import RecordedKind
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
 if TYPE_CHECKING:
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
 FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300
 NAMES_MAX = 1000
 _GOLDEN = (math.sqrt(5) - 1) / 2  # intervals vary by it, lest they keep pace with the steps
-_PASSED_OVER = ("<frozen", str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
-_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_PASSED_OVER = (
+    "<frozen",
+    f"{Path(__file__).parents[2]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",  # and not torchvision beside it
+)
+_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
 class StackSampler:
@@ -46,6 +52,7 @@ class StackSampler:
         self._stop = _thread.allocate_lock()
         self._stop.acquire()
         self._started = False
+        self._recorded = RecordedKind("the script's host work that only samples show")
         self._count = 0  # of samples and of wake-ups without one; goes on when sampling does
         # Not by code: code objects of different files can be equal.
         self._names: dict[tuple[str, str, int], int] = {}
@@ -53,10 +60,13 @@ class StackSampler:
         self._other = recorder.intern("other functions")
 
     def start(self) -> None:
-        """Start sampling."""
+        """Start sampling, or warn that no thread can be started: the script's loop goes on."""
+        self._recorded.attempt(self._start)
+
+    def _start(self) -> None:
         if not self._started:
-            self._started = True
             _thread.start_new_thread(self._run, ())
+            self._started = True
 
     def stop(self) -> None:
         """Stop sampling; the thread may end a little later and records nothing any more."""
@@ -68,7 +78,7 @@ class StackSampler:
         while not self._stop.acquire(timeout=self._interval_s(self._count)):
             self._count += 1
             if self._loop.phase == IDLE:
-                self._sample()
+                self._recorded.attempt(self._sample)
 
     @staticmethod
     def _interval_s(count: int) -> float:
@@ -107,6 +117,7 @@ class StackSampler:
             name = f"{module}.{code.co_qualname}"
             if is_script:
                 name = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            name = name.encode(errors="backslashreplace").decode()  # a path need not be UTF-8
             number = self._names[key] = self._recorder.intern(name)
         return number
 
