@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 _PASSES = (Kind.FORWARD, Kind.EVALUATION)
 _SHAPING = (Kind.INPUT, Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD, Kind.OPTIMIZER)
 _FLAGS = WITHOUT_GRADIENTS | EVALUATION_MODE
-_ZERO = np.zeros(1, np.uint64)  # a list [0] is signed: with times it makes floats, which are rounded
+_ZERO = np.zeros(
+    1, np.uint64
+)  # a list [0] is signed: with times it makes floats, which are rounded
 
 
 def find_evaluations(rank: RankTrace) -> RankTrace:
