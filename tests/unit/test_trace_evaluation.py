@@ -66,6 +66,9 @@ def phases_of(tmp_path, text, first_ns=0, gap_ns=MS):
         ("NFBONeNeNFBO", 7, 2),  # on the training set
         ("NtFBONtFBONtFBO", 0, 6),  # a teacher
         ("tFBOtFBOtFBO", 0, 6),
+        ("NeFBONeFBONeFBO", 0, 6),  # the trained module's own pseudo labels
+        ("eeFBOeeFBOeeFBO", 0, 9),  # it makes the experience that it learns from
+        ("FBOFBOeFBOFBO", 1, 4),
         ("NgFBONgFBONgFBO", 0, 6),  # a generator's samples, or pseudo labels
         ("NsBONsBO", 0, 2),  # fine-tuning in evaluation mode
         ("NssBONssBO", 0, 4),
