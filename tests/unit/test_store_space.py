@@ -1,10 +1,13 @@
 """Too little space at the destination is said before anything is written."""
 
+import errno
 import io
 import json
+import os
 import random
 import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +49,20 @@ def entries(folder):
 def test_what_is_free_is_what_the_system_says(tmp_path):
     free = files.free_bytes(tmp_path / "not" / "yet" / "there")
     assert 0 < free <= shutil.disk_usage(tmp_path).total
+
+
+def test_a_folder_that_may_not_be_searched_is_no_error(tmp_path, monkeypatch):
+    hidden = tmp_path / "hidden"
+    known = os.statvfs
+
+    def refuse(path, *_, **__):
+        if hidden in (path, *Path(path).parents):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return known(path)
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)  # of `exists`, as for a user who is not root
+    assert files.free_bytes(hidden / "pack") == files.free_bytes(tmp_path)
 
 
 @pytest.mark.parametrize("parity", [0, 2])
