@@ -93,7 +93,8 @@ def execute(
         if rendezvous is not None and job.rank != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
-        failure = None if interrupted else first_failure(job.run_folder, exits)
+        # A process that a shell script started may have raised, and the script gone on.
+        failure = first_failure(job.run_folder, exits) if exits and not interrupted else None
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
         failure = result.failure
         commit_text(job.run_folder / "result.json", result.to_text())
