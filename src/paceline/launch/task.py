@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.job import TaskRendezvous
     from paceline.launch.rendezvous.messages import StartInfo
 
+_MAX_OTHERS = 64  # exits in a report, which has a limit in bytes
 _SIGNAL_DELAY_S = 0.3  # schedulers signal a task and its rank one after the other
 
 
@@ -61,7 +62,8 @@ def run_task(
         exits = (interrupted_exit(rendezvous.first_rank, stop, clock.wall_s()),)
     if not rendezvous.started:  # interrupted before any other task knew of this task
         return exits
-    rendezvous.report(exits[0] if exits else local.exits()[0])
+    others = sorted(exits[1:], key=lambda ended: ended.code != 0)  # who left may be the cause
+    rendezvous.report(exits[0] if exits else local.exits()[0], tuple(others[:_MAX_OTHERS]))
     if number != 0:
         return exits
     try:
