@@ -126,7 +126,7 @@ def prepare(
         if allocation is not None:
             check_world(allocation, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
-        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan, program.kind))
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program))
     is_default_name = run is None and allocation is None
