@@ -39,7 +39,7 @@ from paceline.launch.failures import (
 )
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.guard import STOP_SIGNAL
-from paceline.launch.ranks import LocalRanks
+from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable, script_line
 from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.folder import CONFIG_VERSION
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.launch.exits import RankExit
     from paceline.runs.result import RunResult
-
-_SIGNAL_DELAY_S = 0.3  # a terminal signals the command, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +173,7 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
                 local.start(0, command, environ)
                 local.wait()
             except StopRequested as stop:
-                local.stop(_SIGNAL_DELAY_S)
+                local.stop(SIGNAL_DELAY_S)
                 return (interrupted_exit(None, stop, clock.wall_s()),)
     finally:
         end_descendants(clock, before)

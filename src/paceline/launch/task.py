@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import combine, interrupted_exit
+from paceline.launch.ranks import SIGNAL_DELAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.messages import StartInfo
 
 _MAX_OTHERS = 64  # exits in a report, which has a limit in bytes
-_SIGNAL_DELAY_S = 0.3  # schedulers signal a task and its rank one after the other
 
 
 def run_task(
@@ -56,9 +56,9 @@ def run_task(
         local.wait(rendezvous.stop_reason)
         exits = combine(local.exits(), ())
         if exits:
-            clock.wait(threading.Event(), _SIGNAL_DELAY_S)  # a stop signal may be about to come
+            clock.wait(threading.Event(), SIGNAL_DELAY_S)  # a stop signal may be about to come
     except StopRequested as stop:
-        local.stop(_SIGNAL_DELAY_S)
+        local.stop(SIGNAL_DELAY_S)
         exits = (interrupted_exit(rendezvous.first_rank, stop, clock.wall_s()),)
     if not rendezvous.started:  # interrupted before any other task knew of this task
         return exits
