@@ -51,7 +51,7 @@ MODES = {
     "recorded": [BIN / "paceline", "run", "-n", str(RANKS), "--out", "RUN"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", str(RANKS)],
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", **KEEP}  # as paceline run has it, and torchrun not
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", **KEEP}  # also of torchrun's ranks: memory alike
 LONG_S, SHORT_S = 0.05, 0.006
 # Steps of a block: the writer thread looks for events every 0.2 s.
 STEPS = {"long": 8, "short": 48}

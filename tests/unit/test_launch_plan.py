@@ -14,7 +14,7 @@ from paceline.core.plan_file import PlanFile, load_plan_file
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import plan_warnings
 from paceline.launch.prepare import prepare
-from paceline.launch.program import find_program
+from paceline.launch.program import ProgramKind, find_program
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "OMP_NUM_THREADS")
@@ -89,9 +89,18 @@ def test_what_contradicts_the_plan_is_refused_by_both_names(
 
 
 def test_what_only_the_script_can_set_is_said_in_one_line():
-    assert plan_warnings(TWO) == ()
-    (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2))
+    assert plan_warnings(TWO, ProgramKind.SCRIPT) == ()
+    (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2), ProgramKind.SCRIPT)
     assert "precision = bfloat16, loader_workers = 2" in line
+
+
+def test_bucket_sizes_that_do_not_reach_the_ranks_are_said():
+    """They were dropped: a shell script's ranks trained with torch's own."""
+    plan = Plan(bucket_bytes=1 << 20)
+    assert plan_warnings(plan, ProgramKind.MODULE) == ()
+    assert plan_warnings(Plan(), ProgramKind.EXECUTABLE) == ()
+    (line,) = plan_warnings(plan, ProgramKind.EXECUTABLE)
+    assert line == "the plan's bucket sizes do not reach a program that is not Python"
 
 
 def test_a_plan_written_by_hand_is_taken(tmp_path):

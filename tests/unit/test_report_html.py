@@ -411,6 +411,16 @@ def test_steps_beyond_the_scale_are_marked():
     assert 'class="band"' in render(step_lines(np.full((9, 100), 0.01), range(9)))
 
 
+def test_the_allocator_in_effect_is_named_and_not_only_the_setting(tmp_path):
+    """The page said `keep` where the user's own settings had won."""
+    run = _run(tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    config["values"] = {"allocator": {"value": "keep", "provenance": "default"}}
+    config["allocator"] = {"in_effect": "own", "variables": {}}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "own: as the environment of the run says" in render_html(gather(run))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import UsageError
+from paceline.launch.program import ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,17 +84,26 @@ def _place(resolved: Resolved[Any], name: str) -> str:
     return places.get(provenance, provenance)
 
 
-def plan_warnings(plan: Plan) -> tuple[str, ...]:
-    """Return one line naming the plan's values that only the script itself can set."""
+def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
+    """Return a line for the plan's values that only the script can set, and for those unreachable.
+
+    DDP's buckets are set in the Python process that is the rank: the processes of a program that is
+    not Python keep torch's sizes.
+    """
     default = type(plan)()
+    buckets = (plan.bucket_bytes, plan.first_bucket_bytes)
+    lost: tuple[str, ...] = ()
+    is_python = kind is not ProgramKind.EXECUTABLE
+    if not is_python and buckets != (default.bucket_bytes, default.first_bucket_bytes):
+        lost = ("the plan's bucket sizes do not reach a program that is not Python",)
     names = [
         f"{name} = {getattr(plan, name)}"
         for name in ("precision", "loader_workers")
         if getattr(plan, name) != getattr(default, name)
     ]
     if not names:
-        return ()
-    return (f"the plan has {', '.join(names)}: only the script itself can set that",)
+        return lost
+    return (*lost, f"the plan has {', '.join(names)}: only the script itself can set that")
 
 
 def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:

@@ -128,7 +128,7 @@ def prepare(
         if allocation is not None:
             check_world(allocation, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
-        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan, program.kind))
     warnings = (*node_warnings(config), *warnings)
     is_default_name = run is None and allocation is None
     if run is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.launch.allocation import Allocation
 
 FOLDER = "rendezvous"
-_FIRST_PORT, _PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
+FIRST_PORT, PORT_COUNT = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _CANDIDATES = 4
 
 
@@ -37,7 +37,7 @@ def agreed_ports(job: str) -> tuple[int, ...]:
     """Return the ports that the root tries to listen on, in this order."""
     digest = hashlib.blake2b(job.encode(), digest_size=4 * _CANDIDATES).digest()
     numbers = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
-    return tuple(dict.fromkeys(_FIRST_PORT + number % _PORTS for number in numbers))
+    return tuple(dict.fromkeys(FIRST_PORT + number % PORT_COUNT for number in numbers))
 
 
 def is_one_node(allocation: Allocation) -> bool:

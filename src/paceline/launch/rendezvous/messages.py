@@ -72,7 +72,9 @@ class TaskReport:
         world_size: number of tasks that this task expects.
         host: node name.
         cores: cores that the task may use.
-        ended: how the task's rank ended; None while the rank runs or waits.
+        ended: how the task's rank ended; None while the rank runs or waits. Of several ranks: the
+            first that ended badly, or else the first that ended.
+        others: exits of further ranks of the task that may explain the run's end.
         leaving: whether this is the member's last report.
     """
 
@@ -84,6 +86,7 @@ class TaskReport:
     host: str
     cores: tuple[int, ...]
     ended: RankExit | None = None
+    others: tuple[RankExit, ...] = ()
     leaving: bool = False
 
     def to_line(self) -> bytes:
@@ -153,6 +156,7 @@ def parse_report(line: bytes) -> TaskReport:
             host=_text(data["host"]),
             cores=tuple(_count(core) for core in _list(data["cores"])),
             ended=None if ended is None else _exit(ended),
+            others=tuple(_exit(other) for other in _list(data.get("others", []))),
             leaving=bool(data["leaving"]),
         )
     except (KeyError, TypeError, ValueError) as problem:
@@ -183,7 +187,7 @@ def parse_notice(line: bytes) -> Notice:
         raise BadMessage(f"not a notice: {type(problem).__name__}: {problem}") from None
 
 
-def _exit(data: dict[str, Any]) -> RankExit:
+def _exit(data: Any) -> RankExit:  # whatever a stranger sends
     return RankExit(
         rank=_count(data["rank"]),
         code=_code(data["code"]),

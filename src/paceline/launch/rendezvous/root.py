@@ -139,15 +139,15 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 class _Task:
     """The root's knowledge of a task.
 
-    `ended` is how its rank ended (with several ranks, the exit that its launcher reports for them),
-    `gone_s` when its connection closed, `lost` whether it stopped reporting, `left` whether its
-    last report has come.
+    `ended` and `others` are how its ranks ended (see `TaskReport`), `gone_s` when its connection
+    closed, `lost` whether it stopped reporting, `left` whether its last report has come.
     """
 
     report: TaskReport
     peer: Peer
     heard_s: float
     ended: RankExit | None = None
+    others: tuple[RankExit, ...] = ()
     gone_s: float | None = None
     lost: bool = False
     left: bool = False
@@ -225,15 +225,17 @@ class RootMachine:
             self._connected.discard(report.rank)
         else:
             self._connected.add(report.rank)
-        actions = self._on_end(report.rank, report.ended, now_s)
+        actions = self._on_end(report.rank, report.ended, now_s, report.others)
         actions.append(SendNotice(peer, self._notice(report.rank)))
         return actions
 
-    def _on_end(self, number: int, ended: RankExit | None, now_s: float) -> list[RootAction]:
+    def _on_end(
+        self, number: int, ended: RankExit | None, now_s: float, others: tuple[RankExit, ...] = ()
+    ) -> list[RootAction]:
         task = self._tasks.get(number)
         if task is None or task.lost or ended is None or not _advances(task.ended, ended):
             return []
-        task.ended = ended
+        task.ended, task.others = ended, others
         self._running.discard(number)
         return self._stop(_stop_reason(ended), now_s) if ended.code else []
 
@@ -329,7 +331,12 @@ class RootMachine:
         if self._reported_end or not self._is_over(now_s):
             return []
         self._reported_end = True
-        exits = [task.ended for task in self._tasks.values() if task.ended]
+        exits = [
+            ended
+            for task in self._tasks.values()
+            if task.ended
+            for ended in (task.ended, *task.others)
+        ]
         lost = [number * self.ranks_per_task for number in self._lost]  # the task's first rank
         return [AllEnded(combine(exits, lost), self._missing, self.present)]
 
