@@ -251,14 +251,6 @@ def test_a_script_that_recorded_itself_is_not_called_unfinished(tmp_path):
     assert "not finished" in " ".join(_Tags(render_html(gather(run))).texts)
 
 
-def test_the_page_says_which_allocator_was_in_effect(tmp_path):
-    run = _run(tmp_path)
-    config = json.loads((run / "config.json").read_text())
-    config["values"] = {"allocator": {"value": "keep", "provenance": "default"}}
-    config["allocator"] = {"in_effect": "own", "variables": {}}
-    (run / "config.json").write_text(json.dumps(config))
-    assert "allocator in effect own" in " ".join(_Tags(render_html(gather(run))).texts)
-
 
 def test_evaluations_are_no_part_of_the_spread_of_step_times(tmp_path):
     by_rank = data_parallel(2, 40)
