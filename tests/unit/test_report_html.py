@@ -251,7 +251,6 @@ def test_a_script_that_recorded_itself_is_not_called_unfinished(tmp_path):
     assert "not finished" in " ".join(_Tags(render_html(gather(run))).texts)
 
 
-
 def test_evaluations_are_no_part_of_the_spread_of_step_times(tmp_path):
     by_rank = data_parallel(2, 40)
     for events in by_rank:  # half of each fourth step
