@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import random
 import shutil
 import tarfile
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_where_only_a_bound_is_known_a_warning_says_so(source, tmp_path, free, c
         entry.size = 90_000
         archive.addfile(entry, io.BytesIO(bytes(90_000)))
     store.pack(store.Archives(tmp_path / "a.tar"), tmp_path / "other")
+    assert "may be too little space" in caplog.text
+
+
+def test_a_compressed_archive_may_need_many_times_its_size(tmp_path, free, caplog):
+    free(80_000)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("x")
+        entry.size = 100_000
+        archive.addfile(entry, io.BytesIO(random.Random(0).randbytes(10_000) * 10))
+    assert (tmp_path / "a.tar.gz").stat().st_size < 30_000
+    store.pack(store.Archives(tmp_path / "a.tar.gz"), tmp_path / "pack")
     assert "may be too little space" in caplog.text
 
 

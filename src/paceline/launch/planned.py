@@ -41,15 +41,15 @@ def check_plan(
         raise UsageError(
             f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
             where="--plan",
-            why="an unchanged script trains data-parallel",
-            fix="Plan with pipeline = tensor = 1",
+            why="paceline run follows plans of data parallelism only",
+            fix="Set mesh.pipeline and mesh.tensor to 1 in the plan file, or write a new one "
+            "with `paceline plan --out`",
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
-        places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
-        provenance = resolved.provenance["ranks"]
-        place = places.get(provenance, provenance)
+        place = _place(resolved, "ranks")
         raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
+    _check_allocator(plan, resolved)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
@@ -65,6 +65,24 @@ def check_plan(
         raise _conflict(here, allocation.local_ranks, "ranks_per_node", plan.ranks_per_node)
 
 
+def _check_allocator(plan: Plan, resolved: Resolved[Any]) -> None:
+    chosen = resolved.config.allocator
+    if resolved.provenance["allocator"] != "default" and chosen != plan.allocator:
+        place = _place(resolved, "allocator")
+        raise _conflict(place, chosen, "allocator", plan.allocator)
+
+
+def _place(resolved: Resolved[Any], name: str) -> str:
+    """Return where the setting `name` has its value from, as the user wrote it."""
+    provenance = resolved.provenance[name]
+    places = {
+        "flag": f"--{name}",
+        "file": "paceline.toml",
+        "environment": f"PACELINE_RUN__{name.upper()}",
+    }
+    return places.get(provenance, provenance)
+
+
 def plan_warnings(plan: Plan) -> tuple[str, ...]:
     """Return one line naming the plan's values that only the script itself can set."""
     default = type(plan)()
@@ -78,7 +96,7 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     return (f"the plan has {', '.join(names)}: only the script itself can set that",)
 
 
-def _conflict(place: str, value: object, field: str, planned: int) -> UsageError:
+def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:
     return UsageError(
         f"{place} is {value}, the plan's {field} is {planned}",
         where=f"{place} and --plan",

@@ -30,6 +30,9 @@ def sources(report: Report) -> str:
         for name, value in report.versions.items()
         if name != "version"
     ]
+    allocator = config.get("allocator")
+    if isinstance(allocator, dict):  # what the ranks got: settings of the environment win
+        rows.append(["allocator in effect", allocator.get("in_effect", "-")])
     values = config.get("values", {})
     settings = [
         [name, json.dumps(setting.get("value")), setting.get("provenance")]
