@@ -165,6 +165,15 @@ def test_threads_of_a_pool_compute_for_the_main_thread():
     assert (asleep.cause, pooled.cause) == ("blocked", "compute")
 
 
+def test_a_rank_without_extra_time_in_any_phase_has_no_cause():
+    """The skew says that it was late, its phases and counters that it was not: nobody is named."""
+    phases, counters, skew = made_up_run(np.random.default_rng(10), 2, 100, Noise())
+    phases, counters = [dataclasses.replace(phases[0], rank=i) for i in (0, 1)], [counters[0]] * 2
+    skew = skew + np.array([[0.0], [BASE_S]])
+    assert main_cause(1, phases, counters, np.ones(100, dtype=bool), starved=True) is None
+    assert find_stragglers(phases, counters, skew) == ()
+
+
 # --- changes of all ranks -------------------------------------------------------------------------
 
 
@@ -212,6 +221,11 @@ def test_even_ranks_have_not_changed_and_neither_has_one_straggler():
 def test_more_steps_than_are_looked_at_one_by_one():
     (shift,) = _shifts(np.where(np.arange(9000) < 6000, 1.0, 3.0))
     assert abs(shift.step - 6000) <= 10
+
+
+def test_steps_that_are_all_waiting_have_a_finite_factor():
+    (shift,) = _shifts(np.where(np.arange(600) < 300, 0.0, 1.0))
+    assert (shift.step, np.isfinite(shift.factor)) == (300, True)
 
 
 # --- the parts ------------------------------------------------------------------------------------

@@ -161,6 +161,16 @@ def test_what_the_run_does_not_explain_by_phases_is_kept_as_a_residual():
     assert len(again.devices[0].framework_overheads) == len(better.devices[0].framework_overheads)
 
 
+def test_evaluations_are_no_part_of_the_step_and_hide_no_residual():
+    run = evidence()
+    phases = {**run.phases, "evaluation": Observed(seconds=5e-3, error_s=1e-6)}
+    step = Observed(seconds=run.step.seconds + 1e-3, error_s=1e-6)  # of training
+    better, _ = calibrate(
+        MACHINE, WORKLOAD, PLAN, dataclasses.replace(run, phases=phases, step=step)
+    )
+    assert predicted(better, "other") == pytest.approx(1e-3, rel=0.1)
+
+
 def test_an_unsure_run_leaves_the_prior():
     unsure = evidence({"forward": 3.0, "transfer": 2.0}, error=math.inf)
     better, outcome = calibrate(MACHINE, WORKLOAD, PLAN, unsure)

@@ -214,8 +214,12 @@ def calibrate(
 
 
 def _rest_of_step(evidence: Evidence) -> Observed:
-    """Return the median step minus the medians of its phases other than ``other``."""
-    known_s = sum(phase.seconds for name, phase in evidence.phases.items() if name != "other")
+    """Return the median step minus the medians of its phases other than ``other``.
+
+    The step is that of training: evaluations are no part of it.
+    """
+    not_known = ("other", "evaluation")
+    known_s = sum(phase.seconds for name, phase in evidence.phases.items() if name not in not_known)
     rest_s = max(0.0, evidence.step.seconds - known_s)
     return Observed(seconds=rest_s, error_s=evidence.step.error_s)
 

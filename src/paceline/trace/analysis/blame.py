@@ -129,6 +129,8 @@ def find_stragglers(
         if cost_s < least_cost_s or late_s < cost_s / 2:
             continue
         cause = main_cause(i, ranks, counters, pattern.late, starved=not is_own)
+        if cause is None:
+            continue
         if is_own:
             seen.add(i)
         elif i in seen and cause != "not_running":

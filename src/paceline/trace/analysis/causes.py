@@ -36,8 +36,10 @@ def main_cause(
     late: np.ndarray,
     *,
     starved: bool,
-) -> str:
+) -> str | None:
     """Return the cause to which most of the extra time of rank `i` in the late steps belongs.
+
+    None if the rank had no extra time in any of its phases: what made it look late is not its own.
 
     Args:
         i: index of the rank.
@@ -56,7 +58,8 @@ def main_cause(
             del seconds["not_running"]
         elif _shares_its_cores(i, counters, late):
             seconds["compute"] += seconds.pop("not_running")
-    return max(seconds, key=lambda cause: seconds[cause])
+    cause = max(seconds, key=lambda cause: seconds[cause])
+    return cause if seconds[cause] > 0.0 else None
 
 
 def _before(late: np.ndarray) -> np.ndarray:

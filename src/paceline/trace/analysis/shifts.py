@@ -27,6 +27,7 @@ _MIN_STEPS, _MIN_SHARE = 10, 1 / 32  # of the run, on either side of a change
 _WARM_UP = 5  # steps that do not count: the first ones of a run are slow
 _LEAST_FACTOR = 1.3  # a smaller change is no news
 _MAX_CHANCE = 1e-6
+_LEAST_S = 1e-6  # of a step without waiting: a factor needs a denominator
 _MOST = 8  # changes that are reported
 _MOST_POINTS = 4096  # more steps are taken together in medians
 
@@ -65,6 +66,7 @@ def find_shifts(ranks: Sequence[RankPhases]) -> tuple[Shift, ...]:
     if steps < _WARM_UP + 2 * _MIN_STEPS:
         return ()
     own_s = np.array([rank.step_s[:steps] - rank.seconds[:steps, _WAITING] for rank in ranks])
+    own_s = np.maximum(_LEAST_S, own_s)  # a step may be all waiting
     usual_s = np.sort(own_s, axis=0)[(len(own_s) - 1) // 2, _WARM_UP:]
     size = -(-len(usual_s) // _MOST_POINTS)
     points_s = np.array([np.median(part) for part in _parts(usual_s, size)])
