@@ -34,8 +34,9 @@ def plan(
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed. Below the tables stands what limits the
-    prediction: too little memory, operators without a price, a disturbed probe, an extrapolation.
+    without data): it is neither run nor changed. Warnings below the tables say what makes the
+    prediction less certain: too little memory, operators whose rate was not measured, a machine
+    that was busy while it was probed, an extrapolation.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.studies.predict import predict

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     """Say which rank was late in RUN, when and why, or that none was, and what would help.
 
-    Without RUN, the newest run here is taken.
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from rich.console import Console
 

@@ -42,8 +42,9 @@ def check_plan(
         raise UsageError(
             f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
             where="--plan",
-            why="an unchanged script trains data-parallel",
-            fix="Plan with pipeline = tensor = 1",
+            why="paceline run follows plans of data parallelism only",
+            fix="Set mesh.pipeline and mesh.tensor to 1 in the plan file, or write a new one "
+            "with `paceline plan --out`",
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:

@@ -214,7 +214,7 @@ class TaskRendezvous:
             f"{name_ranks(outcome.missing, noun)}",
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
-            f"{name_ranks(outcome.present, noun) if outcome.present else 'no rank'} arrived",
+            f"{name_ranks(outcome.present, noun) if outcome.present else f'no {noun}'} arrived",
             fix="Check the output of the missing tasks, and that they can reach that port or that "
             "folder; raise rendezvous_timeout_s if they need more time",
         )

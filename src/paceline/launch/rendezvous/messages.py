@@ -29,14 +29,14 @@ class JobPhase(IntEnum):
     """How far the job is; it only advances."""
 
     GATHERING = 0  # not all tasks have arrived
-    RUNNING = 1  # all have, and each runs its rank
+    RUNNING = 1  # all tasks have arrived, and run their ranks
     STOPPING = 2  # a task failed: the others end their ranks
-    FINISHED = 3  # rank 0 has written the result
+    FINISHED = 3  # rank 0's launcher has written the result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartInfo:
-    """The values that a task needs to start its rank.
+    """The values that a task needs to start its ranks.
 
     Attributes:
         address: address on which rank 0's process group listens.
@@ -53,7 +53,7 @@ class StartInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEnd:
-    """How the whole run ended, as rank 0 wrote it into result.json."""
+    """How the whole run ended, as rank 0's launcher wrote it into result.json."""
 
     exit_code: int
     signal: str = ""
@@ -67,9 +67,9 @@ class TaskReport:
     Attributes:
         job: identity that all tasks of the job know beforehand.
         run: number of the run that the task has joined; empty before the root's first notice.
-        task: number that tells this process from an earlier one of the same rank.
-        rank: the global rank.
-        world_size: world size that the task expects.
+        task: random id, which distinguishes this process from an earlier one of the same number.
+        rank: number of the task; its global rank, unless tasks are nodes with several ranks.
+        world_size: number of tasks that this task expects.
         host: node name.
         cores: cores that the task may use.
         ended: how the task's rank ended; None while the rank runs or waits. Of several ranks: the
