@@ -43,7 +43,7 @@ from pathlib import Path
 import numpy as np
 from harness import Report, median_interval, options, tell
 
-from paceline.launch.allocator import KEEP
+from paceline.core.allocator import KEEP
 
 BIN = Path(sys.executable).parent
 RANKS = 2

@@ -9,9 +9,9 @@ import sys
 import pytest
 from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
 
+from paceline.core.allocator import KEEP
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.launch.allocator import KEEP
 from paceline.runs.folder import RunFolder, RunState
 from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run

@@ -56,6 +56,42 @@ def test_noise_accuses_hardly_anybody():
     assert len(accused) <= 1
 
 
+def _with_bursts(seed, ranks, steps, mean_s, culprits=()):
+    """Return whom the analysis names if each rank is now and then blocked in up to 15 steps."""
+    random = np.random.default_rng([seed, 5])
+    bursts = []
+    for rank in range(ranks):
+        seconds = np.zeros(steps)
+        step = int(random.exponential(40))
+        while step < steps:
+            length = int(random.integers(1, 16))
+            seconds[step : step + length] = random.exponential(mean_s)
+            step += length + int(random.exponential(40)) + 1
+        bursts.append(Culprit(rank, "blocked", seconds))
+    return {late.rank for late in stragglers(random, ranks, steps, culprits=[*bursts, *culprits])}
+
+
+def test_a_burst_of_which_all_ranks_have_some_accuses_hardly_anybody():
+    """The kernel does not explain them: all ranks wait for a disk or the network now and then."""
+    accused = [_with_bursts(seed, 3, 200, 0.004) for seed in range(20)]
+    accused += [_with_bursts(seed, 2, 400, 0.010) for seed in range(20)]
+    assert sum(bool(ranks) for ranks in accused) <= 3
+
+
+def test_a_range_amid_bursts_of_all_ranks_is_found():
+    seconds = np.where(np.arange(300) // 60 == 2, 2 * BASE_S, 0.0)
+    found = [_with_bursts(seed, 3, 300, 0.004, [Culprit(0, "data", seconds)]) for seed in range(10)]
+    assert sum(ranks == {0} for ranks in found) >= 9
+
+
+def test_two_ranks_that_are_late_in_turn_are_both_found():
+    steps = np.arange(120)
+    ranges = ((steps >= 10) & (steps < 40), (steps >= 55) & (steps < 100))
+    culprits = [Culprit(i, "data", np.where(late, BASE_S, 0.0)) for i, late in enumerate(ranges)]
+    found = stragglers(np.random.default_rng(9), 2, 120, culprits=culprits)
+    assert {late.rank for late in found} == {0, 1}
+
+
 def test_a_neighbour_that_keeps_to_one_rank_is_named_and_not_the_rank():
     random = np.random.default_rng(5)
     starved = planted_seconds(random, "intermittent", 0.3, 300)

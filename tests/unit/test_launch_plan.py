@@ -1,5 +1,6 @@
 """What a plan settles for a run, and what contradicts it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def test_a_run_takes_its_ranks_from_the_plan(ready):
     assert ready(TWO, ranks=2).ranks == 2
 
 
+def test_a_run_takes_its_allocator_from_the_plan(ready):
+    system = dataclasses.replace(TWO, allocator="system")
+    assert ready(system).allocator.in_effect == "system"
+    assert ready(system, allocator="system").allocator.in_effect == "system"
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [
@@ -53,6 +60,13 @@ def test_a_run_takes_its_ranks_from_the_plan(ready):
             "PACELINE_RUN__RANKS is 3, the plan's mesh.data is 2",
         ),
         (TWO, {}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS is 1, the plan's threads is 3"),
+        (TWO, {"allocator": "system"}, {}, "--allocator is system, the plan's allocator is keep"),
+        (
+            TWO,
+            {},
+            {"PACELINE_RUN__ALLOCATOR": "system"},
+            "PACELINE_RUN__ALLOCATOR is system, the plan's allocator is keep",
+        ),
         (
             Plan(mesh=Mesh(data=4)),
             {},

@@ -53,6 +53,15 @@ def test_a_job_is_ready(script, tmp_path):
     assert not (tmp_path / "RUN").exists()
 
 
+def test_options_of_several_nodes_are_not_ignored_on_one(script, tmp_path):
+    with pytest.raises(UsageError, match="node-rank is 1, nnodes is 1"):
+        ready(script, tmp_path / "RUN", node_rank=1)
+    assert ready(script, tmp_path / "RUN", node_rank=0).warnings == ()
+    job = ready(script, tmp_path / "RUN", rdzv_endpoint="node0", rdzv_id="job")
+    (warning,) = job.warnings
+    assert "--rdzv-endpoint and --rdzv-id without --nnodes changes nothing" in warning
+
+
 def test_a_folder_is_chosen_that_is_free(script, tmp_path):
     first = ready(script).run_folder
     assert first.parent.name == "paceline-runs"

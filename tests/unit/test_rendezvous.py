@@ -497,3 +497,28 @@ def test_the_address_file_is_small(run):
     assert addresses.read_address(run)[0] == ("node-0", 20_000)
     (run / "rendezvous/root.json").write_text("{")
     assert addresses.read_address(run) == ()
+
+
+@pytest.mark.parametrize(
+    ("first_host", "reached"), [("::1", ["::1"]), ("node0", ["::1", "127.0.0.1"])]
+)
+def test_the_root_is_reached_by_ipv6(first_host, reached):
+    """An endpoint may be [IPV6]:PORT, and a host's name may stand for an address of either kind."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    nodes = Allocation(
+        source="nodes",
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        first_host=first_host,
+        port=port,
+    )
+    with addresses.open_listener(nodes, "job"):
+        for host in reached:
+            socket.create_connection((host, port), timeout=10).close()

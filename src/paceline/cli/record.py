@@ -47,9 +47,8 @@ def record(
         claim_command_folder,
         prepare_command,
         record_command,
-        recording_warnings,
     )
-    from paceline.launch.summary import trace_warnings
+    from paceline.launch.summary import recording_warnings, trace_warnings
     from paceline.probe.machine_file import known_machine
 
     clock = SystemClock()
@@ -67,5 +66,5 @@ def record(
             click.echo(text, err=True)
         raise
     finally:
-        warn((*trace_warnings(job.run_folder), *recording_warnings(job)))
+        warn((*trace_warnings(job.run_folder), *recording_warnings(job.run_folder)))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))

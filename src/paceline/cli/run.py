@@ -105,7 +105,7 @@ def run(
     from paceline.launch.prepare import claim_folder, prepare
     from paceline.launch.program import find_program
     from paceline.launch.run import execute
-    from paceline.launch.summary import trace_warnings
+    from paceline.launch.summary import recording_warnings, trace_warnings
     from paceline.probe.machine_file import known_machine
     from paceline.report.comparable import machine_difference
 
@@ -147,5 +147,6 @@ def run(
     warn(trace_warnings(job.run_folder))
     if job.rank != 0:  # only rank 0's launcher knows how all ranks ended
         return
-    record_on = job.resolved.config.record
-    print_result(result, job.run_folder, as_json=as_json, recorded=record_on)
+    if job.resolved.config.record:
+        warn(recording_warnings(job.run_folder))
+    print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))

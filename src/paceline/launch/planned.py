@@ -48,10 +48,9 @@ def check_plan(
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
-        places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
-        provenance = resolved.provenance["ranks"]
-        place = places.get(provenance, provenance)
+        place = _place(resolved, "ranks")
         raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
+    _check_allocator(plan, resolved)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
@@ -65,6 +64,24 @@ def check_plan(
     if allocation is not None and allocation.local_ranks != plan.ranks_per_node:
         here = f"the {allocation.source} step's ranks per node"
         raise _conflict(here, allocation.local_ranks, "ranks_per_node", plan.ranks_per_node)
+
+
+def _check_allocator(plan: Plan, resolved: Resolved[Any]) -> None:
+    chosen = resolved.config.allocator
+    if resolved.provenance["allocator"] != "default" and chosen != plan.allocator:
+        place = _place(resolved, "allocator")
+        raise _conflict(place, chosen, "allocator", plan.allocator)
+
+
+def _place(resolved: Resolved[Any], name: str) -> str:
+    """Return where the setting `name` has its value from, as the user wrote it."""
+    provenance = resolved.provenance[name]
+    places = {
+        "flag": f"--{name}",
+        "file": "paceline.toml",
+        "environment": f"PACELINE_RUN__{name.upper()}",
+    }
+    return places.get(provenance, provenance)
 
 
 def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
@@ -89,7 +106,7 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
     return (*lost, f"the plan has {', '.join(names)}: only the script itself can set that")
 
 
-def _conflict(place: str, value: object, field: str, planned: int) -> UsageError:
+def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:
     return UsageError(
         f"{place} is {value}, the plan's {field} is {planned}",
         where=f"{place} and --plan",

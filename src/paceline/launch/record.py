@@ -40,7 +40,7 @@ from paceline.launch.failures import (
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
-from paceline.launch.recordable import check_recordable, script_line
+from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.folder import CONFIG_VERSION
 from paceline.runs.launcher import this_launcher
@@ -116,7 +116,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         "values": {},
         "script": job.command[0],
         "args": list(job.command[1:]),
-        "world_size": None,  # known at the end
+        "world_size": None,  # known at the end: in result.json
         "threads": None,
         "launcher": this_launcher(),
     }
@@ -130,24 +130,11 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         code = _command_error(job.command[0], exits[0]).exit_code
     ranks = max((status.world_size for status in trace_statuses(run)), default=0)
     result = summarize(run, ranks, code, failure)
-    config["world_size"] = result.world_size
-    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(run / "result.json", result.to_text())
     raise_failure(run, job.command[0], exits, result.failure)
     if exits:
         raise _command_error(job.command[0], exits[0])
     return result
-
-
-def recording_warnings(job: RecordedCommand) -> tuple[str, ...]:
-    """Return a line if no rank was recorded."""
-    if trace_statuses(job.run_folder):
-        return ()
-    return (
-        "no rank was recorded: no Python process below the command joined a process group of "
-        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
-        f"this line into the script: {script_line(job.run_folder)}",
-    )
 
 
 def _stem(command: Sequence[str]) -> str:

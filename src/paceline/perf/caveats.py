@@ -75,7 +75,18 @@ def warnings(
         *_extrapolated(machine, plan),
         *_not_measured(workload, unpriced),
         *_busy(machine),
+        *_allocator(machine, plan),
     )
+
+
+def _allocator(machine: Machine, plan: Plan) -> list[str]:
+    # Figures measured with `keep` serve both: the page faults of `system` are added to them.
+    if machine.allocator in ("", "keep", plan.allocator):
+        return []
+    return [
+        f"measured under the allocator '{machine.allocator}', planned for '{plan.allocator}': "
+        "predicted times may be too long"
+    ]
 
 
 def _does_not_fit(device: Device, plan: Plan, needed_bytes: int) -> list[str]:

@@ -9,6 +9,7 @@ ports are taken, members read one small file in the run's folder::
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import socket
@@ -65,12 +66,12 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
         StorageError: no port can be opened.
         UsageError: the endpoint that the user named cannot be opened.
     """
-    host = "127.0.0.1" if is_one_node(allocation) or _is_loopback(allocation) else ""
+    host = "127.0.0.1" if is_one_node(allocation) else _loopback(allocation)
     ports = (allocation.port,) if allocation.port else (*agreed_ports(job), 0)
     problem: OSError | None = None
     for port in ports:
         try:
-            return socket.create_server((host, port), backlog=4096)
+            return _listen(host, port)
         except OSError as refused:
             problem = refused
     assert problem is not None
@@ -90,8 +91,26 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
     ) from problem
 
 
-def _is_loopback(allocation: Allocation) -> bool:
-    return allocation.first_host == "localhost" or allocation.first_host.startswith("127.")
+def _loopback(allocation: Allocation) -> str:
+    """Return the loopback address if the first host is one; empty if it is another host."""
+    if allocation.first_host == "::1":
+        return "::1"
+    name = allocation.first_host
+    return "127.0.0.1" if name == "localhost" or name.startswith("127.") else ""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `host`; at all addresses, IPv4 and IPv6, if it is empty."""
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+            )
+        except OSError as problem:
+            if problem.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                raise  # else the kernel knows IPv6, and this host has it switched off
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=4096)
 
 
 def listening_hosts(allocation: Allocation) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ hides what happens in every twentieth:
 
 Noise of a busy node comes in bursts, so steps next to each other are not independent. No test
 takes them for that: means and medians are of batches of steps, a fold compares steps that lie far
-apart, and episodes count once, however long they are.
+apart, episodes count once, however long they are, and a range must be longer than the bursts of
+the other ranks.
 
 Of the shapes that noise hardly makes, the one that describes the series best is returned: the
 smallest Bayesian information criterion under Laplace noise (G. Schwarz, Estimating the dimension of
@@ -51,7 +52,7 @@ def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         return None
     clipped = np.clip(series, -3 * typical, 3 * typical)
     found = [
-        persistent(clipped, rules),
+        persistent(clipped, others, rules),
         periodic(clipped, rules),
         drifting(clipped, rules),
         intermittent(clipped, others, rules),

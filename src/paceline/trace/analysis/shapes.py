@@ -69,12 +69,14 @@ class Pattern:
 # --- a range of steps -----------------------------------------------------------------------------
 
 
-def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
+def persistent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the range in which the rank is late in most steps, if there is one.
 
     Batches of steps are independent of each other where single steps are not: the range is tested
     by Student's t over them, with medians in place of means, which one very late step would move.
     The chance is multiplied by the number of ranges that begin and end with a batch.
+    That tells a range from noise that lasts a step or a batch, but one burst of noise is a range,
+    too: the range must also be longer than the bursts of the other ranks let expect.
     Source: batch means, R. Conway, Some tactical problems in digital simulation (1963).
     """
     found = _late_range(series, rules.least_s)
@@ -97,8 +99,50 @@ def persistent(series: np.ndarray, rules: PatternRules) -> Pattern | None:
         late=late,
         fitted_s=np.where(late, level, 0.0),
         parameters=3,
-        chance=min(1.0, rules.series * places * (places + 1) / 2 * chance),
+        chance=min(
+            1.0,
+            rules.series
+            * max(places * (places + 1) / 2 * chance, _chance_of_burst(inside, others, rules)),
+        ),
     )
+
+
+def _chance_of_burst(inside: np.ndarray, others: np.ndarray, rules: PatternRules) -> float:
+    """Return the probability that bursts as those of the other ranks make such a range in a run.
+
+    A late step scores about 1 and a step on time -1; a burst's score is the highest sum in it. High
+    scores of noise are distributed exponentially. The mean of that distribution is half the mean
+    that weights each burst by its score, so that single late steps, which are many, do not make
+    bursts look short. Another rank's highest burst does not count: it may be a range of that rank,
+    which is late, too. The chance is 0 if there are no further bursts.
+    Source: S. Karlin and S. Altschul, Methods for assessing the statistical significance of
+    molecular sequence features by using general scoring schemes (1990).
+
+    Args:
+        inside: the delay in the range.
+        others: the series of other ranks, shape (other ranks, steps).
+        rules: the limits.
+    """
+    series = _scores(others, rules.least_s)
+    bursts = np.concatenate([np.sort(_burst_scores(scores))[:-1] for scores in series])
+    if not len(bursts):
+        return 0.0
+    mean = float(np.sum(bursts**2) / np.sum(bursts)) / 2
+    score = max(0.0, float(_scores(inside, rules.least_s).sum()))
+    return (1 + len(bursts) / len(others)) * math.exp(-score / mean)
+
+
+def _scores(delay_s: np.ndarray, least_s: float) -> np.ndarray:
+    """Return the score of each step: from -1, on time, to 1, late by twice `least_s` or more."""
+    return np.asarray(np.clip(delay_s / least_s, 0.0, 2.0) - 1.0)
+
+
+def _burst_scores(scores: np.ndarray) -> np.ndarray:
+    """Return the highest sum in each burst: from a step until the sum is back at zero."""
+    sums = np.concatenate([[0.0], np.cumsum(scores)])
+    heights = sums - np.minimum.accumulate(sums)
+    bursts = np.maximum.reduceat(heights, np.flatnonzero(heights == 0.0))
+    return np.asarray(bursts[bursts > 0.0])
 
 
 def _late_range(series: np.ndarray, least_s: float) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@ from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
     READ_BYTES,
     archive_errors,
+    is_compressed,
     open_archive,
     read_exactly,
     read_headers,
@@ -129,10 +130,12 @@ class OpenArchives:
         self._has_groups = False
         self.where = self._paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         states = []
+        self._is_compressed = False
         for path in self._paths:
             try:
                 with archive_errors(path):
                     status = Path(path).stat()
+                    self._is_compressed |= is_compressed(path)
             except StorageError as problem:
                 if isinstance(problem.__cause__, FileNotFoundError):
                     raise NotFound("no such archive", where=path, fix="Check the path") from None
@@ -144,7 +147,7 @@ class OpenArchives:
 
     def totals(self) -> SourceTotals:
         """Return the size of the archives: their content is only known when they are read."""
-        return SourceTotals(archive_bytes=self._archive_bytes)
+        return SourceTotals(archive_bytes=self._archive_bytes, is_compressed=self._is_compressed)
 
     def folders(self) -> list[bytes]:
         """Return all folders, once all batches have been read."""
