@@ -217,7 +217,7 @@ class Server:
     """A process with an allocator of its own that trains model after model."""
 
     def __init__(self, kind):
-        from paceline.launch.allocator import KEEP
+        from paceline.core.allocator import KEEP
 
         environ = {name: value for name, value in os.environ.items() if name not in KEEP}
         self.process = subprocess.Popen(

@@ -24,6 +24,8 @@ from pathlib import Path
 
 from harness import Report, options, tell
 
+from paceline.core.allocator import KEEP
+
 BAR = 0.25
 RANKS = (1, 2)
 ROUNDS = 2
@@ -195,6 +197,7 @@ def run_ranks(name, ranks, cores, seconds):
                 + [str(value) for value in (rank, ranks, threads, f"{folder}/store", seconds)],
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, **KEEP},  # as the plan has it
             )
             for rank in range(ranks)
         ]

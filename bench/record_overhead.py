@@ -43,18 +43,15 @@ from pathlib import Path
 import numpy as np
 from harness import Report, median_interval, options, tell
 
+from paceline.core.allocator import KEEP
+
 BIN = Path(sys.executable).parent
 RANKS = 2
 MODES = {
     "recorded": [BIN / "paceline", "run", "-n", str(RANKS), "--out", "RUN"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", str(RANKS)],
 }
-# For glibc: no memory goes back; what is large comes from the heap too.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
-}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", **KEEP}  # also of torchrun's ranks: memory alike
 LONG_S, SHORT_S = 0.05, 0.006
 # Steps of a block: the writer thread looks for events every 0.2 s.
 STEPS = {"long": 8, "short": 48}

@@ -41,6 +41,10 @@ def echo(request):
     return Reply(text=request.text, numbers=(os.getpid(), os.getpgid(0), os.getsid(0)))
 
 
+def variable(request):
+    return Reply(text=os.environ.get(request.text, ""))
+
+
 def noisy(request):
     os.write(1, b'{"answer": {"text": "not this"}}\n')
     print("nor this")
@@ -113,7 +117,7 @@ def reads(request):
 ACTS = {
     function.__name__: function
     for function in (
-        *(echo, noisy, huge, fail, foreign, leave, killed, hang, garbage, wrong, child),
+        *(echo, variable, noisy, huge, fail, foreign, leave, killed, hang, garbage, wrong, child),
         *(threads, reads),
     )
 }

@@ -42,6 +42,13 @@ bool lies_in_memory(std::uint64_t file_system) noexcept {
   return file_system == tmpfs || file_system == ramfs || file_system == hugetlbfs;
 }
 
+// Asked before a file is opened: on a shared file system each open costs a request to its server.
+bool has_cachestat() noexcept {
+  static const bool known = syscall(SYS_cachestat, -1, nullptr, nullptr, 0U) == 0 ||
+                            (errno != ENOSYS && errno != EPERM);  // EPERM: a container's filter
+  return known;
+}
+
 DirtyPages dirty_pages_of(int descriptor, std::uint64_t inode, CacheRange range) noexcept {
   struct stat status {};
   struct statfs file_system {};
@@ -148,6 +155,7 @@ bool populate(std::span<const std::byte> bytes) noexcept {
 
 DirtyPages dirty_pages(const std::string& path, std::uint64_t inode, std::uint64_t offset,
                        std::uint64_t length) noexcept {
+  if (!has_cachestat()) return DirtyPages::unknown;
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return DirtyPages::unknown;
   const DirtyPages found = dirty_pages_of(descriptor, inode, {offset, length});

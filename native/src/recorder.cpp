@@ -9,12 +9,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "paceline/crc32c.hpp"
 #include "paceline/fork.hpp"
@@ -30,6 +32,13 @@ std::uint64_t clock_ns(clockid_t clock) noexcept {
   clock_gettime(clock, &now);
   return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U +
          static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+void sleep_until(std::uint64_t due_ns) noexcept {
+  timespec due{};
+  due.tv_sec = static_cast<time_t>(due_ns / 1'000'000'000U);
+  due.tv_nsec = static_cast<long>(due_ns % 1'000'000'000U);
+  clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &due, nullptr);
 }
 
 std::uint64_t peak_memory_bytes() {
@@ -230,7 +239,7 @@ std::uint64_t Recorder::begin(Phase phase) {
   if (!recording()) return now;
   header_->phase.store(static_cast<std::uint32_t>(phase), std::memory_order_relaxed);
   if (phase == phase_of(Kind::wait)) {
-    wait_begin_runnable_ns_.store(read_thread_times(main_times_).runnable_ns + 1);
+    open_wait(now);
   }
   if ((phase >= phase_of(Kind::input) && phase <= phase_of(Kind::optimizer) &&
        phase != phase_of(Kind::copy)) ||
@@ -238,6 +247,22 @@ std::uint64_t Recorder::begin(Phase phase) {
     start_steps(now);
   }
   return now;
+}
+
+void Recorder::open_wait(std::uint64_t now_ns) {
+  const std::uint64_t runnable_ns = read_thread_times(main_times_).runnable_ns;
+  const std::lock_guard lock(shared_->mutex);
+  *std::ranges::min_element(open_waits_, {}, &OpenWait::begin_ns) = {now_ns, runnable_ns};
+}
+
+// The time without a core since the wait that began at `begin_ns` was opened, which closes it;
+// `otherwise` if none was.
+std::uint64_t Recorder::close_wait(std::uint64_t begin_ns, std::uint64_t otherwise) {
+  const std::uint64_t runnable_ns = read_thread_times(main_times_).runnable_ns;
+  const std::lock_guard lock(shared_->mutex);
+  const auto found = std::ranges::find(open_waits_, begin_ns, &OpenWait::begin_ns);
+  if (begin_ns == 0 || found == open_waits_.end()) return otherwise;
+  return runnable_ns - std::exchange(*found, {}).runnable_ns;
 }
 
 void Recorder::start_steps(std::uint64_t now_ns) {
@@ -266,8 +291,7 @@ void Recorder::record(const Event& event) {
   if (!owned()) return;
   Event recorded = event;
   if (event.kind == Kind::wait && event.location == main_location) {
-    const std::uint64_t before = wait_begin_runnable_ns_.exchange(0);
-    if (before != 0) recorded.amount = read_thread_times(main_times_).runnable_ns + 1 - before;
+    recorded.amount = close_wait(event.begin_ns, event.amount);
   }
   const std::lock_guard lock(shared_->mutex);
   append(recorded);
@@ -365,6 +389,8 @@ void Recorder::write_loop() {
     if (woken < 0 && errno == EINTR) {
       note_stop();
       if (monotonic_ns() < due_ns) continue;
+    } else if (woken < 0) {  // the script closed descriptors that it did not open, as daemons do
+      sleep_until(due_ns);
     }
     std::uint64_t count = 0;
     if (woken > 0) static_cast<void>(!read(wake_, &count, sizeof count));

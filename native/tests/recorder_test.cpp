@@ -135,8 +135,8 @@ void writes_what_was_recorded() {
                      .location = paceline::communication_location,
                      .kind = Kind::collective,
                      .flags = paceline::completion_unknown});
-    recorder.begin(phase_of(Kind::wait));
-    recorder.record({.begin_ns = 1, .end_ns = 2, .amount = ~0ULL, .kind = Kind::wait});
+    const std::uint64_t wait = recorder.begin(phase_of(Kind::wait));
+    recorder.record({.begin_ns = wait, .end_ns = wait, .amount = ~0ULL, .kind = Kind::wait});
     recorder.flush();
     CHECK(parse(path).events.size() == 3);
     CHECK(parse(path).events[2].amount < 60'000'000'000U);  // time without a core in the wait  // readable up to the last flush, before it is closed
@@ -368,6 +368,53 @@ void notes_that_the_process_was_stopped() {
   close(ready[1]);
 }
 
+std::int64_t cpu_ns(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+// As daemons do, and scripts that start programs of their own.
+void does_not_spin_when_the_script_closes_its_descriptors() {
+  const TemporaryFolder folder;
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(60);  // rather dead than hanging
+    const Recorder recorder(folder / "rank.trace", {.flush_interval_s = 0.01});
+    for (int descriptor = 3; descriptor < 64; ++descriptor) close(descriptor);
+    while (cpu_ns(CLOCK_THREAD_CPUTIME_ID) < 200'000'000) {
+    }
+    const std::int64_t own_ns = cpu_ns(CLOCK_THREAD_CPUTIME_ID);
+    _exit(cpu_ns(CLOCK_PROCESS_CPUTIME_ID) - own_ns < own_ns / 4 ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// The end of a backward pass is a wait within which the script may wait for others.
+void waits_may_be_nested_and_left_open() {
+  const TemporaryFolder folder;
+  const std::string path = folder / "rank.trace";
+  const auto record = [](Recorder& recorder, std::uint64_t begin_ns) {
+    recorder.record(
+        {.begin_ns = begin_ns, .end_ns = begin_ns, .amount = ~0ULL, .kind = Kind::wait});
+  };
+  {
+    Recorder recorder(path, options());
+    const std::uint64_t drain = recorder.begin(phase_of(Kind::wait));
+    for (int i = 0; i < 20; ++i) record(recorder, recorder.begin(phase_of(Kind::wait)));
+    record(recorder, drain);
+    recorder.begin(phase_of(Kind::wait));  // its hook fails: no event
+    record(recorder, 1);                   // another wait, of which no begin was told
+  }
+  const auto events = parse(path).events;
+  CHECK(events.size() == 22);
+  for (std::size_t i = 0; i < 21; ++i) CHECK(events[i].amount < 60'000'000'000U);
+  CHECK(events[21].amount == ~0ULL);
+}
+
 void keeps_a_readable_file_when_writing_fails() {
   const TemporaryFolder folder;
   const std::string path = folder / "rank.trace";
@@ -409,5 +456,7 @@ int main() {
   counts_what_does_not_fit();
   notes_that_the_process_was_stopped();
   does_nothing_in_a_forked_child();
+  waits_may_be_nested_and_left_open();
+  does_not_spin_when_the_script_closes_its_descriptors();
   keeps_a_readable_file_when_writing_fails();
 }

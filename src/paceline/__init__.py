@@ -21,7 +21,8 @@ def record(run: str | os.PathLike[str] | None = None) -> None:
     """Record this process as a rank from here on, until it ends.
 
     Call it before the training loop, in each rank; before or after the process group is made. Under
-    ``paceline run`` and ``paceline record`` the process belongs to that run, and `run` is ignored.
+    ``paceline run`` and ``paceline record`` the process belongs to that run, and `run` is ignored;
+    a process that cannot be recorded there is warned about, and trains on.
     The rank is that of torch's process group, else the environment's RANK and WORLD_SIZE, else 0.
 
     Args:

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from machines import small_machine
 
 from paceline.cli.plan import plan
+from paceline.core.allocator import KEEP
 from paceline.core.errors import (
     CorruptPack,
     DeadlineExceeded,
@@ -23,6 +24,7 @@ from paceline.training.capture_process import capture_file
 pytest.importorskip("torch")
 
 MODEL = """
+import os
 import torch
 from torch import nn
 
@@ -40,6 +42,10 @@ def large():
     with torch.device("meta"):
         module = nn.Linear(1 << 17, 1 << 17)
     return module, torch.zeros(1, 1 << 17, device="meta")
+
+def kept():
+    print("at most", os.environ.get("MALLOC_MMAP_MAX_"), "blocks from the system")
+    return named()
 
 def misnamed():
     return {"module": nn.Linear(4, 4), "input": torch.zeros(2, 4)}
@@ -71,7 +77,7 @@ def test_predicts_a_file_and_writes_the_plan(folder, tmp_path):
     result = runner.invoke(plan, [*arguments, "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "2 ranks of 2 threads" in " ".join(result.stdout.split())
-    for words in ("forward", "transfer", "parameters", "limited by"):
+    for words in ("forward", "communication", "parameters", "limited by"):
         assert words in result.stdout
     planned = load_plan_file(out)
     estimate = planned.estimate
@@ -98,6 +104,13 @@ def test_a_model_that_does_not_fit_is_predicted_and_says_so(folder, tmp_path):
 def test_a_dict_will_do(folder):
     workload = capture_file(f"{folder}/model.py:named")
     assert (workload.name, workload.parameter_bytes) == ("named", 4 * 20)
+
+
+def test_the_models_code_runs_under_the_ranks_allocator(folder, capfd, monkeypatch):
+    for name in ("LD_PRELOAD", "GLIBC_TUNABLES", *KEEP):
+        monkeypatch.delenv(name, raising=False)
+    capture_file(f"{folder}/model.py:kept")
+    assert "at most 0 blocks from the system" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from click.testing import CliRunner
 from launching import Launched, await_true
 
 from paceline.cli.probe import probe as verb
+from paceline.core.allocator import KEEP, allocator_setting
 from paceline.core.errors import DeadlineExceeded, NotFound, StorageError
 from paceline.core.machine import Machine
 from paceline.probe import measure as probe
@@ -36,8 +40,22 @@ def test_prints_what_it_wrote(outcome):
     assert "gloo" in result.stderr
 
 
+def test_memory_is_touched_for_the_first_time_whatever_the_allocator_keeps():
+    code = (
+        "import resource; from paceline.probe.compute import touch\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "touch(64 << 20); before = faults(); touch(64 << 20); print(faults() - before)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, **KEEP}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout) >= 32  # of 2 MiB each where pages are huge
+
+
 def test_measures_compute_links_and_storage(outcome):
     machine = Machine.from_text(outcome[1].read_text())
+    assert machine.allocator == allocator_setting("keep", os.environ).in_effect
     assert machine.missing == ()
     (device,) = machine.devices
     classes = {(rate.operator, rate.phase, rate.processes) for rate in device.rates}

@@ -38,7 +38,12 @@ def test_the_ranks_of_torchrun_are_recorded_and_no_other_process(recorded):
     run = RunFolder(recorded.folder / "RUN")
     assert sorted(path.name for path in run.trace.iterdir()) == [trace_name(0), trace_name(1)]
     assert [(rank.rank, rank.steps) for rank in run.read_result().ranks] == [(0, 30), (1, 30)]
-    assert run.read_config()["world_size"] == 2
+    result = run.read_result()
+    assert (result.world_size, run.read_config()["world_size"]) == (2, None)
+    started_ns, read_ns = (
+        run.file(f"{name}.json").stat().st_mtime_ns for name in ("config", "versions")
+    )
+    assert started_ns <= read_ns  # config.json was written first, and only then: `newest_run`
     assert run.state() is RunState.FINISHED
     assert all(read_status(run.trace / trace_name(rank)).closed for rank in range(2))
     assert recorded.running() == []  # torchrun leaves empty folders of its own
@@ -99,7 +104,8 @@ def test_a_script_records_itself(tmp_path):
     why = paceline(tmp_path, "why", "RUN")
     assert "One rank took 9 steps" in why.out, why.err
     again = subprocess.run(command, check=False, cwd=tmp_path, timeout=120, capture_output=True)
-    assert b"another process is recorded as rank 0" in again.stderr
+    assert b"the folder holds another run (" in again.stderr
+    assert b"another process is recorded as rank 0. Name another, or remove it" in again.stderr
 
 
 @pytest.mark.campaign("launchers")
@@ -113,7 +119,7 @@ def test_ranks_that_a_script_forks_are_recorded(tmp_path):
 
 
 @pytest.mark.campaign("launchers")
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("SIGKILL", 1)])
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("SIGKILL", 5)])
 def test_the_rank_that_failed_first_is_named(tmp_path, how, code):
     done = record(tmp_path, *TORCHRUN, TRAIN, "--steps", 40, "--fail", 1, 9, how)
     assert done.code == code, done.err

@@ -48,6 +48,20 @@ def test_why_as_json(run):
     data = json.loads(_paceline("why", run, "--json").stdout)
     assert (data["version"], data["kind"]) == (1, "why")
     assert data["stragglers"][0]["cause"] == "data"
+    assert data["nan"] is None
+    assert data["step_rule"] == "optimizer"
+
+
+def test_the_verdict_as_json_leaves_the_cautions_to_their_own_field(tmp_path):
+    run = write_run(tmp_path, data_parallel(2, 30)[:1])
+    (run / "config.json").write_text('{"launcher": {"host": "elsewhere", "boot": "b", "pid": 1}}')
+    for command in ("why", "report"):
+        data = json.loads(_paceline(command, run, "--json").stdout)
+        assert any("The run has no result" in caution for caution in data["cautions"])
+        assert "The run has no result" not in data["verdict"]
+    first, second, *_ = _paceline("why", run).stdout.splitlines()  # as report shows them
+    assert first.startswith("The run has no result")
+    assert "The run has no result" not in second
 
 
 def test_report_writes_its_page_and_shows_the_rest(run, tmp_path):

@@ -9,9 +9,9 @@ import sys
 import pytest
 from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceline
 
+from paceline.core.allocator import KEEP
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.launch.allocator import KEEP
 from paceline.runs.folder import RunFolder, RunState
 from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run
@@ -52,7 +52,7 @@ def test_the_result_is_as_designed(digits):
     assert 0 < result["step_time_s"] < result["loop_wall_s"]
     assert set(result) == {
         *("version", "kind", "exit_code", "world_size", "step_time_s", "loop_wall_s"),
-        *("ranks", "straggler", "failure"),
+        *("ranks", "straggler", "failure", "stragglers", "shifts", "step_rule", "nan"),
     }
     for number, rank in enumerate(result["ranks"]):
         assert rank["rank"] == number

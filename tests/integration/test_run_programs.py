@@ -76,6 +76,19 @@ def test_a_shell_script_is_started_on_each_rank_and_its_python_is_recorded(tmp_p
     done.assert_nothing_left()
 
 
+def test_a_container_below_run_is_told_that_nothing_is_recorded(tmp_path):
+    """It was announced as a program whose Python processes are recorded, and `why` as the next."""
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    done = paceline(tmp_path, "run", "--out", "RUN", "./docker", "run", "image")
+    assert done.code == 0, done.err
+    assert "docker starts containers: its ranks are not recorded" in done.err
+    assert "paceline.record('RUN')" in done.err
+    assert "no rank was recorded" in done.err
+    assert "next: paceline why" not in done.err
+
+
 def test_a_program_that_cannot_be_executed_says_so(tmp_path):
     script = tmp_path / "train.sh"
     script.write_text("#!/no/such/shell\n")

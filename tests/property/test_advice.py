@@ -181,6 +181,10 @@ def test_each_cause_of_a_straggler_has_its_advice(cause):
             Facts(steps=100, step=Breakdown(forward=0.02), ranks=2, cores=2, no_core_s=0.01),
             "Keeping other processes off the cores of the run",
         ),
+        (  # how many threads a rank has is not known, and not said
+            Facts(steps=100, step=Breakdown(forward=0.02), ranks=4, cores=2, no_core_s=0.01),
+            "of computing. Saves up to 50 % of the loop. 4 ranks run on 2 cores;",
+        ),
     ],
 )
 def test_each_rule_names_the_figure_that_it_rests_on(facts, words):

@@ -63,6 +63,10 @@ def test_an_ascii_terminal_gets_ascii_rules(table):
     assert "─" not in _printed(table, 80, encoding="ascii")
 
 
+def test_a_letter_without_width_is_kept():
+    assert wrapped("\ud7b0", 12) == ["\ud7b0"]
+
+
 @FEW
 @given(tables())
 def test_names_are_wrapped_without_loss(table):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.launch.allocator import KEEP, allocator_setting
+from paceline.core.allocator import KEEP, allocator_setting
 
 GLIBC = "glibc 2.36"
 

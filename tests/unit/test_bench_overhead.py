@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.core.allocator import KEEP
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
@@ -70,3 +72,7 @@ def test_a_control_wider_than_the_bar_leaves_it_open(bench, noise_ms, can_tell):
     assert value == (pytest.approx(0.005) if can_tell else None)
     assert ("cannot tell here" in reason) == (not can_tell)
     assert f"{reach / 0.05:.3g}" in reason
+
+
+def test_both_jobs_have_the_allocator_of_paceline_run(bench):
+    assert KEEP.items() <= bench.ENVIRONMENT.items()

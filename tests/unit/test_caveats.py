@@ -44,6 +44,21 @@ def test_an_ordinary_prediction_says_nothing():
     assert result.needed_memory_bytes == 2 * sum(result.memory_bytes.values())
 
 
+@pytest.mark.parametrize(
+    ("measured", "planned", "warned"),
+    [
+        ("keep", "keep", False),
+        ("keep", "system", False),
+        ("", "keep", False),
+        ("own", "keep", True),
+    ],
+)
+def test_a_machine_measured_under_another_allocator_is_said(measured, planned, warned):
+    machine = dataclasses.replace(small_machine(), allocator=measured)
+    found = estimate(machine, SMALL, Plan(allocator=planned)).warnings
+    assert any("under the allocator 'own'" in warning for warning in found) == warned
+
+
 def test_a_model_that_does_not_fit_says_what_is_needed_and_what_there_is():
     result = estimate(small_machine(), workload(parameter_bytes=GIB), Plan(mesh=Mesh(data=2)))
     assert not result.fits

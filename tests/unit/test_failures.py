@@ -218,4 +218,9 @@ def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit)
     if culprit == 1:
         why = "hung: rank 0 waited for it until the timeout"
         assert failure == Failure(rank=1, step=1, phase="forward", error=why)
+        assert exit_code(exits, failure) == 5
+        with pytest.raises(RankLost, match="rank 1 hung") as caught:
+            raise_failure(tmp_path, "train.py", exits, failure)
+        assert caught.value.where == "step 1, phase forward"
+        assert "py-spy" in caught.value.fix
     recorder.close()

@@ -45,6 +45,36 @@ def test_the_program_is_interrupted_when_the_launcher_stops_the_guard(tmp_path):
     assert process.wait(60) == -signal.SIGINT  # as Python ends on Ctrl-C
 
 
+def test_a_program_below_a_shell_is_interrupted_too(tmp_path):
+    """A shell that waits for a child does not pass SIGINT on, and the rank's trace was cut."""
+    ready, done = tmp_path / "ready", tmp_path / "done"
+    body = (
+        "import pathlib, signal, sys\n"
+        f"def stop(*_): pathlib.Path({str(done)!r}).touch(); sys.exit(0)\n"
+        f"signal.signal(signal.SIGINT, stop); pathlib.Path({str(ready)!r}).touch()\n"
+        "signal.pause()\n"
+    )
+    (tmp_path / "train.py").write_text(body)
+    process = guard("sh", "-c", f"{sys.executable} {tmp_path / 'train.py'}; exit 3")
+    await_true(ready.exists, "the program to wait")
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert done.exists()
+
+
+def test_a_background_job_without_a_terminal_is_interrupted(tmp_path):
+    """Its shell started the launcher with SIGINT ignored, and the program inherited that."""
+    ready = tmp_path / "ready"
+    process = guard(
+        *("sh", "-c", f"touch {ready}; exec sleep 1000"),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    await_true(ready.exists, "the program to wait")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGINT
+
+
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     """The shell has started another process, of which the kernel knows no launcher."""
     pids = tmp_path / "pids"

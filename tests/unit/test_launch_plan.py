@@ -1,5 +1,6 @@
 """What a plan settles for a run, and what contradicts it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paceline.core.plan_file import PlanFile, load_plan_file
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import plan_warnings
 from paceline.launch.prepare import prepare
-from paceline.launch.program import find_program
+from paceline.launch.program import ProgramKind, find_program
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "OMP_NUM_THREADS")
@@ -42,6 +43,12 @@ def test_a_run_takes_its_ranks_from_the_plan(ready):
     assert ready(TWO, ranks=2).ranks == 2
 
 
+def test_a_run_takes_its_allocator_from_the_plan(ready):
+    system = dataclasses.replace(TWO, allocator="system")
+    assert ready(system).allocator.in_effect == "system"
+    assert ready(system, allocator="system").allocator.in_effect == "system"
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [
@@ -53,6 +60,13 @@ def test_a_run_takes_its_ranks_from_the_plan(ready):
             "PACELINE_RUN__RANKS is 3, the plan's mesh.data is 2",
         ),
         (TWO, {}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS is 1, the plan's threads is 3"),
+        (TWO, {"allocator": "system"}, {}, "--allocator is system, the plan's allocator is keep"),
+        (
+            TWO,
+            {},
+            {"PACELINE_RUN__ALLOCATOR": "system"},
+            "PACELINE_RUN__ALLOCATOR is system, the plan's allocator is keep",
+        ),
         (
             Plan(mesh=Mesh(data=4)),
             {},
@@ -75,9 +89,18 @@ def test_what_contradicts_the_plan_is_refused_by_both_names(
 
 
 def test_what_only_the_script_can_set_is_said_in_one_line():
-    assert plan_warnings(TWO) == ()
-    (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2))
+    assert plan_warnings(TWO, ProgramKind.SCRIPT) == ()
+    (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2), ProgramKind.SCRIPT)
     assert "precision = bfloat16, loader_workers = 2" in line
+
+
+def test_bucket_sizes_that_do_not_reach_the_ranks_are_said():
+    """They were dropped: a shell script's ranks trained with torch's own."""
+    plan = Plan(bucket_bytes=1 << 20)
+    assert plan_warnings(plan, ProgramKind.MODULE) == ()
+    assert plan_warnings(Plan(), ProgramKind.EXECUTABLE) == ()
+    (line,) = plan_warnings(plan, ProgramKind.EXECUTABLE)
+    assert line == "the plan's bucket sizes do not reach a program that is not Python"
 
 
 def test_a_plan_written_by_hand_is_taken(tmp_path):

@@ -16,6 +16,8 @@ from paceline.core.errors import (
 )
 from paceline.core.machine import Machine
 from paceline.launch import prepare as prepare_module
+from paceline.launch import run as run_module
+from paceline.launch.failure_report import write_report
 from paceline.launch.folder import refuse_taken
 from paceline.launch.options import RunConfig
 from paceline.launch.prepare import claim_folder, prepare
@@ -49,6 +51,15 @@ def test_a_job_is_ready(script, tmp_path):
     assert job.allocation is None
     assert job.warnings == ()
     assert not (tmp_path / "RUN").exists()
+
+
+def test_options_of_several_nodes_are_not_ignored_on_one(script, tmp_path):
+    with pytest.raises(UsageError, match="node-rank is 1, nnodes is 1"):
+        ready(script, tmp_path / "RUN", node_rank=1)
+    assert ready(script, tmp_path / "RUN", node_rank=0).warnings == ()
+    job = ready(script, tmp_path / "RUN", rdzv_endpoint="node0", rdzv_id="job")
+    (warning,) = job.warnings
+    assert "--rdzv-endpoint and --rdzv-id without --nnodes changes nothing" in warning
 
 
 def test_a_folder_is_chosen_that_is_free(script, tmp_path):
@@ -179,6 +190,17 @@ def test_a_summary_of_traces(tmp_path):
 def test_a_summary_of_nothing(tmp_path):
     result = summarize(tmp_path, 2, 1)
     assert (result.ranks, result.exit_code, result.world_size) == ((), 1, 2)
+
+
+def test_a_run_whose_ranks_ended_well_is_good_whatever_a_process_of_theirs_raised(
+    script, tmp_path, monkeypatch
+):
+    """A shell script that starts another program when the first fails ended with exit code 1."""
+    job = claim_folder(ready(script, tmp_path / "RUN"))
+    write_report(RuntimeError("no GPU"), job.run_folder, 0)
+    monkeypatch.setattr(run_module, "_run_ranks", lambda *_: ())
+    result = run_module.execute(job, machine=known_machine(None), clock=ManualClock())
+    assert (result.exit_code, result.failure) == (0, None)
 
 
 def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):

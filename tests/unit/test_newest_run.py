@@ -6,6 +6,7 @@ import os
 import pytest
 
 from paceline.core.errors import NotFound
+from paceline.runs.folder import RunFolder
 from paceline.runs.newest import newest_run
 
 
@@ -46,3 +47,20 @@ def test_what_is_not_a_run_is_passed_over(tmp_path):
     with pytest.raises(NotFound, match="no run here") as caught:
         newest_run(tmp_path)
     assert str(tmp_path) in caught.value.where
+
+
+def test_folders_that_cannot_be_read_are_passed_over(tmp_path, monkeypatch):
+    """lost+found, which is root's, and a folder with a subfolder run/ and JSON of another kind."""
+    mine = _run(tmp_path / "mine", 1_000)
+    (tmp_path / "app" / "run").mkdir(parents=True)
+    (tmp_path / "app" / "result.json").write_text("not JSON")
+    (tmp_path / "lost+found").mkdir()
+    opened = RunFolder.open
+
+    def refuse_lost_and_found(path):
+        if path.name == "lost+found":  # a test may run as root, whom no mode keeps out
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path)
+
+    monkeypatch.setattr(RunFolder, "open", refuse_lost_and_found)
+    assert newest_run(tmp_path) == mine

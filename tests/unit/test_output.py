@@ -4,6 +4,7 @@ import doctest
 import os
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,22 @@ def test_a_process_that_outlives_the_ranks_keeps_nobody_waiting(monkeypatch):
     assert capture(1, write, monkeypatch) == b"[0] hello\n"
     for descriptor in kept:
         os.close(descriptor)
+
+
+def test_what_ranks_said_is_shown_even_if_another_could_not_be_started(monkeypatch):
+    """Every second stream was skipped, and nothing was read: the thread had not begun."""
+    shown = []
+    monkeypatch.setattr(output, "write_all", lambda _, data: shown.append(data))
+    with TaggedOutput(ManualClock()) as tagged:
+        for rank in range(2):
+            with tagged.streams(rank) as (out, err):
+                os.write(out, b"hello\n")
+                os.write(err, b"loading")
+        readers = [stream.reader for stream in tagged._streams]
+    assert shown == [b"[0] hello\n", b"[0] loading\n", b"[1] hello\n", b"[1] loading\n"]
+    for reader in readers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(reader)
 
 
 def test_a_reader_that_leaves_lets_the_ranks_know(monkeypatch):

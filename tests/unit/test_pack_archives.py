@@ -317,7 +317,7 @@ def test_numbered_members_do_not_gather_in_memory(tmp_path, monkeypatch):
         labels = dict(zip(pack.names, pack.labels.tolist(), strict=True))
     assert labels == {**{name: -1 for name, _ in frames}, "shot/key.jpg": 0}
     late = write_tar(tmp_path / "b.tar", [*frames, ("shot/frame.cls", b"7")])
-    with pytest.raises(UsageError, match=r"frame\.cls.* too large a sample"):
+    with pytest.raises(UsageError, match=r"frame\.cls.* too large a group"):
         store.pack(store.Archives(late), tmp_path / "other")
 
 

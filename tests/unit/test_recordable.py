@@ -47,6 +47,8 @@ def test_what_does_not_inherit_the_environment_is_refused(command, word):
         "python -W error train.py -I",
         "taskset -c 0 python train.py",
         "env -u HOME A=b python train.py ssh",
+        "env A=b torchrun train.py -i data",
+        "env A=b torchrun train.py -",
         "bash train.sh",
         "env",
     ],

@@ -20,6 +20,7 @@ from paceline.core.processes import StopRequested
 from paceline.launch.allocation import Allocation
 from paceline.launch.exits import (
     RankExit,
+    combine,
     exit_of,
     interrupted_exit,
     interruption,
@@ -41,6 +42,7 @@ from paceline.launch.rendezvous.messages import (
 )
 from paceline.launch.rendezvous.root import Deadlines
 from paceline.launch.rendezvous.shares import core_shares
+from paceline.launch.task import run_task
 from paceline.runs.result import Failure
 
 FAST = Deadlines(
@@ -172,6 +174,47 @@ def test_a_failed_rank_stops_the_others_at_once_and_all_learn_the_end(run):
     assert outcomes[0] == (RankExit(rank=1, code=7, at_s=1.0),)
     assert outcomes[1] == outcomes[2] == JobEnd(exit_code=7)
     assert two.stop_reason() == "rank 1 failed"
+
+
+class EndedRanks:
+    """Stands for `LocalRanks` of a node whose ranks have ended."""
+
+    def __init__(self, *exits):
+        self.exits = lambda: exits
+
+    def wait(self, _stop_reason):
+        """All have ended."""
+
+
+def test_a_rank_that_left_a_node_early_is_known_to_rank_0(run):
+    """A node reported one exit, of the rank that then lost a peer: that rank was blamed."""
+    ranks = [
+        EndedRanks(exit_of(0, 1, at_s=10.2), exit_of(1, 1, at_s=10.3)),
+        EndedRanks(exit_of(3, 0, at_s=10.0), exit_of(2, 1, at_s=10.1)),
+    ]
+
+    def node(number):
+        place = Allocation(
+            source="nodes",
+            rank=number,
+            world_size=2,
+            local_rank=0,
+            local_world_size=1,
+            identity="job",
+            ranks_per_task=2,
+        )
+        rendezvous = TaskRendezvous(
+            run, place, host="node", cores=(0,), deadlines=FAST, clock=SystemClock()
+        )
+        with rendezvous:
+            exits = run_task(number, ranks[number], lambda _: None, rendezvous, SystemClock())
+            if number == 0:
+                rendezvous.announce(JobEnd(exit_code=1))
+            return exits
+
+    zero, _ = in_threads(lambda: node(0), lambda: node(1))
+    assert zero == combine([*ranks[0].exits(), *ranks[1].exits()], ())
+    assert zero[-1] == exit_of(3, 0, at_s=10.0)
 
 
 def test_a_task_that_dies_is_lost(run):
@@ -397,6 +440,9 @@ NOTICE = Notice(
     [
         HERE,
         TaskReport(**{**fields(HERE), "ended": exit_of(1, -34, at_s=3.5), "leaving": True}),
+        TaskReport(
+            **{**fields(HERE), "ended": exit_of(2, 1, at_s=3.5), "others": (exit_of(3, 0),)}
+        ),
         TaskReport(**{**fields(HERE), "ended": interrupted_exit(1, StopRequested("SIGTERM"), 2.0)}),
     ],
 )
@@ -451,3 +497,28 @@ def test_the_address_file_is_small(run):
     assert addresses.read_address(run)[0] == ("node-0", 20_000)
     (run / "rendezvous/root.json").write_text("{")
     assert addresses.read_address(run) == ()
+
+
+@pytest.mark.parametrize(
+    ("first_host", "reached"), [("::1", ["::1"]), ("node0", ["::1", "127.0.0.1"])]
+)
+def test_the_root_is_reached_by_ipv6(first_host, reached):
+    """An endpoint may be [IPV6]:PORT, and a host's name may stand for an address of either kind."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    nodes = Allocation(
+        source="nodes",
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        first_host=first_host,
+        port=port,
+    )
+    with addresses.open_listener(nodes, "job"):
+        for host in reached:
+            socket.create_connection((host, port), timeout=10).close()

@@ -40,6 +40,7 @@ from paceline.report.model import gather, modelled_s, to_json
 from paceline.report.page.by_step import skew_map, skew_scale_s, step_lines
 from paceline.report.page.chart import MAX_VALUES, blocks, encode, render, to_zoom, worst
 from paceline.report.page.document import render_html, write_html
+from paceline.report.page.overview import _step_range_s
 from paceline.report.terminal import render_terminal
 from paceline.runs.result import Failure, RunResult
 from paceline.trace.analysis.phases import RankPhases
@@ -240,6 +241,29 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     assert "truncated" in text
 
 
+def test_a_script_that_recorded_itself_is_not_called_unfinished(tmp_path):
+    run = write_run(tmp_path, data_parallel(2, 30))
+    text = " ".join(_Tags(render_html(gather(run))).texts)
+    assert "recorded by the script itself on 2 ranks." in text
+    assert "not finished" not in text
+    # A launcher that is gone should have left a result.
+    (run / "config.json").write_text(json.dumps({"launcher": {"host": "h", "boot": "b", "pid": 1}}))
+    assert "not finished" in " ".join(_Tags(render_html(gather(run))).texts)
+
+
+def test_evaluations_are_no_part_of_the_spread_of_step_times(tmp_path):
+    by_rank = data_parallel(2, 40)
+    for events in by_rank:  # half of each fourth step
+        for event in [event for event in events if event.kind == Kind.STEP and not event.step % 4]:
+            begin = event.end_ns - 5_000_000
+            events.append(Event(Kind.EVALUATION, begin, event.end_ns, "forward", event.step))
+        events.sort(key=lambda event: event.end_ns)
+    report = gather(write_run(tmp_path, by_rank))
+    low, high = _step_range_s(report)
+    assert low < 0.009  # a step takes 10 ms with its evaluation
+    assert high == pytest.approx(0.010)
+
+
 def test_a_run_of_one_rank_and_no_steps_still_has_a_page(tmp_path):
     report = gather(write_run(tmp_path, [[]]))
     text = " ".join(_Tags(render_html(report)).texts)
@@ -378,11 +402,25 @@ def test_steps_beyond_the_scale_are_marked():
     assert 'class="band"' in render(step_lines(np.full((9, 100), 0.01), range(9)))
 
 
+def test_the_allocator_in_effect_is_named_and_not_only_the_setting(tmp_path):
+    """The page said `keep` where the user's own settings had won."""
+    run = _run(tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    config["values"] = {"allocator": {"value": "keep", "provenance": "default"}}
+    config["allocator"] = {"in_effect": "own", "variables": {}}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "own: as the environment of the run says" in render_html(gather(run))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"plan": Plan(mesh=Mesh(data=4))}, "the prediction is of 4 ranks, the run had 2"),
         ({"plan": Plan(mesh=Mesh(data=2), threads=3)}, "the prediction is of 3 threads per rank"),
+        (
+            {"plan": Plan(mesh=Mesh(data=2), allocator="system")},
+            "the prediction is for allocator system, the run had keep",
+        ),
         ({"plan": Plan(mesh=Mesh(data=2), nodes=2)}, "the prediction is of 2 nodes, the run had 1"),
         (
             {"machine_digest": "sha256:0"},
@@ -395,7 +433,8 @@ def test_steps_beyond_the_scale_are_marked():
 def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words):
     run = _run(tmp_path)
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "threads": 1}))
+    config |= {"threads": 1, "allocator": {"in_effect": "keep", "variables": {}}}
+    (run / "config.json").write_text(json.dumps(config))
     assert gather(run).comparison.step_time_error is not None
     other = dataclasses.replace(_estimate(), **changes)
     (run / "plan.json").write_text(PlanFile(plan=other.plan, estimate=other).to_text())

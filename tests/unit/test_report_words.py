@@ -288,6 +288,11 @@ def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
             "forward pass.",
         ),
         (
+            "left without an exception while rank 0 still needed it",
+            "Rank 1 left without an exception while rank 0 still needed it, in step 7, during the "
+            "forward pass.",
+        ),
+        (
             "hung: rank 0 waited for it until the timeout",
             "Rank 1 hung in step 7, during the forward pass: rank 0 waited for it until the "
             "timeout.",

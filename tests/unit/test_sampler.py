@@ -3,14 +3,17 @@
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 from launching import await_true
+from traces import MS
 
 from paceline.native import Recorder
 from paceline.trace.collectors.sampler import NAMES_MAX, StackSampler
 from paceline.trace.collectors.torch_in_flight import Loop
-from paceline.trace.format.events import Kind
+from paceline.trace.format.events import PYTHON_CODE, Kind
 from paceline.trace.format.files import read_trace
 
 
@@ -58,6 +61,40 @@ def test_a_line_of_the_script_has_its_number(tmp_path, recorder, sampler):
     scope = {"__name__": "__main__", "sys": sys}
     exec(compile("\n\nframe = sys._getframe()\n", "/somewhere/train.py", "exec"), scope)
     assert names(tmp_path, recorder, [sampler.name_of(scope["frame"])]) == ["train.py:3"]
+
+
+def test_a_path_that_is_not_utf_8_is_escaped(tmp_path, recorder, sampler):
+    scope = {"__name__": "__main__", "sys": sys}
+    exec(compile("frame = sys._getframe()", "tr\udcff.py", "exec"), scope)
+    assert names(tmp_path, recorder, [sampler.name_of(scope["frame"])]) == ["tr\\udcff.py:1"]
+
+
+@pytest.mark.parametrize(("package", "skipped"), [("torch", True), ("torchvision", False)])
+def test_packages_whose_names_begin_like_torch_are_no_part_of_it(
+    tmp_path, recorder, sampler, package, skipped
+):
+    own = f"{package}.ops.<module>"
+    path = Path(torch.__file__).parents[1] / package / "ops.py"
+    scope = {"__name__": f"{package}.ops", "sys": sys}
+    exec(compile("frame = sys._getframe()", str(path), "exec"), scope)
+    found = names(tmp_path, recorder, [sampler.name_of(scope["frame"])])
+    assert (found != [own]) == skipped  # else it has the name of the caller, this function
+
+
+def test_python_code_that_kept_the_thread_waiting_is_sampled(tmp_path, recorder):
+    """The main thread holds the GIL, enters a phase, and lets the thread have it only there."""
+    loop = Loop(main_thread=threading.get_ident())
+    sampler = StackSampler(recorder, loop)
+    sampler._started = True
+    sampler._sample(10 * MS, 13 * MS)
+    loop.phase = int(Kind.FORWARD)
+    sampler._sample(20 * MS, 24 * MS)
+    sampler._sample(30 * MS, 30 * MS + 1)
+    recorder.close()
+    trace = read_trace(tmp_path / "rank.trace")
+    found = [(trace.names[e["name"]], e["end_ns"] // MS, e["amount"] // MS) for e in trace.events]
+    own = f"{__name__}.test_python_code_that_kept_the_thread_waiting_is_sampled"
+    assert found == [(own, 10, 3), (PYTHON_CODE, 20, 4)]
 
 
 def test_names_are_bounded(tmp_path, recorder, sampler):

@@ -1,5 +1,6 @@
 """paceline.step(): nothing without a recorder, a mark from any thread with one."""
 
+import _thread
 import subprocess
 import sys
 import threading
@@ -28,6 +29,53 @@ def test_each_call_is_one_mark_from_whatever_thread(marks):
     thread.start()
     thread.join()
     assert marks == [threading.get_ident(), thread.ident]
+
+
+@pytest.fixture
+def torch_collector(tmp_path):
+    """Return a collector of which nothing but `paceline.step()` is in place."""
+    pytest.importorskip("torch")
+    from paceline.native import Recorder
+    from paceline.trace.collectors.torch import TorchCollector
+
+    recorder = Recorder(str(tmp_path / "rank.trace"), 0, 1)
+    collector = TorchCollector(recorder)
+    collector.hooks.add(collector.marks.listen)
+    yield collector
+    collector.pause()
+    recorder.close()
+
+
+def test_a_system_without_a_thread_to_spare_does_not_end_the_loop(
+    torch_collector, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    paceline.step()
+    torch_collector.marks.delivered(1)
+    paceline.step()
+    assert torch_collector.recorder.step == 2
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+    assert "can't start new thread" in caplog.text
+
+
+def test_a_mark_that_fails_is_a_warning(torch_collector, monkeypatch, caplog):
+    monkeypatch.setattr(torch_collector.marks, "recorder", None)
+    paceline.step()
+    paceline.step()
+    assert caplog.text.count("not recorded from here on") == 1
+
+
+def test_a_pause_marks_nothing(torch_collector):
+    paceline.step()
+    torch_collector.pause()
+    paceline.step()
+    assert torch_collector.recorder.step == 1
+    torch_collector.resume()
+    paceline.step()
+    assert torch_collector.recorder.step == 2
 
 
 @pytest.mark.campaign("e2e")

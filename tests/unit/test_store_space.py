@@ -1,9 +1,13 @@
 """Too little space at the destination is said before anything is written."""
 
+import errno
 import io
 import json
+import os
+import random
 import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +51,20 @@ def test_what_is_free_is_what_the_system_says(tmp_path):
     assert 0 < free <= shutil.disk_usage(tmp_path).total
 
 
+def test_a_folder_that_may_not_be_searched_is_no_error(tmp_path, monkeypatch):
+    hidden = tmp_path / "hidden"
+    known = os.statvfs
+
+    def refuse(path, *_, **__):
+        if hidden in (path, *Path(path).parents):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return known(path)
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)  # of `exists`, as for a user who is not root
+    assert files.free_bytes(hidden / "pack") == files.free_bytes(tmp_path)
+
+
 @pytest.mark.parametrize("parity", [0, 2])
 def test_a_pack_that_cannot_fit_is_refused_with_both_numbers(source, tmp_path, free, parity):
     options = PackOptions(parity_group=parity)
@@ -79,6 +97,17 @@ def test_where_only_a_bound_is_known_a_warning_says_so(source, tmp_path, free, c
         entry.size = 90_000
         archive.addfile(entry, io.BytesIO(bytes(90_000)))
     store.pack(store.Archives(tmp_path / "a.tar"), tmp_path / "other")
+    assert "may be too little space" in caplog.text
+
+
+def test_a_compressed_archive_may_need_many_times_its_size(tmp_path, free, caplog):
+    free(80_000)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("x")
+        entry.size = 100_000
+        archive.addfile(entry, io.BytesIO(random.Random(0).randbytes(10_000) * 10))
+    assert (tmp_path / "a.tar.gz").stat().st_size < 30_000
+    store.pack(store.Archives(tmp_path / "a.tar.gz"), tmp_path / "pack")
     assert "may be too little space" in caplog.text
 
 

@@ -34,10 +34,11 @@ LETTERS = {
 }
 
 
-def phases_of(tmp_path, text):
-    """Return the phases of a rank with these events, each of 1 ms, 1 ms apart."""
+def phases_of(tmp_path, text, first_ns=0, gap_ns=MS):
+    """Return the phases of a rank with these events, each of 1 ms."""
     events = []
-    at = begun = step = 0
+    at = begun = first_ns
+    step = 0
     for letter in text:
         kind, name, tag, flags = LETTERS[letter]
         events.append(Event(kind, at, at + MS, name, step, tag=tag, flags=flags))
@@ -45,7 +46,7 @@ def phases_of(tmp_path, text):
         if letter == "O":
             events.append(Event(Kind.STEP, begun, at, "step", step, tag=1))
             begun, step = at, step + 1
-        at += MS
+        at += gap_ns
     (phases,) = analyse(load_run(write_run(tmp_path, [events]))).phases
     return phases
 
@@ -65,6 +66,9 @@ def phases_of(tmp_path, text):
         ("NFBONeNeNFBO", 7, 2),  # on the training set
         ("NtFBONtFBONtFBO", 0, 6),  # a teacher
         ("tFBOtFBOtFBO", 0, 6),
+        ("NeFBONeFBONeFBO", 0, 6),  # the trained module's own pseudo labels
+        ("eeFBOeeFBOeeFBO", 0, 9),  # it makes the experience that it learns from
+        ("FBOFBOeFBOFBO", 1, 4),
         ("NgFBONgFBONgFBO", 0, 6),  # a generator's samples, or pseudo labels
         ("NsBONsBO", 0, 2),  # fine-tuning in evaluation mode
         ("NssBONssBO", 0, 4),
@@ -75,6 +79,13 @@ def test_what_is_an_evaluation(tmp_path, text, evaluation_ms, forward_ms):
     assert found.evaluation == pytest.approx(evaluation_ms / 1e3)
     assert found.forward == pytest.approx(forward_ms / 1e3)
     assert found.host == 0
+
+
+def test_times_after_a_year_without_a_restart_are_not_rounded(tmp_path):
+    """Floats of this size are multiples of eight: rounded, an event ends after the next begins."""
+    found = phases_of(tmp_path, "NFBOVeVeVNFBO", first_ns=2**55 + 7, gap_ns=0).breakdown()
+    assert found.evaluation == pytest.approx(0.005)
+    assert found.forward == pytest.approx(0.002)
 
 
 def test_a_checkpoint_within_an_evaluation_stays_one(tmp_path):

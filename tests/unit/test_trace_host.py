@@ -5,7 +5,7 @@ from traces import MS, Event, write_run
 
 from paceline.trace.analysis import analyse
 from paceline.trace.analysis.nans import NanValue
-from paceline.trace.format.events import COMMUNICATION, NAN_READ, Kind
+from paceline.trace.format.events import COMMUNICATION, NAN_READ, PYTHON_CODE, Kind
 from paceline.trace.merge import load_run
 
 
@@ -62,6 +62,15 @@ def test_gaps_are_split_by_their_samples(tmp_path):
     samples = [(10 * step + 3.0, name) for step, name in enumerate(names)]
     phases = analyse_loop(tmp_path, loop(8, samples=samples))
     assert host(phases) == {"a.f": (0.018, 3), "b.g": (0.006, 1)}
+
+
+def test_a_stack_that_was_read_after_its_gap_names_python_code(tmp_path):
+    events = loop(10)
+    for begin_ms, late_ms in ((23.0, 1), (33.0, 1), (43.0, 8)):
+        at = round(begin_ms * MS)
+        events.append(Event(Kind.SAMPLE, at, at, "a.f", int(begin_ms // 10), late_ms * MS))
+    found = host(analyse_loop(tmp_path, events))
+    assert found == {"a.f": (0.020, 2), PYTHON_CODE: (0.010, 1)}
 
 
 def test_a_sample_within_a_phase_names_nothing(tmp_path):

@@ -42,6 +42,7 @@ def steps_of(turns, *, batches=False):
         ("DGDGD", "DG|DG|D|"),
         ("AAAABBB", "A|A|A|A|B|B|B|"),  # one model after the other
         ("AAAADGDGDG", "A|A|A|A|DG|DG|DG|"),  # first alone, then in turn
+        (100 * "G" + 40 * "GD", 100 * "G|" + 40 * "GD|"),  # G learns alone before that
         (20 * "A" + "B" + 20 * "A" + "B", 19 * "A|" + "AB|" + 19 * "A|" + "AB|"),
     ],
 )

@@ -30,11 +30,9 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
-def work(act, text="", count=0, *, show_output=False):
+def work(act, text="", count=0, **options):
     request = Request(act=act, text=text, count=count)
-    return WorkerCall(
-        module="worker_calls", request=request, answer=Reply, name=act, show_output=show_output
-    )
+    return WorkerCall(module="worker_calls", request=request, answer=Reply, name=act, **options)
 
 
 def ask(act, text="", count=0, *, deadline_s=60.0, **options):
@@ -54,6 +52,12 @@ def test_an_answer_comes_from_a_session_of_its_own():
     assert reply.text == "grüße"
     assert pid == group == session != os.getsid(0)
     assert not is_running(pid)
+
+
+def test_a_worker_has_its_own_variables_besides_those_of_its_caller():
+    environment = {"WORKER_VARIABLE": "its own"}
+    assert ask("variable", "WORKER_VARIABLE", environment=environment).text == "its own"
+    assert ask("variable", "PYTHONPATH", environment=environment).text == str(TESTS)
 
 
 def test_what_others_print_does_not_disturb_the_answer(capfd):

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -128,7 +129,8 @@ class Recorder {
                                 std::uint32_t number);
 
   // Marks the phase that this rank is in and returns now. A wait of the main location that is
-  // recorded after `begin(wait)` gets the time without a core in between as its amount.
+  // recorded with what `begin(wait)` returned as its begin gets the time without a core since then
+  // as its amount. Waits may be nested.
   std::uint64_t begin(Phase phase);
   // Records [begin_ns, now] on the main location and goes back to `outer`. Returns now.
   std::uint64_t end(Kind kind, std::uint16_t name, std::uint64_t begin_ns, std::uint64_t amount,
@@ -164,6 +166,8 @@ class Recorder {
   static std::uint16_t define(std::unordered_map<std::string, std::uint16_t>& table,
                               Definitions& fresh, const std::string& entry);
   void append(const Event& event);                       // with shared_->mutex held
+  void open_wait(std::uint64_t now_ns);
+  std::uint64_t close_wait(std::uint64_t begin_ns, std::uint64_t otherwise);
   void write_pending();                                  // with writer_mutex_ held
   void write_definitions(Block type, const Definitions& definitions);
   void write_block(Block type, std::uint32_t count, const void* payload, std::size_t size);
@@ -214,8 +218,12 @@ class Recorder {
   std::uint16_t stopped_name_ = 0;
   int main_tid_ = 0;        // the thread that made the recorder runs the training loop
   int main_times_ = -1;     // its schedstat
-  // How long it had been without a core when the wait that is open began; 0 = none is open.
-  std::atomic<std::uint64_t> wait_begin_runnable_ns_ = 0;
+  struct OpenWait {
+    std::uint64_t begin_ns = 0;  // 0: none
+    std::uint64_t runnable_ns = 0;  // how long the main thread had been without a core by then
+  };
+  // With the mutex. One that is never recorded, as its hook failed, stays until room is needed.
+  std::array<OpenWait, 8> open_waits_{};
   clockid_t main_clock_{};  // its time on a core, exact where schedstat lags
   ThreadUsage usage_;
   ThreadTimes before_;       // at the end of the previous step

@@ -30,7 +30,7 @@ VERBS = {
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
     "trace": "Summarise and export a run's traces (stats, export).",
-    "torture": "Inject faults into packs and packing here; check that all are detected.",
+    "torture": "Inject faults into packs on your file system; check that all are detected.",
 }
 
 

@@ -20,7 +20,12 @@ import click
     required=True,
     help="File to write the corrected machine to.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what changed as JSON on stdout.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the predicted, measured and fitted time of each phase as JSON on stdout.",
+)
 def calibrate(run: Path, machine: Path | None, out: Path, as_json: bool) -> None:
     """Correct the figures of a machine file by RUN, which followed a plan.
 

@@ -54,7 +54,8 @@ def size_bytes(text: str) -> int:
 @click.option(
     "--codec",
     type=click.Choice(["none", "zstd", "auto"]),
-    help="Compress samples that get smaller, or (auto) smaller by a tenth.  [default: none]",
+    help="zstd compresses each sample that gets smaller by it, auto each that gets smaller by at "
+    "least a tenth, none no sample.  [default: none]",
 )
 @click.option("--codec-level", type=int, help="Compression level of zstd, 1 to 19.  [default: 3]")
 @click.option(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from paceline.core.allocator import AllocatorChoice
 
 
 @click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
@@ -17,6 +21,12 @@ import click
     "--threads", type=click.IntRange(min=1), help="Threads per rank [default: cores / ranks]."
 )
 @click.option(
+    "--allocator",
+    type=click.Choice(["keep", "system"]),
+    default="keep",
+    help="What becomes of memory that a rank frees, as in paceline run [default: keep].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan.",
@@ -27,6 +37,7 @@ def plan(
     ranks: int,
     machine: Path | None,
     threads: int | None,
+    allocator: AllocatorChoice,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -34,15 +45,18 @@ def plan(
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured with fake tensors (shapes
-    without data): it is neither run nor changed. Below the tables stands what limits the
-    prediction: too little memory, operators without a price, a disturbed probe, an extrapolation.
+    without data): it is neither run nor changed. Warnings below the tables say what makes the
+    prediction less certain: too little memory, operators whose rate was not measured, a machine
+    that was busy while it was probed, an extrapolation.
     """
     from paceline.core.files import commit_text, prepare_file
     from paceline.studies.predict import predict
 
     if out is not None:
         prepare_file(out)
-    planned = predict(target, ranks=ranks, threads=threads, machine_path=machine)
+    planned = predict(
+        target, ranks=ranks, threads=threads, machine_path=machine, allocator=allocator
+    )
     assert planned.estimate is not None
     if out is not None:
         commit_text(out, planned.to_text())

@@ -23,7 +23,7 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
     help="Machine file (from paceline probe) to store in the run's folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the run's folder; start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def record(
     out: Path | None,
@@ -35,8 +35,8 @@ def record(
     """Run COMMAND, which starts ranks by itself, and record where their time goes.
 
     COMMAND stays as it is: torchrun, accelerate launch, deepspeed, a script that spawns its ranks.
-    Every Python process below it that joins a process group of torch, or runs backward without one,
-    is a rank. The run's folder is that of paceline run.
+    Every Python process below it is a rank once it has joined a process group of torch, or runs a
+    backward pass without a process group. The run's folder has the files that paceline run writes.
     """
     click.echo(f"paceline record: {command[0]}", err=True)
     from paceline.cli.output import print_result, stdout_as_stderr, warn
@@ -47,9 +47,8 @@ def record(
         claim_command_folder,
         prepare_command,
         record_command,
-        recording_warnings,
     )
-    from paceline.launch.summary import trace_warnings
+    from paceline.launch.summary import recording_warnings, trace_warnings
     from paceline.probe.machine_file import known_machine
 
     clock = SystemClock()
@@ -67,5 +66,5 @@ def record(
             click.echo(text, err=True)
         raise
     finally:
-        warn((*trace_warnings(job.run_folder), *recording_warnings(job)))
+        warn((*trace_warnings(job.run_folder), *recording_warnings(job.run_folder)))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))

@@ -20,8 +20,8 @@ def report(run: Path | None, out: Path | None, as_json: bool) -> None:
     """Print a summary of RUN, and write its report as one self-contained HTML page.
 
     The page has the verdict, what would help, time by phase, skew, step time, prediction against
-    measurement, collectives, memory, and the provenance of the numbers. Without RUN, the newest run
-    here is taken.
+    measurement, collectives, memory, and the settings, versions, machine and clocks of the run.
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from rich.console import Console
 

@@ -25,18 +25,28 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option(
     "--bind/--no-bind", default=None, help="Bind each rank to its own cores [default: yes]."
 )
-@click.option("--tag-output/--no-tag-output", default=None, help="Put [RANK] before each line.")
-@click.option("--nnodes", metavar="N", help="Nodes, each with its own launcher [default: 1].")
+@click.option(
+    "--tag-output/--no-tag-output",
+    default=None,
+    help="Put [RANK] before each line that a rank prints.",
+)
+@click.option("--nnodes", metavar="N", help="Number of nodes, each with a launcher [default: 1].")
 @click.option("--node-rank", type=int, help="Number of this node [default: 0].")
 @click.option(
-    "--rdzv-endpoint", metavar="HOST[:PORT]", help="Of node 0; PORT is 29400 if not given."
+    "--rdzv-endpoint",
+    metavar="HOST[:PORT]",
+    help="Where the launcher of node 0 listens [default of PORT: 29400].",
 )
-@click.option("--rdzv-id", metavar="NAME", help="Of the job: names the run's folder on all nodes.")
+@click.option(
+    "--rdzv-id",
+    metavar="NAME",
+    help="Name of the job, the same on all nodes; without --out it names the run's folder.",
+)
 @click.option(
     "--allocator",
     type=click.Choice(["keep", "system"]),
-    help="What becomes of freed memory: it stays with the ranks, or as the C library does "
-    "[default: keep].",
+    help="keep: malloc does not return freed memory to the system; system: the C library's "
+    "defaults [default: keep].",
 )
 @click.option(
     "--machine",
@@ -51,7 +61,9 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     help="Follow the plan file (from paceline plan --out), and compare the run with its estimate.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--dry-run", is_flag=True, help="Print what would run, and where; start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the world size and the run's folder; start nothing."
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -93,7 +105,7 @@ def run(
     from paceline.launch.prepare import claim_folder, prepare
     from paceline.launch.program import find_program
     from paceline.launch.run import execute
-    from paceline.launch.summary import trace_warnings
+    from paceline.launch.summary import recording_warnings, trace_warnings
     from paceline.probe.machine_file import known_machine
     from paceline.report.comparable import machine_difference
 
@@ -135,5 +147,6 @@ def run(
     warn(trace_warnings(job.run_folder))
     if job.rank != 0:  # only rank 0's launcher knows how all ranks ended
         return
-    record_on = job.resolved.config.record
-    print_result(result, job.run_folder, as_json=as_json, recorded=record_on)
+    if job.resolved.config.record:
+        warn(recording_warnings(job.run_folder))
+    print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))

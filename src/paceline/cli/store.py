@@ -152,7 +152,11 @@ def extract(
 
 @store.command(epilog="Example: paceline store verify train.pack --shards")
 @click.argument("path", metavar="PACK")
-@click.option("--shards", is_flag=True, help="Also compare files with their digests.")
+@click.option(
+    "--shards",
+    is_flag=True,
+    help="Also compare the SHA-256 of each shard and parity file with that in the index.",
+)
 @click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
 def verify(path: str, shards: bool, as_json: bool) -> None:
     """Read all of PACK and name every damaged sample.

@@ -1,4 +1,4 @@
-"""``paceline torture``: fault campaigns on this file system."""
+"""``paceline torture``: injects faults on this file system, in campaigns of one kind each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(epilog="Example: paceline torture store --dir /scratch")
 def torture() -> None:
-    """Inject faults into Paceline's own work, and count the faults that go undetected."""
+    """Inject faults into packs and into packing, and count the faults that go undetected."""
 
 
 def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int | None:

@@ -34,7 +34,7 @@ def trace() -> None:
 def export(run: Path | None, form: str, out: Path | None) -> None:
     """Write the events of all ranks of RUN, on one clock, to one file.
 
-    Without RUN, the newest run here is taken.
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from paceline.core.errors import DestinationExists, NotFound
     from paceline.core.files import commit_chunks
@@ -64,7 +64,7 @@ def export(run: Path | None, form: str, out: Path | None) -> None:
 def stats(run: Path | None, as_json: bool) -> None:
     """Print statistics of the traces of RUN: events by kind, time by phase, clocks, collectives.
 
-    Without RUN, the newest run here is taken.
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from rich.console import Console
 

@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     """Say which rank was late in RUN, when and why, or that none was, and what would help.
 
-    Without RUN, the newest run here is taken.
+    Without RUN, the newest run of the current folder, its subfolders and paceline-runs/ is taken.
     """
     from rich.console import Console
 
     from paceline.report.model import gather, to_json
-    from paceline.report.terminal import render_details
-    from paceline.report.words import printable
+    from paceline.report.terminal import render_details, render_verdict
 
     report = gather(chosen_run(run))
     if as_json:
         everything = to_json(report)
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
-        names += ["exit_code", "failure", "stragglers", "shifts", "host_work"]
+        names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
-    click.echo(printable(report.words))
-    for advice in report.advice:
-        click.echo(printable(f"What would help: {advice.sentence}"))
+    console = Console(highlight=False)
+    console.print(render_verdict(report), soft_wrap=True)
     if verbose:
-        Console(highlight=False).print(render_details(report))
+        console.print(render_details(report))

@@ -17,7 +17,7 @@ from paceline.core.record import Record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpricedOperator(Record):
-    """An operator whose cost is assumed: no class describes it, so it costs what its bytes cost.
+    """An operator whose rate was not measured: its predicted time is that of moving its bytes.
 
     Attributes:
         name: of the operator.
@@ -41,9 +41,9 @@ class Estimate(Record):
         machine_digest: `Record.digest` of it; empty in a file of version 1.
         plan: how the Workload is spread over the Machine.
         breakdown: seconds of a step by phase.
-        step_time_s: their sum.
+        step_time_s: sum of these seconds.
         low_s: lower end of the interval in which the step time is expected.
-        high_s: its upper end.
+        high_s: upper end of this interval.
         memory_bytes: per rank, by kind.
         link_bytes: that a rank sends per step, by level of link.
         trained_parameter_bytes: of the parameters that get a gradient.
@@ -53,9 +53,10 @@ class Estimate(Record):
         fits: whether the ranks of a node fit into the memory of the machine's device.
         needed_memory_bytes: of all ranks that share a device; 0 in a file of before.
         available_memory_bytes: of that device; 0 in a file of before.
-        unpriced: operators whose cost is assumed, the largest share first.
-        warnings: sentences on what the prediction rests on and should not: a disturbed probe,
-            operators without a price, an extrapolation.
+        unpriced: operators whose rate was not measured, the largest share first.
+        warnings: sentences that say what makes the prediction less certain: too little memory, a
+            machine that was busy while it was probed, operators whose rate was not measured, an
+            extrapolation.
     """
 
     version: ClassVar[int] = 2

@@ -51,12 +51,10 @@ def free_bytes(path: Path) -> int | None:
 
     None: the file system does not say. Quotas are not seen.
     """
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
         found = os.statvfs(path)
-    except OSError:
-        return None
+    except OSError:  # not there yet, or in a folder that one may not search
+        return None if path == path.parent else free_bytes(path.parent)
     return found.f_frsize * found.f_bavail if found.f_blocks else None
 
 

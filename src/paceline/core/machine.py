@@ -335,6 +335,8 @@ class Machine(Record):
         missing: what could not be measured, and why.
         disturbed: what was measured while other work disturbed it; figures of these parts may be
             too slow.
+        allocator: under which compute was measured (``keep``, ``system``, or ``own`` for one that
+            the environment set); empty if that is not known.
     """
 
     version: ClassVar[int] = 2
@@ -346,6 +348,7 @@ class Machine(Record):
     tiers: tuple[Tier, ...] = ()
     missing: tuple[str, ...] = ()
     disturbed: tuple[Disturbance, ...] = ()
+    allocator: str = ""
 
     def link(self, level: str) -> Link | None:
         """Return the link of that level, if the machine has one."""

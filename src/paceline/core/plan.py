@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.core.allocator import AllocatorChoice
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
@@ -45,6 +46,8 @@ class Plan(Record):
         bucket_bytes: gradients that are reduced in one collective; torch's default.
         first_bucket_bytes: of the bucket that is ready first; torch's default.
         loader_workers: processes per rank that prepare batches; 0 prepares them in the loop.
+        allocator: what becomes of memory that a rank frees: ``keep`` leaves it with the rank,
+            ``system`` with the C library, which gives much of it back; the next step pays for that.
     """
 
     mesh: Mesh = Mesh()
@@ -54,6 +57,7 @@ class Plan(Record):
     bucket_bytes: int = 25 * 1024 * 1024
     first_bucket_bytes: int = 1024 * 1024
     loader_workers: int = 0
+    allocator: AllocatorChoice = "keep"
 
     def __post_init__(self) -> None:
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):

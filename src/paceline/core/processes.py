@@ -95,6 +95,23 @@ def end_descendants(clock: Clock, before: frozenset[int] = frozenset()) -> None:
         clock.wait(never, 0.005)
 
 
+def signal_descendants(number: int) -> None:
+    """Send a signal to every descendant of this process but resource trackers."""
+    for pid in descendants(os.getpid()):
+        if not _is_resource_tracker(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def has_terminal() -> bool:
+    """Whether a terminal controls this process: its Ctrl-C may reach the process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
 def _is_resource_tracker(pid: int) -> bool:
     """Whether a process waits for others to end, in order to remove their shared memory."""
     try:
@@ -108,12 +125,13 @@ def _is_resource_tracker(pid: int) -> bool:
 def ended_on_signal(clock: Clock) -> Iterator[None]:
     """Have the first stop signal raise `StopRequested`, and after `GRACE_S` kill descendants.
 
-    The agent asks ranks to stop and waits half a minute for them; one that is blocked in a
-    collective will not answer. Signals are seen through the wake-up descriptor, because the agent
-    takes the handlers. A signal that we were started to ignore (nohup) stays ignored.
+    A rank that is blocked in a collective does not answer a stop signal. A thread waits for the
+    signal at the wake-up descriptor, so that the deadline also holds where the main thread is in
+    native code, in which no handler runs. A signal that we were started to ignore (nohup) stays
+    ignored.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals do not reach other threads; neither do they stop the agent there
+        yield  # signal handlers run only in the main thread
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -138,10 +156,7 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
             if not number or number[0] not in STOP_SIGNALS:
                 continue
             if not clock.wait(left, GRACE_S):
-                for pid in descendants(os.getpid()):
-                    if not _is_resource_tracker(pid):
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
+                signal_descendants(signal.SIGKILL)
             return
 
     watcher = threading.Thread(target=watch, name="paceline-signals", daemon=True)

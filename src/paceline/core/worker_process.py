@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from paceline.core.errors import ConfigError, DeadlineExceeded, PacelineError, WorkerFailed
@@ -74,6 +74,7 @@ class WorkerCall(Generic[A]):
         name: of this work in errors, for example ``capture of model.py:step``.
         show_output: whether what the worker prints is copied to this process's stderr.
         pass_fds: descriptors that the worker inherits under the same numbers.
+        environment: variables that the worker has besides those of this process.
     """
 
     module: str
@@ -82,6 +83,7 @@ class WorkerCall(Generic[A]):
     name: str
     show_output: bool = False
     pass_fds: tuple[int, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def call(work: WorkerCall[A], *, deadline_s: float) -> A:
@@ -178,6 +180,7 @@ class WorkerProcess(Generic[A]):
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(), *work.pass_fds),
                     start_new_session=True,
+                    env={**os.environ, **work.environment},
                 )
         except OSError as problem:
             self.connection.close()

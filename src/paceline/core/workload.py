@@ -24,8 +24,8 @@ class Operation(Record):
         count: calls per step.
         flops: of one call.
         bytes: read and written by one call.
-        assumed: name of the operator, if no class describes it: it is taken to cost what moving its
-            bytes costs. Empty if its class describes it.
+        assumed: name of the operator, if it belongs to none of the classes whose rates the probe
+            measures: its predicted time is that of moving its bytes. Else empty.
     """
 
     phase: Phase

@@ -1,7 +1,8 @@
 """Whether Slurm or mpirun has started this process, and as which rank of how many.
 
-Inside such an allocation each task is one rank: the world is what the allocation says, and asking
-for another size is refused.
+Inside such an allocation each task starts one rank: the world is what the allocation says, and
+asking for another size is refused. An allocation of ``--nnodes`` (`nodes.py`) has one task per
+node, which starts that node's ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: batch scripts, shells of salloc and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """This task's rank among the tasks of a Slurm step or mpirun call.
+    """This task's place among the tasks of a Slurm step, an mpirun call, or ``--nnodes``.
 
     Attributes:
         source: ``slurm``, ``openmpi``, ``mpich``, or ``nodes`` for ``--nnodes``; for messages.
-        rank: number of the task, which is its global rank if each task is one rank.
+        rank: number of the task; also its global rank if each task starts one rank.
         world_size: number of tasks on all nodes.
-        local_rank: this task's rank among the tasks of its node.
+        local_rank: this task's number among the tasks of its node.
         local_world_size: number of tasks on this node.
         first_host: the host of rank 0; empty when Slurm or mpirun does not name it.
         name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
             empty when unknown.
         identity: by which the tasks recognise each other; empty takes `name`.
         port: at which rank 0's task listens; 0 = chosen by Paceline.
-        ranks_per_task: ranks that each task starts: 1, but those of a node with ``--nnodes``.
+        ranks_per_task: ranks that each task starts: 1, or with ``--nnodes`` the ranks of a node.
     """
 
     source: str

@@ -34,6 +34,8 @@ from paceline.trace.format.files import read_status, trace_name
 if TYPE_CHECKING:
     import types
 
+    from paceline.trace.format.header import Status
+
 VARIABLE = "_PACELINE_RECORD"  # not PACELINE_: that would be a setting of the user's
 _STARTUP = Path(__file__).parent / "startup"
 _LOG = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def start(run: Path, rank: int, world_size: int) -> None:
     """Record this process as a rank from now on, until `close`.
 
     Raises:
-        DestinationExists: another process is recorded as this rank.
+        DestinationExists: another process is recorded as this rank, or another job in this folder.
         StorageError: the trace cannot be created.
     """
     global _recording  # a process is one rank
@@ -100,7 +102,13 @@ def close() -> None:
 def on_training() -> None:
     """Record this process if it is a rank of a recorded run; whatever fails, training goes on."""
     settings = environment().get(VARIABLE)
-    if not settings or _recording is not None:
+    if not settings or is_recorded():
+        return
+    if _recording is not None:
+        _LOG.warning(
+            "this process is not recorded: it was forked by a process that had trained, and has "
+            "the recorder of that one; start ranks before the first step, or by spawn"
+        )
         return
     try:
         start_here(Path(json.loads(settings)["run"]))
@@ -112,7 +120,7 @@ def start_here(run: Path) -> None:
     """Record this process as the rank that torch or its environment says it is, until it ends.
 
     Raises:
-        DestinationExists: another process is recorded as this rank.
+        DestinationExists: another process is recorded as this rank, or another job in this folder.
         StorageError: the trace cannot be created.
     """
     start(run, *place())
@@ -124,7 +132,9 @@ def start_here(run: Path) -> None:
     def report(
         kind: type[BaseException], error: BaseException, frames: types.TracebackType | None
     ) -> None:
-        if _recording is not None and not isinstance(error, KeyboardInterrupt):
+        # A forked child inherits this hook; what it raises is not the failure of its parent's rank.
+        if is_recorded() and not isinstance(error, KeyboardInterrupt):
+            assert _recording is not None
             write_report(error, _recording.run, _recording.rank)
         original(kind, error, frames)
 
@@ -146,6 +156,7 @@ def place() -> tuple[int, int]:
 
 def _open(run: Path, rank: int, world_size: int) -> Recorder:
     path = run / "trace" / trace_name(rank)
+    _refuse_other_job(path.parent, world_size)
     try:
         return _create(path, rank, world_size)
     except FileExistsError:
@@ -158,6 +169,28 @@ def _open(run: Path, rank: int, world_size: int) -> Recorder:
             why="it was the first to train with this rank",
             fix="Give each process of a run its own RANK",
         ) from None
+
+
+def _refuse_other_job(folder: Path, world_size: int) -> None:
+    """Refuse to record a job beside another one: a script may train twice, with other ranks.
+
+    The traces of a folder agree on the number of ranks, so one of them tells.
+    """
+    for other in folder.glob("rank-*.trace"):
+        try:
+            status = read_status(other)
+        except (PacelineError, OSError):  # another rank is just creating it
+            continue
+        if _took_no_step_alone(status):
+            continue
+        if status.world_size == world_size:
+            return
+        raise DestinationExists(
+            f"a job with world size {status.world_size} is recorded in the run's folder",
+            where=str(other),
+            why=f"this rank is of a job with world size {world_size}",
+            fix="Record each job by a command of its own, to see both",
+        )
 
 
 def _create(path: Path, rank: int, world_size: int) -> Recorder:
@@ -174,13 +207,17 @@ def _create(path: Path, rank: int, world_size: int) -> Recorder:
 
 
 def _is_idle(path: Path) -> bool:
+    """Whether a trace is there that `_took_no_step_alone`."""
+    try:
+        return _took_no_step_alone(read_status(path))
+    except (PacelineError, OSError):
+        return False
+
+
+def _took_no_step_alone(status: Status) -> bool:
     """Whether a trace is of a single process that takes no steps.
 
     It is the parent of the ranks: a script under ``paceline run`` that starts its ranks itself,
     with `torch.multiprocessing.spawn`.
     """
-    try:
-        status = read_status(path)
-    except (PacelineError, OSError):
-        return False
     return status.world_size == 1 and status.step == 0

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.launch.exits import RankExit
+    from paceline.trace.format.header import Status
 
 
 _LOST = "its task stopped reporting"
 LEFT_EARLY = "left with exit code 0"
+LEFT_SILENTLY = "left without an exception"  # below a launcher that does not tell exit codes
+UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 HUNG = "hung"
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 # Words in the traceback of a rank that lost a peer: errors of gloo, NCCL and torch's own store.
@@ -71,7 +74,8 @@ def first_failure(run: Path, exits: tuple[RankExit, ...]) -> Failure | None:
     if all_lost_a_peer:
         left = [ended for ended in exits if not ended.code and ended.rank is not None]
         if left:
-            return _early_leave(run, left[0], int(reports[0]["rank"]))
+            assert left[0].rank is not None
+            return early_leave(run, left[0].rank, int(reports[0]["rank"]), LEFT_EARLY)
         if hung := _hung(run, reports, exits):
             return hung
     return failure_of(run, reports[0])
@@ -95,12 +99,18 @@ def _silent_failure(run: Path, ended: RankExit) -> Failure:
     return Failure(rank=ended.rank, signal=ended.signal, step=step, phase=phase, error=error)
 
 
-def _early_leave(run: Path, ended: RankExit, victim: int) -> Failure:
-    """Return the failure of a rank that ended well, but before others that then lost it."""
-    assert ended.rank is not None
-    step, phase = _place(run, ended.rank)
-    error = f"{LEFT_EARLY} while rank {victim} still needed it"
-    return Failure(rank=ended.rank, step=step, phase=phase, error=error)
+def early_leave(run: Path, rank: int, victim: int, how: str) -> Failure:
+    """Return the failure of a rank that ended by itself, but before others that then lost it.
+
+    Args:
+        run: the run's folder.
+        rank: the rank that left.
+        victim: a rank that lost it.
+        how: it left: `LEFT_EARLY` or `LEFT_SILENTLY`.
+    """
+    step, phase = _place(run, rank)
+    error = f"{how} while rank {victim} still needed it"
+    return Failure(rank=rank, step=step, phase=phase, error=error)
 
 
 def _hung(run: Path, reports: list[dict[str, Any]], exits: tuple[RankExit, ...]) -> Failure | None:
@@ -125,6 +135,11 @@ def _place(run: Path, rank: int) -> tuple[int, str]:
         status = read_status(run / "trace" / trace_name(rank))
     except (PacelineError, OSError):  # it ended before its recorder began
         return 0, "other"
+    return place_of(status)
+
+
+def place_of(status: Status) -> tuple[int, str]:
+    """Return the step and phase of a trace's header, as a `Failure` has them."""
     return status.step, "waiting" if status.phase_name == "wait" else status.phase_name
 
 
@@ -134,7 +149,7 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
         return Interrupted.exit_code
     if failure is None:
         return 0
-    lost = failure.signal or failure.error == _LOST
+    lost = failure.signal or failure.error in (_LOST, UNCLOSED) or failure.error.startswith(HUNG)
     return RankLost.exit_code if lost else ScriptFailed.exit_code
 
 
@@ -145,7 +160,7 @@ def raise_failure(
 
     Raises:
         Interrupted: a signal stopped the launcher.
-        RankLost: a rank was killed.
+        RankLost: a rank was killed, or hung.
         DeadlineExceeded: a rank's task stopped reporting.
         ScriptFailed: a rank's script raised.
     """
@@ -156,36 +171,61 @@ def raise_failure(
             why="all ranks were stopped; the traces are kept",
             fix=f"See how far it came: paceline report {run}",
         )
-    if failure is None:
-        return
+    if failure is not None:
+        raise _loss(run, failure) or _script_failure(run, program, failure)
+
+
+def _loss(run: Path, failure: Failure) -> PacelineError | None:
+    """Return the error for a rank that was killed, hung or is lost; None if its script failed."""
+    where = f"step {failure.step}, phase {failure.phase}"
+    kind, _, why = failure.error.partition(": ")
     if failure.signal:
-        raise RankLost(
+        return RankLost(
             f"rank {failure.rank} was killed by {failure.signal}",
-            where=f"step {failure.step}, phase {failure.phase}",
+            where=where,
             why=_why_killed(failure.signal),
             fix=f"See the steps before it: paceline report {run}",
         )
+    if failure.error == UNCLOSED:
+        return RankLost(
+            f"rank {failure.rank} {kind}",
+            where=where,
+            why=f"{why}; a launcher of its own does not tell which",
+            fix=f"See the command's output, and the steps before it: paceline report {run}",
+        )
+    if kind == HUNG:
+        return RankLost(
+            f"rank {failure.rank} hung",
+            where=where,
+            why=why,
+            fix="See what it does there: start the run again, and when it hangs: py-spy dump",
+        )
     if failure.error == _LOST:
-        raise DeadlineExceeded(
+        return DeadlineExceeded(
             f"rank {failure.rank} is lost",
-            where=f"step {failure.step}, phase {failure.phase}",
+            where=where,
             why="its task stopped reporting: it was killed, or its node failed",
             fix=f"See its output, and what led to it: paceline report {run}",
         )
-    if failure.error.startswith(LEFT_EARLY):
-        raise ScriptFailed(
+    return None
+
+
+def _script_failure(run: Path, program: str, failure: Failure) -> ScriptFailed:
+    if failure.error.startswith((LEFT_EARLY, LEFT_SILENTLY)):
+        return ScriptFailed(
             f"rank {failure.rank} {failure.error}",
             where=f"{program}, after step {failure.step}",
             why="the other ranks wait in a collective that this rank never enters",
             fix="Give all ranks the same number of steps, or train with DDP's join()",
         )
-    raise ScriptFailed(
+    has_traceback = any(
+        report["traceback"] and int(report["rank"]) == failure.rank for report in read_reports(run)
+    )
+    return ScriptFailed(
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
         where=program,
         why=failure.error,
-        fix="See what the rank printed"
-        if failure.error.startswith("exit code")
-        else "See the traceback above",
+        fix="See the traceback above" if has_traceback else "See what the rank printed",
     )
 
 

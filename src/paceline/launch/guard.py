@@ -21,7 +21,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.clock import SystemClock
-from paceline.core.processes import become_reaper, die_with_parent, end_descendants
+from paceline.core.processes import (
+    become_reaper,
+    die_with_parent,
+    end_descendants,
+    has_terminal,
+    signal_descendants,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,20 +39,22 @@ STOP_SIGNAL = signal.SIGTERM  # by which the launcher has the guard stop its pro
 def guard(launcher: int, command: Sequence[str]) -> int:
     """Run a command to its end; return its exit code, negative for a signal.
 
-    A terminal sends its SIGINT to the program as well, so the guard ignores it; the launcher sends
-    `STOP_SIGNAL`, which the program receives as SIGINT.
+    A terminal sends its SIGINT to the program as well, so the guard ignores it. The launcher sends
+    `STOP_SIGNAL`, which all processes of the program receive as SIGINT, as from a terminal: a shell
+    that waits for a child would not pass it on. Shells start background jobs with SIGINT ignored;
+    the program ignores it only where a terminal might send it.
     """
     become_reaper()
-    child: subprocess.Popen[bytes] | None = None
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if os.getppid() != launcher:  # it was killed
             end_descendants(SystemClock())
             os._exit(1)
-        if child is not None:
-            child.send_signal(signal.SIGINT)
+        signal_descendants(signal.SIGINT)
 
+    if before is signal.SIG_IGN and not has_terminal():
+        before = signal.SIG_DFL
     signal.signal(STOP_SIGNAL, stop)
     die_with_parent(launcher, STOP_SIGNAL)
     try:

@@ -37,6 +37,12 @@ def place_of_node(
         UsageError: the options do not fit together.
     """
     if config.nnodes == 1:
+        if config.node_rank:
+            raise UsageError(
+                f"node-rank is {config.node_rank}, nnodes is 1",
+                why="a run on one node has no other node",
+                fix="Give the number of nodes as well, for example --nnodes 2",
+            )
         return allocation
     node = config.node_rank
     if node is None:
@@ -66,6 +72,15 @@ def place_of_node(
         port=port,
         ranks_per_task=ranks,
     )
+
+
+def node_warnings(config: RunConfig) -> tuple[str, ...]:
+    """Return a line if options that bring several nodes together are given for a single one."""
+    options = {"--rdzv-endpoint": config.rdzv_endpoint, "--rdzv-id": config.rdzv_id}
+    given = [option for option, value in options.items() if value]
+    if config.nnodes > 1 or not given:
+        return ()
+    return (f"the run has one node: {' and '.join(given)} without --nnodes changes nothing",)
 
 
 def parse_nnodes(text: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
 from paceline.core.errors import UsageError
-from paceline.launch.allocator import AllocatorChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 

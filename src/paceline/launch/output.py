@@ -101,7 +101,7 @@ class _Stream:
 class TaggedOutput:
     """The ranks' output, tagged: make `streams` for each rank, then `begin`; leave when all ended.
 
-    The main thread makes the pipes; from `begin` on they belong to the reading thread.
+    The main thread makes the pipes; from `begin` until leaving they belong to the reading thread.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -141,8 +141,11 @@ class TaggedOutput:
         os.close(self._wake_writer)
         if self._thread.ident is not None:
             self._thread.join()
-        for stream in self._streams:
-            self._finish(stream)
+        for stream in list(self._streams):  # the thread ended, or a rank could not be started
+            while stream in self._streams and self._read(stream):
+                pass
+            if stream in self._streams:
+                self._finish(stream)
         self._selector.close()
         os.close(self._wake_reader)
 
@@ -154,9 +157,6 @@ class TaggedOutput:
             for key, _ in ready:
                 if key.data is not None:
                     self._read(key.data)
-        for stream in list(self._streams):
-            while stream in self._streams and self._read(stream):
-                pass
 
     def _read(self, stream: _Stream) -> bool:
         """Read once and write whole lines; return whether there may be more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import UsageError
+from paceline.launch.program import ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,15 +42,15 @@ def check_plan(
         raise UsageError(
             f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
             where="--plan",
-            why="an unchanged script trains data-parallel",
-            fix="Plan with pipeline = tensor = 1",
+            why="paceline run follows plans of data parallelism only",
+            fix="Set mesh.pipeline and mesh.tensor to 1 in the plan file, or write a new one "
+            "with `paceline plan --out`",
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
-        places = {"flag": "--ranks", "file": "paceline.toml", "environment": "PACELINE_RUN__RANKS"}
-        provenance = resolved.provenance["ranks"]
-        place = places.get(provenance, provenance)
+        place = _place(resolved, "ranks")
         raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
+    _check_allocator(plan, resolved)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
@@ -65,20 +66,47 @@ def check_plan(
         raise _conflict(here, allocation.local_ranks, "ranks_per_node", plan.ranks_per_node)
 
 
-def plan_warnings(plan: Plan) -> tuple[str, ...]:
-    """Return one line naming the plan's values that only the script itself can set."""
+def _check_allocator(plan: Plan, resolved: Resolved[Any]) -> None:
+    chosen = resolved.config.allocator
+    if resolved.provenance["allocator"] != "default" and chosen != plan.allocator:
+        place = _place(resolved, "allocator")
+        raise _conflict(place, chosen, "allocator", plan.allocator)
+
+
+def _place(resolved: Resolved[Any], name: str) -> str:
+    """Return where the setting `name` has its value from, as the user wrote it."""
+    provenance = resolved.provenance[name]
+    places = {
+        "flag": f"--{name}",
+        "file": "paceline.toml",
+        "environment": f"PACELINE_RUN__{name.upper()}",
+    }
+    return places.get(provenance, provenance)
+
+
+def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
+    """Return a line for the plan's values that only the script can set, and for those unreachable.
+
+    DDP's buckets are set in the Python process that is the rank: the processes of a program that is
+    not Python keep torch's sizes.
+    """
     default = type(plan)()
+    buckets = (plan.bucket_bytes, plan.first_bucket_bytes)
+    lost: tuple[str, ...] = ()
+    is_python = kind is not ProgramKind.EXECUTABLE
+    if not is_python and buckets != (default.bucket_bytes, default.first_bucket_bytes):
+        lost = ("the plan's bucket sizes do not reach a program that is not Python",)
     names = [
         f"{name} = {getattr(plan, name)}"
         for name in ("precision", "loader_workers")
         if getattr(plan, name) != getattr(default, name)
     ]
     if not names:
-        return ()
-    return (f"the plan has {', '.join(names)}: only the script itself can set that",)
+        return lost
+    return (*lost, f"the plan has {', '.join(names)}: only the script itself can set that")
 
 
-def _conflict(place: str, value: object, field: str, planned: int) -> UsageError:
+def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:
     return UsageError(
         f"{place} is {value}, the plan's {field} is {planned}",
         where=f"{place} and --plan",

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
+from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
 from paceline.launch.allocation import Allocation, check_world, detect
-from paceline.launch.allocator import AllocatorSetting, allocator_setting
 from paceline.launch.folder import claim, default_folder, refuse_taken
-from paceline.launch.nodes import place_of_node
+from paceline.launch.nodes import node_warnings, place_of_node
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.program import Program, ProgramKind
 from paceline.launch.ranks import RankPlace
+from paceline.launch.recordable import find_obstacle, script_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,8 @@ class Job:
     @property
     def allocator(self) -> AllocatorSetting:
         """What the ranks' memory allocator becomes."""
-        return allocator_setting(self.resolved.config.allocator, environment())
+        chosen = self.plan.plan.allocator if self.plan else self.resolved.config.allocator
+        return allocator_setting(chosen, environment())
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
@@ -104,7 +106,7 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads and bucket sizes; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.
@@ -126,13 +128,14 @@ def prepare(
         if allocation is not None:
             check_world(allocation, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
-        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan))
-    if not is_python and config.record:
-        warnings = (*warnings, _executable_warning(program))
+        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan, program.kind))
+    warnings = (*node_warnings(config), *warnings)
     is_default_name = run is None and allocation is None
     if run is None:
         run = default_folder(program.stem, allocation, clock)
     refuse_taken(run, allocation.rank if allocation else 0)
+    if not is_python and config.record:
+        warnings = (*warnings, _executable_warning(program, args, run))
     return Job(
         program=program,
         args=tuple(args),
@@ -165,7 +168,12 @@ def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
     )
 
 
-def _executable_warning(program: Program) -> str:
+def _executable_warning(program: Program, args: Sequence[str], run: Path) -> str:
+    if obstacle := find_obstacle([program.name, *args]):
+        return (
+            f"{obstacle.what}: its ranks are not recorded, as {obstacle.why}. Put this line into "
+            f"the script, before its loop, and start it without paceline run: {script_line(run)}"
+        )
     return (
         f"{program.name} is not a Python script: it runs with each rank's environment variables, "
         "and a Python process that it starts is recorded once it trains"

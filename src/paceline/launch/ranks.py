@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import StorageError
 from paceline.core.processes import GRACE_S
 from paceline.launch.exits import RankExit, exit_of
+from paceline.launch.rendezvous.addresses import FIRST_PORT, PORT_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
     from paceline.launch.output import TaggedOutput
 
+SIGNAL_DELAY_S = 0.3  # terminals signal ranks as well; schedulers do so one after the other
 _POLL_INTERVAL_S = 0.25  # how often a task checks whether it must stop its ranks
 _PEER_LOSS_GRACE_S = 1.0  # a rank that lost a peer mostly ends by itself, and reports why
-_FIRST_PORT, _PORT_COUNT = 20_000, 12_000  # below the ports of Linux's outgoing connections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,9 +203,12 @@ def free_port(seed: str) -> int:
         seed: differs between runs.
     """
     first = int.from_bytes(seed.encode()[-8:], "little")
-    for attempt in range(_PORT_COUNT):
-        port = _FIRST_PORT + (first + 7919 * attempt) % _PORT_COUNT
+    for attempt in range(PORT_COUNT):
+        port = FIRST_PORT + (first + 7919 * attempt) % PORT_COUNT
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise StorageError("no free port between 20000 and 31999", fix="End processes that hold them")
+    raise StorageError(
+        f"no free port between {FIRST_PORT} and {FIRST_PORT + PORT_COUNT - 1}",
+        fix="End processes that hold them",
+    )

@@ -27,11 +27,20 @@ from paceline.core.processes import (
 from paceline.launch.attach import child_environment
 from paceline.launch.exits import combine, interrupted_exit
 from paceline.launch.failure_report import read_reports
-from paceline.launch.failures import LOST_A_PEER, exit_code, failure_of, raise_failure
+from paceline.launch.failures import (
+    LEFT_SILENTLY,
+    LOST_A_PEER,
+    UNCLOSED,
+    early_leave,
+    exit_code,
+    failure_of,
+    place_of,
+    raise_failure,
+)
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.guard import STOP_SIGNAL
-from paceline.launch.ranks import LocalRanks
-from paceline.launch.recordable import check_recordable, script_line
+from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
+from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
 from paceline.runs.folder import CONFIG_VERSION
 from paceline.runs.launcher import this_launcher
@@ -45,9 +54,6 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.launch.exits import RankExit
     from paceline.runs.result import RunResult
-
-_SIGNAL_DELAY_S = 0.3  # a terminal signals the command, too
-_UNCLOSED = "ended without closing its trace: it was killed, or left by os._exit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +106,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
 
     Raises:
         ScriptFailed: the command failed; the message names the rank if that is known.
-        RankLost: the command was killed.
+        RankLost: the command or a rank was killed.
         Interrupted: a signal stopped the run; traces are kept.
         StorageError: the folder cannot be written.
     """
@@ -110,7 +116,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         "values": {},
         "script": job.command[0],
         "args": list(job.command[1:]),
-        "world_size": None,  # known at the end
+        "world_size": None,  # known at the end: in result.json
         "threads": None,
         "launcher": this_launcher(),
     }
@@ -118,28 +124,17 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
     commit_text(run / "versions.json", json.dumps(versions(), indent=1) + "\n")
     commit_text(run / "machine.json", machine.to_text())
     exits = _run(job, clock)
-    failure = None if not exits or exits[0].rank is None else _failure(run)
-    code = exit_code(exits, failure) or (1 if exits else 0)
+    failure = None if not exits or exits[0].rank is None else _failure(run, exits[0])
+    code = exit_code(exits, failure)
+    if exits and not code:
+        code = _command_error(job.command[0], exits[0]).exit_code
     ranks = max((status.world_size for status in trace_statuses(run)), default=0)
     result = summarize(run, ranks, code, failure)
-    config["world_size"] = result.world_size
-    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
     commit_text(run / "result.json", result.to_text())
     raise_failure(run, job.command[0], exits, result.failure)
     if exits:
         raise _command_error(job.command[0], exits[0])
     return result
-
-
-def recording_warnings(job: RecordedCommand) -> tuple[str, ...]:
-    """Return a line if no rank was recorded."""
-    if trace_statuses(job.run_folder):
-        return ()
-    return (
-        "no rank was recorded: no Python process below the command joined a process group of "
-        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
-        f"this line into the script: {script_line(job.run_folder)}",
-    )
 
 
 def _stem(command: Sequence[str]) -> str:
@@ -165,34 +160,43 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
                 local.start(0, command, environ)
                 local.wait()
             except StopRequested as stop:
-                local.stop(_SIGNAL_DELAY_S)
+                local.stop(SIGNAL_DELAY_S)
                 return (interrupted_exit(None, stop, clock.wall_s()),)
     finally:
         end_descendants(clock, before)
     return combine(local.exits(), ())
 
 
-def _failure(run: Path) -> Failure | None:
+def _failure(run: Path, ended: RankExit) -> Failure | None:
     """Return the failure that came first, from what the ranks left; None if they left nothing.
 
     A launcher that we do not know stops the other ranks, too, and does not tell us how each ended.
-    A rank that raised has a report. Of the ranks that vanished, the first to do so has the fewest
-    steps: the others have waited for it.
+    A rank that raised has a report. A rank that left while others needed it closed its trace, and
+    has taken no more steps than those that lost it. Of the ranks that vanished, the first to do so
+    has the fewest steps: the others have waited for it.
+
+    Args:
+        run: the run's folder.
+        ended: the end of the command; with a single trace it is the end of that rank.
     """
     reports = read_reports(run)
     own = [report for report in reports if not LOST_A_PEER.search(str(report["traceback"]))]
     if own:
         return failure_of(run, own[0])
     reported = {int(report["rank"]) for report in reports}
-    silent = [
-        status
-        for status in trace_statuses(run)
-        if not status.closed and status.rank not in reported
-    ]
-    if silent:
-        first = min(silent, key=lambda status: (status.step, status.rank))
-        phase = "waiting" if first.phase_name == "wait" else first.phase_name
-        return Failure(rank=first.rank, step=first.step, phase=phase, error=_UNCLOSED)
+    statuses = trace_statuses(run)
+    silent = [status for status in statuses if status.rank not in reported]
+    silent.sort(key=lambda status: (status.step, status.rank))
+    left = [status for status in silent if status.closed]
+    fewest = min((status.step for status in statuses if status not in left), default=0)
+    if reports and left and left[0].step <= fewest:
+        return early_leave(run, left[0].rank, int(reports[0]["rank"]), LEFT_SILENTLY)
+    killed = [status for status in silent if not status.closed]
+    if killed:
+        step, phase = place_of(killed[0])
+        signal = ended.signal if len(statuses) == 1 else ""
+        error = "" if signal else UNCLOSED
+        return Failure(rank=killed[0].rank, step=step, phase=phase, signal=signal, error=error)
     return failure_of(run, reports[0]) if reports else None
 
 

@@ -107,9 +107,11 @@ def find_obstacle(command: Sequence[str]) -> Obstacle | None:
     """
     words = list(command)
     while words and (name := Path(words[0]).name) in _WRAPPERS:
-        if name == "env" and {"-i", "-", "--ignore-environment"} & set(words[1:]):
+        program = _without_options(words[1:], _WRAPPERS[name])
+        own = words[1 : len(words) - len(program)]  # not the program's options: it may have a -i
+        if name == "env" and {"-i", "-", "--ignore-environment"} & set(own):
             return Obstacle("env -i starts with an empty environment", _NOT_INHERITED)
-        words = _without_options(words[1:], _WRAPPERS[name])
+        words = program
     if not words:
         return None
     name = Path(words[0]).name

@@ -35,7 +35,7 @@ from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
 from paceline.launch.program import ProgramKind
-from paceline.launch.ranks import LocalRanks, free_port
+from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
 from paceline.launch.rendezvous.messages import JobEnd
 from paceline.launch.summary import summarize
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from paceline.launch.prepare import Job
     from paceline.launch.rendezvous.messages import StartInfo
     from paceline.trace.format.header import Status
-
-_SIGNAL_DELAY_S = 0.3  # a terminal signals ranks, too; schedulers do so one after the other
 
 
 def execute(
@@ -93,7 +91,8 @@ def execute(
         if rendezvous is not None and job.rank != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
-        failure = None if interrupted else first_failure(job.run_folder, exits)
+        # A process that a shell script started may have raised, and the script gone on.
+        failure = first_failure(job.run_folder, exits) if exits and not interrupted else None
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
         failure = result.failure
         commit_text(job.run_folder / "result.json", result.to_text())
@@ -126,7 +125,7 @@ def _run_ranks(
     """Run this launcher's ranks; return the exits of those that did not end well."""
     before = frozenset(descendants(os.getpid()))
     become_reaper()
-    watch = StatusWatcher(job.run_folder, job.ranks, clock, on_status)
+    watch = StatusWatcher(job.run_folder, clock, on_status)
     with contextlib.ExitStack() as stack:
         # Removed when all ranks have ended: a killed rank does not remove its loader workers'
         # sockets.
@@ -155,7 +154,7 @@ def _run_alone(job: Job, local: LocalRanks, temporary: Path, clock: Clock) -> tu
         _Starter(job, local, temporary)(None)
         local.wait()
     except StopRequested as stop:
-        local.stop(_SIGNAL_DELAY_S)
+        local.stop(SIGNAL_DELAY_S)
         return (interrupted_exit(None, stop, clock.wall_s()),)
     return combine(local.exits(), ())
 

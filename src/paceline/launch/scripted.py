@@ -29,9 +29,8 @@ def record(run: str | os.PathLike[str] | None = None) -> None:
     """Record this process as a rank; see `paceline.record`."""
     if attach.is_recorded():
         return
-    settings = environment().get(attach.VARIABLE)
-    if settings:
-        attach.start_here(Path(json.loads(settings)["run"]))
+    if environment().get(attach.VARIABLE):  # below the launcher this line must not stop training
+        attach.on_training()
         return
     rank, world_size = attach.place()
     if run is None:
@@ -44,14 +43,24 @@ def record(run: str | os.PathLike[str] | None = None) -> None:
         run = default_folder(Path(sys.argv[0]).stem or "script", None, SystemClock())
     folder = Path(run)
     if (folder / "result.json").exists():
-        raise DestinationExists(
-            "the folder holds another run", where=str(folder), fix="Name another, or remove it"
-        )
+        raise _holds_another(folder)
     with storage_errors("cannot make the run's folder", where=folder, fix="Name another place"):
         (folder / "trace").mkdir(parents=True, exist_ok=True)
-    attach.start_here(folder)
+    try:
+        attach.start_here(folder)
+    except DestinationExists as taken:  # without a launcher a run has no result.json, only traces
+        raise _holds_another(folder, taken.what) from None
     if rank == 0:
         _write_start(folder, world_size)
+
+
+def _holds_another(folder: Path, why: str = "") -> DestinationExists:
+    return DestinationExists(
+        "the folder holds another run",
+        where=str(folder),
+        why=why,
+        fix="Name another, or remove it",
+    )
 
 
 def _write_start(folder: Path, world_size: int) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import NotFound, PacelineError
+from paceline.core.errors import CorruptTrace, NotFound, PacelineError
+from paceline.launch.recordable import script_line
+from paceline.runs.folder import RunFolder
 from paceline.runs.result import PhaseTime, RankResult, RunResult
 from paceline.trace.analysis import Analysis, analyse
 from paceline.trace.format.files import read_status
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = None) -> RunResult:
-    """Return the result that the traces in folder `run` give; empty when nothing was recorded.
+    """Return the result that the traces in folder `run` give.
+
+    It is without measurements when nothing was recorded, or a trace is damaged: how the ranks ended
+    does not depend on that.
 
     Args:
         run: the run's folder.
@@ -30,7 +35,7 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
     """
     try:
         trace = load_run(run)
-    except NotFound:
+    except (NotFound, CorruptTrace):  # `trace_warnings` says what is damaged
         return RunResult(
             exit_code=exit_code,
             world_size=ranks,
@@ -65,8 +70,11 @@ def _in_loop_steps(analysis: Analysis, failure: Failure | None) -> Failure | Non
 
 
 def trace_warnings(run: Path) -> tuple[str, ...]:
-    """Return one line for each rank whose trace in folder `run` lost events, or is not there."""
-    lines = []
+    """Return one line for each rank whose trace in folder `run` lost events, or is not there.
+
+    And one if the run ended, and its traces gave no measurements because they are damaged.
+    """
+    lines = list(_why_unmeasured(run))
     statuses = trace_statuses(run)
     for status in statuses:
         if status.error or status.dropped_count:
@@ -82,6 +90,30 @@ def trace_warnings(run: Path) -> tuple[str, ...]:
             f"they ran on another node, copy its traces into {run / 'trace'}"
         )
     return tuple(lines)
+
+
+def recording_warnings(run: Path) -> tuple[str, ...]:
+    """Return a line if no rank of a command or program was recorded in folder `run`."""
+    if trace_statuses(run):
+        return ()
+    return (
+        "no rank was recorded: no Python process below the command joined a process group of "
+        "torch or ran backward. If processes were started elsewhere (a container, ssh), put "
+        f"this line into the script: {script_line(run)}",
+    )
+
+
+def _why_unmeasured(run: Path) -> tuple[str, ...]:
+    result = RunFolder(run).read_result()
+    if result is None or result.ranks:
+        return ()
+    try:
+        load_run(run)
+    except NotFound:
+        return ()
+    except PacelineError as problem:
+        return (f"the run has no measurements: {problem.what} ({problem.where})",)
+    return ()
 
 
 def trace_statuses(run: Path) -> list[Status]:

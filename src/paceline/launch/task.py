@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import combine, interrupted_exit
+from paceline.launch.ranks import SIGNAL_DELAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.launch.rendezvous.job import TaskRendezvous
     from paceline.launch.rendezvous.messages import StartInfo
 
-_SIGNAL_DELAY_S = 0.3  # schedulers signal a task and its rank one after the other
+_MAX_OTHERS = 64  # exits in a report, which has a limit in bytes
 
 
 def run_task(
@@ -55,13 +56,14 @@ def run_task(
         local.wait(rendezvous.stop_reason)
         exits = combine(local.exits(), ())
         if exits:
-            clock.wait(threading.Event(), _SIGNAL_DELAY_S)  # a stop signal may be about to come
+            clock.wait(threading.Event(), SIGNAL_DELAY_S)  # a stop signal may be about to come
     except StopRequested as stop:
-        local.stop(_SIGNAL_DELAY_S)
+        local.stop(SIGNAL_DELAY_S)
         exits = (interrupted_exit(rendezvous.first_rank, stop, clock.wall_s()),)
     if not rendezvous.started:  # interrupted before any other task knew of this task
         return exits
-    rendezvous.report(exits[0] if exits else local.exits()[0])
+    others = sorted(exits[1:], key=lambda ended: ended.code != 0)  # who left may be the cause
+    rendezvous.report(exits[0] if exits else local.exits()[0], tuple(others[:_MAX_OTHERS]))
     if number != 0:
         return exits
     try:

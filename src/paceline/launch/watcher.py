@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import PacelineError
-from paceline.trace.format.files import read_status, trace_name
+from paceline.launch.summary import trace_statuses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +21,10 @@ class StatusWatcher:
     def __init__(
         self,
         run: Path,
-        ranks: int,
         clock: Clock,
         on_status: Callable[[list[Status]], None] | None,
     ) -> None:
-        self.paths = [run / "trace" / trace_name(rank) for rank in range(ranks)]
+        self.run = run
         self.clock = clock
         self.on_status = on_status
         self.ended = threading.Event()
@@ -44,14 +42,5 @@ class StatusWatcher:
     def _watch(self) -> None:
         assert self.on_status is not None
         while not self.clock.wait(self.ended, 0.25):
-            self.on_status(self._status())
-        self.on_status(self._status())
-
-    def _status(self) -> list[Status]:
-        statuses = []
-        for path in self.paths:
-            try:
-                statuses.append(read_status(path))
-            except (PacelineError, OSError):  # not there yet
-                continue
-        return statuses
+            self.on_status(trace_statuses(self.run))
+        self.on_status(trace_statuses(self.run))

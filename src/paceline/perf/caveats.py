@@ -1,8 +1,8 @@
-"""What a prediction rests on and should not: said with the Estimate, not left to be found out.
+"""Warnings of an Estimate: what makes the prediction less certain.
 
-A model that does not fit, operators without a price, a machine that was measured while other work
-disturbed it, and more ranks or nodes than were measured. None of it ends a plan: the Estimate says
-it, as data and in sentences.
+A model that does not fit, operators whose rate was not measured, a machine that other processes
+used while it was probed, and more ranks or nodes than were measured. None of these is an error: the
+Estimate has them as data and in sentences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ NAMED = 3  # operators that a sentence names
 def unpriced_operators(
     costs: CostModel, workload: Workload, step_s: float
 ) -> tuple[UnpricedOperator, ...]:
-    """Return the operators that no class describes, with the share of the step that they make up.
+    """Return the operators whose rate was not measured, with their calls and share of the step.
+
+    They belong to none of the classes of operators that the probe measures.
 
     Args:
         costs: of the machine's device.
@@ -64,16 +66,27 @@ def warnings(
     Args:
         machine: on which the step was predicted.
         workload: the model.
-        plan: how it is spread.
-        unpriced: operators whose cost is assumed.
+        plan: how the model is spread over ranks and nodes.
+        unpriced: operators whose rate was not measured.
         needed_bytes: memory of all ranks that share a device.
     """
     return (
         *_does_not_fit(machine.devices[0], plan, needed_bytes),
         *_extrapolated(machine, plan),
-        *_without_price(workload, unpriced),
-        *_disturbed(machine),
+        *_not_measured(workload, unpriced),
+        *_busy(machine),
+        *_allocator(machine, plan),
     )
+
+
+def _allocator(machine: Machine, plan: Plan) -> list[str]:
+    # Figures measured with `keep` serve both: the page faults of `system` are added to them.
+    if machine.allocator in ("", "keep", plan.allocator):
+        return []
+    return [
+        f"measured under the allocator '{machine.allocator}', planned for '{plan.allocator}': "
+        "predicted times may be too long"
+    ]
 
 
 def _does_not_fit(device: Device, plan: Plan, needed_bytes: int) -> list[str]:
@@ -111,7 +124,7 @@ def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
     return found
 
 
-def _without_price(workload: Workload, unpriced: tuple[UnpricedOperator, ...]) -> list[str]:
+def _not_measured(workload: Workload, unpriced: tuple[UnpricedOperator, ...]) -> list[str]:
     if not unpriced:
         return []
     calls = sum(operator.count for operator in unpriced)
@@ -120,17 +133,17 @@ def _without_price(workload: Workload, unpriced: tuple[UnpricedOperator, ...]) -
     more = f" and {len(unpriced) - NAMED} more" if len(unpriced) > NAMED else ""
     share = sum(operator.share for operator in unpriced)
     return [
-        f"no price for {named}{more}: {calls} of {total} operator calls are taken to cost what "
-        f"moving their bytes costs, {share:.1%} of the predicted step"
+        f"rate not measured: {named}{more}; for {calls} of {total} operator calls the time of "
+        f"moving their bytes is predicted, {share:.1%} of the predicted step"
     ]
 
 
-def _disturbed(machine: Machine) -> list[str]:
+def _busy(machine: Machine) -> list[str]:
     if not machine.disturbed:
         return []
     worst = max(machine.disturbed, key=lambda disturbance: disturbance.foreign_cores)
     return [
-        f"{machine.name} was disturbed while it was probed, in {len(machine.disturbed)} parts "
-        f"({worst.where}, {worst.part}: {worst.why}): predictions may be too slow; run "
+        f"{machine.name} was busy while it was probed, in {len(machine.disturbed)} parts "
+        f"({worst.where}, {worst.part}: {worst.why}): predicted times may be too long; run "
         "`paceline probe` when nothing else runs"
     ]

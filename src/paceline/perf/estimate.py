@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.workload import Layer, Workload
 
 INTERVAL_HALF_WIDTH = 0.25  # relative to the step time; measured by bench/predict_small.py
-# The C library gives freed memory back to the system once about twice the largest block is free at
+# Under `system` the C library gives freed memory back once about twice the largest block is free at
 # the end of its heap, and the next step pays for touching it again. On six models, page faults show
 # that a step gives back 0 to 3 times the largest tensor, 1.5 times on average.
 # Source: mallopt(3), the dynamic M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (at most 32 MiB).
@@ -154,7 +154,8 @@ def _compute(costs: CostModel, device: Device, workload: Workload, plan: Plan) -
             phases[phase] += OperatorCost(
                 overhead_s=costs.framework_overhead_s("ddp", "wrapper", phase)
             )
-    if device.kind == "cpu" and device.first_touch_bytes_per_s:
+    gives_back = plan.allocator == "system"
+    if gives_back and device.kind == "cpu" and device.first_touch_bytes_per_s:
         touch_s = _refaulted_bytes(workload) / device.first_touch_bytes_per_s.value
         for phase in ("forward", "backward"):
             phases[phase] += OperatorCost(memory_s=touch_s / 2)

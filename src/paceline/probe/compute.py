@@ -8,6 +8,7 @@ all rounds first, then that of each round alone: each result has the same shape,
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -315,17 +316,19 @@ def measure_memory(effort: Effort) -> MemoryRates:
         torch.add(source, 1.0, out=target)
         samples.append(time.perf_counter() - begin)
         at += 1
-    fresh = 64 << 20  # the allocator always returns so much to the system
-
-    def touch() -> None:
-        torch.empty(fresh // 4).fill_(1.0)
-
+    fresh = 64 << 20
     moved_s = np.asarray(typical_by_round(samples))
-    touched_s = np.asarray(typical_by_round(time_calls(touch, effort.budget_s)))
+    touched_s = np.asarray(typical_by_round(time_calls(lambda: touch(fresh), effort.budget_s)))
     return MemoryRates(
         bandwidth_bytes_per_s=probed(2 * 4 * count / moved_s),
         first_touch_bytes_per_s=probed(fresh / touched_s),
     )
+
+
+def touch(size_bytes: int) -> None:
+    """Write memory that comes straight from the system: the allocator may keep what is freed."""
+    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
 
 
 def overhead_records(costs: Costs, threads: int, processes: int) -> list[Overhead]:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores, core_binding
+from paceline.core.allocator import allocator_setting
 from paceline.core.clock import SystemClock
+from paceline.core.config import environment
 from paceline.core.errors import Missing, NotFound, PacelineError
 from paceline.core.machine import (
     CollectiveCost,
@@ -37,6 +39,7 @@ from paceline.probe.storage import measure_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from paceline.core.allocator import AllocatorSetting
     from paceline.core.machine import Tier
 
 DEADLINE_S = 180.0  # ends what hangs; with 20 busy processes beside it a probe takes 60 s and more
@@ -75,10 +78,11 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     on_progress(f"storage of {folder}")
     tiers = _tiers(folder, missing, quick=quick)
     workers: list[WorkerMeasurement] = []
+    allocator = allocator_setting("keep", environment())  # as paceline run gives it to the ranks
     for ranks in (1, PAIR):
         on_progress("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
         try:
-            workers += _run_workers(ranks, quick=quick)
+            workers += _run_workers(ranks, allocator, quick=quick)
         except PacelineError as problem:
             missing.append(f"compute of {ranks} process(es): {problem}")
             break
@@ -88,6 +92,7 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
         links=links,
         collectives=_collectives(workers[1:]),
         tiers=tiers,
+        allocator=allocator.in_effect,
         missing=tuple(missing),
         disturbed=(*parts.disturbances("two processes"), *_disturbed(workers)),
     )
@@ -118,7 +123,9 @@ def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]
         return ()
 
 
-def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
+def _run_workers(
+    ranks: int, allocator: AllocatorSetting, *, quick: bool
+) -> tuple[WorkerMeasurement, ...]:
     """Run `ranks` workers at once and return what they measured, in order of rank.
 
     Raises:
@@ -156,6 +163,7 @@ def _run_workers(ranks: int, *, quick: bool) -> tuple[WorkerMeasurement, ...]:
                 request=request,
                 answer=WorkerMeasurement,
                 name=f"the measurement in process {request.rank}",
+                environment=allocator.variables,
             )
             for request in requests
         ]

@@ -123,7 +123,9 @@ def wrapped(cell: str, size: int) -> list[str]:
     """
     lines = [""]
     for word in cell.split(" "):
-        for i, part in enumerate(chop_cells(word, size) or [""]):
+        # What has no width, such as a combining letter alone, is dropped by `chop_cells`.
+        parts = chop_cells(word, size) if cell_len(word) > size else [word]
+        for i, part in enumerate(parts):
             joined = f"{lines[-1]} {part}" if lines[-1] and not i else part
             if i or cell_len(joined) > size or not lines[-1]:
                 lines = [*lines, part] if lines[-1] else [*lines[:-1], part]

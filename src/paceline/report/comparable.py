@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Tolerance of the ratio of bytes reduced per step to the gradients' bytes. The ratio is k if
 # gradients are reduced k times per step, and larger if the script reduces numbers of its own.
 TOLERANCE = 0.05
+_ALLOCATOR = {"own": "one that its environment set"}
 
 
 def difference(
@@ -53,6 +54,11 @@ def difference(
     if isinstance(threads, int) and plan.threads != threads:
         planned = plural(plan.threads, "thread")
         return f"the prediction is of {planned} per rank, the run had {threads}"
+    allocator = config.get("allocator")
+    used = allocator.get("in_effect") if isinstance(allocator, dict) else None
+    if isinstance(used, str) and plan.allocator != used:
+        had = _ALLOCATOR.get(used, used)
+        return f"the prediction is for allocator {plan.allocator}, the run had {had}"
     nodes = len({rank.status.boot_id for rank in trace.ranks})
     if not trace.missing_ranks and plan.nodes != nodes:
         return f"the prediction is of {plural(plan.nodes, 'node')}, the run had {nodes}"

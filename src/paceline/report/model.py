@@ -275,7 +275,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "version": 1,
         "kind": "report",
         "run": str(report.run),
-        "verdict": report.words,
+        "verdict": report.verdict,
         "state": str(report.state),
         "exit_code": result.exit_code if result else None,
         "failure": _plain(result.failure) if result else None,

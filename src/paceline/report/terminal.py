@@ -75,7 +75,7 @@ def render_terminal(report: Report) -> Group:
 
 
 def render_verdict(report: Report) -> Group:
-    """Return what ``paceline why`` shows: cautions, the verdict, and what would help."""
+    """Return cautions, the verdict, and what would help."""
     failed = report.result is not None and report.result.failure is not None
     parts = [Text(printable(sentence), style="yellow") for sentence in report.cautions]
     parts.append(Text(printable(report.verdict), style="bold red" if failed else "bold"))

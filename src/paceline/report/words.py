@@ -190,7 +190,7 @@ def failure_words(failure: Failure) -> str:
     kind, _, detail = failure.error.partition(": ")  # as launch.failures writes them
     if kind == "hung":
         return f"Rank {failure.rank} hung {where}: {detail}."
-    if kind.startswith("left with exit code 0"):
+    if kind.startswith("left with"):  # exit code 0, or "without an exception"
         return f"Rank {failure.rank} {failure.error}, {where}."
     text = f"Rank {failure.rank} failed {where}"
     lines = failure.error.strip().splitlines()

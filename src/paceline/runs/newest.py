@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import NotFound
+from paceline.core.errors import NotFound, PacelineError
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ def newest_run(folder: Path) -> Path:
 def _runs(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield each run with the time at which it was started."""
     for path in (folder, *_subfolders(folder), *_subfolders(folder / DEFAULT_PARENT)):
-        config = RunFolder.open(path).file("config.json")
         try:
+            config = RunFolder.open(path).file("config.json")
             started_ns = config.stat().st_mtime_ns
-        except OSError:  # not a run, or one that is being removed
+            is_run = (config.parent / "trace").is_dir()
+        except (OSError, PacelineError):  # not a run, not ours to read, or being removed
             continue
-        if (config.parent / "trace").is_dir():
+        if is_run:
             yield started_ns, path
 
 

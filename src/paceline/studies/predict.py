@@ -13,9 +13,16 @@ from paceline.training.capture_process import capture_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.core.allocator import AllocatorChoice
+
 
 def predict(
-    target: str, *, ranks: int, threads: int | None = None, machine_path: Path | None = None
+    target: str,
+    *,
+    ranks: int,
+    threads: int | None = None,
+    machine_path: Path | None = None,
+    allocator: AllocatorChoice = "keep",
 ) -> PlanFile:
     """Return the plan of a model on one node, with its estimate and the model's Workload.
 
@@ -24,6 +31,7 @@ def predict(
         ranks: that train, data-parallel.
         threads: of each; by default an equal share of the machine's cores.
         machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
+        allocator: of the ranks, as ``paceline run`` will set it.
 
     Raises:
         NotFound: there is no such file, or no machine was probed.
@@ -33,5 +41,7 @@ def predict(
     machine = load_machine(machine_path)
     workload = capture_file(target)
     cores = machine.devices[0].cores if machine.devices else 1
-    plan = Plan(mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks))
+    plan = Plan(
+        mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks), allocator=allocator
+    )
     return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core.allocator import allocator_setting
+from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError, WorkerFailed
 from paceline.core.worker_process import WorkerCall, WorkerMessage, call
 from paceline.core.workload import Workload
@@ -54,6 +56,8 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
         answer=Workload,
         name=f"capture of {target}",
         show_output=True,
+        # Code of the user's that times its data set does so as the ranks will run it.
+        environment=allocator_setting("keep", environment()).variables,
     )
     try:
         return call(work, deadline_s=deadline_s)

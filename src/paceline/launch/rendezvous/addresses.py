@@ -9,6 +9,7 @@ ports are taken, members read one small file in the run's folder::
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import socket
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.launch.allocation import Allocation
 
 FOLDER = "rendezvous"
-_FIRST_PORT, _PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
+FIRST_PORT, PORT_COUNT = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _CANDIDATES = 4
 
 
@@ -36,7 +37,7 @@ def agreed_ports(job: str) -> tuple[int, ...]:
     """Return the ports that the root tries to listen on, in this order."""
     digest = hashlib.blake2b(job.encode(), digest_size=4 * _CANDIDATES).digest()
     numbers = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
-    return tuple(dict.fromkeys(_FIRST_PORT + number % _PORTS for number in numbers))
+    return tuple(dict.fromkeys(FIRST_PORT + number % PORT_COUNT for number in numbers))
 
 
 def is_one_node(allocation: Allocation) -> bool:
@@ -65,12 +66,12 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
         StorageError: no port can be opened.
         UsageError: the endpoint that the user named cannot be opened.
     """
-    host = "127.0.0.1" if is_one_node(allocation) or _is_loopback(allocation) else ""
+    host = "127.0.0.1" if is_one_node(allocation) else _loopback(allocation)
     ports = (allocation.port,) if allocation.port else (*agreed_ports(job), 0)
     problem: OSError | None = None
     for port in ports:
         try:
-            return socket.create_server((host, port), backlog=4096)
+            return _listen(host, port)
         except OSError as refused:
             problem = refused
     assert problem is not None
@@ -90,8 +91,26 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
     ) from problem
 
 
-def _is_loopback(allocation: Allocation) -> bool:
-    return allocation.first_host == "localhost" or allocation.first_host.startswith("127.")
+def _loopback(allocation: Allocation) -> str:
+    """Return the loopback address if the first host is one; empty if it is another host."""
+    if allocation.first_host == "::1":
+        return "::1"
+    name = allocation.first_host
+    return "127.0.0.1" if name == "localhost" or name.startswith("127.") else ""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `host`; at all addresses, IPv4 and IPv6, if it is empty."""
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+            )
+        except OSError as problem:
+            if problem.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                raise  # else the kernel knows IPv6, and this host has it switched off
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=4096)
 
 
 def listening_hosts(allocation: Allocation) -> tuple[str, ...]:

@@ -149,9 +149,9 @@ class TaskRendezvous:
         """Return why this task's rank is to end; empty while it may go on."""
         return self._client.stop_reason
 
-    def report(self, ended: RankExit) -> None:
-        """Tell the root how this task's rank ended."""
-        self._client.put(RankEnded(ended))
+    def report(self, ended: RankExit, others: tuple[RankExit, ...] = ()) -> None:
+        """Tell the root how this task's ranks ended; see `TaskReport`."""
+        self._client.put(RankEnded(ended, others))
 
     def interrupt(self, ended: RankExit) -> None:
         """Have all ranks stop: rank 0's launcher got a stop signal after its own rank had ended."""
@@ -214,7 +214,7 @@ class TaskRendezvous:
             f"{name_ranks(outcome.missing, noun)}",
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
-            f"{name_ranks(outcome.present, noun) if outcome.present else 'no rank'} arrived",
+            f"{name_ranks(outcome.present, noun) if outcome.present else f'no {noun}'} arrived",
             fix="Check the output of the missing tasks, and that they can reach that port or that "
             "folder; raise rendezvous_timeout_s if they need more time",
         )

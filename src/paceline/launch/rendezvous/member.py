@@ -41,9 +41,10 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """Event: this task's rank ended, or its launcher was interrupted."""
+    """Event: this task's ranks ended, or its launcher was interrupted; see `TaskReport`."""
 
     ended: RankExit
+    others: tuple[RankExit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class MemberMachine:
     left: bool = False
     refusal: str = ""
     _ended: RankExit | None = None
+    _others: tuple[RankExit, ...] = ()
     _linked: bool = False
     _sent_s: float = 0.0
     _linked_s: float = 0.0
@@ -167,7 +169,7 @@ class MemberMachine:
             case Noticed():
                 actions = self._on_notice(event.notice, now_s)
             case RankEnded():
-                self._ended, self._report_s = event.ended, now_s
+                self._ended, self._others, self._report_s = event.ended, event.others, now_s
                 self._heard_end = False
             case CloseAsked():
                 self._closing = True
@@ -259,6 +261,7 @@ class MemberMachine:
             host=base.host,
             cores=base.cores,
             ended=self._ended,
+            others=self._others,
             leaving=leaving,
         )
 

@@ -29,14 +29,14 @@ class JobPhase(IntEnum):
     """How far the job is; it only advances."""
 
     GATHERING = 0  # not all tasks have arrived
-    RUNNING = 1  # all have, and each runs its rank
+    RUNNING = 1  # all tasks have arrived, and run their ranks
     STOPPING = 2  # a task failed: the others end their ranks
-    FINISHED = 3  # rank 0 has written the result
+    FINISHED = 3  # rank 0's launcher has written the result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartInfo:
-    """The values that a task needs to start its rank.
+    """The values that a task needs to start its ranks.
 
     Attributes:
         address: address on which rank 0's process group listens.
@@ -53,7 +53,7 @@ class StartInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEnd:
-    """How the whole run ended, as rank 0 wrote it into result.json."""
+    """How the whole run ended, as rank 0's launcher wrote it into result.json."""
 
     exit_code: int
     signal: str = ""
@@ -67,12 +67,14 @@ class TaskReport:
     Attributes:
         job: identity that all tasks of the job know beforehand.
         run: number of the run that the task has joined; empty before the root's first notice.
-        task: number that tells this process from an earlier one of the same rank.
-        rank: the global rank.
-        world_size: world size that the task expects.
+        task: random id, which distinguishes this process from an earlier one of the same number.
+        rank: number of the task; its global rank, unless tasks are nodes with several ranks.
+        world_size: number of tasks that this task expects.
         host: node name.
         cores: cores that the task may use.
-        ended: how the task's rank ended; None while the rank runs or waits.
+        ended: how the task's rank ended; None while the rank runs or waits. Of several ranks: the
+            first that ended badly, or else the first that ended.
+        others: exits of further ranks of the task that may explain the run's end.
         leaving: whether this is the member's last report.
     """
 
@@ -84,6 +86,7 @@ class TaskReport:
     host: str
     cores: tuple[int, ...]
     ended: RankExit | None = None
+    others: tuple[RankExit, ...] = ()
     leaving: bool = False
 
     def to_line(self) -> bytes:
@@ -153,6 +156,7 @@ def parse_report(line: bytes) -> TaskReport:
             host=_text(data["host"]),
             cores=tuple(_count(core) for core in _list(data["cores"])),
             ended=None if ended is None else _exit(ended),
+            others=tuple(_exit(other) for other in _list(data.get("others", []))),
             leaving=bool(data["leaving"]),
         )
     except (KeyError, TypeError, ValueError) as problem:
@@ -183,7 +187,7 @@ def parse_notice(line: bytes) -> Notice:
         raise BadMessage(f"not a notice: {type(problem).__name__}: {problem}") from None
 
 
-def _exit(data: dict[str, Any]) -> RankExit:
+def _exit(data: Any) -> RankExit:  # whatever a stranger sends
     return RankExit(
         rank=_count(data["rank"]),
         code=_code(data["code"]),

@@ -1,16 +1,17 @@
 """The root of a rendezvous as a state machine without I/O: which tasks arrived, ended, are lost.
 
 The members of all tasks report to the root. The root runs in a thread of rank 0's launcher, the
-``paceline run`` process that also starts rank 0; that launcher writes the result of the run. ::
+``paceline run`` process that also starts rank 0; that launcher writes the result of the run. With
+``--nnodes`` a task is the launcher of a node and starts several ranks. ::
 
-    GATHERING --all have reported--> RUNNING --a rank failed, or a task is lost--> STOPPING
-        |                               |                                             |
-        +--timeout, or a task failed----|---------------------------------------------+
-                                        +--all ended well--+--all ended or lost-------+
-                                                           v
-                                                  AllEnded, then rank 0's launcher writes the result
-                                                           v
-                                                       FINISHED
+    phase       what happens                                   next phase    action
+    ---------   --------------------------------------------   -----------   --------
+    GATHERING   all tasks have reported                        RUNNING
+                timeout, or a task failed                      STOPPING
+    RUNNING     a rank failed, or a task is lost               STOPPING
+                the ranks of all tasks have ended well                       AllEnded
+    STOPPING    all tasks have ended or are lost, or timeout                 AllEnded
+    both        rank 0's launcher has written the result       FINISHED
 
 `handle(event, now_s)` returns actions; the shell carries them out and never decides. Lost, repeated
 and late reports are harmless because a report is a state, see `messages`.
@@ -111,12 +112,13 @@ class ChooseAddress:
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Action: hand rank 0's launcher the exits of all ranks; see `exits.combine`.
+    """Action: hand rank 0's launcher what it needs for the result of the run.
 
     Attributes:
-        exits: the exits that explain how the run ended; empty if every rank succeeded.
-        missing: ranks whose tasks did not arrive in time; the run has not started.
-        present: ranks whose tasks arrived.
+        exits: the exits that explain how the run ended, from `exits.combine`; empty if every rank
+            succeeded.
+        missing: numbers of the tasks that did not arrive in time; if any, the run has not started.
+        present: numbers of the tasks that arrived.
     """
 
     exits: tuple[RankExit, ...]
@@ -137,14 +139,15 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 class _Task:
     """The root's knowledge of a task.
 
-    `ended` is how its rank ended, `gone_s` when its connection closed, `lost` whether it stopped
-    reporting, `left` whether its last report has come.
+    `ended` and `others` are how its ranks ended (see `TaskReport`), `gone_s` when its connection
+    closed, `lost` whether it stopped reporting, `left` whether its last report has come.
     """
 
     report: TaskReport
     peer: Peer
     heard_s: float
     ended: RankExit | None = None
+    others: tuple[RankExit, ...] = ()
     gone_s: float | None = None
     lost: bool = False
     left: bool = False
@@ -154,8 +157,9 @@ class _Task:
 class RootMachine:
     """The root's state; one thread calls `handle`.
 
-    A report costs the same however many tasks there are: `_running` and `_connected` hold the ranks
-    that are still waited for.
+    Tasks are numbered from 0; the first rank of a task is its number times `ranks_per_task`. A
+    report costs the same however many tasks there are: `_running` and `_connected` hold the numbers
+    of the tasks for which the root still waits.
     """
 
     job: str
@@ -163,13 +167,13 @@ class RootMachine:
     world_size: int
     deadlines: Deadlines
     begin_s: float
-    ranks_per_task: int = 1
-    noun: str = "rank"  # what messages call a task
+    ranks_per_task: int = 1  # 1 under Slurm and mpirun, the ranks of a node with --nnodes
+    noun: str = "rank"  # what messages call a task; with --nnodes "node"
     phase: JobPhase = JobPhase.GATHERING
     started: bool = False
     reason: str = ""
-    _tasks: dict[int, _Task] = field(default_factory=dict)
-    _ranks: dict[Peer, int] = field(default_factory=dict)
+    _tasks: dict[int, _Task] = field(default_factory=dict)  # by number
+    _numbers: dict[Peer, int] = field(default_factory=dict)  # the task behind each connection
     _running: set[int] = field(default_factory=set)  # present, neither ended nor lost
     _connected: set[int] = field(default_factory=set)  # present, and still expects the run's result
     _lost: list[int] = field(default_factory=list)  # in order of time
@@ -202,7 +206,7 @@ class RootMachine:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Ranks whose tasks have arrived."""
+        """Numbers of the tasks that have arrived."""
         return tuple(sorted(self._tasks))
 
     def _on_report(self, peer: Peer, report: TaskReport, now_s: float) -> list[RootAction]:
@@ -215,22 +219,24 @@ class RootMachine:
             task = self._tasks[report.rank] = _Task(report=report, peer=peer, heard_s=now_s)
             self._running.add(report.rank)
         task.peer, task.heard_s, task.gone_s = peer, now_s, None
-        self._ranks[peer] = report.rank
+        self._numbers[peer] = report.rank
         task.left = task.left or report.leaving
         if task.left:
             self._connected.discard(report.rank)
         else:
             self._connected.add(report.rank)
-        actions = self._on_end(report.rank, report.ended, now_s)
+        actions = self._on_end(report.rank, report.ended, now_s, report.others)
         actions.append(SendNotice(peer, self._notice(report.rank)))
         return actions
 
-    def _on_end(self, rank: int, ended: RankExit | None, now_s: float) -> list[RootAction]:
-        task = self._tasks.get(rank)
+    def _on_end(
+        self, number: int, ended: RankExit | None, now_s: float, others: tuple[RankExit, ...] = ()
+    ) -> list[RootAction]:
+        task = self._tasks.get(number)
         if task is None or task.lost or ended is None or not _advances(task.ended, ended):
             return []
-        task.ended = ended
-        self._running.discard(rank)
+        task.ended, task.others = ended, others
+        self._running.discard(number)
         return self._stop(_stop_reason(ended), now_s) if ended.code else []
 
     def _refusal(self, report: TaskReport, now_s: float) -> str:
@@ -242,9 +248,9 @@ class RootMachine:
             return f"this job has {self.world_size} {self.noun}s"
         task = self._tasks.get(report.rank)
         if task is None:
-            return (
-                _TOO_LATE if self.started else ""
-            )  # before the start, a notice says that the job stops
+            # A task that arrives after another one failed, but before the start, is accepted: the
+            # notice that it gets says that the job stops.
+            return _TOO_LATE if self.started else ""
         if task.report.task == report.task:
             return ""
         if self.started:
@@ -255,16 +261,16 @@ class RootMachine:
         return ""  # the task was restarted before the run began
 
     def _on_disconnect(self, peer: Peer, now_s: float) -> list[RootAction]:
-        rank = self._ranks.pop(peer, None)
-        if rank is not None and self._tasks[rank].peer == peer:  # else the task has reconnected
-            self._tasks[rank].gone_s = now_s
-            self._connected.discard(rank)
+        number = self._numbers.pop(peer, None)
+        if number is not None and self._tasks[number].peer == peer:  # else the task has reconnected
+            self._tasks[number].gone_s = now_s
+            self._connected.discard(number)
         return []
 
     def _begin(self, chosen: AddressChosen) -> list[RootAction]:
         if self.phase is not JobPhase.GATHERING:
             return []
-        reports = [self._tasks[rank].report for rank in range(self.world_size)]
+        reports = [self._tasks[number].report for number in range(self.world_size)]
         shares = core_shares([(report.host, report.cores) for report in reports])
         self._starts = [
             StartInfo(
@@ -280,18 +286,18 @@ class RootMachine:
             if now_s - self.begin_s <= self.deadlines.rendezvous_timeout_s:
                 return []
             self._missing = tuple(
-                rank for rank in range(self.world_size) if rank not in self._tasks
+                number for number in range(self.world_size) if number not in self._tasks
             )
             missing = name_ranks(self._missing, self.noun)
             return self._stop(f"{missing} did not arrive in time", now_s)
         if not self.started or self.phase is JobPhase.FINISHED:
             return []
-        lost = sorted(r for r in self._running if self._is_lost(self._tasks[r], now_s))
-        for rank in lost:
-            self._tasks[rank].lost = True
-            self._lost.append(rank)
-            self._running.discard(rank)
-            self._connected.discard(rank)
+        lost = sorted(task for task in self._running if self._is_lost(self._tasks[task], now_s))
+        for number in lost:
+            self._tasks[number].lost = True
+            self._lost.append(number)
+            self._running.discard(number)
+            self._connected.discard(number)
         names = name_ranks(lost, self.noun)
         return self._stop(f"{names} stopped reporting", now_s) if lost else []
 
@@ -325,8 +331,13 @@ class RootMachine:
         if self._reported_end or not self._is_over(now_s):
             return []
         self._reported_end = True
-        exits = [task.ended for task in self._tasks.values() if task.ended]
-        lost = [task * self.ranks_per_task for task in self._lost]
+        exits = [
+            ended
+            for task in self._tasks.values()
+            if task.ended
+            for ended in (task.ended, *task.others)
+        ]
+        lost = [number * self.ranks_per_task for number in self._lost]  # the task's first rank
         return [AllEnded(combine(exits, lost), self._missing, self.present)]
 
     def _is_over(self, now_s: float) -> bool:
@@ -346,17 +357,17 @@ class RootMachine:
 
     def _broadcast(self) -> list[RootAction]:
         return [
-            SendNotice(task.peer, self._notice(rank))
-            for rank, task in self._tasks.items()
+            SendNotice(task.peer, self._notice(number))
+            for number, task in self._tasks.items()
             if not task.left
         ]
 
-    def _notice(self, rank: int) -> Notice:
+    def _notice(self, number: int) -> Notice:
         return Notice(
             run=self.run,
             phase=self.phase,
-            heard_end=self._tasks[rank].ended is not None,
-            start=self._starts[rank] if self.started else None,
+            heard_end=self._tasks[number].ended is not None,
+            start=self._starts[number] if self.started else None,
             end=self._end,
             reason=self.reason,
             heartbeat_interval_s=self.deadlines.heartbeat_interval_s,

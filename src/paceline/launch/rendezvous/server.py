@@ -74,7 +74,7 @@ class _Connection:
 class _FolderPeer:
     """A member that reports through a file."""
 
-    rank: int
+    rank: int  # number of its task
 
 
 class RootServer:

@@ -15,7 +15,7 @@ def core_shares(bindings: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[i
     with cores of its own keeps them all.
 
     Args:
-        bindings: host and allowed cores of each task, by rank.
+        bindings: host and allowed cores of each task, in the order of their numbers.
 
     >>> core_shares([("a", (0, 1)), ("a", (0, 1)), ("b", (0,)), ("b", (1,))])
     [(0, 2), (1, 2), (0, 1), (0, 1)]

@@ -52,7 +52,7 @@ class Facts:
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
         ranks: on one node.
-        threads: of each rank.
+        threads: of each rank; None if that is not known.
         cores: of the node; 0 if not known.
         cpu_s: seconds that the threads of a node's ranks ran.
         no_core_s: seconds that a rank's main thread was runnable without a core.
@@ -69,7 +69,7 @@ class Facts:
     checkpoints: int = 0
     loader_workers: int | None = None
     ranks: int = 1
-    threads: int = 1
+    threads: int | None = None
     cores: int = 0
     cpu_s: float = 0.0
     no_core_s: float = 0.0

@@ -41,7 +41,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
     step = _mean_step(ranks, np.ones(steps, dtype=bool))
     by_node = Counter(trace.status.boot_id for trace in traces)
     threads = config.get("threads")
-    threads = threads if isinstance(threads, int) else 1
+    threads = threads if isinstance(threads, int) else None
     return Facts(
         steps=steps,
         step=step,
@@ -104,17 +104,19 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
 
 
-def _no_core_s(analysis: Analysis, step: Breakdown, threads: int) -> float:
+def _no_core_s(analysis: Analysis, step: Breakdown, threads: int | None) -> float:
     """Return the seconds of a step in which a rank's main thread was runnable without a core.
 
     Older traces have only the sum over threads. Threads that lack a core at the same time delay the
     step once: by their time without a core over their number, if they wait together; and what the
-    rank computes takes no less than it ran.
+    rank computes takes no less than it ran. 0 where the number of threads is not known.
     """
     ranks, steps = analysis.phases, analysis.steps
     counters = analysis.counters
     if all(rank.known for rank in counters):
         return _mean(rank.not_running_s for rank in counters)
+    if threads is None:
+        return 0.0
     ran_s = _mean(rank.running_s[:steps] for rank in ranks)
     no_core_s = _mean(rank.not_running_s[:steps] for rank in ranks)
     return max(0.0, min(no_core_s / threads, working_s(step) - ran_s / threads))

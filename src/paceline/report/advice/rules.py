@@ -326,10 +326,10 @@ def enough_cores(facts: Facts) -> Iterator[Advice]:
     saving_s = min(facts.no_core_s, worked_s)
     if saving_s <= 0 or not facts.cores:
         return
-    wanted = facts.ranks * facts.threads
     action = "Keeping other processes off the cores of the run"
-    if wanted > facts.cores:
+    if facts.threads is not None and facts.ranks * facts.threads > facts.cores:
         action = f"At most {plural(facts.cores, 'thread')} on {plural(facts.cores, 'core')}"
+    threads = "" if facts.threads is None else f" of {plural(facts.threads, 'thread')}"
     yield Advice(
         rule="enough_cores",
         phase="computing",
@@ -337,7 +337,7 @@ def enough_cores(facts: Facts) -> Iterator[Advice]:
         phase_s=worked_s,
         share=facts.share_of_steps(saving_s),
         action=f"{action} would save {_of(saving_s, worked_s)} of computing.",
-        evidence=f"{plural(facts.ranks, 'rank')} of {plural(facts.threads, 'thread')} run on "
+        evidence=f"{plural(facts.ranks, 'rank')}{threads} run on "
         f"{plural(facts.cores, 'core')}; the training loop was ready without a core for "
         f"{format_seconds(facts.no_core_s)} of each step.",
     )

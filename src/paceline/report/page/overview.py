@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.report.page.markup import figures
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
+from paceline.runs.folder import RunState
 
 if TYPE_CHECKING:
     from paceline.report.model import Report
@@ -28,11 +29,20 @@ def head(report: Report) -> str:
 def _state(report: Report) -> str:
     ranks = plural(report.world_size, "rank")
     if report.result is None:
+        if _recorded_itself(report):
+            return f"recorded by the script itself on {ranks}."
         return f'<span class="bad">not finished</span>: no result.json. {ranks}.'
     code = report.result.exit_code
     if code == 0:
         return f'<span class="good">finished</span> on {ranks}, exit code 0.'
     return f'<span class="bad">failed</span> on {ranks}, exit code {code}.'
+
+
+def _recorded_itself(report: Report) -> bool:
+    """Return whether the run had no launcher to write a result, and its traces are closed."""
+    has_launcher = isinstance(report.config.get("launcher"), dict)
+    is_closed = all(rank.complete for rank in report.trace.ranks)
+    return report.state is RunState.UNKNOWN and not has_launcher and is_closed
 
 
 def advice(report: Report) -> str:
@@ -79,7 +89,7 @@ def key_figures(report: Report) -> str:
 def _step_range_s(report: Report) -> tuple[float, float]:
     if not report.steps:
         return 0.0, 0.0
-    slowest = np.max([rank.step_s[: report.steps] for rank in report.rank_phases], axis=0)
+    slowest = np.max([rank.train_s[: report.steps] for rank in report.rank_phases], axis=0)
     low, high = np.percentile(slowest, [5, 95])
     return float(low), float(high)
 

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from paceline.report.model import Report
 
 
+# What the ranks got, which need not be what was set: launch.allocator.
+_ALLOCATORS = {
+    "keep": "keep: freed memory stays with the ranks",
+    "system": "system: the C library's defaults",
+    "own": "own: as the environment of the run says",
+}
+
+
 def sources(report: Report) -> str:
     """Return what the numbers rest on."""
     config = report.config
@@ -30,6 +38,8 @@ def sources(report: Report) -> str:
         for name, value in report.versions.items()
         if name != "version"
     ]
+    if isinstance(allocator := config.get("allocator"), dict):
+        rows.append(["allocator", _ALLOCATORS.get(str(allocator.get("in_effect")), "-")])
     values = config.get("values", {})
     settings = [
         [name, json.dumps(setting.get("value")), setting.get("provenance")]

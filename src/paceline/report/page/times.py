@@ -76,7 +76,7 @@ def by_step(report: Report) -> str:
     """Return how step time went over the run."""
     if not report.steps:
         return ""
-    times = np.array([rank.step_s[: report.steps] for rank in report.rank_phases])
+    times = np.array([rank.train_s[: report.steps] for rank in report.rank_phases])
     ranks = [rank.rank for rank in report.rank_phases]
     note = STEP_RULES[StepRule(report.trace.step_rule)]
     if len(ranks) > LINES:

@@ -213,7 +213,7 @@ def examine_shard(
 def verify_files(
     path: str | os.PathLike[str], on_progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, list[CorruptPack]]:
-    """Compare each shard and parity file with its digest.
+    """Compare the SHA-256 of each shard and parity file with the digest in the index.
 
     Args:
         path: the pack.

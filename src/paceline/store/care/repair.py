@@ -177,10 +177,11 @@ class _Repair:
         index = IndexFile.open(self._replica)
         if not self._is_of_this_pack(index):
             raise CorruptPack(
-                "the index is damaged, and the replica's does not fit the shards here",
+                "the index is damaged, and the replica's does not fit this pack's shards",
                 where=str(self._path / INDEX_NAME),
-                why="it is of another pack, or shards are damaged as well",
-                fix=f"If it is a copy of this pack, use it: cp -r {self._replica} elsewhere",
+                why="the replica is of another pack, or the shards are damaged as well",
+                fix=f"If {self._replica} is a copy of this pack, use it in place of this pack, or "
+                "copy it to a new folder",
             )
         if not self._dry_run:
             content = (self._replica / INDEX_NAME).read_bytes()

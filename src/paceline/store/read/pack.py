@@ -82,10 +82,10 @@ class Pack:
 
     @property
     def lengths(self) -> NDArray[np.uint64]:
-        """Bytes of each sample, shape (n,); mostly a view of the mapped index, as `labels` is.
+        """Bytes of each sample, shape (n,): a view of the mapped index, unless a sample is chunked.
 
-        A view of a file that another program truncates is a SIGBUS when it is touched: `lengths_of`
-        and `labels_of` raise an error instead.
+        Touching a view of a file that another program has truncated raises SIGBUS, which ends the
+        process; the same holds for `labels`. `lengths_of` and `labels_of` raise an error instead.
         """
         return self.index.sample_lengths
 
@@ -105,7 +105,7 @@ class Pack:
         return reader.labels(self._ids(samples, reader))
 
     def lengths_of(self, samples: ArrayLike) -> NDArray[np.int64]:
-        """Return the bytes of these samples by the index, copied; as `labels_of`."""
+        """Return the bytes of each of these samples, copied from the index; see `labels_of`."""
         reader = self._open()
         return reader.lengths(self._ids(samples, reader))
 
@@ -116,12 +116,12 @@ class Pack:
 
     @property
     def modes(self) -> NDArray[np.uint32]:
-        """``st_mode`` of each sample's file."""
+        """``st_mode`` of the file, or of the member of a tar archive, that each sample was."""
         return self.index.modes
 
     @property
     def mtimes_ns(self) -> NDArray[np.int64]:
-        """When each sample's file was last written, in nanoseconds since 1970."""
+        """When that file or member was last written, in nanoseconds since 1970; by sample."""
         return self.index.mtimes_ns
 
     @property
@@ -143,7 +143,7 @@ class Pack:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes: the top-level folders, or the content of ``.cls`` members."""
+        """Names of the classes: the top-level folders, or what ``.cls`` members of archives say."""
         reader = self._open()
         return tuple(_Strings(reader.class_count, reader.class_name))
 
@@ -219,7 +219,8 @@ class Pack:
         The samples are verified once, in this call. If the kernel drops a page while you hold the
         view, the page is read again without verification. With policy `first`, a later `read` of
         that page is not verified either. Where that matters, copy (`read_batch`) and keep no views.
-        Compressed and chunked samples are copied.
+        Copied are samples that are compressed, or chunked: larger than a shard, and so stored in
+        several extents.
 
         Raises:
             CorruptPack: a sample does not match its checksum.

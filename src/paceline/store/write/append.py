@@ -270,7 +270,8 @@ def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
         raise CorruptPack(
             "the pack is damaged",
             where=str(folder / INDEX_NAME),
-            why="its samples do not add up to its extents",
+            why="the index contradicts itself: its samples need another number of extents than it "
+            "lists",
             fix="Restore the index from a copy of the pack",
         )
     samples = SampleColumns(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # most, of so many as are common; the columns wait in files until the index is written.
 _LEAST_SAMPLE_BYTES = 44 + 16 + 1
 _MOST_SAMPLE_BYTES = 2 * (53 + 32 + 256) + 64
+_EXPANSION = 10  # of compressed archives: logs and tables; photographs have about 1
 _FIX = "or, where the file system compresses, use check_space=False (--no-space-check)"
 
 
@@ -25,7 +26,8 @@ def require_pack_space(
     """Refuse to begin a pack that cannot fit; warn of one that may not.
 
     Without a codec the samples of a folder are stored byte for byte: so many are needed at least.
-    With a codec, and of archives, only an upper bound is known.
+    With a codec, and of archives that are not compressed, only an upper bound is known; of
+    compressed archives neither, and `_EXPANSION` times their size is taken for the warning.
 
     Args:
         path: the destination.
@@ -40,6 +42,8 @@ def require_pack_space(
     if not options.check_space:
         return
     samples = totals.byte_count or totals.archive_bytes
+    if totals.is_compressed:
+        samples *= _EXPANSION
     parity = samples // options.parity_group if options.parity_group else 0
     least = beside_bytes - reused_bytes
     if totals.is_exact:

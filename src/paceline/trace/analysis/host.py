@@ -4,7 +4,8 @@ Some of it is recorded (HOST events). The rest lies in *gaps*: from the end of o
 thread to the begin of the next. A training loop does the same again and again, so a gap is known by
 the events around it. Samples that fall into gaps of one kind say what is executed there, and the
 time of all gaps of that kind is split among their names by the number of samples. A kind of gap
-that no sample fell into stays without a name (``other``).
+that no sample fell into stays without a name (``other``). A stack that was read in another gap than
+the sample is of does not say what was executed then: it counts as `PYTHON_CODE`.
 
 A share p of n samples has a standard error of sqrt(p (1 - p) / n): few samples make rough figures.
 """
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.record import Record
-from paceline.trace.format.events import MAIN, Kind
+from paceline.trace.format.events import MAIN, PYTHON_CODE, Kind
 from paceline.trace.merge.evaluation import evaluation_spans, in_spans
 
 if TYPE_CHECKING:
@@ -126,14 +127,17 @@ def _sampled(
     at = np.searchsorted(gaps["begin_ns"], times, side="right") - 1
     inside = at >= 0
     inside[inside] = times[inside] < gaps["end_ns"][at[inside]]
-    names = samples["name"][inside].astype(np.int64)
-    counts = np.zeros((len(kinds), len(rank.names)))
+    all_names = (*rank.names, PYTHON_CODE)
+    read_ns = times[inside] + samples["amount"][inside].astype(np.int64)
+    is_known = read_ns < gaps["end_ns"][at[inside]]
+    names = np.where(is_known, samples["name"][inside], all_names.index(PYTHON_CODE))
+    counts = np.zeros((len(kinds), len(all_names)))
     np.add.at(counts, (kind_of[at[inside]], names), 1)
     per_kind = counts.sum(axis=1)
     known = per_kind > 0
     seconds = (counts[known] * (total_s[known] / per_kind[known])[:, None]).sum(axis=0)
     found = {
-        (rank.names[name], int(counts[:, name].sum())): float(seconds[name])
+        (all_names[name], int(counts[:, name].sum())): float(seconds[name])
         for name in np.flatnonzero(seconds).tolist()
     }
     return known[kind_of], found

@@ -93,13 +93,6 @@ class RankPhases:
         sums = self.seconds[first:stop].sum(axis=0)
         return Breakdown(**dict(zip(PHASES, map(float, sums), strict=True)))
 
-    def median_breakdown(self, chosen: np.ndarray) -> Breakdown:
-        """Return each phase's median over the steps that the mask `chosen` selects."""
-        if not chosen.any():
-            return Breakdown()
-        middle = np.median(self.seconds[chosen], axis=0)
-        return Breakdown(**dict(zip(PHASES, map(float, middle), strict=True)))
-
 
 def rank_phases(ranks: Sequence[RankTrace], waits: Sequence[np.ndarray]) -> tuple[RankPhases, ...]:
     """Return each rank's seconds by step and phase, ranks in order.

@@ -38,6 +38,7 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
     synchronising = matches.synchronising()
     compute_ns = np.zeros(len(matches.calls), dtype=np.int64)
     intervals = np.zeros(len(matches.calls), dtype=np.int64)
+    # `trace_index`: of the ranks that left a trace, so not the global rank if one left none.
     for trace_index, own_waits in enumerate(waits):
         own = matches.calls_of(trace_index)
         entered = matches.calls["enter_ns"][own]
@@ -47,10 +48,12 @@ def skew_s(matches: Matches, waits: Sequence[np.ndarray], steps: int) -> np.ndar
     calls = matches.calls[rows]
     late_ns = compute_ns[rows] - _smallest(compute_ns[rows], calls["instance"])
     chosen = (late_ns > 0) & (calls["step"] < steps)
-    traces, steps_of_calls = calls["trace"][chosen], calls["step"][chosen]
+    trace_indices, steps_of_calls = calls["trace"][chosen], calls["step"][chosen]
     result = np.zeros((len(waits), steps))
-    largest_ns, at = _largest(late_ns[chosen], traces, steps_of_calls, intervals[rows][chosen])
-    np.add.at(result, (traces[at], steps_of_calls[at]), largest_ns / 1e9)
+    largest_ns, at = _largest(
+        late_ns[chosen], trace_indices, steps_of_calls, intervals[rows][chosen]
+    )
+    np.add.at(result, (trace_indices[at], steps_of_calls[at]), largest_ns / 1e9)
     return result
 
 
@@ -92,12 +95,12 @@ def _smallest(values: np.ndarray, instances: np.ndarray) -> np.ndarray:
 
 
 def _largest(
-    late_ns: np.ndarray, traces: np.ndarray, steps: np.ndarray, intervals: np.ndarray
+    late_ns: np.ndarray, trace_indices: np.ndarray, steps: np.ndarray, intervals: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest value of each (trace, step, interval), and its index in `late_ns`."""
-    order = np.lexsort((late_ns, intervals, steps, traces))
+    """Return the largest value of each rank, step and interval, and its index in `late_ns`."""
+    order = np.lexsort((late_ns, intervals, steps, trace_indices))
     last = np.ones(len(order), dtype=bool)
-    for column in (traces, steps, intervals):
+    for column in (trace_indices, steps, intervals):
         ordered = column[order]
         last[:-1] &= ordered[1:] == ordered[:-1]
     last[:-1] = ~last[:-1]

@@ -62,7 +62,7 @@ class TorchCollector:
         waits = self.phases.recorded(Kind.INPUT)
         RecordedKind("phases of the loop").attempt(self.phases.install)
         RecordedKind("the script's host work by name").attempt(self.host.install)
-        RecordedKind("steps that the script marks").attempt(self.marks.listen)
+        RecordedKind("steps that the script marks").attempt(self.hooks.add, self.marks.listen)
         RecordedKind(Capability.OPTIMIZER_HOOKS.value).attempt(self._see_steps)
         RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)

@@ -178,10 +178,16 @@ class CollectiveRecorder:
             if internals.is_traced((tensor,)):
                 return None
             issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
+            if threading.get_ident() != self.in_flight.loop.main_thread:
+                return issued, 0  # not the loop that waits
             return issued, self.recorder.begin(int(Kind.WAIT))
 
         def after(state: tuple[Issued | None, int], *_: Any) -> None:
-            self.in_flight.record_wait(*state)
+            issued, begin_ns = state
+            if begin_ns:
+                self.in_flight.record_wait(issued, begin_ns)
+            elif issued is not None:
+                self.in_flight.complete(issued, monotonic_ns())
 
         internals.calls_the_script(wait)
         return around(wait, self.waits, before, after)

@@ -8,11 +8,11 @@ than a loader's batch, a batch stronger than a backward pass, and `paceline.step
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.core import step_mark
+from paceline.trace.collectors.torch_hooks import RecordedKind, callback
 from paceline.trace.format.events import BY_BACKWARD, BY_BATCH, BY_OPTIMIZER, BY_SCRIPT
 
 if TYPE_CHECKING:
@@ -35,24 +35,25 @@ class StepMarks:
         self._by_batch = recorder.intern(BY_BATCH)
         self._by_backward = recorder.intern(BY_BACKWARD)
         self._by_script = recorder.intern(BY_SCRIPT)
+        self._by_script_kind = RecordedKind("steps that the script marks")
         self._script_marks = False
         self._optimizer_steps = False
         self._loader_delivers = False
         self._batch = 0  # number of the loader whose batch the open step has
         self._went_backward = False  # in the open step
 
-    def listen(self) -> None:
-        """Have `paceline.step()` mark steps."""
-        step_mark.set_listener(self.by_script)
+    def listen(self) -> Callable[[], None]:
+        """Have `paceline.step()` mark steps; return what ends that."""
+        step_mark.set_listener(callback(self._by_script_kind, self.by_script))
+        return functools.partial(step_mark.set_listener, None)
 
     def by_script(self) -> None:
         """End a step, and from now on only here.
 
         Any thread may call this: the recorder's call holds the GIL, so that two cannot overlap.
         """
-        if not torch.compiler.is_compiling():
-            self._script_marks = True
-            self._end(self._by_script, 0)
+        self._script_marks = True
+        self._end(self._by_script, 0)
 
     def by_optimizer(self, number: int) -> None:
         """Note the end of an optimizer's outermost step.

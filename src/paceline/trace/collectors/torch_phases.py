@@ -160,7 +160,7 @@ class PhaseRecorder:
         self._replace(owner, attribute, kind, before, after)
 
     def recorded(self, kind: Kind) -> RecordedKind:
-        """Return whether phases of a kind are recorded: all their hooks share it."""
+        """Return the switch that all hooks of a phase share: whether it is still recorded."""
         if kind not in self.kinds:
             lost = f"the phase {kind.name.lower()} (its time counts as other)"
             self.kinds[kind] = RecordedKind(lost)

@@ -121,6 +121,7 @@ NEXT, LOSS = "next", "loss"  # names of a loader's batch, and of what follows th
 # Names of STEP events: what ended the step as it was recorded. `merge.steps` joins them to steps.
 BY_OPTIMIZER, BY_BATCH, BY_BACKWARD, BY_SCRIPT = "step", "batch", "backward", "paceline.step()"
 EVALUATION_SPAN = "evaluation"  # name of the event from the first to the last of an evaluation
+PYTHON_CODE = "Python code"  # name of a SAMPLE: of what function or line is not known
 GARBAGE_COLLECTION = "garbage collection"  # name of a HOST event
 NAN_READ = "nan_read"  # a counter: the script read a tensor's value, and it was not a number
 DRAIN = "drain"  # the wait at the end of a backward pass for collectives issued within it

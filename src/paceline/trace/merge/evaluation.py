@@ -6,9 +6,12 @@ network without gradients to train something else with the result. So runs of su
 two pieces of training, are judged together. A run is an evaluation if one of these holds:
 
     it takes batches of its own: a loader is asked between its passes, or after the last of them
-    a module that is trained elsewhere is in evaluation mode, without gradients
     nothing is trained after it
-    it has several passes, and such runs come in less than half of the steps
+    it has several passes, or one of a module that is trained elsewhere and is now in evaluation
+    mode, without gradients; and such runs come in at most half of the steps
+
+The last one is for evaluations without a loader. What comes in each step makes something to train
+with: pseudo labels, or the experience of reinforcement learning.
 
 An evaluation lasts from its first batch or pass to its last, with all that is between: one event of
 kind EVALUATION and name `EVALUATION_SPAN`, cut where a step ends. Time after the last step counts
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _PASSES = (Kind.FORWARD, Kind.EVALUATION)
 _SHAPING = (Kind.INPUT, Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD, Kind.OPTIMIZER)
 _FLAGS = WITHOUT_GRADIENTS | EVALUATION_MODE
+_ZERO = np.zeros(1, np.uint64)  # a list [0] is signed: joined to times it makes floats
 
 
 def find_evaluations(rank: RankTrace) -> RankTrace:
@@ -107,13 +111,12 @@ def _evaluations(rank: RankTrace) -> np.ndarray:
         after = bool((asked > last).any()) and bool(eval_mode[own].all())
         at_end = rows[-1] == len(events) - 1
         span = _span(events, rows, own, loaders)
-        sure = between or after or at_end or bool(strong[own].any())
-        if sure:
+        if between or after or at_end:
             chosen.append(span)
-        elif len(own) > 1:
+        elif len(own) > 1 or strong[own].any():
             rare.append(span)
     steps = max(1, int((rank.events["kind"] == Kind.STEP).sum()))
-    if len(rare) < 0.5 * steps:
+    if len(rare) <= 0.5 * steps:
         chosen += rare
     result = np.zeros(len(chosen), SPAN)
     for i, (begin, end) in enumerate(sorted(chosen)):
@@ -133,7 +136,7 @@ def _outermost(rank: RankTrace) -> np.ndarray:
     events = events[events["location"] == MAIN]
     events = events[np.lexsort((-events["end_ns"].astype(np.int64), events["begin_ns"]))]
     ended = np.maximum.accumulate(events["end_ns"]) if len(events) else events["end_ns"]
-    before = np.concatenate([[0], ended[:-1]]).astype(np.uint64)
+    before = np.concatenate([_ZERO, ended[:-1]])
     return np.asarray(events[events["begin_ns"] >= before[: len(events)]])
 
 
@@ -206,7 +209,7 @@ def _cut(spans: np.ndarray, steps: np.ndarray) -> np.ndarray:
     owner = np.repeat(np.arange(len(spans)), counts)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
     parts = np.zeros(len(owner), SPAN)
-    bounds = np.concatenate([[0], ends]).astype(np.uint64)
+    bounds = np.concatenate([_ZERO, ends])
     parts["begin_ns"] = np.maximum(spans["begin_ns"][owner], bounds[place])
     limit = np.concatenate([ends, [np.iinfo(np.uint64).max]]).astype(np.uint64)
     parts["end_ns"] = np.minimum(spans["end_ns"][owner], limit[place])

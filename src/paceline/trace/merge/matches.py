@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 NONE = -1  # an index that refers to nothing, or a peer that is not known
 _SHOWN_MISMATCHES = 20
 
-# One rank's part in a collective, and its side of a message. `trace` is the index of the rank's
-# trace (not its global rank: a rank may have left no trace), `peer` a global rank or `NONE`,
-# `instance` the row of the collective's instance, `partner` the row of the message's other side.
+# One rank's part in a collective, and its side of a message. `trace` is the rank's index in
+# `Trace.ranks` and `Matches.ranks`, the ranks that left a trace (not its global rank: a rank may
+# have left none), `peer` a global rank or `NONE`, `instance` the row of the collective's instance,
+# `partner` the row of the message's other side.
 _SHARED = [
     ("enter_ns", "<i8"),
     ("exit_ns", "<i8"),
@@ -83,7 +84,7 @@ class Matches:
     """The matched collectives and messages of a run.
 
     Attributes:
-        ranks: global rank of each trace, shape (traces,).
+        ranks: global rank of each trace, shape (traces,); a `trace_index` is an index in it.
         groups: process groups; the field `group` of calls, messages and instances is an index here.
         operations: names of operations; the field `operation` of calls and instances is an index
             here.

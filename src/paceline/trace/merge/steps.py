@@ -124,6 +124,7 @@ def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
     owners, lengths = turns[first], np.diff(np.concatenate([first, [count]]))
     begins = np.zeros(count, dtype=bool)
     begins[first[_round_starts(owners)]] = True
+    begins |= repeats & np.repeat(lengths > REPEATS_MAX, lengths)
     if len(np.unique(owners)) < len(owners) or lengths.max() > 1:  # else it may be one round
         names, turn_counts = np.unique(owners, return_counts=True)
         begins[first[np.isin(owners, names[turn_counts == 1])]] = True

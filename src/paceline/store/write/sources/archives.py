@@ -38,6 +38,7 @@ from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
     READ_BYTES,
     archive_errors,
+    is_compressed,
     open_archive,
     read_exactly,
     read_headers,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_CLASS_BYTES = 255
-_MAX_GROUP_BYTES = 512 << 20  # of members that wait in memory for the class of their group
+_MAX_GROUP_BYTES = 512 << 20  # of members that are held until their group has been read
 _MEMBER_BYTES = 512  # bytes that a member takes in addition to its body
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
 _KINDS = {
@@ -129,10 +130,12 @@ class OpenArchives:
         self._has_groups = False
         self.where = self._paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         states = []
+        self._is_compressed = False
         for path in self._paths:
             try:
                 with archive_errors(path):
                     status = Path(path).stat()
+                    self._is_compressed |= is_compressed(path)
             except StorageError as problem:
                 if isinstance(problem.__cause__, FileNotFoundError):
                     raise NotFound("no such archive", where=path, fix="Check the path") from None
@@ -144,7 +147,7 @@ class OpenArchives:
 
     def totals(self) -> SourceTotals:
         """Return the size of the archives: their content is only known when they are read."""
-        return SourceTotals(archive_bytes=self._archive_bytes)
+        return SourceTotals(archive_bytes=self._archive_bytes, is_compressed=self._is_compressed)
 
     def folders(self) -> list[bytes]:
         """Return all folders, once all batches have been read."""
@@ -204,15 +207,21 @@ class OpenArchives:
         yield from self._take_group(group)
 
     def _refuse_class(self, group: list[_ArchiveMember]) -> None:
-        """Refuse a class that comes after members of its group were passed on without it."""
+        """Refuse a class of a group that is too large to be held until all of it has been read.
+
+        So the class is refused wherever it stands: members before it would have been passed on
+        without a class, and members after it would not get one.
+        """
         for member in group:
             if member.name.endswith(b".cls"):
                 raise UsageError(
-                    f"{member.name!r} names the class of too large a sample",
+                    f"{member.name!r} names the class of too large a group",
                     where=self.where,
-                    why="members with the same name up to the first dot wait in memory for their "
-                    f"class, up to {_MAX_GROUP_BYTES >> 20} MiB of them",
-                    fix="Use the same name up to the first dot for fewer members",
+                    why="a class applies to all members that share its name up to the first dot; "
+                    f"they are held in memory, at most {_MAX_GROUP_BYTES >> 20} MiB of them, and "
+                    "these are larger",
+                    fix="Split the group: give fewer members the same name up to the first dot, "
+                    "each group with its own .cls member",
                 )
 
     def _take_group(self, group: list[_ArchiveMember]) -> Iterator[tuple[_ArchiveMember, int]]:

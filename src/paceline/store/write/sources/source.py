@@ -71,13 +71,15 @@ class SourceBatch:
 class SourceTotals:
     """Totals of a source that are known before it is read; 0 = unknown.
 
-    `archive_bytes` is the size of the archives that hold the samples.
+    `archive_bytes` is the size of the archives that hold the samples, and
+    `is_compressed` says that these are compressed there: they may take many times as much.
     """
 
     sample_count: int = 0
     byte_count: int = 0
     archive_bytes: int = 0
     is_exact: bool = False
+    is_compressed: bool = False
 
 
 class SourceClasses(NamedTuple):

@@ -13,6 +13,7 @@ import lzma
 import re
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import PacelineError, StorageError, os_errors_as, reason
@@ -174,6 +175,16 @@ def open_archive(path: str) -> Iterator[IO[bytes]]:
                     yield stream
                 return
         yield file
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether the archive's members are compressed, so that its size says little of theirs.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        return file.read(6).startswith(tuple(_COMPRESSED))
 
 
 @contextmanager

@@ -7,7 +7,8 @@ them, and takes a page fault for every 4 KiB. With `keep` freed memory stays wit
 its next step. `bench/allocator.py` measures what that gains, and what it costs in memory.
 
 The setting goes to the ranks as environment variables, which glibc reads when a process starts:
-what a rank starts (workers of loaders, compilers) inherits it.
+what a rank starts (workers of loaders, compilers) inherits it. What measures for a prediction (the
+probe, the capture of a model) runs under the same allocator as the ranks.
 """
 
 from __future__ import annotations
