@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.report.model import Report
 
 
-# What the ranks got, which need not be what was set: launch.allocator.
+# What the ranks got, which need not be what was set: core.allocator.
 _ALLOCATORS = {
     "keep": "keep: freed memory stays with the ranks",
     "system": "system: the C library's defaults",
