@@ -407,7 +407,7 @@ void waits_may_be_nested_and_left_open() {
     for (int i = 0; i < 20; ++i) record(recorder, recorder.begin(phase_of(Kind::wait)));
     record(recorder, drain);
     recorder.begin(phase_of(Kind::wait));  // its hook fails: no event
-    record(recorder, 1);                   // another wait, of which no begin was told
+    record(recorder, 1);                   // another wait, whose begin nobody reported
   }
   const auto events = parse(path).events;
   CHECK(events.size() == 22);
