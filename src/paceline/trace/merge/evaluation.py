@@ -7,8 +7,8 @@ between two pieces of training, are judged together. It is an evaluation if one 
 
     it takes batches of its own: a loader is asked between its passes, or after the last of them
     nothing is trained after it
-    it has several passes, or one pass, without gradients and in evaluation mode, of a module that
-    is trained elsewhere; and such sequences come in at most half of the steps
+    it has several passes, or its only pass is one without gradients and in evaluation mode of a
+    module that is trained elsewhere; and such sequences come in at most half of the steps
 
 The last one is for evaluations without a loader. What comes in each step makes something to train
 with: pseudo labels, or the experience of reinforcement learning.
