@@ -110,4 +110,4 @@ def test_a_plan_by_hand_sets_buckets_and_needs_no_estimate(folder):
     assert done.out.split() == ["2", str(1 << 20)]
     refused = paceline(folder, "run", "-n", 3, *arguments, "train.py", threads=None)
     assert refused.code == 2
-    assert "--ranks is 3, the plan's mesh.data is 2" in refused.err
+    assert "--ranks is 3, the plan's number of ranks (mesh.data) is 2" in refused.err

@@ -52,12 +52,12 @@ def test_a_run_takes_its_allocator_from_the_plan(ready):
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [
-        (TWO, {"ranks": 4}, {}, "--ranks is 4, the plan's mesh.data is 2"),
+        (TWO, {"ranks": 4}, {}, "--ranks is 4, the plan's number of ranks (mesh.data) is 2"),
         (
             TWO,
             {},
             {"PACELINE_RUN__RANKS": "3"},
-            "PACELINE_RUN__RANKS is 3, the plan's mesh.data is 2",
+            "PACELINE_RUN__RANKS is 3, the plan's number of ranks (mesh.data) is 2",
         ),
         (TWO, {}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS is 1, the plan's threads is 3"),
         (TWO, {"allocator": "system"}, {}, "--allocator is system, the plan's allocator is keep"),

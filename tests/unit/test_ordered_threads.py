@@ -157,7 +157,7 @@ def test_a_deadline_is_kept_where_a_task_hangs_before_anybody_makes_it():
 
     work = start(tasks(), threads=1, timeout_s=0.05)
     assert drawing.wait(DEADLINE_S)
-    with pytest.raises(DeadlineExceeded, match="the thread that draws tasks"):
+    with pytest.raises(DeadlineExceeded, match="the thread that prepares the next batch"):
         work.next()
     release.set()
     work.close(DEADLINE_S)

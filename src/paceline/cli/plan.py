@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     "--allocator",
     type=click.Choice(["keep", "system"]),
     default="keep",
-    help="What becomes of memory that a rank frees, as in paceline run [default: keep].",
+    help="keep: malloc does not return freed memory to the system; system: the C library's "
+    "defaults [default: keep].",
 )
 @click.option(
     "--out",

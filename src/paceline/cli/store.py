@@ -229,7 +229,7 @@ def repair(
         for finding in report.repaired:
             print(
                 f"{finding.what} ({finding.file}): {finding.why}; "
-                f"{would}recovered from {finding.recovered_from}"
+                f"{would}recovered from {_origin(finding.recovered_from)}"
             )
         for name in report.stale_files:
             print(f"{name}: stale, it belongs to no version of the pack; {would}removed")
@@ -243,6 +243,11 @@ def repair(
             print("  fix: give --source FOLDER or --replica COPY", file=sys.stderr)
     if report.lost:
         sys.exit(CorruptPack.exit_code)
+
+
+def _origin(recovered_from: str) -> str:
+    killed_append = "the file that the killed append had written"
+    return killed_append if recovered_from == "append" else recovered_from
 
 
 def _repair_words(report: RepairReport) -> str:

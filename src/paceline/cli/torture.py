@@ -54,7 +54,7 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
     metavar="all|N",
     default="all",
     show_default=True,
-    help="Let all system calls that change the disk fail, or the first N, each once.",
+    help="Fail each system call that changes the disk once (or only the first N).",
 )
 @click.option(
     "--seed",
@@ -67,9 +67,10 @@ def _limit(_context: click.Context, _option: click.Parameter, text: str) -> int 
 def store(
     folder: Path, corruptions: int, kills: int, faults: int | None, seed: int, as_json: bool
 ) -> None:
-    """Damage packs, kill packing, fail system calls, extract hostile names; takes half a minute.
+    """Damage packs, kill packing, fail system calls, extract names that lead out of the folder.
 
-    All files are in a new folder, which is removed. Exits with status 1 if a fault goes undetected.
+    Takes half a minute. All files are in a new folder, which is removed. Exits with status 1 if a
+    fault goes undetected.
     """
     from paceline.studies.torture_parts import TortureOptions
     from paceline.studies.torture_store import torture_store

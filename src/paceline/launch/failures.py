@@ -190,7 +190,8 @@ def _loss(run: Path, failure: Failure) -> PacelineError | None:
         return RankLost(
             f"rank {failure.rank} {kind}",
             where=where,
-            why=f"{why}; a launcher of its own does not tell which",
+            why=f"{why}; under `paceline record` the command that started the rank does not "
+            "report which",
             fix=f"See the command's output, and the steps before it: paceline report {run}",
         )
     if kind == HUNG:

@@ -49,7 +49,7 @@ def check_plan(
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
         place = _place(resolved, "ranks")
-        raise _conflict(place, ranks, "mesh.data", plan.mesh.data)
+        raise _conflict(place, ranks, "number of ranks (mesh.data)", plan.mesh.data)
     _check_allocator(plan, resolved)
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):

@@ -4,6 +4,9 @@ A member sends `TaskReport`\ s, the root answers with `Notice`\ s. Each carries 
 its sender, and state only ever advances: the next message makes up for a lost one, and a repeated
 or late message changes nothing. So no message needs to be acknowledged or numbered, and every
 transport suffices that delivers the latest message now and then.
+
+In a report, `rank` is the number of the task and `world_size` the number of tasks. Both are those
+of ranks where each task is one rank (Slurm, mpirun), and of nodes with ``--nnodes``.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ class StartInfo:
     Attributes:
         address: address on which rank 0's process group listens.
         port: port on which it listens.
-        share_index: which share of the cores that several tasks have in common is this task's.
-        share_count: number of these shares; 1 for a task with cores of its own.
+        share_index: number of this task among the tasks of its node that share its cores.
+        share_count: number of these tasks; 1 for a task with cores of its own.
     """
 
     address: str

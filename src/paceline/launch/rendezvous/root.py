@@ -11,7 +11,8 @@ The members of all tasks report to the root. The root runs in a thread of rank 0
     RUNNING     a rank failed, or a task is lost               STOPPING
                 the ranks of all tasks have ended well                       AllEnded
     STOPPING    all tasks have ended or are lost, or timeout                 AllEnded
-    both        rank 0's launcher has written the result       FINISHED
+    RUNNING or  rank 0's launcher has written the result       FINISHED
+    STOPPING
 
 `handle(event, now_s)` returns actions; the shell carries them out and never decides. Lost, repeated
 and late reports are harmless because a report is a state, see `messages`.
@@ -139,8 +140,9 @@ RootAction = SendNotice | Drop | ChooseAddress | AllEnded | Finished
 class _Task:
     """The root's knowledge of a task.
 
-    `ended` and `others` are how its ranks ended (see `TaskReport`), `gone_s` when its connection
-    closed, `lost` whether it stopped reporting, `left` whether its last report has come.
+    `ended` is how its rank ended (of several: the first that ended badly, else the first), `others`
+    further exits that may explain the run's end. `gone_s` is when its connection closed, `lost`
+    whether it stopped reporting, `left` whether its last report has come.
     """
 
     report: TaskReport
@@ -164,7 +166,7 @@ class RootMachine:
 
     job: str
     run: str
-    world_size: int
+    world_size: int  # number of tasks: with --nnodes that of the nodes, not of the ranks
     deadlines: Deadlines
     begin_s: float
     ranks_per_task: int = 1  # 1 under Slurm and mpirun, the ranks of a node with --nnodes
@@ -214,7 +216,7 @@ class RootMachine:
         if refusal:
             notice = Notice(run=self.run, phase=self.phase, refusal=refusal)
             return [SendNotice(peer, notice), Drop(peer)]
-        task = self._tasks.get(report.rank)
+        task = self._tasks.get(report.rank)  # `rank` of a report is the task's number
         if task is None or task.report.task != report.task:
             task = self._tasks[report.rank] = _Task(report=report, peer=peer, heard_s=now_s)
             self._running.add(report.rank)
@@ -271,6 +273,8 @@ class RootMachine:
         if self.phase is not JobPhase.GATHERING:
             return []
         reports = [self._tasks[number].report for number in range(self.world_size)]
+        # Tasks of a node that were not bound share its cores: task `index` of `count` takes its
+        # part of them.
         shares = core_shares([(report.host, report.cores) for report in reports])
         self._starts = [
             StartInfo(

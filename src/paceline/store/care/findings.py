@@ -16,7 +16,8 @@ class RepairFinding(Record):
         what: sample, shard, parity file or index.
         file: name of the file that holds it.
         why: what was wrong with it.
-        recovered_from: source, replica, parity, index or shards; empty = it could not be repaired.
+        recovered_from: source, replica, parity, index, shards, or append (the file that a killed
+            append had written but not put in place); empty = it could not be repaired.
     """
 
     version: ClassVar[int] = 2

@@ -300,7 +300,8 @@ class LoaderIterator:
             raise UsageError(
                 "this pass over the loader has ended",
                 where=str(self._loader.pack.path),
-                why="the loader was moved or closed, or loading a batch failed",
+                why="the loader's position was set anew (load_state_dict, set_epoch), it was "
+                "closed, or loading a batch failed",
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()

@@ -118,12 +118,12 @@ class OrderedThreads(Generic[Task, Result]):
             Exception: what the thread that should have made it raised.
         """
         if not self._lock.acquire(timeout=self._bounds.timeout_s):
-            raise self._late("the thread that draws tasks")
+            raise self._late("the thread that prepares the next batch")
         try:
             came = self._ready.wait_for(self._next_is_there, self._bounds.timeout_s)
             slot = self._slots.get(self._delivered)
             if not came:
-                raise self._late(slot.worker if slot else "the thread that draws tasks")
+                raise self._late(slot.worker if slot else "the thread that prepares the next batch")
             if slot is None:
                 self._refuse_closed()
                 raise StopIteration

@@ -55,24 +55,26 @@ class PackOptions(Configuration):
     def __post_init__(self) -> None:
         if self.shard_bytes != 0 and self.shard_bytes < 2 * ALIGNMENT:
             raise ConfigError(
-                f"a shard of {self.shard_bytes} bytes cannot hold a sample",
-                where="shard_bytes",
+                f"a shard size of {self.shard_bytes} B is below the minimum of {2 * ALIGNMENT} B",
+                where="shard_bytes (--shard-size)",
                 fix=f"Use at least {2 * ALIGNMENT}; hundreds of MiB serve best",
             )
         if self.codec not in _CODECS:
             raise ConfigError(
                 f"unknown codec {self.codec!a}",
-                where="codec",
+                where="codec (--codec)",
                 fix="Use one of " + ", ".join(_CODECS),
             )
         if not 1 <= self.codec_level <= 19:
             raise ConfigError(
-                f"zstd has no level {self.codec_level}", where="codec_level", fix="Use 1 to 19"
+                f"zstd has no level {self.codec_level}",
+                where="codec_level (--codec-level)",
+                fix="Use 1 to 19",
             )
         if self.parity_group < 0 or self.parity_group == 1:
             raise ConfigError(
-                f"parity_group must be 0 or at least 2, got {self.parity_group}",
-                where="parity_group",
+                f"a parity file covers at least 2 shards, got {self.parity_group}",
+                where="parity_group (--parity)",
                 why="the parity of one shard is a copy of it",
                 fix="Use 2 or more, or 0 for none; 8 costs an eighth of the space",
             )

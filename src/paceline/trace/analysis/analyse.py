@@ -34,7 +34,8 @@ class Analysis:
         trace: the merged trace.
         waits: one array of `WAIT_INTERVAL` per rank, ordered by begin time.
         phases: seconds by step and phase, one record for each rank that left a trace.
-        counters: what each rank's main thread did in each step that all ranks completed.
+        counters: of each rank's main thread, by step that all ranks completed: time on a core, time
+            runnable without one, garbage collection, stops.
         skew_s: skew of each rank in each step that all ranks completed, shape (ranks, steps),
             seconds.
         stragglers: the ranks that were late, the costliest first.

@@ -1,14 +1,14 @@
-"""Finds evaluations: runs of forward passes that train nothing.
+"""Finds evaluations: sequences of forward passes that train nothing.
 
 A forward pass is recorded with two flags: gradients were disabled, the module was in evaluation
 mode. The flags alone do not make an evaluation. A step may run a teacher, a generator or a target
-network without gradients to train something else with the result. So runs of such passes, between
-two pieces of training, are judged together. A run is an evaluation if one of these holds:
+network without gradients to train something else with the result. So the passes of a sequence,
+between two pieces of training, are judged together. It is an evaluation if one of these holds:
 
     it takes batches of its own: a loader is asked between its passes, or after the last of them
     nothing is trained after it
-    it has several passes, or one of a module that is trained elsewhere and is now in evaluation
-    mode, without gradients; and such runs come in at most half of the steps
+    it has several passes, or its only pass is one without gradients and in evaluation mode of a
+    module that is trained elsewhere; and such sequences come in at most half of the steps
 
 The last one is for evaluations without a loader. What comes in each step makes something to train
 with: pseudo labels, or the experience of reinforcement learning.
@@ -125,7 +125,7 @@ def _evaluations(rank: RankTrace) -> np.ndarray:
 
 
 def _runs(chosen: np.ndarray) -> list[np.ndarray]:
-    """Return the rows of each run of chosen ones."""
+    """Return the rows of each sequence of chosen events without a gap."""
     rows = np.flatnonzero(chosen)
     return np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
 

@@ -10,7 +10,7 @@ whole trace decides which of these marks end a step; all others are within one:
     loader               no optimizer: each batch from a loader
     backward             no optimizer and no loader: each backward pass
 
-A round of several optimizers begins with each turn of the one that began the first round::
+A round of several optimizers begins with each turn of the optimizer that began the first round::
 
     D G | D G | D G           a GAN: two steps of optimizers, one step of the loop
     D D D G | D D D G         critics that step several times on one batch, or without a loader

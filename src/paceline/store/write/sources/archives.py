@@ -347,7 +347,7 @@ def _body(file: IO[bytes], length: int, path: str) -> bytes | IO[bytes]:
 
 def _refused(name: bytes, kind: bytes, path: str) -> UsageError:
     return UsageError(
-        "the archive holds something that is neither a file nor a folder",
+        "the archive holds an entry of a kind that cannot be packed",
         where=f"{path}: {os.fsdecode(name)[:200]!a}",
         why=f"it is {_KINDS.get(kind, f'of the unknown kind {kind!r}')}",
         fix="Make the archive without it (tar --hard-dereference -h stores what links lead to)",
