@@ -388,7 +388,7 @@ def _as_unrecorded(script, folder):
 
 
 def test_what_a_torch_lacks_costs_one_warning_each_and_the_rest_is_recorded(tmp_path):
-    """In one child for each capability that it is told to do without, and in one for all."""
+    """In one child for each capability that it has to do without, and in one for all."""
     last = _as_unrecorded("missing_capabilities.py", tmp_path)
     assert last == f"{len(Capability) + 1} as unrecorded"
 

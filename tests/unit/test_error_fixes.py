@@ -24,10 +24,10 @@ def _without_fix(tree):
         if not isinstance(call, ast.Call):
             continue
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-        told = [keyword.value for keyword in call.keywords if keyword.arg == "fix"]
+        fixes = [keyword.value for keyword in call.keywords if keyword.arg == "fix"]
         passed_on = any(keyword.arg is None for keyword in call.keywords)
-        empty = any(isinstance(value, ast.Constant) and not value.value for value in told)
-        if name in NAMES and not passed_on and (not told or empty):
+        empty = any(isinstance(value, ast.Constant) and not value.value for value in fixes)
+        if name in NAMES and not passed_on and (not fixes or empty):
             lines.append(call.lineno)
     return lines
 

@@ -1,17 +1,21 @@
-"""The folder of a new run: chooses its name, claims it, and refuses it if it is taken."""
+"""The folder of a new run: its name, whether it is taken, and what is written at the start."""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import DestinationExists, StorageError, UsageError
+from paceline.core.files import commit_text
 from paceline.launch.rendezvous.addresses import FOLDER
-from paceline.runs.folder import PLAN_NAME
+from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
+from paceline.runs.versions import versions
 
 if TYPE_CHECKING:
     from paceline.core.clock import Clock
+    from paceline.core.machine import Machine
     from paceline.launch.allocation import Allocation
 
 # What rank 0 writes before all tasks have arrived: a folder with only these files is of a run that
@@ -108,6 +112,24 @@ def refuse_taken(run: Path, rank: int) -> None:
         names |= {path.name for path in traces.iterdir()} if traces.is_dir() else set()
     if names:
         raise _taken(run)
+
+
+def write_start(run: Path, machine: Machine | None, **config: Any) -> None:
+    """Write what is known of a run at its start: its configuration, versions, and the machine.
+
+    Args:
+        run: the run's folder.
+        machine: the Machine that is kept with the run; None writes none.
+        config: fields of ``config.json`` (docs/reference/run-folder.md).
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    everything = {"version": CONFIG_VERSION, **config}
+    commit_text(run / "config.json", json.dumps(everything, indent=1) + "\n")
+    commit_text(run / "versions.json", json.dumps(versions(), indent=1) + "\n")
+    if machine is not None:
+        commit_text(run / "machine.json", machine.to_text())
 
 
 def _taken(run: Path) -> DestinationExists:

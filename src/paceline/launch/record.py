@@ -7,12 +7,11 @@ The command runs as it would run alone. Which of its processes are ranks turns o
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.config import environment
 from paceline.core.errors import RankLost, ScriptFailed
@@ -37,15 +36,13 @@ from paceline.launch.failures import (
     place_of,
     raise_failure,
 )
-from paceline.launch.folder import claim, default_folder, refuse_taken
+from paceline.launch.folder import claim, default_folder, refuse_taken, write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks
 from paceline.launch.recordable import check_recordable
 from paceline.launch.summary import summarize, trace_statuses
-from paceline.runs.folder import CONFIG_VERSION
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import Failure
-from paceline.runs.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,18 +108,16 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         StorageError: the folder cannot be written.
     """
     run = job.run_folder
-    config: dict[str, Any] = {
-        "version": CONFIG_VERSION,
-        "values": {},
-        "script": job.command[0],
-        "args": list(job.command[1:]),
-        "world_size": None,  # known at the end: in result.json
-        "threads": None,
-        "launcher": this_launcher(),
-    }
-    commit_text(run / "config.json", json.dumps(config, indent=1) + "\n")
-    commit_text(run / "versions.json", json.dumps(versions(), indent=1) + "\n")
-    commit_text(run / "machine.json", machine.to_text())
+    write_start(
+        run,
+        machine,
+        values={},
+        script=job.command[0],
+        args=list(job.command[1:]),
+        world_size=None,  # known at the end: in result.json
+        threads=None,
+        launcher=this_launcher(),
+    )
     exits = _run(job, clock)
     failure = None if not exits or exits[0].rank is None else _failure(run, exits[0])
     code = exit_code(exits, failure)

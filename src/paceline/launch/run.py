@@ -9,7 +9,6 @@ or killed) the traces become `result.json`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -32,6 +31,7 @@ from paceline.core.processes import (
 )
 from paceline.launch.exits import ExitOutcome, combine, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
+from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
 from paceline.launch.output import TaggedOutput
 from paceline.launch.program import ProgramKind
@@ -41,10 +41,9 @@ from paceline.launch.rendezvous.messages import JobEnd
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.watcher import StatusWatcher
-from paceline.runs.folder import CONFIG_VERSION, PLAN_NAME
+from paceline.runs.folder import PLAN_NAME
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import RunResult
-from paceline.runs.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,19 +242,17 @@ def _threads(job: Job) -> int | None:
 
 
 def _write_start(job: Job, machine: Machine) -> None:
-    config = {
-        "version": CONFIG_VERSION,
-        "values": job.resolved.to_json(),
-        "script": job.program.name,
-        "args": list(job.args),
-        "world_size": job.ranks,
-        "threads": _threads(job),
-        "allocator": job.allocator.to_json(),
-        "launcher": this_launcher(),
-    }
-    commit_text(job.run_folder / "config.json", json.dumps(config, indent=1) + "\n")
-    commit_text(job.run_folder / "versions.json", json.dumps(versions(), indent=1) + "\n")
-    commit_text(job.run_folder / "machine.json", machine.to_text())
+    write_start(
+        job.run_folder,
+        machine,
+        values=job.resolved.to_json(),
+        script=job.program.name,
+        args=list(job.args),
+        world_size=job.ranks,
+        threads=_threads(job),
+        allocator=job.allocator.to_json(),
+        launcher=this_launcher(),
+    )
     if job.plan is not None:
         commit_text(job.run_folder / PLAN_NAME, job.plan.to_text())
 

@@ -7,7 +7,6 @@ read the traces.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +14,8 @@ from typing import TYPE_CHECKING
 from paceline.core.clock import SystemClock
 from paceline.core.config import environment
 from paceline.core.errors import DestinationExists, UsageError, storage_errors
-from paceline.core.files import commit_text
 from paceline.launch import attach
-from paceline.launch.folder import default_folder
-from paceline.runs.folder import CONFIG_VERSION
-from paceline.runs.versions import versions
+from paceline.launch.folder import default_folder, write_start
 
 if TYPE_CHECKING:
     import os
@@ -51,7 +47,16 @@ def record(run: str | os.PathLike[str] | None = None) -> None:
     except DestinationExists as taken:  # without a launcher a run has no result.json, only traces
         raise _holds_another(folder, taken.what) from None
     if rank == 0:
-        _write_start(folder, world_size)
+        write_start(
+            folder,
+            None,
+            values={},
+            script=sys.argv[0],
+            args=sys.argv[1:],
+            world_size=world_size,
+            threads=None,
+            launcher=None,
+        )
 
 
 def _holds_another(folder: Path, why: str = "") -> DestinationExists:
@@ -61,17 +66,3 @@ def _holds_another(folder: Path, why: str = "") -> DestinationExists:
         why=why,
         fix="Name another, or remove it",
     )
-
-
-def _write_start(folder: Path, world_size: int) -> None:
-    config = {
-        "version": CONFIG_VERSION,
-        "values": {},
-        "script": sys.argv[0],
-        "args": sys.argv[1:],
-        "world_size": world_size,
-        "threads": None,
-        "launcher": None,
-    }
-    commit_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
-    commit_text(folder / "versions.json", json.dumps(versions(), indent=1) + "\n")
