@@ -142,7 +142,7 @@ class Stage:
             others.append(self._process(truth_ranks.disturb, case.seed * 1000 + case.number))
         demand = None
         if case.cause in ("stopped", "not_running"):
-            receiver, demand = self.context.Pipe(duplex=False)
+            receiver, demand = self.context.Pipe()
             if case.cause == "stopped":
                 others.append(self._process(truth_ranks.stop_on_demand, receiver))
             else:

@@ -157,9 +157,12 @@ class _Slowness:
         time.sleep(seconds)
 
     def _stopped(self, seconds):
+        """Wait until it is over: a stop while the rank sleeps for its device would cost nothing."""
         self.helper.send_bytes(CHANNEL.pack(seconds))
+        self.helper.recv_bytes()
 
-    _not_running = _stopped
+    def _not_running(self, seconds):
+        self.helper.send_bytes(CHANNEL.pack(seconds))
 
     def _checkpoint(self, seconds):
         import torch
@@ -246,6 +249,7 @@ def stop_on_demand(channel):
         try:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(seconds)
+            channel.send_bytes(b"over")  # read when the rank runs again
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             return

@@ -134,6 +134,16 @@ def test_confidence_grows_with_the_number_of_steps():
     assert confidence(400) > 0.999
 
 
+def test_a_delay_that_grows_from_amid_the_run_drifts():
+    """Such a bend looks like noise with a memory, which the test of lines allows for."""
+    random = np.random.default_rng(6)
+    steps = np.arange(300)
+    series = np.where(steps < 90, 0.0, 0.022e-3 * steps) + random.laplace(0, 0.0002, 300)
+    pattern = find_pattern(series, -series[np.newaxis], RULES)
+    assert (pattern.shape, pattern.slope_s) == ("drifting", pytest.approx(0.022e-3, rel=0.3))
+    assert pattern.chance < 0.01
+
+
 def test_two_culprits_are_both_found_the_costlier_first():
     random = np.random.default_rng(4)
     culprits = [

@@ -101,6 +101,22 @@ def test_joined_marks_make_one_step_with_their_counters(tmp_path):
     assert rank.marks_within_steps == 5
 
 
+def test_ranks_count_alike_when_one_of_them_loads_the_batches_for_all(tmp_path):
+    """The critic takes two steps, each on a batch of its own that rank 0 sends to rank 1."""
+
+    def critics(rank, count=4):
+        marked = Marked()
+        for turn in "DDG" * count:
+            if rank == 0 and turn == "D":
+                marked.phase(Kind.INPUT, NEXT)
+            marked.phase(Kind.FORWARD).mark(tag=ord(turn))
+        return marked
+
+    trace = load(tmp_path, critics(0), critics(1), critics(1, count=3))
+    steps = [len(rank.events_of(Kind.STEP)) for rank in trace.ranks]
+    assert steps == [8, 8, 6]
+
+
 def test_a_failure_is_in_a_step_of_the_loop(tmp_path):
     """The header of a trace counts marks: the eighth mark is in the fourth round."""
     run = write_run(tmp_path, [gan(4).events])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
+_NONE_UNDISTURBED = "in each step after the warm-up a rank was late or lost events"
 _FEW = 1 / 3  # of the steps of a range: what happens there does not move its median far
 
 
@@ -101,6 +102,8 @@ def compare(
         sums[PHASES.index("evaluation")] = 0.0  # it is not part of these step times
         shares = sums / max(float(sums.sum()), 1e-12)
         measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
+    elif steps and (predicted is not None or predicted_step_s is not None):
+        unfit = unfit or _NONE_UNDISTURBED
     if unfit:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:

@@ -23,7 +23,9 @@ def typical_step(report: Report) -> str:
     """Return a typical step by phase, and what was predicted of it."""
     comparison = report.comparison
     if not comparison.undisturbed_steps:
-        return ""
+        if not comparison.unfit:
+            return ""
+        return section("A typical step", f"There is none to compare: {comparison.unfit}.")
     note = (
         f"The mean over ranks and over typical steps: of the {comparison.undisturbed_steps:,} of "
         f"{plural(comparison.steps, 'step')} after the warm-up in which no rank was late, the half "

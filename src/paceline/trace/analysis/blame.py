@@ -89,7 +89,7 @@ class BlameRules(Record):
     min_late_s: float = 0.0003
     min_late_share: float = 0.05
     min_late_steps: float = 0.65
-    min_cost_share: float = 0.02
+    min_cost_share: float = 0.03
     max_chance: float = 0.01
 
     @classmethod

@@ -16,11 +16,14 @@ the other ranks.
 
 Of the shapes that noise hardly makes, the one that describes the series best is returned: the
 smallest Bayesian information criterion under Laplace noise (G. Schwarz, Estimating the dimension of
-a model, 1978), which asks shapes with more parameters to fit better.
+a model, 1978), which asks shapes with more parameters to fit better. The test of lines takes a bend
+in a line for noise with a memory: once another test has found a delay, a line that noise seldom
+makes may describe it, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -34,6 +37,8 @@ from paceline.trace.analysis.shapes import (
     intermittent,
     persistent,
 )
+
+_LINE_CHANCE = 0.1  # up to which a line may describe a delay that another test has found
 
 
 def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> Pattern | None:
@@ -51,18 +56,20 @@ def find_pattern(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
     if typical == 0.0:
         return None
     clipped = np.clip(series, -3 * typical, 3 * typical)
+    line = drifting(clipped, rules)
     found = [
         persistent(clipped, others, rules),
         periodic(clipped, rules),
-        drifting(clipped, rules),
+        line,
         intermittent(clipped, others, rules),
     ]
-    passed = [
-        pattern for pattern in found if pattern is not None and pattern.chance <= rules.max_chance
-    ]
+    passed = [pattern for pattern in found if pattern and pattern.chance <= rules.max_chance]
     if not passed:
         return None
-    return min(passed, key=lambda pattern: _criterion(clipped, pattern, rules.least_s))
+    if line is not None and rules.max_chance < line.chance <= _LINE_CHANCE:
+        passed.append(line)
+    best = min(passed, key=lambda pattern: _criterion(clipped, pattern, rules.least_s))
+    return dataclasses.replace(best, chance=min(pattern.chance for pattern in passed))
 
 
 def _typical(series: np.ndarray, least_s: float) -> float:

@@ -81,7 +81,8 @@ def merge(ranks: list[RankTrace]) -> Trace:
     Raises:
         CorruptTrace: two traces claim the same rank, or they are of different runs.
     """
-    ranks = [find_evaluations(join_steps(rank)) for rank in sorted(ranks, key=lambda r: r.rank)]
+    ranks = sorted(ranks, key=lambda r: r.rank)
+    ranks = [find_evaluations(rank) for rank in join_steps(ranks)]
     numbers = [rank.rank for rank in ranks]
     if len(set(numbers)) != len(numbers):
         raise CorruptTrace(

@@ -25,6 +25,7 @@ An optimizer that has only one turn in the whole run takes no part in rounds.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ from paceline.trace.format.events import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.trace.format.files import RankTrace
 
 REPEATS_MAX = 16  # steps of one optimizer in a row that may be part of a round
@@ -67,17 +70,80 @@ _RULES = {
 _WORK = (Kind.FORWARD, Kind.EVALUATION, Kind.BACKWARD)
 
 
-def join_steps(rank: RankTrace) -> RankTrace:
-    """Return the trace of a rank with the steps of its loop, and the rule by which they count."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Marks:
+    """Where a step of one rank may end: its STEP events, and which are of the strongest kind.
+
+    Attributes:
+        rule: what the marks of this kind are.
+        events: all marks, shape (marks,).
+        ends: those of the strongest kind, shape (marks,).
+        turns: number of the optimizer or loader of each of these, shape (strongest,).
+        has_batch: whether a loader gave a batch before each of these, of the optimizers' alone.
+    """
+
+    rule: StepRule
+    events: np.ndarray
+    ends: np.ndarray
+    turns: np.ndarray
+    has_batch: np.ndarray
+
+
+def join_steps(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces of a run's ranks with the steps of their loops, and the rule of each.
+
+    A batch that the loader of one rank gave may be for all of them: where the same optimizers
+    stepped in the same order, ranks count the same steps whichever of them has the loader.
+    """
+    found = [_marks_of(rank) for rank in ranks]
+    shared = _shared_batches([marks for marks in found if marks is not None])
+    return [
+        rank if marks is None else _join(rank, marks, shared)
+        for rank, marks in zip(ranks, found, strict=True)
+    ]
+
+
+def _marks_of(rank: RankTrace) -> _Marks | None:
+    """Return the marks of a rank; None without a step, or if damaged: `analysis.phases` says so."""
     marks = rank.events[rank.events["kind"] == Kind.STEP]
     if not len(marks) or (np.diff(marks["step"].astype(np.int64)) <= 0).any():
-        return rank  # no step, or damage: `analysis.phases` says so
+        return None
     rule, name = _rule_of(rank, marks)
     ends = marks["name"] == name
+    is_optimizer = rule is StepRule.OPTIMIZER
+    has_batch = _has_batch(rank, marks[ends]) if is_optimizer else np.zeros(0, dtype=bool)
+    return _Marks(rule, marks, ends, marks["tag"][ends], has_batch)
+
+
+def _shared_batches(ranks: Sequence[_Marks]) -> _Marks | None:
+    """Return the longest of the optimizers' marks, with the batches of all ranks that step alike.
+
+    None if no rank has an optimizer.
+    """
+    ranks = [marks for marks in ranks if marks.rule is StepRule.OPTIMIZER]
+    if not ranks:
+        return None
+    longest = max(ranks, key=lambda marks: len(marks.turns))
+    has_batch = longest.has_batch.copy()
+    for marks in ranks:
+        if _alike(marks, longest):
+            has_batch[: len(marks.turns)] |= marks.has_batch
+    return dataclasses.replace(longest, has_batch=has_batch)
+
+
+def _alike(marks: _Marks, longest: _Marks) -> bool:
+    return bool((marks.turns == longest.turns[: len(marks.turns)]).all())
+
+
+def _join(rank: RankTrace, found: _Marks, shared: _Marks | None) -> RankTrace:
+    rule, marks, ends = found.rule, found.events, found.ends.copy()
     if rule is StepRule.OPTIMIZER:
-        found = round_ends(marks["tag"][ends], _has_batch(rank, marks[ends]))
-        rule = rule if found.all() else StepRule.OPTIMIZERS
-        ends[ends] = found
+        has_batch = found.has_batch
+        if shared is not None and _alike(found, shared):
+            has_batch = shared.has_batch[: len(has_batch)]
+        last_of_round = round_ends(found.turns, has_batch)
+        rule = rule if last_of_round.all() else StepRule.OPTIMIZERS
+        ends[ends] = last_of_round
     elif rule is StepRule.LOADER:
         rank, marks, ends = _with_last_step(rank, marks, ends)
         ends &= _has_work(rank, marks)
