@@ -361,6 +361,20 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_traces(tmp_path, whom):
     assert all(rank.steps >= 1 for rank in result.ranks)
 
 
+@pytest.mark.campaign("e2e")
+def test_a_job_in_the_background_of_a_shell_keeps_its_traces_when_it_is_stopped(tmp_path):
+    """The shell has it ignore SIGINT; a batch system has no terminal."""
+    background = ("setsid", "sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+    arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
+    with Launched(tmp_path, *arguments, prefix=background) as running:
+        await_true(lambda: min(steps_of(tmp_path / "RUN")) >= 5, "five steps")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait()
+    assert running.code == 130, running.err
+    assert all(rank.status.closed for rank in load_run(tmp_path / "RUN").ranks)
+    running.assert_nothing_left()
+
+
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path):
     arguments = ("run", "-n", 2, "--out", "RUN", TRAIN, "--steps", 10**6)
     with Launched(tmp_path, *arguments) as running:
