@@ -170,8 +170,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path, mo
     monkeypatch.setattr(probe, "measure", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "machine.json"
-    with pytest.raises(StorageError, match="Name a file"):
+    with pytest.raises(NotFound, match="no such folder"):
         CliRunner().invoke(verb, ["--out", str(out)], catch_exceptions=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="Name a file"):
+        CliRunner().invoke(verb, [], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])

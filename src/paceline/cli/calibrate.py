@@ -18,7 +18,7 @@ import click
     "--out",
     type=click.Path(path_type=Path),
     required=True,
-    help="File to write the corrected machine to.",
+    help="File to write the corrected machine to; an older machine file there is replaced.",
 )
 @click.option(
     "--json",
@@ -33,13 +33,14 @@ def calibrate(run: Path, machine: Path | None, out: Path, as_json: bool) -> None
     run shows it. Steps of the warm-up, and steps in which a rank was late, are left out. Plan the
     next run with --machine OUT, and pass the same --machine to that run.
     """
-    from paceline.core.files import commit_text, prepare_file
+    from paceline.core.file_kind import FileKind, prepare_output
+    from paceline.core.files import commit_text
     from paceline.probe.machine_file import load_machine
     from paceline.runs.folder import RunFolder
     from paceline.studies.calibrate import calibrate_by_run
 
+    prepare_output(out, FileKind.MACHINE)
     prior = load_machine(machine or RunFolder.open(run).file("machine.json"))
-    prepare_file(out)
     better, calibration = calibrate_by_run(prior, run)
     commit_text(out, better.to_text())
     click.echo(f"calibrate: wrote {out}", err=True)

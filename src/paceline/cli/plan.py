@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write the plan to, for paceline run --plan.",
+    help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON on stdout.")
 def plan(
@@ -50,11 +50,12 @@ def plan(
     prediction less certain: too little memory, operators whose rate was not measured, a machine
     that was busy while it was probed, an extrapolation.
     """
-    from paceline.core.files import commit_text, prepare_file
+    from paceline.core.file_kind import FileKind, prepare_output
+    from paceline.core.files import commit_text
     from paceline.studies.predict import predict
 
     if out is not None:
-        prepare_file(out)
+        prepare_output(out, FileKind.PLAN)
     planned = predict(
         target, ranks=ranks, threads=threads, machine_path=machine, allocator=allocator
     )

@@ -9,7 +9,9 @@ import click
 
 @click.command(epilog="Example: paceline probe --out machine.json")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="File to write [default: in the user's cache]."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="File to write; an older machine file there is replaced [default: in the user's cache].",
 )
 @click.option(
     "--folder",
@@ -26,12 +28,16 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
     disturb are measured again, which takes longer; what stays disturbed is named. `paceline plan`
     predicts from the result.
     """
+    from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text, prepare_file
     from paceline.probe.machine_file import machine_path
     from paceline.probe.measure import measure, summary
 
     path = out or machine_path()
-    prepare_file(path)  # rather than after 20 seconds of measuring
+    if out is None:
+        prepare_file(path)  # rather than after 20 seconds of measuring
+    else:
+        prepare_output(out, FileKind.MACHINE)
     machine = measure(folder, quick=quick, on_progress=_progress)
     commit_text(path, machine.to_text())
     click.echo(f"probe: wrote {path}", err=True)
