@@ -12,7 +12,7 @@ from launching import EXAMPLES, SCRIPTS, Launched, await_true, last_json, paceli
 from paceline.core.allocator import KEEP
 from paceline.core.breakdown import PHASES
 from paceline.core.errors import PacelineError
-from paceline.runs.folder import RunFolder, RunState
+from paceline.runs.folder import CONFIG_VERSION, RunFolder, RunState
 from paceline.trace.format.files import read_status, trace_name
 from paceline.trace.merge import load_run
 
@@ -228,6 +228,15 @@ def test_a_dry_run_says_what_and_where_and_writes_nothing(tmp_path, hello):
     done = paceline(tmp_path, "run", "--dry-run", "-n", 2, hello)
     assert done.code == 0
     assert "world size 2, writing paceline-runs/hello-" in done.err
+    done = paceline(
+        tmp_path, "run", "--dry-run", "--json", "-n", 2, "--no-bind", hello, "--epochs", 1
+    )
+    intended = json.loads(done.out)
+    assert (intended["dry_run"], intended["version"]) == (True, CONFIG_VERSION)
+    assert intended["folder"].startswith("paceline-runs/hello-")
+    assert (intended["script"], intended["args"]) == (str(hello), ["--epochs", "1"])
+    assert intended["world_size"] == 2
+    assert intended["values"]["bind"] == {"value": False, "provenance": "flag"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hello.py"]
 
 

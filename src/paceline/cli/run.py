@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import click
@@ -62,7 +63,9 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option(
-    "--dry-run", is_flag=True, help="Print the world size and the run's folder; start nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Print the world size and the run's folder, with --json all settings; start nothing.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -104,10 +107,11 @@ def run(
     from paceline.launch.options import RunConfig
     from paceline.launch.prepare import claim_folder, prepare
     from paceline.launch.program import find_program
-    from paceline.launch.run import execute
+    from paceline.launch.run import describe, execute
     from paceline.launch.summary import recording_warnings, trace_warnings
     from paceline.probe.machine_file import known_machine
     from paceline.report.comparable import machine_difference
+    from paceline.runs.folder import CONFIG_VERSION
 
     clock = SystemClock()
     flags = {
@@ -135,6 +139,9 @@ def run(
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
     click.echo(f"paceline run: {job.allocator.note}", err=True)
     if dry_run:
+        if as_json and job.rank == 0:  # as for the result: one object from all launchers together
+            intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}
+            click.echo(json.dumps({**intended, **describe(job)}))
         return
     try:
         with stdout_as_stderr() if as_json else contextlib.nullcontext():

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import environment
@@ -241,18 +241,20 @@ def _threads(job: Job) -> int | None:
     return core_binding(allowed_cores(), 0, job.ranks, environ).threads
 
 
+def describe(job: Job) -> dict[str, Any]:
+    """Return what the run's ``config.json`` says of the job, as JSON data."""
+    return {
+        "values": job.resolved.to_json(),
+        "script": job.program.name,
+        "args": list(job.args),
+        "world_size": job.ranks,
+        "threads": _threads(job),
+        "allocator": job.allocator.to_json(),
+    }
+
+
 def _write_start(job: Job, machine: Machine) -> None:
-    write_start(
-        job.run_folder,
-        machine,
-        values=job.resolved.to_json(),
-        script=job.program.name,
-        args=list(job.args),
-        world_size=job.ranks,
-        threads=_threads(job),
-        allocator=job.allocator.to_json(),
-        launcher=this_launcher(),
-    )
+    write_start(job.run_folder, machine, **describe(job), launcher=this_launcher())
     if job.plan is not None:
         commit_text(job.run_folder / PLAN_NAME, job.plan.to_text())
 
