@@ -1,16 +1,19 @@
 """What --out may replace, and which file was given in place of another."""
 
+import json
+
 import pytest
 from click.testing import CliRunner
 
 from paceline.cli.calibrate import calibrate
 from paceline.cli.plan import plan
 from paceline.cli.probe import probe
-from paceline.core.errors import DestinationExists, NotFound
+from paceline.core.errors import ConfigError, DestinationExists, NotFound
 from paceline.core.file_kind import FileKind, prepare_output
 from paceline.core.machine import Machine
 from paceline.core.plan import Plan
-from paceline.core.plan_file import PlanFile
+from paceline.core.plan_file import PlanFile, load_plan_file
+from paceline.probe.machine_file import known_machine, load_machine
 
 PLAN = PlanFile(plan=Plan()).to_text()
 MACHINE = Machine(name="node", devices=()).to_text()
@@ -51,6 +54,22 @@ def test_other_files_are_never_replaced(tmp_path, content):
 def test_a_folder_is_not_replaced(tmp_path):
     with pytest.raises(DestinationExists):
         prepare_output(tmp_path, FileKind.PLAN)
+
+
+def test_a_file_in_place_of_another_kind_is_called_what_it_is(tmp_path):
+    """A machine file was said to be a plan of a newer Paceline."""
+    path = tmp_path / "file.json"
+    path.write_text(MACHINE)
+    with pytest.raises(ConfigError, match="this is a machine file, not a plan file") as caught:
+        load_plan_file(path)
+    assert "--machine" in caught.value.fix
+    for text in (PLAN, json.dumps({"mesh": {}})):
+        path.write_text(text)
+        for load in (load_machine, known_machine):
+            with pytest.raises(ConfigError, match="this is a plan file, not a machine") as caught:
+                load(path)
+            assert caught.value.where == str(path)
+            assert "`paceline probe --out`" in caught.value.fix
 
 
 @pytest.mark.parametrize(("command", "argument"), VERBS)

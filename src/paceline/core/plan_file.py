@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.estimate import Estimate
+from paceline.core.file_kind import FileKind, refuse_other_kind
 from paceline.core.files import read_text
 from paceline.core.plan import Plan
 from paceline.core.record import Record
@@ -60,6 +61,7 @@ def load_plan_file(path: Path) -> PlanFile:
         data = json.loads(text)
     except json.JSONDecodeError:
         return PlanFile.from_text(text, where=where)  # says where the JSON ends
+    refuse_other_kind(data, FileKind.PLAN, where)
     if (
         isinstance(data, dict) and "breakdown" in data
     ):  # an Estimate, as earlier versions of `paceline plan --out` wrote

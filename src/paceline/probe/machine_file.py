@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
 from paceline.core.config import cache_folder
 from paceline.core.errors import ConfigError, NotFound, StorageError
+from paceline.core.file_kind import FileKind, refuse_other_kind
 from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.probe import node
@@ -36,7 +39,14 @@ def load_machine(path: Path | None = None) -> Machine:
             why="predictions start from measured rates",
             fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
         )
-    return Machine.from_text(read_text(chosen), where=str(chosen))
+    return _read(chosen)
+
+
+def _read(path: Path) -> Machine:
+    text, where = read_text(path), str(path)
+    with contextlib.suppress(json.JSONDecodeError):  # Machine says where it is wrong
+        refuse_other_kind(json.loads(text), FileKind.MACHINE, where)
+    return Machine.from_text(text, where=where)
 
 
 def known_machine(path: Path | None) -> Machine:
@@ -49,12 +59,12 @@ def known_machine(path: Path | None) -> Machine:
         NotFound, StorageError, ConfigError: there is no machine at `path`.
     """
     if path is not None:
-        return Machine.from_text(read_text(path), where=str(path))
+        return _read(path)
     missing = (
         "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says"
     )
     try:
-        return Machine.from_text(read_text(machine_path()), where=str(machine_path()))
+        return _read(machine_path())
     except NotFound:
         pass
     except (ConfigError, StorageError) as problem:
