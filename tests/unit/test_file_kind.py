@@ -1,6 +1,7 @@
 """What --out may replace, and which file was given in place of another."""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from paceline.core.plan import Plan
 from paceline.core.plan_file import PlanFile, load_plan_file
 from paceline.probe.machine_file import known_machine, load_machine
 
+RECORDS = Path(__file__).parent.parent / "golden" / "records"
 PLAN = PlanFile(plan=Plan()).to_text()
 MACHINE = Machine(name="node", devices=()).to_text()
 VERBS = ((plan, "model.py:step"), (calibrate, "RUN"), (probe, "--quick"))
@@ -25,7 +27,10 @@ VERBS = ((plan, "model.py:step"), (calibrate, "RUN"), (probe, "--quick"))
     [
         (FileKind.PLAN, PLAN),
         (FileKind.PLAN, PLAN.replace('"version": 1', '"version": 9')),
+        (FileKind.PLAN, (RECORDS / "Estimate-v1.json").read_text()),
+        (FileKind.PLAN, (RECORDS / "Estimate-v2.json").read_text()),
         (FileKind.MACHINE, MACHINE),
+        (FileKind.MACHINE, (RECORDS / "Machine-v1.json").read_text()),
         (FileKind.MACHINE, MACHINE.replace('"version": 2', '"version": 9')),
     ],
 )

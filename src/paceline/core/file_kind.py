@@ -39,7 +39,9 @@ def kind_of(data: object) -> FileKind | None:
         return None
     if "name" in data and isinstance(data.get("devices"), list):
         return FileKind.MACHINE
-    plan = data.get("plan", data)  # in a plan file and an Estimate; or a Plan alone
+    if {"breakdown", "memory_bytes", "limit"} <= data.keys():  # an Estimate, once a plan file
+        return FileKind.PLAN
+    plan = data.get("plan", data)  # in a plan file; or a Plan alone
     if isinstance(plan, dict) and isinstance(plan.get("mesh"), dict):
         return FileKind.PLAN
     return None
