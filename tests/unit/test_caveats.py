@@ -115,6 +115,23 @@ def test_what_goes_beyond_the_measured_machine_is_called_extrapolated(plan, word
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("ranks", "warned", "source"),
+    [
+        (1, "as fast as with 4 threads", ""),
+        (2, "2 times as slow", "oversubscription factor 2"),
+        (6, "6 times as slow", "oversubscription factor 6"),
+    ],
+)
+def test_the_warning_and_the_source_of_too_many_threads_agree(ranks, warned, source):
+    """The warning said 99 times as slow, the source a factor of 2, which was predicted."""
+    plan = Plan(mesh=Mesh(data=ranks), threads=99)
+    result = estimate(small_machine(), SMALL, plan)
+    assert f"compute is taken to be {warned}, and" in "\n".join(result.warnings)
+    assert result.sources["forward"].endswith(source)
+    assert bool(source) == ("oversubscription" in result.sources["forward"])
+
+
 def test_as_many_ranks_as_were_measured_are_not_extrapolated():
     machine = dataclasses.replace(small_machine(), collectives=(collective("all_reduce", ranks=4),))
     assert estimate(machine, SMALL, Plan(mesh=Mesh(data=4))).warnings == ()

@@ -54,6 +54,18 @@ def ranks_per_device(device: Device, plan: Plan) -> int:
     return -(-plan.ranks_per_node // count)
 
 
+def oversubscription_factor(device: Device, plan: Plan) -> float:
+    """Return how many threads share a core, on average: compute takes so many times as long.
+
+    1 where each thread has a core of its own. Threads of one rank beyond the cores make it neither
+    faster nor slower: they share the same work.
+    """
+    if device.kind != "cpu":
+        return 1.0
+    wanted = plan.ranks_per_node * min(plan.threads, device.cores)
+    return max(1.0, wanted / device.cores)
+
+
 def warnings(
     machine: Machine,
     workload: Workload,
@@ -109,12 +121,17 @@ def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
             f"extrapolated: {plan.nodes} nodes, {machine.name} has {machine.nodes}; communication "
             f"is priced by collectives over its {' and '.join(sorted(level))}"
         )
-    wanted = plan.ranks_per_node * plan.threads
-    if device.kind == "cpu" and wanted > device.cores:
+    if device.kind == "cpu" and plan.ranks_per_node * plan.threads > device.cores:
+        factor = oversubscription_factor(device, plan)
+        slower = (
+            f"{factor:.3g} times as slow"
+            if factor > 1
+            else f"as fast as with {device.cores} threads"
+        )
         found.append(
             f"extrapolated: {plan.ranks_per_node} ranks x {plan.threads} threads on a node of "
-            f"{device.cores} cores; compute is taken to be {wanted / device.cores:.3g} times as "
-            "slow, and waiting for a core is not predicted"
+            f"{device.cores} cores; compute is taken to be {slower}, and waiting for a core is not "
+            "predicted"
         )
     cost = machine.collective("all_reduce", plan.mesh.data)
     if plan.mesh.data > 1 and cost is not None and cost.ranks != plan.mesh.data:

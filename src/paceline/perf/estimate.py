@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate
-from paceline.perf.caveats import ranks_per_device, unpriced_operators, warnings
+from paceline.perf.caveats import (
+    oversubscription_factor,
+    ranks_per_device,
+    unpriced_operators,
+    warnings,
+)
 from paceline.perf.communication import broadcast_s, exposed_s, make_buckets
 from paceline.perf.costs import CostModel, OperatorCost, total_cost
 
@@ -130,7 +135,7 @@ def _breakdown(
     if plan.mesh.data == 1:
         residual_s["waiting"] = 0.0  # there is nobody to wait for
     busy_s = sum(phases_s.values()) + transfer_s + buffer_broadcast_s
-    factor = _oversubscription(machine.devices[0], plan)
+    factor = oversubscription_factor(machine.devices[0], plan)
     input_s = _input_s(workload, plan, busy_s, factor, residual_s["input"])
     rest_s = {**residual_s, "input": input_s}
     return Breakdown(**phases_s, transfer=transfer_s + buffer_broadcast_s, **rest_s), compute
@@ -165,22 +170,11 @@ def _compute(costs: CostModel, device: Device, workload: Workload, plan: Plan) -
             phases[phase] += cost
         ready_s = phases["backward"].total_s
         gradients += [(size, ready_s) for size in reversed(layer.trained_bytes)]
-    factor = _oversubscription(device, plan)
+    factor = oversubscription_factor(device, plan)
     return _Compute(
         phases={phase: cost.times(factor) for phase, cost in phases.items()},
         gradients=[(size, ready_s * factor) for size, ready_s in gradients],
     )
-
-
-def _oversubscription(device: Device, plan: Plan) -> float:
-    """Return how many threads share a core, on average: compute takes so many times as long.
-
-    1 where each thread has a core of its own.
-    """
-    if device.kind != "cpu":
-        return 1.0
-    wanted = plan.ranks_per_node * min(plan.threads, device.cores)
-    return max(1.0, wanted / device.cores)
 
 
 def _refaulted_bytes(workload: Workload) -> float:
@@ -303,7 +297,7 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
     exact = any((rate.threads, rate.processes) == asked for rate in device.rates)
     kinds = "/".join(sorted({rate.source for rate in device.rates}))
     rates = f"rates: {kinds}" + ("" if exact else ", scaled from other threads or processes")
-    factor = _oversubscription(device, plan)
+    factor = oversubscription_factor(device, plan)
     if factor > 1:
         rates += (
             f"; {plan.ranks_per_node} ranks share {device.cores} cores, "
