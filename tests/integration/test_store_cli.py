@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from paceline.cli import pack as pack_verb
+from paceline.cli.app import VERBS
+from paceline.cli.store import store
 from paceline.core.clock import ManualClock
 from paceline.store import PackProgress, open_pack
 
@@ -49,7 +51,7 @@ def test_pack_ls_cat_verify(folder):
     done = paceline(folder, "pack", "source", "pack", "--shard-size", "1KiB")
     assert done.returncode == 0, done.stderr
     text = done.stdout.decode()
-    assert "packed 3 samples in 2 classes, 263 B, into 1 shards" in text
+    assert "packed 3 samples in 2 classes, 263 B, into 1 shard" in text
     assert "files/s" in text
     assert "MB/s" in text
     assert "opens per epoch: 3 -> 2" in text
@@ -123,6 +125,20 @@ def test_stat_says_what_is_there_and_where(folder):
     missing = paceline(folder, "store", "stat", "pack", "cow")
     assert missing.returncode == 2
     assert b"no sample or folder named 'cow'" in missing.stderr
+
+
+def test_the_help_names_every_command_of_store():
+    named = VERBS["store"].rpartition("(")[2].rstrip(").").split(", ")
+    assert sorted(named) == sorted(store.commands)
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_an_empty_folder_is_packed_with_a_warning(tmp_path, flags):
+    (tmp_path / "empty" / "below").mkdir(parents=True)
+    done = paceline(tmp_path, "pack", "empty", "pack", *flags)
+    assert done.returncode == 0
+    assert b"warning: nothing was found to pack in empty: each file" in done.stderr
+    assert b"0 samples in 1 class," in done.stdout
 
 
 def test_a_dry_run_says_what_it_would_do(folder):
@@ -206,7 +222,7 @@ def test_archives_codec_parity_append_and_resume(folder):
     assert b"packed 3 samples in 2 classes" in done.stdout
     done = paceline(folder, "pack", "--append", "more", "pack", "--codec", "auto")
     assert done.returncode == 0, done.stderr
-    assert b"appended 1 samples to 3 in 3 classes" in done.stdout
+    assert b"appended 1 sample to 3 in 3 classes" in done.stdout
     assert b"zstd: 97.6 KiB less" in done.stdout
     assert b"opens per epoch: 4 -> 3" in done.stdout
     whole = paceline(folder, "store", "verify", "pack")

@@ -295,7 +295,8 @@ def test_several_batches_at_once_are_those_one_by_one(settings, world, count):
     ("wrong", "word"),
     [
         ({"world_size": 5}, "5 ranks cannot share a batch of 48"),
-        ({"global_batch_size": 0}, "batch of 0"),
+        ({"global_batch_size": 0}, "at least 1 for each rank, got 0.*Give 1 or more"),
+        ({"global_batch_size": 0, "world_size": 3}, "Give 3 or a multiple of it"),
         ({"rank": 3, "world_size": 3}, "rank 3 is not in a world"),
         ({"rank": -1}, "rank -1 is not in a world"),
         ({"world_size": 0}, "of 0"),

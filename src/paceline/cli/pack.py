@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.core.errors import Interrupted
-from paceline.report.units import format_bytes
+from paceline.report.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,6 +130,8 @@ def pack(
         action = store.append if append else store.pack
         with _interrupted(destination, append=append), _progress(SystemClock()) as on_progress:
             summary = action(source, destination, options=options, on_progress=on_progress)
+    if not _new_count(summary, append=append):
+        print(_nothing_found(summary), file=sys.stderr)
     free = free_bytes(Path(destination).absolute()) if dry_run else None
     if as_json:
         found = {"free_bytes": free} if dry_run else {}
@@ -176,13 +178,13 @@ def _refuse_beside_append(*, dry_run: bool, parity: int | None, restart: bool | 
 
 
 def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None:
-    new_count = summary.sample_count - (summary.reused_sample_count if append else 0)
+    new_count = _new_count(summary, append=append)
     before = f" to {summary.reused_sample_count:,}" if append else ""
     verb = "appended" if append else "packed"
     print(
-        f"{'would pack' if dry_run else verb} {new_count:,} samples{before} in "
-        f"{summary.class_count:,} classes, {format_bytes(summary.sample_bytes)}, "
-        f"into {summary.shard_count:,} shards ({format_bytes(summary.pack_bytes)})"
+        f"{'would pack' if dry_run else verb} {plural(new_count, 'sample')}{before} in "
+        f"{plural(summary.class_count, 'class')}, {format_bytes(summary.sample_bytes)}, "
+        f"into {plural(summary.shard_count, 'shard')} ({format_bytes(summary.pack_bytes)})"
     )
     if summary.elapsed_s > 0 and not append:
         print(_rate(summary))
@@ -191,6 +193,19 @@ def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None
         saved = format_bytes(summary.sample_bytes - summary.stored_bytes)
         print(f"zstd: {saved} less, ratio {ratio:.2f}")
     print(f"file opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
+
+
+def _new_count(summary: PackSummary, *, append: bool) -> int:
+    """Return how many samples the command packs; an append counts those of the pack as reused."""
+    return summary.sample_count - (summary.reused_sample_count if append else 0)
+
+
+def _nothing_found(summary: PackSummary) -> str:
+    return (
+        f"warning: nothing was found to pack in {summary.source}: each file in it or below it "
+        "becomes a sample, and its sub-folders become the classes; of tar archives, each member "
+        "that is a file"
+    )
 
 
 def _print_space(summary: PackSummary, free: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.report.units import format_bytes
+from paceline.report.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,9 +78,9 @@ def ls(path: str, folder: str, recursive: bool, as_json: bool) -> None:
                 size += entry.size
                 print(f"{entry.size:>12} {labels[entry.number]:>6} {_safe(name)}")
         print(
-            f"{samples:,} samples, {format_bytes(size)}, {folders:,} folders; "
-            f"the pack: {len(pack):,} samples in {len(pack.class_names):,} classes, "
-            f"{pack.shard_count:,} shards",
+            f"{plural(samples, 'sample')}, {format_bytes(size)}, {plural(folders, 'folder')}; "
+            f"the pack: {plural(len(pack), 'sample')} in {plural(len(pack.class_names), 'class')}, "
+            f"{plural(pack.shard_count, 'shard')}",
             file=sys.stderr,
         )
 
@@ -145,8 +145,8 @@ def extract(
         _print_record(summary)
         return
     print(
-        f"{'would extract' if dry_run else 'extracted'} {summary.sample_count:,} samples, "
-        f"{format_bytes(summary.sample_bytes)}, in {summary.folder_count:,} folders"
+        f"{'would extract' if dry_run else 'extracted'} {plural(summary.sample_count, 'sample')}, "
+        f"{format_bytes(summary.sample_bytes)}, in {plural(summary.folder_count, 'folder')}"
     )
 
 
@@ -183,8 +183,8 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
         fields |= {"file_count": checked, "ok": not errors}
         _print_json({**fields, "damaged": [problem.to_json()["error"] for problem in errors]})
     elif not errors:
-        files = f" and {checked:,} files" if shards else ""
-        print(f"{sample_count:,} samples, {format_bytes(byte_count)}{files}: all intact")
+        files = f" and {plural(checked, 'file')}" if shards else ""
+        print(f"{plural(sample_count, 'sample')}, {format_bytes(byte_count)}{files}: all intact")
         if shards and not checked:
             print("a pack of format version 1 has no digests of files", file=sys.stderr)
     else:
@@ -302,8 +302,8 @@ def _print_pack_stat(stat: PackStat) -> None:
     rows = {
         "format": f"version {stat.format_version}",
         "identity": stat.identity,
-        "samples": f"{stat.sample_count:,} in {stat.class_count:,} classes and "
-        f"{stat.folder_count:,} folders; {stat.chunked_count:,} larger than a shard",
+        "samples": f"{stat.sample_count:,} in {plural(stat.class_count, 'class')} and "
+        f"{plural(stat.folder_count, 'folder')}; {stat.chunked_count:,} larger than a shard",
         "bytes": f"{format_bytes(stat.sample_bytes)}, stored as "
         f"{format_bytes(stat.stored_bytes)} (ratio {stat.ratio:.2f})",
         "codecs": codecs or "none",

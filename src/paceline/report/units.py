@@ -184,7 +184,9 @@ def format_share(share: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun.
 
-    >>> plural(1, "rank"), plural(2048, "step")
-    ('1 rank', '2,048 steps')
+    >>> plural(1, "rank"), plural(2048, "step"), plural(2, "class")
+    ('1 rank', '2,048 steps', '2 classes')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"

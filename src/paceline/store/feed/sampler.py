@@ -73,7 +73,14 @@ class RankBatches:
                 f"rank {self.rank} is not in a world of {self.world_size} ranks",
                 fix="Give a rank from 0 to world_size - 1",
             )
-        if self.global_batch_size < 1 or self.global_batch_size % self.world_size:
+        if self.global_batch_size < 1:
+            raise UsageError(
+                f"global_batch_size must be at least 1 for each rank, got {self.global_batch_size}",
+                fix="Give 1 or more"
+                if self.world_size == 1
+                else f"Give {self.world_size} or a multiple of it",
+            )
+        if self.global_batch_size % self.world_size:
             raise UsageError(
                 f"{self.world_size} ranks cannot share a batch of {self.global_batch_size}",
                 why="each rank takes an equal part of every global batch",
