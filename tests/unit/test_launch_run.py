@@ -17,7 +17,7 @@ from paceline.core.errors import (
 from paceline.core.machine import Machine
 from paceline.launch import prepare as prepare_module
 from paceline.launch import run as run_module
-from paceline.launch.failure_report import write_report
+from paceline.launch.failure_report import read_reports, write_report
 from paceline.launch.folder import refuse_taken
 from paceline.launch.options import RunConfig
 from paceline.launch.prepare import claim_folder, prepare
@@ -201,6 +201,16 @@ def test_a_run_whose_ranks_ended_well_is_good_whatever_a_process_of_theirs_raise
     monkeypatch.setattr(run_module, "_run_ranks", lambda *_: ())
     result = run_module.execute(job, machine=known_machine(None), clock=ManualClock())
     assert (result.exit_code, result.failure) == (0, None)
+
+
+def test_a_syntax_error_of_a_script_is_said_with_its_line(tmp_path):
+    (tmp_path / "trace").mkdir()
+    try:
+        compile("print(\n", "somewhere/syn.py", "exec")
+    except SyntaxError as error:
+        write_report(error, tmp_path, 0)
+    (report,) = read_reports(tmp_path)
+    assert report["error"] == "SyntaxError: '(' was never closed (syn.py, line 1)"
 
 
 def test_versions_and_an_unknown_machine(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def write_report(
         "at_ns": int(SystemClock().wall_s() * 1e9),  # comparable between nodes
         "phase": collector.phase_of(error) if collector else "",
         "traceback": text,
-        "error": f"exit code {exit_code}{_place(frames)}" if exit_code else repr(error),
+        "error": f"exit code {exit_code}{_place(frames)}" if exit_code else _named(error),
     }
     try:
         path = run / "trace" / f"rank-{rank:05d}.failure"
@@ -71,6 +71,13 @@ def read_reports(run: Path) -> list[dict[str, Any]]:
         except (OSError, json.JSONDecodeError):  # cut short by a full disk
             continue
     return sorted(reports, key=lambda report: int(report["at_ns"]))
+
+
+def _named(error: BaseException) -> str:
+    """Return the exception in one line."""
+    if isinstance(error, SyntaxError):  # its repr holds the source line and numbers without names
+        return f"{type(error).__name__}: {error}"
+    return repr(error)
 
 
 def _place(frames: types.TracebackType | None) -> str:
