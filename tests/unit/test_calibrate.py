@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -263,6 +264,17 @@ def test_the_verb_writes_a_machine_that_predicts_the_run(tmp_path):
     assert after < before / 2
     data = CliRunner().invoke(verb, [str(run), "--out", str(out), "--json"], catch_exceptions=False)
     assert Calibration.from_text(data.stdout).measured_step_s == pytest.approx(measured_s)
+
+
+def test_a_run_without_an_undisturbed_step_is_named(tmp_path, monkeypatch):
+    """The error named the machine, which is not at fault."""
+    run = _planned_run(tmp_path / "run")
+    none = np.zeros(120, dtype=bool)
+    monkeypatch.setattr("paceline.studies.calibrate.undisturbed_steps", lambda *_: none)
+    arguments = [str(run), "--out", str(tmp_path / "out.json")]
+    with pytest.raises(UsageError, match="no step to calibrate from") as caught:
+        CliRunner().invoke(verb, arguments, catch_exceptions=False)
+    assert caught.value.where == str(run)
 
 
 def test_a_run_of_another_model_or_without_one_is_refused(tmp_path):

@@ -102,12 +102,14 @@ class Evidence:
         step: the whole step of the slowest rank.
         collectives: the costliest first.
         steps: number of undisturbed steps that were measured.
+        source: the run's folder, for errors.
     """
 
     phases: Mapping[str, Observed]
     step: Observed
     collectives: tuple[ObservedCollective, ...]
     steps: int
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +180,7 @@ def calibrate(
     if evidence.steps < 1:
         raise UsageError(
             "the run has no step to calibrate from in which no rank was late",
-            where=machine.name,
+            where=evidence.source or machine.name,
             why="every step is in the warm-up or in a straggler's step range, or lost events",
             fix="Calibrate from a longer run, or one without a straggler",
         )

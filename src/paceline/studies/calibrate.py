@@ -99,6 +99,7 @@ def gather_evidence(report: Report) -> Evidence:
         step=_observed(slowest[None, :]),
         collectives=collectives,
         steps=len(steps),
+        source=str(report.run),
     )
 
 
