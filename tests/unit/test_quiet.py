@@ -7,7 +7,9 @@ from machines import small_machine
 
 from paceline.core.foreign_cpu import CpuUse, cpu_use, parse_busy_s
 from paceline.core.machine import Disturbance, Point, Rate
+from paceline.probe import measure
 from paceline.probe.measure import summary
+from paceline.probe.protocol import CommunicationMeasurement, WorkerMeasurement
 from paceline.probe.quiet import QuietParts, slower_with_threads
 from paceline.studies.demo import QUIET_RUN_CORES, disturbances
 
@@ -69,6 +71,7 @@ def test_what_was_quiet_is_measured_once():
     parts = neighbour.parts()
     assert parts.measure("rates", neighbour.measure) == 1
     assert parts.disturbances("alone") == ()
+    assert parts.repetitions("alone") == ""
 
 
 def test_what_was_disturbed_is_repeated_until_it_is_quiet():
@@ -76,6 +79,11 @@ def test_what_was_disturbed_is_repeated_until_it_is_quiet():
     parts = neighbour.parts()
     assert parts.measure("rates", neighbour.measure) == 3
     assert parts.disturbances("alone") == ()
+    parts.measure("memory", neighbour.measure)
+    assert parts.repetitions("1 thread alone") == (
+        "measured again, 1 thread alone: rates 2 times, memory 3 times (5.0 s more), "
+        "as other processes used 0.80 cores"
+    )
 
 
 def test_what_stays_disturbed_is_repeated_while_time_is_left_and_marked():
@@ -121,6 +129,19 @@ def test_rounds_that_do_not_agree_are_joined_by_more_and_marked_if_they_never_do
     assert len(parts.measure_rounds("rates", neighbour.measure, 2, lambda rounds: 1.5)) == 4
     (found,) = parts.disturbances("alone")
     assert found.why == "the two fastest rounds differ by a factor of 1.50"
+    assert parts.repetitions("alone").endswith(f"as {found.why}")
+
+
+def test_a_probe_says_what_it_measures_again(tmp_path, monkeypatch):
+    """A busy machine's probe took twice the time that it names, and nothing said why."""
+    communication = CommunicationMeasurement(collectives=(), ddp=(), repeated="measured again, x")
+    worker = WorkerMeasurement(torch="2", compute=(), communication=communication)
+    monkeypatch.setattr(measure, "_run_workers", lambda ranks, *_, **__: (worker,) * ranks)
+    monkeypatch.setattr(measure, "_links", lambda *_, **__: ())
+    monkeypatch.setattr(measure, "_tiers", lambda *_, **__: ())
+    said = []
+    measure.measure(tmp_path, quick=True, on_progress=said.append)
+    assert said.count("measured again, x") == 2  # once for one process, once for two
 
 
 def test_ranks_that_measure_together_decide_as_their_leader_does():

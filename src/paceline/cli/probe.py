@@ -24,8 +24,9 @@ import click
 def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
     """Measure this machine: compute, memory, links between processes, storage.
 
-    Takes up to 20 seconds; run nothing else on the machine meanwhile. Parts that other processes
-    disturb are measured again, which takes longer; what stays disturbed is named. `paceline plan`
+    Takes about 20 seconds on an idle machine, and longer on a busy one: run nothing else meanwhile.
+    Parts that other processes disturb are measured again, which is said; what stays disturbed is
+    named. `paceline plan`
     predicts from the result.
     """
     from paceline.core.file_kind import FileKind, prepare_output

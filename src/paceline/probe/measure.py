@@ -75,6 +75,8 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     on_progress("links between two processes")
     parts = QuietParts(repeat_s=REPEAT_S / 2 if not quick else QUICK_REPEAT_S / 2)
     links = parts.measure("links", lambda: _links(missing, quick=quick))
+    if repeated := parts.repetitions("two processes"):
+        on_progress(repeated)
     on_progress(f"storage of {folder}")
     tiers = _tiers(folder, missing, quick=quick)
     workers: list[WorkerMeasurement] = []
@@ -82,10 +84,13 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     for ranks in (1, PAIR):
         on_progress("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
         try:
-            workers += _run_workers(ranks, allocator, quick=quick)
+            measured = _run_workers(ranks, allocator, quick=quick)
         except PacelineError as problem:
             missing.append(f"compute of {ranks} process(es): {problem}")
             break
+        workers += measured
+        for repeated in _repeated(measured[0]):
+            on_progress(repeated)
     return Machine(
         name=platform.node() or "this node",
         devices=(_device(cores, workers),),
@@ -105,6 +110,12 @@ def _disturbed(workers: Sequence[WorkerMeasurement]) -> list[Disturbance]:
         for measured in (*worker.compute, worker.communication):
             found += measured.disturbed if measured else ()
     return found
+
+
+def _repeated(worker: WorkerMeasurement) -> list[str]:
+    """Return what was measured again, in words; ranks that measure together repeat together."""
+    parts = (*worker.compute, worker.communication)
+    return [measured.repeated for measured in parts if measured and measured.repeated]
 
 
 def _links(missing: list[str], *, quick: bool) -> tuple[Link, ...]:

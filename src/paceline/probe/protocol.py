@@ -54,7 +54,10 @@ class MemoryRates(WorkerMessage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeMeasurement(WorkerMessage):
-    """Rates and overheads with `threads` threads in each of `processes` processes."""
+    """Rates and overheads with `threads` threads in each of `processes` processes.
+
+    `repeated` says what was measured again.
+    """
 
     threads: int
     processes: int
@@ -63,15 +66,20 @@ class ComputeMeasurement(WorkerMessage):
     framework_overheads: tuple[FrameworkOverhead, ...]
     memory: MemoryRates
     disturbed: tuple[Disturbance, ...] = ()
+    repeated: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationMeasurement(WorkerMessage):
-    """Collectives of two ranks over gloo, and what DDP adds on top of them."""
+    """Collectives of two ranks over gloo, and what DDP adds on top of them.
+
+    `repeated` says what was measured again.
+    """
 
     collectives: tuple[CollectiveCost, ...]
     ddp: tuple[FrameworkOverhead, ...]
     disturbed: tuple[Disturbance, ...] = ()
+    repeated: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

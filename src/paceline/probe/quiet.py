@@ -28,6 +28,8 @@ T = TypeVar("T")
 QUIET_CORES = 0.2
 # Rounds agree if the two fastest differ by no more than this factor.
 AGREEMENT = 1.25
+_BUSY = "other processes used {:.2f} cores"
+_UNEQUAL = "the two fastest rounds differ by a factor of {:.2f}"
 
 
 class QuietParts:
@@ -64,6 +66,9 @@ class QuietParts:
         self._now_s = now_s
         self._foreign: dict[str, list[float]] = {}
         self._disagreement: dict[str, float] = {}
+        self._repeats: dict[str, int] = {}
+        self._repeats_s = 0.0
+        self._repeat_reasons: dict[str, float] = {}  # the worst value of each
 
     def measure(self, name: str, function: Callable[[], T]) -> T:
         """Return what `function` measures in its least disturbed call.
@@ -74,7 +79,7 @@ class QuietParts:
         """
         best, best_cores, took_s = self._attempt(function)
         while best_cores > QUIET_CORES and self._may_repeat(took_s):
-            value, cores, took_s = self._repeat(function)
+            value, cores, took_s = self._repeat(name, function, _BUSY, best_cores)
             if cores < best_cores:
                 best, best_cores = value, cores
         self._foreign.setdefault(name, []).append(best_cores)
@@ -100,7 +105,7 @@ class QuietParts:
         took_s = (self._now_s() - begin_s) / count
         factor = self._agreed(disagreement(rounds))
         while factor > AGREEMENT and self._may_repeat(took_s):
-            value, cores, took_s = self._repeat(function)
+            value, cores, took_s = self._repeat(name, function, _UNEQUAL, factor)
             rounds.append(value)
             self._foreign[name].append(cores)
             factor = self._agreed(disagreement(rounds))
@@ -118,14 +123,29 @@ class QuietParts:
             cores, factor = min(attempts), self._disagreement.get(name, 1.0)
             why = []
             if cores > QUIET_CORES:
-                why.append(f"other processes used {cores:.2f} cores")
+                why.append(_BUSY.format(cores))
             if factor > AGREEMENT:
-                why.append(f"the two fastest rounds differ by a factor of {factor:.2f}")
+                why.append(_UNEQUAL.format(factor))
             if why:
                 found.append(
                     Disturbance(where=where, part=name, foreign_cores=cores, why=" and ".join(why))
                 )
         return tuple(found)
+
+    def repetitions(self, where: str) -> str:
+        """Return in words what was measured again, and why; empty if nothing was.
+
+        Args:
+            where: as for `disturbances`.
+        """
+        if not self._repeats:
+            return ""
+        parts = ", ".join(
+            f"{name} {'once' if count == 1 else f'{count} times'}"
+            for name, count in self._repeats.items()
+        )
+        why = " and ".join(text.format(worst) for text, worst in self._repeat_reasons.items())
+        return f"measured again, {where}: {parts} ({self._repeats_s:.1f} s more), as {why}"
 
     def _attempt(self, function: Callable[[], T]) -> tuple[T, float, float]:
         """Return what `function` measures, the cores that others used, and the seconds it took."""
@@ -145,9 +165,15 @@ class QuietParts:
         )
         return value, max(0.0, busy_s - own_s) / max(span_s, 1e-9), took_s
 
-    def _repeat(self, function: Callable[[], T]) -> tuple[T, float, float]:
+    def _repeat(
+        self, name: str, function: Callable[[], T], reason: str, value_of_reason: float
+    ) -> tuple[T, float, float]:
         value, cores, took_s = self._attempt(function)
         self._left_s -= took_s
+        self._repeats_s += took_s
+        self._repeats[name] = self._repeats.get(name, 0) + 1
+        worst = max(value_of_reason, self._repeat_reasons.get(reason, 0.0))
+        self._repeat_reasons[reason] = worst
         return value, cores, took_s
 
     def _may_repeat(self, took_s: float) -> bool:

@@ -63,6 +63,7 @@ def _measure_compute(
         framework_overheads=tuple(framework_records(costs, threads, request.ranks)),
         memory=memory,
         disturbed=parts.disturbances(_where(threads, request.ranks)),
+        repeated=parts.repetitions(_where(threads, request.ranks)),
     )
 
 
@@ -84,7 +85,13 @@ def _measure_alone(request: MeasureRequest) -> WorkerMeasurement:
     for measured in others:
         slower = slower_with_threads(one.rates, measured.rates)
         if slower and not measured.disturbed:  # what disturbed it passed unseen, and may be over
+            first = measured.repeated
+            again = (
+                f"measured again, {_where(measured.threads, 1)}, as it was slower than one thread"
+            )
             measured = measure(measured.threads)
+            said = "; ".join(text for text in (first, again, measured.repeated) if text)
+            measured = dataclasses.replace(measured, repeated=said)
             slower = slower_with_threads(one.rates, measured.rates)
         checked.append(_marked(measured, slower) if slower else measured)
     return WorkerMeasurement(torch=str(torch.__version__), compute=tuple(checked))
@@ -127,6 +134,7 @@ def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
             collectives=collectives,
             ddp=ddp,
             disturbed=parts.disturbances(_where(threads, request.ranks)),
+            repeated=parts.repetitions(_where(threads, request.ranks)),
         ),
     )
 
