@@ -75,7 +75,7 @@ def test_a_run_follows_its_plan_keeps_it_and_is_compared_with_it(folder, planned
     assert load_plan_file(run / "plan.json") == load_plan_file(folder / "plan.json")
     report = gather(run)
     assert report.world_size == 1
-    assert report.comparison.unfit == ""
+    assert report.comparison.not_compared == ""
     assert report.comparison.step_time_error is not None
     assert report.estimate.trained_parameter_bytes == TRAINED_BYTES
 
@@ -98,11 +98,11 @@ def test_another_model_or_machine_is_not_compared(folder):
     done = paceline(folder, "run", *elsewhere, "train.py", 48, threads=None)
     assert done.code == 0, done.err
     assert "will not compare this run with its plan" in done.err
-    assert "the prediction is for machine m" in gather(folder / "other").comparison.unfit
+    assert "the prediction is for machine m" in gather(folder / "other").comparison.not_compared
     (folder / "other" / "machine.json").unlink()
     found = gather(folder / "other").comparison
     assert found.step_time_error is None
-    assert "of trained parameters, the run trained" in found.unfit
+    assert "of trained parameters, the run trained" in found.not_compared
 
 
 def test_a_plan_by_hand_sets_buckets_and_needs_no_estimate(folder):

@@ -106,7 +106,7 @@ def test_a_run_without_an_undisturbed_step_is_not_compared_and_says_why(tmp_path
     analysis = analyse(load_run(write_run(tmp_path, data_parallel(2, 100, late=late))))
     found = compare(analysis.phases, analysis.stragglers, PREDICTED)
     assert (found.undisturbed_steps, found.predicted_step_s) == (0, None)
-    assert found.unfit == "in each step after the warm-up a rank was late or lost events"
+    assert found.not_compared == "in each step after the warm-up a rank was late or lost events"
 
 
 def test_without_steps_there_is_nothing(tmp_path):

@@ -1,15 +1,15 @@
 """Compares prediction and measurement, phase by phase.
 
-The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up that
-are in no straggler's step range and of which no rank dropped events, and the typical ones of them:
-the half whose time is closest to the median. Medians of phases would not add up to the median step;
-shares of typical steps do.
+The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up in which
+no rank was late (see `undisturbed`) and of which no rank dropped events, and the typical ones of
+them: the half whose time is closest to the median. Medians of phases would not add up to
+the median step; shares of typical steps do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -49,21 +49,29 @@ class Comparison(Record):
     """A typical undisturbed step, as predicted and as measured.
 
     Attributes:
-        phases: in the order of a step, without evaluation. Each is its share of the
+        phases: in the order of a step; evaluation is measured as 0. Each is its share of the
             `typical_steps`, the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
-        undisturbed_steps: number of steps in these medians.
+        undisturbed_steps: number of steps over which `measured_step_s` is the median.
         steps: number of steps that all ranks completed.
-        unfit: why a prediction is not compared; empty if it is compared, or there is none.
+        not_compared: reason that the prediction is not shown beside the measurement; else empty.
     """
 
+    version: ClassVar[int] = 2
     phases: tuple[PhaseComparison, ...]
     predicted_step_s: float | None
     measured_step_s: float
     undisturbed_steps: int
     steps: int
-    unfit: str = ""
+    not_compared: str = ""
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `not_compared` unfit."""
+        if "unfit" in data:
+            data["not_compared"] = data.pop("unfit")
+        return data
 
     @property
     def step_time_error(self) -> float | None:
@@ -79,16 +87,17 @@ def compare(
     predicted: Breakdown | None = None,
     predicted_step_s: float | None = None,
     *,
-    unfit: str = "",
+    not_compared: str = "",
 ) -> Comparison:
     """Return a run's undisturbed step beside its prediction.
 
     Args:
         rank_phases: of an `Analysis`.
-        stragglers: of an `Analysis`; their step ranges are left out.
+        stragglers: of an `Analysis`; the steps in which they were late are left out, see
+            `undisturbed`.
         predicted: one step's seconds by phase.
         predicted_step_s: in place of the sum of `predicted`.
-        unfit: why the prediction does not belong to this run; empty if it does.
+        not_compared: why the prediction does not belong to this run; empty if it does.
     """
     chosen = undisturbed_steps(rank_phases, stragglers)
     steps = len(chosen)
@@ -103,8 +112,8 @@ def compare(
         shares = sums / max(float(sums.sum()), 1e-12)
         measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     elif steps and (predicted is not None or predicted_step_s is not None):
-        unfit = unfit or _NONE_UNDISTURBED
-    if unfit:
+        not_compared = not_compared or _NONE_UNDISTURBED
+    if not_compared:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
         predicted_step_s = predicted.total_s
@@ -121,12 +130,12 @@ def compare(
         measured_step_s=step_s,
         undisturbed_steps=int(chosen.sum()),
         steps=steps,
-        unfit=unfit,
+        not_compared=not_compared,
     )
 
 
 def shown_phases(comparison: Comparison) -> list[PhaseComparison]:
-    """Return the phases that are worth a row: predicted, or more than a trace of the step."""
+    """Return the phases that get a row: predicted, or large enough not to be shown as 0 %."""
     measured = {phase.name: phase.measured_s for phase in comparison.phases}
     shown = shown_parts(tuple(measured), [measured])
     return [phase for phase in comparison.phases if phase.name in shown or phase.predicted_s]
@@ -150,8 +159,8 @@ def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
 
     The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent straggler
-    delayed is not known here: if they are the smaller part of its range, all of the range stays, as
-    medians pass over them.
+    delayed is not known here: if they are less than a third of its range, the whole range stays,
+    since they hardly move a median.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False

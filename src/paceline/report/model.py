@@ -157,7 +157,7 @@ def gather(run: Path) -> Report:
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
-        unfit=difference(
+        not_compared=difference(
             estimate,
             trace,
             traffic,
@@ -316,7 +316,7 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "phases": [_plain(phase) for phase in report.comparison.phases],
         "undisturbed_steps": report.comparison.undisturbed_steps,
-        "unfit": report.comparison.unfit,
+        "not_compared": report.comparison.not_compared,
         "step_time_error": report.comparison.step_time_error,
     }
 
