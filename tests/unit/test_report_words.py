@@ -165,7 +165,7 @@ def test_when_nobody_is_late_the_largest_shares_are_named():
 def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
     assert "ranks wait for each other 40 % of the time, not always for the same rank" in text
-    text = _verdict(total=Breakdown(backward=6, waiting=4), latest=3)
+    text = _verdict(total=Breakdown(backward=6, waiting=4), most_late_rank=3)
     assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
 
 

@@ -1,9 +1,9 @@
 """Compares prediction and measurement, phase by phase.
 
-The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up in which
-no rank was late (see `undisturbed`) and of which no rank dropped events, and the typical ones of
-them: the half whose time is closest to the median. Medians of phases would not add up to
-the median step; shares of typical steps do.
+The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up in
+which no rank was late (see `undisturbed`) and of which no rank dropped events, and the typical ones
+of them: the half whose time is closest to the median. Medians of phases would not add up to the
+median step; shares of typical steps do.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def gather(run: Path) -> Report:
         total=mean_of(analysis.phases),
         failure=result.failure if result else None,
         place=_place(traffic, steps),
-        latest=_latest(trace, skew_s),
+        most_late_rank=_most_late_rank(trace, skew_s),
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
@@ -236,7 +236,7 @@ def _place(traffic: tuple[Traffic, ...], steps: int) -> str:
     )
 
 
-def _latest(trace: Trace, skew_s: np.ndarray) -> int | None:
+def _most_late_rank(trace: Trace, skew_s: np.ndarray) -> int | None:
     """Return the rank with at least two thirds of all skew, if there is one."""
     by_rank = skew_s.sum(axis=1)
     worst = int(by_rank.argmax())
