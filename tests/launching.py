@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -23,8 +26,10 @@ class Launched:
 
     def __init__(self, folder: Path, *args, prefix=(), env=None, threads=1, own_group=False):
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Short, whatever pytest calls its folder: a socket's path has at most 107 bytes.
+        self.temporary = Path(tempfile.mkdtemp(prefix="run-"))
+        weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
         self.mark = uuid.uuid4().hex
         environ = {
             **os.environ,

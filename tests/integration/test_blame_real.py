@@ -5,6 +5,8 @@ from launching import SCRIPTS, last_json, paceline
 
 from paceline.runs.folder import RunFolder
 
+pytestmark = pytest.mark.alone
+
 FIRST, LAST, STEPS = 40, 100, 140
 WINDOW_TOLERANCE = 0.1 * (LAST - FIRST + 1)
 

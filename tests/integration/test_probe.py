@@ -21,6 +21,8 @@ from paceline.probe.doctor import diagnose
 from paceline.probe.links import measure_links
 from paceline.probe.storage import measure_folder
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):

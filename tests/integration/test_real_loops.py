@@ -29,7 +29,7 @@ RULES = {
     "iterable": "optimizer",
     "nested": "optimizer",
 }
-ALWAYS = ("wgan", "pipeline")
+ALWAYS = ("pipeline",)
 
 
 def results(folder, name):

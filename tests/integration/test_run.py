@@ -228,7 +228,7 @@ def test_a_dry_run_says_what_and_where_and_writes_nothing(tmp_path, hello):
     done = paceline(tmp_path, "run", "--dry-run", "-n", 2, hello)
     assert done.code == 0
     assert "world size 2, writing paceline-runs/hello-" in done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hello.py", "tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hello.py"]
 
 
 # --- scripts that fail -------------------------------------------------------------------------
@@ -318,6 +318,7 @@ def test_a_rank_that_leaves_early_is_the_culprit_and_not_its_victim(tmp_path):
     )
 
 
+@pytest.mark.campaign("e2e")
 def test_a_rank_that_somebody_terminates_is_named(tmp_path):
     done = paceline(
         tmp_path,
@@ -424,6 +425,7 @@ def test_under_mpirun_another_world_size_is_refused(tmp_path, hello):
     assert "Name it with --out" in unnamed.err
 
 
+@pytest.mark.campaign("mpi")
 def test_under_mpirun_a_rank_that_raises_ends_the_run(tmp_path):
     mpirun = (f"{BIN}/mpiexec", "-n", "2")
     done = paceline(

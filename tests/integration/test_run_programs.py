@@ -57,6 +57,7 @@ def test_the_output_of_a_killed_rank_is_kept(tmp_path):
     done.assert_nothing_left()
 
 
+@pytest.mark.campaign("launchers")
 def test_a_shell_script_is_started_on_each_rank_and_its_python_is_recorded(tmp_path):
     """A helper that it starts before, with the same rank, is not taken for the rank."""
     script = tmp_path / "train.sh"

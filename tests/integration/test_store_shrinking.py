@@ -90,7 +90,9 @@ def test_a_file_that_is_cut_off_behind_a_read_ends_no_process(path, file, handle
     assert ended.stdout == f"error {path / file}\n"
 
 
-@pytest.mark.parametrize("file", ["shard-00001.pace", "index.pace"])
+@pytest.mark.parametrize(
+    "file", ["shard-00001.pace", pytest.param("index.pace", marks=pytest.mark.campaign("faults"))]
+)
 def test_a_loader_says_that_a_file_was_cut_off(path, file):
     ended = run(OPEN + LOAD, path, file)
     assert (ended.returncode, ended.stderr) == (0, "")

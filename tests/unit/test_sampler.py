@@ -85,7 +85,7 @@ def test_python_code_that_kept_the_thread_waiting_is_sampled(tmp_path, recorder)
     """The main thread holds the GIL, enters a phase, and lets the thread have it only there."""
     loop = Loop(main_thread=threading.get_ident())
     sampler = StackSampler(recorder, loop)
-    sampler._started = True
+    sampler._stop = threading.Lock()  # as while its thread runs, which would sample, too
     sampler._sample(10 * MS, 13 * MS)
     loop.phase = int(Kind.FORWARD)
     sampler._sample(20 * MS, 24 * MS)
@@ -118,6 +118,12 @@ def test_the_script_does_not_see_the_thread(tmp_path, recorder):
     recorder.close()
     events = read_trace(tmp_path / "rank.trace").events
     assert set(events["kind"].tolist()) == {Kind.SAMPLE}
+
+
+def test_sampling_can_stop_and_go_on_before_its_thread_has_ended(recorder, sampler):
+    for _ in range(50):
+        sampler.start()
+        sampler.stop()
 
 
 def recorder_has_samples(tmp_path, recorder):

@@ -134,9 +134,9 @@ def _run_ranks(
     watch = StatusWatcher(job.run_folder, clock, on_status)
     with contextlib.ExitStack() as stack:
         # Removed when all ranks have ended: a killed rank does not remove its loader workers'
-        # sockets.
+        # sockets. The path of a socket is limited: the name is as long as multiprocessing's own.
         folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+            tempfile.TemporaryDirectory(prefix="pace-", ignore_cleanup_errors=True)
         )
         tag = job.resolved.config.tag_output
         output = stack.enter_context(TaggedOutput(clock)) if tag else None

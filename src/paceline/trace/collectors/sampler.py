@@ -55,9 +55,7 @@ class StackSampler:
     def __init__(self, recorder: Recorder, loop: Loop) -> None:
         self._recorder = recorder
         self._loop = loop
-        self._stop = _thread.allocate_lock()
-        self._stop.acquire()
-        self._started = False
+        self._stop: _thread.LockType | None = None  # of the thread that samples; it ends with it
         self._recorded = RecordedKind("the script's host work that only samples show")
         self._count = 0  # of samples and of wake-ups without one; goes on when sampling does
         # Not by code: code objects of different files can be equal.
@@ -71,21 +69,23 @@ class StackSampler:
         self._recorded.attempt(self._start)
 
     def _start(self) -> None:
-        if not self._started:
-            _thread.start_new_thread(self._run, ())
-            self._started = True
+        if self._stop is None:
+            stop = _thread.allocate_lock()  # its own: an earlier thread may not have ended yet
+            stop.acquire()
+            _thread.start_new_thread(self._run, (stop,))
+            self._stop = stop
 
     def stop(self) -> None:
         """Stop sampling; the thread may end a little later and records nothing any more."""
-        if self._started:
-            self._started = False
+        if self._stop is not None:
             self._stop.release()
+            self._stop = None
 
-    def _run(self) -> None:
+    def _run(self, stop: _thread.LockType) -> None:
         while True:
             interval_s = self._interval_s(self._count)
             due_ns = monotonic_ns() + int(interval_s * 1e9)
-            if self._stop.acquire(timeout=interval_s):
+            if stop.acquire(timeout=interval_s):
                 return
             self._count += 1
             self._recorded.attempt(self._sample, due_ns, monotonic_ns())
@@ -106,7 +106,7 @@ class StackSampler:
         # main thread may be in a phase.
         if self._loop.phase != IDLE:
             name = self._python_code if was_held else 0
-        if name and self._started:
+        if name and self._stop is not None:
             at_ns = due_ns if was_held else now_ns
             self._recorder.record(int(Kind.SAMPLE), MAIN, name, at_ns, at_ns, now_ns - at_ns)
 
