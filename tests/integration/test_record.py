@@ -149,7 +149,7 @@ def test_a_stopped_or_killed_recorder_leaves_no_ranks_behind(tmp_path, name):
         running.wait()
         await_true(lambda: not running.running(), "the ranks to end")
     state = RunFolder(tmp_path / "RUN").state()
-    assert state is (RunState.FINISHED if name == "SIGINT" else RunState.LAUNCHER_KILLED)
+    assert state is (RunState.STOPPED if name == "SIGINT" else RunState.LAUNCHER_KILLED)
 
 
 @pytest.mark.campaign("launchers")

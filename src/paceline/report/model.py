@@ -22,6 +22,7 @@ from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.delays import cut_words, shift_words
+from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
     failure_words,
@@ -181,7 +182,12 @@ def gather(run: Path) -> Report:
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
     cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
     rule = STEP_RULES[StepRule(analysis.step_rule)]
-    sentences = [nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    ended = (
+        ""
+        if result and result.failure
+        else unfinished_words(trace.ranks, step_time_s(analysis.phases))
+    )
+    sentences = [ended, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
