@@ -41,6 +41,7 @@ if __name__ == "__main__":
         print(torch.get_num_threads(), ddp.bucket_bytes_cap)
     dist.destroy_process_group()
 """
+RATE_PER_S = 1e6  # a thousandth of the truth: a busy machine is never as slow
 TRAINED_BYTES = 4 * (256 * 64 + 64 + 64 * 4 + 4)
 
 
@@ -49,7 +50,7 @@ def folder(tmp_path_factory):
     """A folder with a plan for one rank: on a busy machine no rank is late for all of its run."""
     place = tmp_path_factory.mktemp("planned")
     (place / "train.py").write_text(TRAIN)
-    (place / "machine.json").write_text(small_machine().to_text())
+    (place / "machine.json").write_text(small_machine(RATE_PER_S).to_text())
     arguments = ("train.py:step", "-n", 1, "--threads", 2, "--machine", "machine.json")
     done = paceline(place, "plan", *arguments, "--out", "plan.json")
     assert done.code == 0, done.err
