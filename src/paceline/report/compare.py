@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
-_NONE_UNDISTURBED = "in each step after the warm-up a rank was late or lost events"
+_NONE_RECORDED = "no step after the warm-up was recorded by all ranks"
 _FEW = 1 / 3  # of the steps of a range: what happens there does not move its median far
 
 
@@ -53,7 +53,8 @@ class Comparison(Record):
             `typical_steps`, the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
-        undisturbed_steps: number of steps over which `measured_step_s` is the median.
+        undisturbed_steps: number of steps over which `measured_step_s` is the median; 0 if a rank
+            was late in each step, and it is the median over all of them.
         steps: number of steps that all ranks completed.
         not_compared: reason that the prediction is not shown beside the measurement; else empty.
     """
@@ -89,7 +90,7 @@ def compare(
     *,
     not_compared: str = "",
 ) -> Comparison:
-    """Return a run's undisturbed step beside its prediction.
+    """Return a run's undisturbed step beside its prediction; of late steps if no rank was on time.
 
     Args:
         rank_phases: of an `Analysis`.
@@ -100,7 +101,9 @@ def compare(
         not_compared: why the prediction does not belong to this run; empty if it does.
     """
     chosen = undisturbed_steps(rank_phases, stragglers)
-    steps = len(chosen)
+    steps, undisturbed_count = len(chosen), int(chosen.sum())
+    if not undisturbed_count:  # late steps tell more than none
+        chosen = undisturbed_steps(rank_phases, ())
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
@@ -112,7 +115,7 @@ def compare(
         shares = sums / max(float(sums.sum()), 1e-12)
         measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     elif steps and (predicted is not None or predicted_step_s is not None):
-        not_compared = not_compared or _NONE_UNDISTURBED
+        not_compared = not_compared or _NONE_RECORDED
     if not_compared:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
@@ -128,7 +131,7 @@ def compare(
         ),
         predicted_step_s=predicted_step_s,
         measured_step_s=step_s,
-        undisturbed_steps=int(chosen.sum()),
+        undisturbed_steps=undisturbed_count,
         steps=steps,
         not_compared=not_compared,
     )
