@@ -276,7 +276,9 @@ def test_every_rule_of_steps_is_stated():
 
 def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
     assert nan_words(None) == ""
-    assert nan_words(NanValue(rank=1, step=812)).endswith("became NaN in step 812 on rank 1.")
+    words = nan_words(NanValue(rank=1, step=812))
+    assert "was NaN in step 812 on rank 1." in words
+    assert words.endswith("it is of step 811.")
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,9 @@ def nan_words(nan: NanValue | None) -> str:
     if nan is None:
         return ""
     return (
-        "A value that the script read from a tensor (the loss, if that is what it logs) became "
-        f"NaN in step {nan.step} on rank {nan.rank}."
+        "A value that the script read from a tensor (the loss, if that is what it logs) was NaN in "
+        f"step {nan.step} on rank {nan.rank}. Read after the optimizer's step, it is of step "
+        f"{max(0, nan.step - 1)}."
     )
 
 
