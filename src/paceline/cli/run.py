@@ -139,7 +139,7 @@ def run(
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
     click.echo(f"paceline run: {job.allocator.note}", err=True)
     if dry_run:
-        if as_json and job.rank == 0:  # as for the result: one object from all launchers together
+        if as_json and job.task_number == 0:  # one object from all tasks together
             intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}
             click.echo(json.dumps({**intended, **describe(job)}))
         return

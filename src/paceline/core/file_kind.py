@@ -50,7 +50,7 @@ def kind_of(data: object) -> FileKind | None:
 def refuse_other_kind(data: object, wanted: FileKind, where: str) -> None:
     """Refuse the JSON `data` of a file of another kind than the wanted one.
 
-    Data of no known kind passes: whoever reads it says what is wrong.
+    Data of no known kind passes: the reader of the file says what is wrong.
 
     Raises:
         ConfigError: the file is of another known kind.
