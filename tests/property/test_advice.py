@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice.facts import Facts, Scope, StragglerScope
+from paceline.report.advice.facts import Facts, Scope, StragglerScope, UnevenEvaluation
 from paceline.report.advice.rules import (
     AGAINST_CAUSE,
     AGAINST_HOST_WORK,
@@ -46,6 +46,12 @@ def facts(draw):
     stragglers = st.builds(
         StragglerScope, scope=scopes(has_rank=True), cause=causes, late_s=SECONDS
     )
+    uneven = st.builds(
+        UnevenEvaluation,
+        ranks=st.lists(st.integers(0, 63), min_size=1, max_size=3).map(tuple),
+        others=st.integers(1, 63),
+        waiting_s=SECONDS,
+    )
     names = st.sampled_from([*AGAINST_HOST_WORK, "sampling"])
     work = st.builds(HostTime, name=names, measured_s=SECONDS)
     return Facts(
@@ -53,6 +59,7 @@ def facts(draw):
         step=draw(breakdowns()),
         undisturbed=draw(st.none() | scopes(has_rank=False)),
         stragglers=tuple(draw(st.lists(stragglers, max_size=3))),
+        uneven_evaluation=draw(st.none() | uneven),
         host_work=tuple(draw(st.lists(work, max_size=3))),
         checkpoints=draw(st.integers(0, STEPS)),
         loader_workers=draw(st.none() | st.integers(0, 16)),

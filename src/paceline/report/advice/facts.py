@@ -40,6 +40,26 @@ class StragglerScope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnevenEvaluation:
+    """Ranks that evaluate while the other ranks wait; seconds are per step, means over the loop.
+
+    Attributes:
+        ranks: that evaluate longer than the others.
+        others: how many ranks wait for them.
+        waiting_s: that each of the others waits, the mean over them.
+    """
+
+    ranks: tuple[int, ...]
+    others: int
+    waiting_s: float
+
+    @property
+    def mean_waiting_s(self) -> float:
+        """The waiting as the mean over all ranks, as `Facts.step` has it."""
+        return self.waiting_s * self.others / (self.others + len(self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What the rules read; seconds are per step and the mean over ranks where nothing else is said.
 
@@ -48,6 +68,7 @@ class Facts:
         step: the mean step.
         undisturbed: the steps in which no rank was late; None if there are none.
         stragglers: the ranks that were late.
+        uneven_evaluation: ranks for whose evaluation the other ranks wait; None without.
         host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
@@ -65,6 +86,7 @@ class Facts:
     step: Breakdown
     undisturbed: Scope | None = None
     stragglers: tuple[StragglerScope, ...] = ()
+    uneven_evaluation: UnevenEvaluation | None = None
     host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None

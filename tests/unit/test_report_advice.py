@@ -1,0 +1,65 @@
+"""What a run's traces lead to advise, and when nothing is advised."""
+
+import dataclasses
+
+import pytest
+from traces import MS, Event, Late, data_parallel, write_run
+
+from paceline.report.model import gather
+from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
+
+EPOCHS = (11, 37, 53, 71)  # the steps at whose begin rank 0 evaluates
+EVALUATION_MS = 180
+
+
+def _evaluating(ranks, steps=80):
+    """Return the events of training in which rank 0 evaluates alone and the others wait for it."""
+    late = tuple(Late(0, EVALUATION_MS, step, step) for step in EPOCHS)
+    by_rank = data_parallel(ranks, steps, late=late)
+    by_rank[0] = [part for event in by_rank[0] for part in _evaluation(event)]
+    return by_rank
+
+
+def _evaluation(event):
+    """Replace the long wait for data of a late step by an evaluation of four batches."""
+    if event.kind != Kind.INPUT or event.end_ns - event.begin_ns < EVALUATION_MS * MS:
+        return [event]
+    flags = WITHOUT_GRADIENTS | EVALUATION_MODE
+    each_ns = EVALUATION_MS * MS // 4
+    events = []
+    for at in range(event.begin_ns, event.begin_ns + 4 * each_ns, each_ns):
+        events += [
+            Event(Kind.INPUT, at, at + MS, "evaluation loader", event.step, tag=2),
+            Event(Kind.EVALUATION, at + MS, at + each_ns, "forward", event.step, flags=flags),
+        ]
+    return [*events, dataclasses.replace(event, begin_ns=event.begin_ns + 4 * each_ns)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_evaluation_on_one_rank_alone_is_to_be_shared(tmp_path, ranks):
+    report = gather(write_run(tmp_path, _evaluating(ranks)))
+    rules = [advice.rule for advice in report.advice]
+    assert "even_batches" not in rules
+    assert not any(rule.startswith("straggler") for rule in rules)
+    shared = next(advice for advice in report.advice if advice.rule == "share_evaluation")
+    waited_s, loop_s = 4 * EVALUATION_MS / 1e3, report.total.total_s
+    others = "the other rank waits" if ranks == 2 else "the other 3 ranks wait"
+    assert shared.evidence == (
+        f"Rank 0 evaluates while {others} 720 ms ({waited_s / loop_s:.0%} of the loop)."
+    ).replace("%", " %")
+    assert shared.share == pytest.approx(waited_s * (1 - 1 / ranks) / loop_s, rel=0.02)
+    assert sum(advice.share for advice in report.advice if "evaluation" in advice.rule) <= (
+        waited_s / loop_s
+    )
+
+
+def test_an_evaluation_on_all_ranks_is_not_to_be_shared(tmp_path):
+    late = tuple(Late(rank, EVALUATION_MS, step, step) for rank in (0, 1) for step in EPOCHS)
+    by_rank = [
+        [part for event in events for part in _evaluation(event)]
+        for events in data_parallel(2, 80, late=late)
+    ]
+    report = gather(write_run(tmp_path, by_rank))
+    rules = {advice.rule for advice in report.advice}
+    assert "rarer_evaluation" in rules
+    assert "share_evaluation" not in rules
