@@ -7,6 +7,7 @@ from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.report.model import gather
 from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
+from paceline.trace.format.files import trace_name
 
 EPOCHS = (11, 37, 53, 71)  # the steps at whose begin rank 0 evaluates
 EVALUATION_MS = 180
@@ -63,3 +64,14 @@ def test_an_evaluation_on_all_ranks_is_not_to_be_shared(tmp_path):
     rules = {advice.rule for advice in report.advice}
     assert "rarer_evaluation" in rules
     assert "share_evaluation" not in rules
+
+
+def test_a_missing_trace_makes_no_advice_of_communication(tmp_path):
+    delays = (Late(1, 8, 0, 79, "compute"),)
+    run = write_run(tmp_path, data_parallel(3, 80, late=delays))
+    whole = gather(run)
+    assert {advice.phase for advice in whole.advice} >= {"waiting", "transfer"}
+    (run / "trace" / trace_name(1)).unlink()
+    report = gather(run)
+    assert [advice.phase for advice in report.advice] == ["input"]
+    assert "What is called communication may include waiting for rank 1." in report.verdict

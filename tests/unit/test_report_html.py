@@ -233,7 +233,8 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     assert report.words.startswith(
         "The trace is incomplete: rank 0 has not closed its file (it still runs, or was killed). "
         "What follows covers steps 0 to 29. Rank 1 left no trace, so only the other ranks are "
-        "described. One rank took 30 steps: "
+        "described. What is called communication may include waiting for rank 1. One rank took 30 "
+        "steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text

@@ -171,8 +171,11 @@ def test_waiting_for_nobody_in_particular_is_said():
 
 def test_ranks_without_a_trace_are_not_called_punctual():
     assert _verdict(missing=(3, 4)).startswith(
-        "2 ranks left no trace (first: 3), so only the other ranks are described. No rank was late"
+        "2 ranks left no trace (first: 3), so only the other ranks are described. What is called "
+        "communication may include waiting for them. No rank was late"
     )
+    assert "may include waiting for rank 3." in _verdict(missing=(3,))
+    assert "may include" not in _verdict(missing=(3,), total=Breakdown(forward=1))
     assert "One rank took 700 steps" in _verdict(world_size=2, missing=(1,))
 
 

@@ -79,6 +79,7 @@ class Facts:
         no_core_s: seconds that a rank's main thread was runnable without a core.
         reduced_bytes: that a rank gives to all-reduces.
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
+        missing_ranks: whether some ranks left no trace: waiting for them counts as communication.
         broadcast_share: the same of broadcasts that are repeated in each step.
     """
 
@@ -98,6 +99,7 @@ class Facts:
     reduced_bytes: float = 0.0
     reduced_share: float = 0.0
     broadcast_share: float = 0.0
+    missing_ranks: bool = False
 
     @property
     def loop_s(self) -> float:

@@ -64,6 +64,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         cores=_cores(machine),
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
         no_core_s=_no_core_s(analysis, step, threads),
+        missing_ranks=bool(analysis.trace.missing_ranks),
         **_communication(analysis),
     )
 

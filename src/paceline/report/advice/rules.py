@@ -24,6 +24,7 @@ LEAST_SHARE = 0.02  # of the loop
 LEAST_STEPS = 20  # of a run: fewer say too little about the next run
 MOST_ADVICE = 4
 NOTABLE_WAITING = 0.1  # of a step
+BETWEEN_RANKS = frozenset({"waiting", "transfer"})  # phases that need the traces of all ranks
 MOST_WORKERS = 8  # that one rank is advised to have
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -62,13 +63,22 @@ class Advice(Record):
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
-    """Return what would help, the largest saving first; empty if nothing is worth a change."""
+    """Return what would help, the largest saving first; empty if nothing is worth a change.
+
+    Without the traces of all ranks, nothing is proposed against waiting or communication: which of
+    the two a rank did, and for whom, cannot be told.
+    """
     if facts.steps < LEAST_STEPS or facts.loop_s <= 0:
         return ()
     proposals = [advice for rule in RULES for advice in rule(facts)]
     for advice in proposals:
         assert 0 <= advice.saving_s <= advice.phase_s * (1 + 1e-9), advice
-    chosen = [advice for advice in proposals if advice.share >= LEAST_SHARE]
+    unknown = BETWEEN_RANKS if facts.missing_ranks else frozenset()
+    chosen = [
+        advice
+        for advice in proposals
+        if advice.share >= LEAST_SHARE and advice.phase not in unknown
+    ]
     return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
 
 
