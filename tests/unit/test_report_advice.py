@@ -6,6 +6,7 @@ import pytest
 from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.report.model import gather
+from paceline.runs.result import Failure, RunResult
 from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
 from paceline.trace.format.files import trace_name
 
@@ -75,3 +76,17 @@ def test_a_missing_trace_makes_no_advice_of_communication(tmp_path):
     report = gather(run)
     assert [advice.phase for advice in report.advice] == ["input"]
     assert "What is called communication may include waiting for rank 1." in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(None, 130), (Failure(rank=1, signal="SIGKILL", step=40), 5), (Failure(rank=1, error="x"), 0)],
+)
+def test_a_run_that_ended_badly_gets_no_advice(tmp_path, failure, code):
+    run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 8, 0, 79),)))
+    assert gather(run).advice
+    result = RunResult(
+        exit_code=code, world_size=2, step_time_s=0, loop_wall_s=0, ranks=(), failure=failure
+    )
+    (run / "result.json").write_text(result.to_text())
+    assert gather(run).advice == ()
