@@ -109,7 +109,7 @@ def loader_workers(facts: Facts) -> Iterator[Advice]:
         phase_s=best.step.input,
         share=facts.share(saved_s),
         action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, best.step.input)} of "
-        f"waiting for data{best.words and ' ' + best.words}.",
+        f"waiting for data{best.words and ' ' + best.words}{_beyond_cores(facts, workers)}.",
         evidence=f"Of a step of {format_seconds(best.step.total_s)} {whose} "
         f"{format_seconds(best.step.input)} for data{_workers_words(facts.loader_workers)}.",
     )
@@ -150,6 +150,17 @@ def _workers_action(facts: Facts, workers: int) -> str:
     count = workers - facts.loader_workers if facts.loader_workers else workers
     more = " more" if facts.loader_workers else ""
     return f"{_number(count).capitalize()}{more} loader worker{'s' if count != 1 else ''}"
+
+
+def _beyond_cores(facts: Facts, workers: int) -> str:
+    """Return what to know of more workers than a rank has cores; empty for no more."""
+    cores = max(1, facts.cores // facts.ranks)
+    if not facts.cores or facts.loader_workers is None or workers <= cores:
+        return ""
+    return (
+        f" ({workers} workers are more than the {plural(cores, 'core')} of a rank: enough only if "
+        "they mostly wait for storage)"
+    )
 
 
 def _workers_words(workers: int | None) -> str:
