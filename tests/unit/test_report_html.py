@@ -612,3 +612,11 @@ def test_named_host_work_and_evaluation_have_their_places(tmp_path):
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render_terminal(report))
     assert "logging" in console.export_text()
+
+
+def test_every_table_scrolls_within_its_container_on_a_narrow_screen(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    assert page.count("<table>") == page.count('<div class="wide"><table>') > 3
+    (rule,) = re.findall(r"\.wide \{([^}]*)\}", page)
+    assert "overflow-x: auto" in rule
+    assert "background-attachment: local, local, scroll, scroll" in rule  # shows that it does
