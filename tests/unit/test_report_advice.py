@@ -1,10 +1,15 @@
 """What a run's traces lead to advise, and when nothing is advised."""
 
 import dataclasses
+import io
+import re
 
 import pytest
+from click.testing import CliRunner
+from rich.console import Console
 from traces import MS, Event, Late, data_parallel, write_run
 
+from paceline.cli.why import why
 from paceline.report.model import gather
 from paceline.runs.result import Failure, RunResult
 from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
@@ -90,3 +95,25 @@ def test_a_run_that_ended_badly_gets_no_advice(tmp_path, failure, code):
     )
     (run / "result.json").write_text(result.to_text())
     assert gather(run).advice == ()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "widest"), [(_Terminal(), 60), (io.StringIO(), None)])
+def test_why_wraps_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch, stream, widest):
+    run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 8, 0, 79),)))
+    console = Console(file=stream, width=60, highlight=False, force_terminal=True)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    CliRunner().invoke(why, [str(run)], catch_exceptions=False)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    lines = [line.rstrip() for line in text.splitlines()]
+    report = gather(run)
+    sentences = [report.verdict, *(f"What would help: {item.sentence}" for item in report.advice)]
+    if widest is None:
+        assert lines == sentences
+    else:
+        assert max(map(len, lines)) <= widest
+        assert " ".join(lines) == " ".join(sentences)  # no word is broken
