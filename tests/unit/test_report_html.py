@@ -611,7 +611,9 @@ def test_named_host_work_and_evaluation_have_their_places(tmp_path):
     assert "evaluation" in page
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render_terminal(report))
-    assert "logging" in console.export_text()
+    text = console.export_text()
+    assert "logging" in text
+    assert re.search(r"host work +mean over ranks +of the loop", text)
 
 
 def test_every_table_scrolls_within_its_container_on_a_narrow_screen(tmp_path):
