@@ -50,7 +50,7 @@ def train(run, plan, machine, epochs):
     job = prepare(program, args, resolved, run, clock, plan=plan)
     execute(claim_folder(job), machine=machine, clock=clock)
     comparison = gather(run).comparison
-    assert not comparison.unfit, comparison.unfit
+    assert not comparison.not_compared, comparison.not_compared
     return comparison.measured_step_s
 
 

@@ -1,8 +1,9 @@
 """What does it cost 4,096 tasks to find each other and to notice each other's end?
 
-Counted in a simulation of 4,096 tasks under a virtual clock, with the machines that real runs use:
+Counted in a simulation of 4,096 tasks under a virtual clock, with the state machines of real runs:
 messages per second at the root while tasks arrive (within 10 s) and while they run. Timed here:
-what the root's machine and codec take for a report, and several hundred real members over loopback.
+what the root's state machine and codec take for a report, and several hundred real members over
+loopback.
 
 The peer is the rendezvous through files of commit 0deccb6, by the arithmetic of its polling: each
 task looked at two names every 0.05 s until the start, and at one every 0.25 s while it ran. Of the
@@ -27,7 +28,6 @@ from harness import Report, options
 
 from paceline.core.clock import SystemClock
 from paceline.core.randomness import make_generator
-from paceline.launch.allocation import Allocation
 from paceline.launch.exits import exit_of
 from paceline.launch.rendezvous import messages
 from paceline.launch.rendezvous.job import TaskRendezvous
@@ -38,8 +38,9 @@ from paceline.launch.rendezvous.root import (
     Deadlines,
     Received,
     ResultWritten,
-    RootMachine,
+    RootState,
 )
+from paceline.launch.task_placement import TaskPlacement
 
 ARRIVAL_S, RUN_S = 10.0, 120.0
 OLD_MEETING_LOOKS_PER_S, OLD_RUN_LOOKS_PER_S = 2 / 0.05, 1 / 0.25  # commit 0deccb6, per task
@@ -78,7 +79,7 @@ def simulate(size):
 
 def report_cost_s(size, rounds=3):
     """Return the seconds that the root takes to parse a report, handle it and write the answer."""
-    root = RootMachine(job="j", run="r", world_size=size, deadlines=DEADLINES, begin_s=0.0)
+    root = RootState(job="j", run="r", world_size=size, deadlines=DEADLINES, begin_s=0.0)
     lines = [
         messages.TaskReport(
             job="j",
@@ -112,12 +113,16 @@ def real_members(size):
     started = [0.0] * size
 
     def body(rank, run):
-        allocation = Allocation(
-            source="bench", rank=rank, world_size=size, local_rank=rank, local_world_size=size
+        placement = TaskPlacement(
+            source="bench",
+            task_number=rank,
+            task_count=size,
+            local_task_number=rank,
+            local_task_count=size,
         )
         clock = SystemClock()
         task = TaskRendezvous(
-            run, allocation, host="here", cores=(0,), deadlines=DEADLINES, clock=clock
+            run, placement, host="here", cores=(0,), deadlines=DEADLINES, clock=clock
         )
         with task:
             task.start()

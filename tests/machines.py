@@ -45,8 +45,8 @@ def framework(framework: str, what: str, phase: str, seconds: float) -> Framewor
     )
 
 
-def small_machine() -> Machine:
-    """Return a machine of four cores with one rate for all sizes."""
+def small_machine(rate_per_s: float = 1e9) -> Machine:
+    """Return a machine of four cores with one rate for all operators and sizes."""
     rates = tuple(
         Rate(
             operator=operator,
@@ -56,7 +56,7 @@ def small_machine() -> Machine:
             processes=1,
             unit=unit,
             source="datasheet",
-            points=(Point(work=1.0, rate_per_s=1e9),),
+            points=(Point(work=1.0, rate_per_s=rate_per_s),),
         )
         for operator, unit in (("matmul", "flops"), ("elementwise", "bytes"))
     )

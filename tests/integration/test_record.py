@@ -105,7 +105,7 @@ def test_a_script_records_itself(tmp_path):
     assert "One rank took 9 steps" in why.out, why.err
     again = subprocess.run(command, check=False, cwd=tmp_path, timeout=120, capture_output=True)
     assert b"the folder holds another run (" in again.stderr
-    assert b"another process is recorded as rank 0. Name another, or remove it" in again.stderr
+    assert b"a trace of rank 0, of an earlier run or of another process. Name ano" in again.stderr
 
 
 @pytest.mark.campaign("launchers")
@@ -149,7 +149,7 @@ def test_a_stopped_or_killed_recorder_leaves_no_ranks_behind(tmp_path, name):
         running.wait()
         await_true(lambda: not running.running(), "the ranks to end")
     state = RunFolder(tmp_path / "RUN").state()
-    assert state is (RunState.FINISHED if name == "SIGINT" else RunState.LAUNCHER_KILLED)
+    assert state is (RunState.STOPPED if name == "SIGINT" else RunState.LAUNCHER_KILLED)
 
 
 @pytest.mark.campaign("launchers")

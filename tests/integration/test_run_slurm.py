@@ -56,7 +56,7 @@ def test_the_folder_is_named_after_the_step(environ, root, tmp_path):
     assert run.name.startswith("collectives-slurm-")
 
 
-def test_another_world_than_the_allocation_is_refused(environ, root, tmp_path):
+def test_another_number_of_ranks_than_of_tasks_is_refused(environ, root, tmp_path):
     script = root / "tests/integration/scripts/collectives.py"
     done = srun(environ, tmp_path, "-n", "4", "--out", "run", str(script), "plain")
     assert done.returncode != 0

@@ -8,14 +8,14 @@ from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stra
 
 from paceline.trace.analysis.blame import find_stragglers
 from paceline.trace.analysis.causes import main_cause
-from paceline.trace.analysis.chances import binomial_tail, upper_tail
+from paceline.trace.analysis.p_values import binomial_tail, upper_tail
 from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
 
 CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
-RULES = PatternRules(least_s=0.0005, min_late_steps=0.65, max_chance=0.01, series=4)
+RULES = PatternRules(late_threshold_s=0.0005, min_late_steps=0.65, max_p_value=0.01, series=4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -126,9 +126,9 @@ def test_confidence_grows_with_the_number_of_steps():
         random = np.random.default_rng(8)
         series = random.normal(0.001, 0.0009, 400)[:steps]
         pattern = find_pattern(
-            series, -series[np.newaxis], dataclasses.replace(RULES, max_chance=1)
+            series, -series[np.newaxis], dataclasses.replace(RULES, max_p_value=1)
         )
-        return 1 - pattern.chance if pattern else 0.0
+        return 1 - pattern.p_value if pattern else 0.0
 
     assert confidence(16) < confidence(64) < confidence(400)
     assert confidence(400) > 0.999
@@ -141,7 +141,7 @@ def test_a_delay_that_grows_from_amid_the_run_drifts():
     series = np.where(steps < 90, 0.0, 0.022e-3 * steps) + random.laplace(0, 0.0002, 300)
     pattern = find_pattern(series, -series[np.newaxis], RULES)
     assert (pattern.shape, pattern.slope_s) == ("drifting", pytest.approx(0.022e-3, rel=0.3))
-    assert pattern.chance < 0.01
+    assert pattern.p_value < 0.01
 
 
 def test_two_culprits_are_both_found_the_costlier_first():

@@ -216,7 +216,7 @@ def test_two_tasks_of_one_rank_are_not_both_taken():
     simulation.run(20.0)
     starts = [task.started_s is not None for task in simulation.tasks]
     assert sorted(starts[:2]) == [False, True]
-    assert simulation.tasks[starts.index(False)].machine.refusal in (
+    assert simulation.tasks[starts.index(False)].state.refusal in (
         "another task is rank 1 already",
         "the run has begun without this task",
     )
@@ -253,8 +253,8 @@ def test_members_of_an_earlier_run_never_join_the_next(seed):
     play(simulation)
     old, new = simulation.tasks[:3], simulation.tasks[3:]
     assert simulation.outcome.exits == ()
-    assert all(task.machine.run == "run-1" and task.leave.problem for task in old)
-    assert all(task.machine.run == "run-2" and not task.leave.problem for task in new)
+    assert all(task.state.run == "run-1" and task.leave.problem for task in old)
+    assert all(task.state.run == "run-2" and not task.leave.problem for task in new)
 
 
 def test_tasks_of_another_job_are_refused():
@@ -264,7 +264,7 @@ def test_tasks_of_another_job_are_refused():
     simulation.job = "another job"
     simulation.add_task(0)
     simulation.run(2.0)
-    assert simulation.tasks[1].machine.refusal == "this is the root of another job"
+    assert simulation.tasks[1].state.refusal == "this is the root of another job"
     assert simulation.tasks[1].started_s is None
 
 
@@ -300,7 +300,7 @@ def test_phases_only_advance():
     seen = []
     for second in range(200):
         simulation.at(
-            float(second), lambda: seen.append([task.machine.phase for task in simulation.tasks])
+            float(second), lambda: seen.append([task.state.phase for task in simulation.tasks])
         )
     play(simulation)
     for rank in range(2):

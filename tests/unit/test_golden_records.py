@@ -9,8 +9,10 @@ from records import GOLDEN, golden_name, record_classes
 
 from paceline.core.errors import ConfigError, NewerFormat
 from paceline.core.record import Record
+from paceline.report.compare import Comparison
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import RunResult
+from paceline.trace.analysis.blame import BlameRules
 
 CLASSES = record_classes()
 BY_NAME = {golden_name(cls, 0).rpartition("-v")[0]: cls for cls in CLASSES}
@@ -71,6 +73,13 @@ def test_an_older_version_takes_every_step_and_so_do_its_parts():
     assert whole == Whole(parts=(Part(seconds=2.0),), first=1)
     assert whole.to_json()["parts"] == [{"version": 2, "seconds": 2.0}]
     assert Whole.from_text(whole.to_text()) == whole
+
+
+def test_values_of_fields_that_were_renamed_are_kept():
+    rules = BlameRules.from_json({"version": 2, "max_chance": 0.002})
+    assert rules == BlameRules(max_p_value=0.002)
+    old = json.loads((GOLDEN / "Comparison-v1.json").read_text())
+    assert Comparison.from_json(old).not_compared == old["unfit"]
 
 
 @pytest.mark.parametrize("data", [{"version": 1}, {"version": 2, "parts": [], "first": "x"}])

@@ -48,7 +48,7 @@ def ready(script, run=None, **flags):
 def test_a_job_is_ready(script, tmp_path):
     job = ready(script, tmp_path / "RUN", ranks=1)
     assert job.ranks == 1
-    assert job.allocation is None
+    assert job.task is None
     assert job.warnings == ()
     assert not (tmp_path / "RUN").exists()
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused(script, tmp_path, monkeypatch):
     assert "pip install" in caught.value.fix
 
 
-def test_inside_an_allocation_the_world_is_its(script, tmp_path, monkeypatch):
+def test_in_a_slurm_step_each_task_is_one_rank(script, tmp_path, monkeypatch):
     for name, value in MPICH.items():
         monkeypatch.setenv(name, value)
     assert ready(script, tmp_path / "RUN").ranks == 2

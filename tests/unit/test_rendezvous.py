@@ -17,7 +17,6 @@ from launching import await_true
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, RankLost
 from paceline.core.processes import StopRequested
-from paceline.launch.allocation import Allocation
 from paceline.launch.exits import (
     RankExit,
     combine,
@@ -43,6 +42,7 @@ from paceline.launch.rendezvous.messages import (
 from paceline.launch.rendezvous.root import Deadlines
 from paceline.launch.rendezvous.shares import core_shares
 from paceline.launch.task import run_task
+from paceline.launch.task_placement import TaskPlacement
 from paceline.runs.result import Failure
 
 FAST = Deadlines(
@@ -72,17 +72,17 @@ def task(
     first_host="",
     local=None,
 ):
-    allocation = Allocation(
+    placement = TaskPlacement(
         source="mpich",
-        rank=rank,
-        world_size=size,
-        local_rank=rank % (local or size),
-        local_world_size=local or size,
+        task_number=rank,
+        task_count=size,
+        local_task_number=rank % (local or size),
+        local_task_count=local or size,
         name=name,
         first_host=first_host,
     )
     return TaskRendezvous(
-        run, allocation, host=host, cores=cores, deadlines=deadlines, clock=SystemClock()
+        run, placement, host=host, cores=cores, deadlines=deadlines, clock=SystemClock()
     )
 
 
@@ -122,11 +122,11 @@ def member(rendezvous, code=0, wait_for=None, seen=None):
             rendezvous.start()
             start = rendezvous.await_start()
             if seen is not None:
-                seen[rendezvous.rank] = start
+                seen[rendezvous.task_number] = start
             if wait_for is not None:
                 await_true(wait_for, "the moment to end")
             stopped = bool(rendezvous.stop_reason())
-            rendezvous.report(exit_of(rendezvous.rank, code, stopped=stopped, at_s=1.0))
+            rendezvous.report(exit_of(rendezvous.task_number, code, stopped=stopped, at_s=1.0))
             return rendezvous.await_end()
 
     return body
@@ -194,12 +194,12 @@ def test_a_rank_that_left_a_node_early_is_known_to_rank_0(run):
     ]
 
     def node(number):
-        place = Allocation(
+        place = TaskPlacement(
             source="nodes",
-            rank=number,
-            world_size=2,
-            local_rank=0,
-            local_world_size=1,
+            task_number=number,
+            task_count=2,
+            local_task_number=0,
+            local_task_count=1,
             identity="job",
             ranks_per_task=2,
         )
@@ -315,7 +315,7 @@ def test_a_root_whose_ports_are_taken_is_found_through_its_file(run, monkeypatch
 
 def test_where_tcp_is_blocked_messages_go_through_files(run, monkeypatch):
     # Nothing listens where the file says, and the address is not known without it.
-    monkeypatch.setattr(job, "listening_hosts", lambda _allocation: ("127.0.0.2",))
+    monkeypatch.setattr(job, "listening_hosts", lambda _task: ("127.0.0.2",))
     monkeypatch.setattr(links, "_FOLDER_FROM_ATTEMPT", 3)
     one = task(run, 1, local=1)
     seen = {}
@@ -510,12 +510,12 @@ def test_the_root_is_reached_by_ipv6(first_host, reached):
         pytest.skip("this host has no IPv6")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    nodes = Allocation(
+    nodes = TaskPlacement(
         source="nodes",
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
+        task_number=0,
+        task_count=2,
+        local_task_number=0,
+        local_task_count=1,
         first_host=first_host,
         port=port,
     )

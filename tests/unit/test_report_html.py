@@ -441,7 +441,7 @@ def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words
     (run / "plan.json").write_text(PlanFile(plan=other.plan, estimate=other).to_text())
     report = gather(run)
     assert report.comparison.step_time_error is None
-    assert words in to_json(report)["unfit"]
+    assert words in to_json(report)["not_compared"]
     assert words in render_html(report)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render_terminal(report))
@@ -458,7 +458,7 @@ def test_the_run_says_itself_how_much_it_trained(tmp_path):
         (run / "plan.json").write_text(PlanFile(plan=estimate.plan, estimate=estimate).to_text())
         found = gather(run).comparison
         assert (found.step_time_error is not None) == fits
-        assert fits or "the run trained 4.00 MiB" in found.unfit
+        assert fits or "the run trained 4.00 MiB" in found.not_compared
 
 
 def test_gradients_that_are_reduced_several_times_per_step_fit(tmp_path):
@@ -466,7 +466,7 @@ def test_gradients_that_are_reduced_several_times_per_step_fit(tmp_path):
     for size, fits in ((1 << 19, True), (1 << 20, True), (3 << 18, False), (1 << 21, False)):
         estimate = dataclasses.replace(_estimate(), trained_parameter_bytes=size)
         (run / "estimate.json").write_text(estimate.to_text())
-        assert (gather(run).comparison.unfit == "") == fits, size
+        assert (gather(run).comparison.not_compared == "") == fits, size
 
 
 def test_a_run_that_an_earlier_paceline_planned_is_compared(tmp_path):
@@ -479,7 +479,8 @@ def test_a_run_that_an_earlier_paceline_planned_is_compared(tmp_path):
     (run / "machine.json").unlink()
     larger = write_run(tmp_path / "larger", data_parallel(2, 60, amount=1 << 20))
     (larger / "estimate.json").write_text((GOLDEN / "estimate-v1.json").read_text())
-    assert "of gradients per step, the run reduced 1.00 MiB" in gather(larger).comparison.unfit
+    why = gather(larger).comparison.not_compared
+    assert "of gradients per step, the run reduced 1.00 MiB" in why
 
 
 def test_the_demos_folder_stands_for_its_run(tmp_path):

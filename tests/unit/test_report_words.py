@@ -187,7 +187,7 @@ def test_when_nobody_is_late_the_largest_shares_are_named():
 def test_waiting_for_nobody_in_particular_is_said():
     text = _verdict(total=Breakdown(backward=6, waiting=4))
     assert "ranks wait for each other 40 % of the time, not always for the same rank" in text
-    text = _verdict(total=Breakdown(backward=6, waiting=4), latest=3)
+    text = _verdict(total=Breakdown(backward=6, waiting=4), most_late_rank=3)
     assert "40 % of the time, mostly for rank 3, but never for long at a time" in text
 
 
@@ -301,7 +301,9 @@ def test_every_rule_of_steps_is_stated():
 
 def test_a_value_that_is_no_number_is_stated_with_step_and_rank():
     assert nan_words(None) == ""
-    assert nan_words(NanValue(rank=1, step=812)).endswith("became NaN in step 812 on rank 1.")
+    words = nan_words(NanValue(rank=1, step=812))
+    assert "was NaN in step 812 on rank 1." in words
+    assert words.endswith("it is of step 811.")
 
 
 @pytest.mark.parametrize(

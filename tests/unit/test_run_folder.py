@@ -1,5 +1,6 @@
 """The folder of a run: older files open, newer ones say what is needed, damaged ones are named."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -93,6 +94,13 @@ def started_by(run, launcher):
 def test_a_run_with_a_result_is_finished(run):
     started_by(run, this_launcher()).file("result.json").write_text(RESULT.to_text())
     assert (run.state(), run.state_words()) == (RunState.FINISHED, "")
+
+
+def test_a_run_that_a_signal_ended_is_stopped(run):
+    stopped = dataclasses.replace(RESULT, exit_code=130, failure=None)
+    started_by(run, this_launcher()).file("result.json").write_text(stopped.to_text())
+    assert run.state() is RunState.STOPPED
+    assert "stopped by a signal" in run.state_words()
 
 
 def test_a_run_whose_launcher_is_alive_goes_on(run):

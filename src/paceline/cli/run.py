@@ -145,7 +145,7 @@ def run(
         warn(trace_warnings(job.run_folder))
         raise
     warn(trace_warnings(job.run_folder))
-    if job.rank != 0:  # only rank 0's launcher knows how all ranks ended
+    if job.task_number != 0:  # only rank 0's launcher knows how all ranks ended
         return
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))

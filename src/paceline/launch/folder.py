@@ -16,7 +16,7 @@ from paceline.runs.versions import versions
 if TYPE_CHECKING:
     from paceline.core.clock import Clock
     from paceline.core.machine import Machine
-    from paceline.launch.allocation import Allocation
+    from paceline.launch.task_placement import TaskPlacement
 
 # What rank 0 writes before all tasks have arrived: a folder with only these files is of a run that
 # is about to start.
@@ -25,28 +25,28 @@ _WRITTEN_AT_START = frozenset(
 )
 
 
-def default_folder(stem: str, allocation: Allocation | None, clock: Clock) -> Path:
+def default_folder(stem: str, task: TaskPlacement | None, clock: Clock) -> Path:
     """Return the folder of a run without --out; all tasks choose the same.
 
     Args:
         stem: what the name begins with.
-        allocation: whose name it ends with; None ends it with the time.
+        task: whose name it ends with; None ends it with the time.
         clock: gives that time.
 
     Raises:
         UsageError: Slurm, mpirun or ``--rdzv-id`` gives the tasks no common name.
     """
     folder = Path("paceline-runs")
-    if allocation is not None:
-        if not allocation.name:
+    if task is not None:
+        if not task.name:
             raise UsageError(
                 "the tasks need one folder to write to",
                 why="--rdzv-id does not name the job"
-                if allocation.source == "nodes"
-                else f"{allocation.source} gives them no common name",
+                if task.source == "nodes"
+                else f"{task.source} gives them no common name",
                 fix="Name it with --out",
             )
-        return folder / f"{stem}-{allocation.name}"
+        return folder / f"{stem}-{task.name}"
     stamp = _stamp(clock)
     run = folder / f"{stem}-{stamp}"
     count = 1

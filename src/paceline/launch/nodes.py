@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.launch.allocation import Allocation
+from paceline.launch.task_placement import TaskPlacement
 
 if TYPE_CHECKING:
     from paceline.launch.options import RunConfig
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29_400  # torch.distributed.elastic.rendezvous: that of the c10d backend
 
 
-def place_of_node(
-    config: RunConfig, allocation: Allocation | None, ranks: int
-) -> Allocation | None:
-    """Return this launcher's place among those of ``--nnodes``; `allocation` for a single node.
+def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> TaskPlacement | None:
+    """Return this launcher's place among those of ``--nnodes``; `task` for a single node.
 
     Args:
         config: where nnodes, node_rank and rdzv_endpoint stand.
-        allocation: this task's place under Slurm or mpirun: with one task per node, its rank is
+        task: this task's place under Slurm or mpirun: with one task per node, its number is
             the node's, unless the user says otherwise.
         ranks: ranks on each node.
 
@@ -43,10 +41,10 @@ def place_of_node(
                 why="a run on one node has no other node",
                 fix="Give the number of nodes as well, for example --nnodes 2",
             )
-        return allocation
+        return task
     node = config.node_rank
     if node is None:
-        node = allocation.rank if allocation and allocation.world_size == config.nnodes else 0
+        node = task.task_number if task and task.task_count == config.nnodes else 0
     if not 0 <= node < config.nnodes:
         raise UsageError(
             f"node-rank is {node}, nnodes is {config.nnodes}",
@@ -60,12 +58,12 @@ def place_of_node(
         )
     host, port = parse_endpoint(config.rdzv_endpoint)
     identity = f"{config.rdzv_id or 'none'}@{host}:{port}, {config.nnodes} x {ranks} ranks"
-    return Allocation(
+    return TaskPlacement(
         source="nodes",
-        rank=node,
-        world_size=config.nnodes,
-        local_rank=0,
-        local_world_size=1,
+        task_number=node,
+        task_count=config.nnodes,
+        local_task_number=0,
+        local_task_count=1,
         first_host=host,
         name=config.rdzv_id,
         identity=identity,

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from paceline.core.config import Resolved
     from paceline.core.plan import Plan
-    from paceline.launch.allocation import Allocation
+    from paceline.launch.task_placement import TaskPlacement
 
 
 def check_plan(
     plan: Plan,
     resolved: Resolved[Any],
-    allocation: Allocation | None,
+    task: TaskPlacement | None,
     environ: Mapping[str, str],
 ) -> None:
     """Raise an error if a setting contradicts the plan.
@@ -31,12 +31,12 @@ def check_plan(
     Args:
         plan: the plan that the run follows.
         resolved: the run's configuration, where ``ranks`` may be set.
-        allocation: this task's place under Slurm or mpirun; None outside of both.
+        task: this task's place under Slurm or mpirun; None outside of both.
         environ: the environment variables, where OMP_NUM_THREADS may be set.
 
     Raises:
-        UsageError: the plan needs more than data parallelism, or a setting, the environment or the
-            allocation says otherwise; the message names both.
+        UsageError: the plan needs more than data parallelism, or a setting, the environment,
+            Slurm or mpirun says otherwise; the message names both.
     """
     if plan.mesh.world_size != plan.mesh.data:
         raise UsageError(
@@ -54,16 +54,16 @@ def check_plan(
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
-    if allocation is None and plan.nodes > 1:
+    if task is None and plan.nodes > 1:
         raise UsageError(
             f"the plan spreads its ranks over {plan.nodes} nodes",
             where="--plan",
-            why="outside an allocation a run has only this node",
+            why="without Slurm, mpirun or --nnodes a run has only this node",
             fix="Start it with srun, mpirun or --nnodes, or plan for 1 node",
         )
-    if allocation is not None and allocation.local_ranks != plan.ranks_per_node:
-        here = f"the {allocation.source} step's ranks per node"
-        raise _conflict(here, allocation.local_ranks, "ranks_per_node", plan.ranks_per_node)
+    if task is not None and task.node_ranks != plan.ranks_per_node:
+        here = f"the {task.source} step's ranks per node"
+        raise _conflict(here, task.node_ranks, "ranks_per_node", plan.ranks_per_node)
 
 
 def _check_allocator(plan: Plan, resolved: Resolved[Any]) -> None:

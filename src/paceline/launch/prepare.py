@@ -14,14 +14,14 @@ from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
-from paceline.launch.allocation import Allocation, check_world, detect
 from paceline.launch.folder import claim, default_folder, refuse_taken
-from paceline.launch.nodes import node_warnings, place_of_node
+from paceline.launch.nodes import node_warnings, task_of_node
 from paceline.launch.options import RunConfig
 from paceline.launch.planned import check_plan, plan_warnings
 from paceline.launch.program import Program, ProgramKind
-from paceline.launch.ranks import RankPlace
+from paceline.launch.ranks import RankIds
 from paceline.launch.recordable import find_obstacle, script_line
+from paceline.launch.task_placement import TaskPlacement, check_world, detect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Job:
         run_folder: the folder that the run writes.
         ranks: number of ranks in the run, on all nodes.
         resolved: the configuration with the provenance of its values.
-        allocation: this launcher's place among several; None if it starts all ranks.
+        task: this launcher's place among several tasks; None if it starts all ranks.
         warnings: lines to print before the start.
         plan: the plan that the run follows; None without one.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
@@ -50,15 +50,15 @@ class Job:
     run_folder: Path
     ranks: int
     resolved: Resolved[RunConfig]
-    allocation: Allocation | None
+    task: TaskPlacement | None
     warnings: tuple[str, ...]
     plan: PlanFile | None = None
     is_default_name: bool = False
 
     @property
-    def rank(self) -> int:
+    def task_number(self) -> int:
         """This launcher's number among those of the run; 0 if it starts all ranks."""
-        return self.allocation.rank if self.allocation else 0
+        return self.task.task_number if self.task else 0
 
     @property
     def allocator(self) -> AllocatorSetting:
@@ -67,25 +67,25 @@ class Job:
         return allocator_setting(chosen, environment())
 
     @property
-    def places(self) -> tuple[RankPlace, ...]:
+    def local_ranks(self) -> tuple[RankIds, ...]:
         """The ranks that this launcher starts."""
-        allocation = self.allocation
-        count = allocation.local_ranks if allocation else self.ranks  # on this node
-        if allocation is None or allocation.source == "nodes":
-            first, local_ranks = self.rank * count, range(count)
+        task = self.task
+        count = task.node_ranks if task else self.ranks  # on this node
+        if task is None or task.source == "nodes":
+            first, numbers = self.task_number * count, range(count)
         else:  # a task is one of the node's ranks
-            first, local_ranks = (
-                self.rank - allocation.local_rank,
-                range(allocation.local_rank, allocation.local_rank + 1),
+            first, numbers = (
+                self.task_number - task.local_task_number,
+                range(task.local_task_number, task.local_task_number + 1),
             )
         return tuple(
-            RankPlace(
+            RankIds(
                 rank=first + local_rank,
                 world_size=self.ranks,
                 local_rank=local_rank,
                 local_world_size=count,
             )
-            for local_rank in local_ranks
+            for local_rank in numbers
         )
 
 
@@ -110,7 +110,8 @@ def prepare(
 
     Raises:
         DestinationExists: the folder is there and not empty.
-        UsageError: the allocation has another world size, or something contradicts the plan.
+        UsageError: Slurm or mpirun has another number of tasks, or something contradicts the
+            plan.
         Missing: torch is not installed.
     """
     is_python = program.kind is not ProgramKind.EXECUTABLE
@@ -118,22 +119,22 @@ def prepare(
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
     config = resolved.config
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
-    allocation = place_of_node(config, detect(environment()), node_ranks)
-    if allocation is not None:
-        check_world(allocation, config.ranks)
-    ranks = allocation.ranks if allocation else config.ranks or 1
-    warnings = _warnings(ranks, allocation)
+    task = task_of_node(config, detect(environment()), node_ranks)
+    if task is not None:
+        check_world(task, config.ranks)
+    ranks = task.ranks if task else config.ranks or 1
+    warnings = _warnings(ranks, task)
     if plan is not None:
-        check_plan(plan.plan, resolved, allocation, environment())
-        if allocation is not None:
-            check_world(allocation, plan.plan.mesh.world_size)
+        check_plan(plan.plan, resolved, task, environment())
+        if task is not None:
+            check_world(task, plan.plan.mesh.world_size)
         ranks = plan.plan.mesh.world_size
-        warnings = (*_warnings(ranks, allocation), *plan_warnings(plan.plan, program.kind))
+        warnings = (*_warnings(ranks, task), *plan_warnings(plan.plan, program.kind))
     warnings = (*node_warnings(config), *warnings)
-    is_default_name = run is None and allocation is None
+    is_default_name = run is None and task is None
     if run is None:
-        run = default_folder(program.stem, allocation, clock)
-    refuse_taken(run, allocation.rank if allocation else 0)
+        run = default_folder(program.stem, task, clock)
+    refuse_taken(run, task.task_number if task else 0)
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
     return Job(
@@ -142,7 +143,7 @@ def prepare(
         run_folder=run,
         ranks=ranks,
         resolved=resolved,
-        allocation=allocation,
+        task=task,
         warnings=warnings,
         plan=plan,
         is_default_name=is_default_name,
@@ -151,15 +152,15 @@ def prepare(
 
 def claim_folder(job: Job) -> Job:
     """Make the run's folder, and return the job with it; see `folder.claim`."""
-    if job.rank != 0:  # rank 0's launcher makes it for all
+    if job.task_number != 0:  # rank 0's launcher makes it for all
         return job
     run_folder = claim(job.run_folder, is_default_name=job.is_default_name)
     return dataclasses.replace(job, run_folder=run_folder)
 
 
-def _warnings(ranks: int, allocation: Allocation | None) -> tuple[str, ...]:
-    node_ranks = allocation.local_ranks if allocation else ranks
-    cores = os.cpu_count() or 1 if allocation else len(allowed_cores())
+def _warnings(ranks: int, task: TaskPlacement | None) -> tuple[str, ...]:
+    node_ranks = task.node_ranks if task else ranks
+    cores = os.cpu_count() or 1 if task else len(allowed_cores())
     if node_ranks <= cores:
         return ()
     return (

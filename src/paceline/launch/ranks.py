@@ -33,8 +33,8 @@ _PEER_LOSS_GRACE_S = 1.0  # a rank that lost a peer mostly ends by itself, and r
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """Where a rank stands in its run.
+class RankIds:
+    """A rank's ids: its numbers in the run and on its node, and how many ranks there are.
 
     Attributes:
         rank: the global rank.
@@ -62,8 +62,8 @@ class RankPlace:
             run_id: the same for all ranks of the run.
         """
         node, node_count = (
-            place // self.local_world_size
-            for place in (self.rank, self.world_size + self.local_world_size - 1)
+            number // self.local_world_size
+            for number in (self.rank, self.world_size + self.local_world_size - 1)
         )
         return {
             "RANK": str(self.rank),

@@ -77,20 +77,24 @@ def execute(
         ranks ended well.
 
     Raises:
-        ScriptFailed: a rank raised; the message begins with its traceback.
-        RankLost: a rank was killed.
+        ScriptFailed: a rank raised (the message begins with its traceback), exited badly, or left
+            too early.
+        RankLost: a rank was killed, or hung, or a task failed before all had arrived.
+        DeadlineExceeded: a task did not arrive or stopped reporting, or rank 0's task did not say
+            how the run ended.
         Interrupted: a signal stopped the run; traces are kept.
         StorageError: the folder cannot be written.
     """
-    if job.rank == 0:
+    if job.task_number == 0:
         _write_start(job, machine)
     with contextlib.ExitStack() as stack:
-        rendezvous = stack.enter_context(_rendezvous(job, clock)) if job.allocation else None
+        rendezvous = stack.enter_context(_rendezvous(job, clock)) if job.task else None
         exits = _run_ranks(job, rendezvous, clock, on_status)
-        if rendezvous is not None and job.rank != 0:
+        if rendezvous is not None and job.task_number != 0:
             return _follow(job, exits, rendezvous)
         interrupted = interruption(exits)
-        # A process that a shell script started may have raised, and the script gone on.
+        # Only if a rank exited badly: a shell script may have ignored the exception of a process it
+        # started.
         failure = first_failure(job.run_folder, exits) if exits and not interrupted else None
         result = summarize(job.run_folder, job.ranks, exit_code(exits, failure), failure)
         failure = result.failure
@@ -104,10 +108,10 @@ def execute(
 
 
 def _rendezvous(job: Job, clock: Clock) -> TaskRendezvous:
-    assert job.allocation is not None
+    assert job.task is not None
     return TaskRendezvous(
         job.run_folder,
-        job.allocation,
+        job.task,
         host=socket.gethostname(),
         cores=allowed_cores(),
         deadlines=job.resolved.config.deadlines,
@@ -121,7 +125,10 @@ def _run_ranks(
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None,
 ) -> tuple[RankExit, ...]:
-    """Run this launcher's ranks; return the exits of those that did not end well."""
+    """Run this launcher's ranks; return the exits that explain a bad end, empty if all ended well.
+
+    On rank 0 these are exits of the ranks of all launchers.
+    """
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     watch = StatusWatcher(job.run_folder, clock, on_status)
@@ -135,12 +142,14 @@ def _run_ranks(
         output = stack.enter_context(TaggedOutput(clock)) if tag else None
         try:
             with watch, ended_on_signal(clock):
+                # A program that is not Python runs below a supervisor process (`launch.guard`),
+                # which is stopped by SIGTERM.
                 guarded = job.program.kind is ProgramKind.EXECUTABLE
                 local = LocalRanks(clock, output, STOP_SIGNAL if guarded else signal.SIGINT)
                 if rendezvous is None:
                     return _run_alone(job, local, Path(folder), clock)
                 start = _Starter(job, local, Path(folder))
-                return run_task(job.rank, local, start, rendezvous, clock)
+                return run_task(job.task_number, local, start, rendezvous, clock)
         except StopRequested as stop:
             return (interrupted_exit(None, stop, clock.wall_s()),)
         finally:
@@ -184,17 +193,17 @@ class _Starter:
         """
         if start is not None:  # the node may have a file system of its own
             (self.job.run_folder / "trace").mkdir(parents=True, exist_ok=True)
-        run_id = self.job.allocation.name if self.job.allocation else ""
+        run_id = self.job.task.name if self.job.task else ""
         run_id = run_id or uuid.uuid4().hex
         address = start.address if start else "127.0.0.1"
         port = start.port if start else free_port(run_id)
         share_index, share_count = (start.share_index, start.share_count) if start else (0, 1)
-        places = self.job.places
-        for number, place in enumerate(places):
-            index = share_index * len(places) + number
-            command = self._command(index, share_count * len(places))
-            variables = place.environment(address, port, run_id)
-            self.local.start(place.rank, command, {**environment(), **variables, **self._extra()})
+        local_ranks = self.job.local_ranks
+        for number, ids in enumerate(local_ranks):
+            index = share_index * len(local_ranks) + number
+            command = self._command(index, share_count * len(local_ranks))
+            variables = ids.environment(address, port, run_id)
+            self.local.start(ids.rank, command, {**environment(), **variables, **self._extra()})
         self.local.all_started()
 
     def _command(self, share_index: int, share_count: int) -> list[str]:
@@ -232,11 +241,11 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
 
 
 def _threads(job: Job) -> int | None:
-    """Return the compute threads of each rank; None where torch or the allocation chooses them."""
+    """Return the compute threads of each rank; None where torch, Slurm or mpirun chooses."""
     if job.plan is not None:
         return job.plan.plan.threads
     environ = environment()
-    if "OMP_NUM_THREADS" not in environ and (job.allocation or not job.resolved.config.bind):
+    if "OMP_NUM_THREADS" not in environ and (job.task or not job.resolved.config.bind):
         return None
     return core_binding(allowed_cores(), 0, job.ranks, environ).threads
 
@@ -271,7 +280,8 @@ def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -
             exits = (interrupted_exit(None, stop, exits[0].at_s),)
         raise_failure(job.run_folder, job.program.name, exits, end.failure)
     else:
-        # its ranks did not fail: the launcher stopped them
+        # rank 0's launcher is lost: report an own failure, unless this launcher itself stopped its
+        # ranks
         was_stopped = exits[0].outcome is ExitOutcome.STOPPED
         failure = None if was_stopped else first_failure(job.run_folder, exits)
         raise_failure(job.run_folder, job.program.name, exits, failure)

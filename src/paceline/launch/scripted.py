@@ -44,8 +44,9 @@ def record(run: str | os.PathLike[str] | None = None) -> None:
         (folder / "trace").mkdir(parents=True, exist_ok=True)
     try:
         attach.start_here(folder)
-    except DestinationExists as taken:  # without a launcher a run has no result.json, only traces
-        raise _holds_another(folder, taken.what) from None
+    except DestinationExists:  # without a launcher a run has no result.json, only traces
+        why = f"it has a trace of rank {rank}, of an earlier run or of another process"
+        raise _holds_another(folder, why) from None
     if rank == 0:
         write_start(
             folder,
@@ -64,5 +65,5 @@ def _holds_another(folder: Path, why: str = "") -> DestinationExists:
         "the folder holds another run",
         where=str(folder),
         why=why,
-        fix="Name another, or remove it",
+        fix="Name another folder, or remove this one",
     )

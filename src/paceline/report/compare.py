@@ -1,15 +1,15 @@
 """Compares prediction and measurement, phase by phase.
 
-The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up that
-are in no straggler's step range and of which no rank dropped events, and the typical ones of them:
-the half whose time is closest to the median. Medians of phases would not add up to the median step;
-shares of typical steps do.
+The prediction is of an undisturbed step. So the measurement takes the steps after the warm-up in
+which no rank was late (see `undisturbed`) and of which no rank dropped events, and the typical ones
+of them: the half whose time is closest to the median. Medians of phases would not add up to the
+median step; shares of typical steps do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
 
 WARM_UP_STEPS = 10
-_NONE_UNDISTURBED = "in each step after the warm-up a rank was late or lost events"
+_NONE_RECORDED = "no step after the warm-up was recorded by all ranks"
 _FEW = 1 / 3  # of the steps of a range: what happens there does not move its median far
 
 
@@ -49,21 +49,30 @@ class Comparison(Record):
     """A typical undisturbed step, as predicted and as measured.
 
     Attributes:
-        phases: in the order of a step, without evaluation. Each is its share of the
+        phases: in the order of a step; evaluation is measured as 0. Each is its share of the
             `typical_steps`, the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
-        undisturbed_steps: number of steps in these medians.
+        undisturbed_steps: number of steps over which `measured_step_s` is the median; 0 if a rank
+            was late in each step, and it is the median over all of them.
         steps: number of steps that all ranks completed.
-        unfit: why a prediction is not compared; empty if it is compared, or there is none.
+        not_compared: reason that the prediction is not shown beside the measurement; else empty.
     """
 
+    version: ClassVar[int] = 2
     phases: tuple[PhaseComparison, ...]
     predicted_step_s: float | None
     measured_step_s: float
     undisturbed_steps: int
     steps: int
-    unfit: str = ""
+    not_compared: str = ""
+
+    @classmethod
+    def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """Version 1 called `not_compared` unfit."""
+        if "unfit" in data:
+            data["not_compared"] = data.pop("unfit")
+        return data
 
     @property
     def step_time_error(self) -> float | None:
@@ -79,19 +88,22 @@ def compare(
     predicted: Breakdown | None = None,
     predicted_step_s: float | None = None,
     *,
-    unfit: str = "",
+    not_compared: str = "",
 ) -> Comparison:
-    """Return a run's undisturbed step beside its prediction.
+    """Return a run's undisturbed step beside its prediction; of late steps if no rank was on time.
 
     Args:
         rank_phases: of an `Analysis`.
-        stragglers: of an `Analysis`; their step ranges are left out.
+        stragglers: of an `Analysis`; the steps in which they were late are left out, see
+            `undisturbed`.
         predicted: one step's seconds by phase.
         predicted_step_s: in place of the sum of `predicted`.
-        unfit: why the prediction does not belong to this run; empty if it does.
+        not_compared: why the prediction does not belong to this run; empty if it does.
     """
     chosen = undisturbed_steps(rank_phases, stragglers)
-    steps = len(chosen)
+    steps, undisturbed_count = len(chosen), int(chosen.sum())
+    if not undisturbed_count:  # late steps tell more than none
+        chosen = undisturbed_steps(rank_phases, ())
     measured = Breakdown()
     step_s = 0.0
     if chosen.any():
@@ -103,8 +115,8 @@ def compare(
         shares = sums / max(float(sums.sum()), 1e-12)
         measured = Breakdown(**dict(zip(PHASES, (shares * step_s).tolist(), strict=True)))
     elif steps and (predicted is not None or predicted_step_s is not None):
-        unfit = unfit or _NONE_UNDISTURBED
-    if unfit:
+        not_compared = not_compared or _NONE_RECORDED
+    if not_compared:
         predicted = predicted_step_s = None
     if predicted is not None and predicted_step_s is None:
         predicted_step_s = predicted.total_s
@@ -119,14 +131,14 @@ def compare(
         ),
         predicted_step_s=predicted_step_s,
         measured_step_s=step_s,
-        undisturbed_steps=int(chosen.sum()),
+        undisturbed_steps=undisturbed_count,
         steps=steps,
-        unfit=unfit,
+        not_compared=not_compared,
     )
 
 
 def shown_phases(comparison: Comparison) -> list[PhaseComparison]:
-    """Return the phases that are worth a row: predicted, or more than a trace of the step."""
+    """Return the phases that get a row: predicted, or large enough not to be shown as 0 %."""
     measured = {phase.name: phase.measured_s for phase in comparison.phases}
     shown = shown_parts(tuple(measured), [measured])
     return [phase for phase in comparison.phases if phase.name in shown or phase.predicted_s]
@@ -150,8 +162,8 @@ def undisturbed(steps: int, stragglers: Sequence[Straggler]) -> np.ndarray:
     """Return a mask over `steps`: after the warm-up and without the steps in which a rank was late.
 
     The warm-up is 10 steps, but at most a third of the steps. Which steps an intermittent straggler
-    delayed is not known here: if they are the smaller part of its range, all of the range stays, as
-    medians pass over them.
+    delayed is not known here: if they are less than a third of its range, the whole range stays,
+    since they hardly move a median.
     """
     chosen = np.ones(steps, dtype=bool)
     chosen[: min(WARM_UP_STEPS, steps // 3)] = False

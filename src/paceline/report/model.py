@@ -22,6 +22,7 @@ from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.delays import cut_words, shift_words
+from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
     failure_words,
@@ -157,7 +158,7 @@ def gather(run: Path) -> Report:
         stragglers,
         estimate.breakdown if estimate else None,
         estimate.step_time_s if estimate else None,
-        unfit=difference(
+        not_compared=difference(
             estimate,
             trace,
             traffic,
@@ -175,13 +176,18 @@ def gather(run: Path) -> Report:
         total=mean_of(analysis.phases),
         failure=result.failure if result else None,
         place=_place(traffic, steps),
-        latest=_latest(trace, skew_s),
+        most_late_rank=_most_late_rank(trace, skew_s),
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
     cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
     rule = STEP_RULES[StepRule(analysis.step_rule)]
-    sentences = [nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    ended = (
+        ""
+        if result and result.failure
+        else unfinished_words(trace.ranks, step_time_s(analysis.phases))
+    )
+    sentences = [ended, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = result is not None and (result.failure is not None or result.exit_code != 0)
     facts = gather_facts(analysis, config=config, machine=machine)
@@ -238,7 +244,7 @@ def _place(traffic: tuple[Traffic, ...], steps: int) -> str:
     )
 
 
-def _latest(trace: Trace, skew_s: np.ndarray) -> int | None:
+def _most_late_rank(trace: Trace, skew_s: np.ndarray) -> int | None:
     """Return the rank with at least two thirds of all skew, if there is one."""
     by_rank = skew_s.sum(axis=1)
     worst = int(by_rank.argmax())
@@ -318,7 +324,7 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "phases": [_plain(phase) for phase in report.comparison.phases],
         "undisturbed_steps": report.comparison.undisturbed_steps,
-        "unfit": report.comparison.unfit,
+        "not_compared": report.comparison.not_compared,
         "step_time_error": report.comparison.step_time_error,
     }
 

@@ -67,8 +67,13 @@ def render_terminal(report: Report) -> Group:
     parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report.comparison)]
-    elif report.comparison.unfit:
-        parts += [Text(), Text(f"not compared: {report.comparison.unfit}", style="yellow")]
+        if not report.comparison.undisturbed_steps:
+            words = (
+                "in each step after the warm-up a rank was late: the measured step is such a one"
+            )
+            parts.append(Text(words, style="yellow"))
+    elif report.comparison.not_compared:
+        parts += [Text(), Text(f"not compared: {report.comparison.not_compared}", style="yellow")]
     if report.traffic:
         parts += [Text(), _traffic(report.traffic)]
     return Group(*parts)

@@ -93,7 +93,7 @@ def verdict(
     total: Breakdown,
     failure: Failure | None = None,
     place: str = "at every all-reduce",
-    latest: int | None = None,
+    most_late_rank: int | None = None,
     missing: tuple[int, ...] = (),
 ) -> str:
     """Return the verdict on a run: one or two sentences, preceded by its failure if it failed.
@@ -105,7 +105,7 @@ def verdict(
         total: seconds by phase, the mean over ranks.
         failure: failure of the rank that failed first; None if the run did not fail.
         place: where skew shows, from `sync_place`; empty if the ranks have no common collective.
-        latest: the rank with most of the skew, if one rank stands out.
+        most_late_rank: the rank with most of the skew, if one rank stands out.
         missing: ranks that left no trace; nothing is known about them, nor about ranks that waited
             for them.
     """
@@ -126,7 +126,7 @@ def verdict(
         if present > 1 and not place:
             sentences.append(f"{_SEPARATE} In {plural(steps, 'step')} {_spent_words(total)}")
         else:
-            sentences.append(_even_words(present, steps, total, latest))
+            sentences.append(_even_words(present, steps, total, most_late_rank))
     return " ".join(sentences)
 
 
@@ -135,8 +135,9 @@ def nan_words(nan: NanValue | None) -> str:
     if nan is None:
         return ""
     return (
-        "A value that the script read from a tensor (the loss, if that is what it logs) became "
-        f"NaN in step {nan.step} on rank {nan.rank}."
+        "A value that the script read from a tensor (the loss, if that is what it logs) was NaN in "
+        f"step {nan.step} on rank {nan.rank}. Read after the optimizer's step, it is of step "
+        f"{max(0, nan.step - 1)}."
     )
 
 
@@ -218,15 +219,15 @@ def _missing_words(missing: tuple[int, ...]) -> str:
     return f"{left}, so only the other ranks are described."
 
 
-def _even_words(world_size: int, steps: int, total: Breakdown, latest: int | None) -> str:
+def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: int | None) -> str:
     spent = _spent_words(total)
     waiting = total.waiting / max(total.total_s, 1e-12)
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
     if waiting >= _NOTABLE_WAITING:
         whom = "not always for the same rank"
-        if latest is not None:
-            whom = f"mostly for rank {latest}, but never for long at a time"
+        if most_late_rank is not None:
+            whom = f"mostly for rank {most_late_rank}, but never for long at a time"
         return (
             f"No rank was late for long in {plural(steps, 'step')}, yet ranks wait for each other "
             f"{format_share(waiting)} of the time, {whom}; {spent}"

@@ -10,7 +10,7 @@ import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.core.errors import ConfigError, CorruptData, NewerFormat, NotFound
+from paceline.core.errors import ConfigError, CorruptData, Interrupted, NewerFormat, NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.files import read_text
 from paceline.core.plan_file import PlanFile
@@ -28,6 +28,7 @@ class RunState(StrEnum):
     """How far a run has come."""
 
     FINISHED = "finished"  # it has a result
+    STOPPED = "stopped"  # it has a result, and a signal ended it, as Ctrl-C and a time limit do
     RUNNING = "running"  # its launcher runs
     LAUNCHER_KILLED = "launcher killed"  # no result, and its launcher is gone
     UNKNOWN = "unknown"  # no result, and its launcher is (or was) on another machine, or unknown
@@ -76,7 +77,9 @@ class RunFolder:
     def state(self) -> RunState:
         """Return how far the run has come; a script that recorded itself has no launcher."""
         if self.file("result.json").exists():
-            return RunState.FINISHED
+            result = _read_object(self.file("result.json"))
+            stopped = result.get("exit_code") == Interrupted.exit_code and not result.get("failure")
+            return RunState.STOPPED if stopped else RunState.FINISHED
         launcher = _read_object(self.file("config.json")).get("launcher")
         alive = is_alive(launcher) if isinstance(launcher, dict) else None
         if alive is None:
@@ -86,6 +89,8 @@ class RunFolder:
     def state_words(self) -> str:
         """Return a sentence about a run that is not finished; empty for one that is."""
         match self.state():
+            case RunState.STOPPED:
+                return "The run was stopped by a signal. This is what it had recorded by then."
             case RunState.RUNNING:
                 return "The run is still going on: this is what it has recorded so far."
             case RunState.LAUNCHER_KILLED:

@@ -21,16 +21,16 @@ from paceline.core.files import commit_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.launch.allocation import Allocation
+    from paceline.launch.task_placement import TaskPlacement
 
 FOLDER = "rendezvous"
 FIRST_PORT, PORT_COUNT = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _CANDIDATES = 4
 
 
-def job_identity(allocation: Allocation, run: Path) -> str:
+def job_identity(task: TaskPlacement, run: Path) -> str:
     """Return an identity that only the tasks of one job share: its name or the run's folder."""
-    return allocation.identity or allocation.name or f"{allocation.source}:{run.resolve()}"
+    return task.identity or task.name or f"{task.source}:{run.resolve()}"
 
 
 def agreed_ports(job: str) -> tuple[int, ...]:
@@ -40,34 +40,34 @@ def agreed_ports(job: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(FIRST_PORT + number % PORT_COUNT for number in numbers))
 
 
-def is_one_node(allocation: Allocation) -> bool:
+def is_one_node(task: TaskPlacement) -> bool:
     """Whether all tasks run on this node."""
-    return allocation.local_world_size == allocation.world_size
+    return task.local_task_count == task.task_count
 
 
-def known_addresses(allocation: Allocation, job: str) -> tuple[tuple[str, int], ...]:
-    """Return the root's addresses that follow from the allocation; empty if its host is unknown."""
-    host = "127.0.0.1" if is_one_node(allocation) else allocation.first_host
-    ports = (allocation.port,) if allocation.port else agreed_ports(job)
+def known_addresses(task: TaskPlacement, job: str) -> tuple[tuple[str, int], ...]:
+    """Return the addresses of the root that the task can compute; empty if its host is unknown."""
+    host = "127.0.0.1" if is_one_node(task) else task.first_host
+    ports = (task.port,) if task.port else agreed_ports(job)
     return tuple((host, port) for port in ports) if host else ()
 
 
-def name_addresses(allocation: Allocation) -> str:
+def name_addresses(task: TaskPlacement) -> str:
     """Return where members look for the root, in words."""
-    if allocation.port:
-        return f"port {allocation.port} of {allocation.first_host}"
+    if task.port:
+        return f"port {task.port} of {task.first_host}"
     return "its agreed ports"
 
 
-def open_listener(allocation: Allocation, job: str) -> socket.socket:
+def open_listener(task: TaskPlacement, job: str) -> socket.socket:
     """Return the root's listening socket, on an agreed port if one is free.
 
     Raises:
         StorageError: no port can be opened.
         UsageError: the endpoint that the user named cannot be opened.
     """
-    host = "127.0.0.1" if is_one_node(allocation) else _loopback(allocation)
-    ports = (allocation.port,) if allocation.port else (*agreed_ports(job), 0)
+    host = "127.0.0.1" if is_one_node(task) else _loopback(task)
+    ports = (task.port,) if task.port else (*agreed_ports(job), 0)
     problem: OSError | None = None
     for port in ports:
         try:
@@ -76,10 +76,10 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
             problem = refused
     assert problem is not None
     why = problem.strerror or str(problem)
-    if allocation.port:
+    if task.port:
         raise UsageError(
             "node 0 cannot listen at the endpoint",
-            where=f"port {allocation.port} of {host or 'all addresses'}",
+            where=f"port {task.port} of {host or 'all addresses'}",
             why=why,
             fix="Give each node its own --node-rank, and a port that is free on node 0",
         ) from problem
@@ -91,11 +91,11 @@ def open_listener(allocation: Allocation, job: str) -> socket.socket:
     ) from problem
 
 
-def _loopback(allocation: Allocation) -> str:
+def _loopback(task: TaskPlacement) -> str:
     """Return the loopback address if the first host is one; empty if it is another host."""
-    if allocation.first_host == "::1":
+    if task.first_host == "::1":
         return "::1"
-    name = allocation.first_host
+    name = task.first_host
     return "127.0.0.1" if name == "localhost" or name.startswith("127.") else ""
 
 
@@ -113,11 +113,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=4096)
 
 
-def listening_hosts(allocation: Allocation) -> tuple[str, ...]:
+def listening_hosts(task: TaskPlacement) -> tuple[str, ...]:
     """Return the names of this host under which others may reach it, the best first."""
-    if is_one_node(allocation):
+    if is_one_node(task):
         return ("127.0.0.1",)
-    names = (allocation.first_host, socket.gethostname(), socket.getfqdn())
+    names = (task.first_host, socket.gethostname(), socket.getfqdn())
     return tuple(dict.fromkeys(name for name in names if name and resolves(name)))
 
 
@@ -130,18 +130,18 @@ def resolves(name: str) -> bool:
     return True
 
 
-def choose_address(allocation: Allocation) -> tuple[str, int]:
+def choose_address(task: TaskPlacement) -> tuple[str, int]:
     """Return an address and a free port of this host for rank 0's process group.
 
     Raises:
         UsageError: this host has no name that resolves.
     """
-    hosts = listening_hosts(allocation)
+    hosts = listening_hosts(task)
     if not hosts:
         raise UsageError(
             "this host has no name that resolves",
-            where=f"rank {allocation.rank}",
-            why=f"tried {allocation.first_host or '-'}, {socket.gethostname()}",
+            where=f"rank {task.task_number}",
+            why=f"tried {task.first_host or '-'}, {socket.gethostname()}",
             fix="Give the host a name in DNS or /etc/hosts",
         )
     with socket.socket() as probe:

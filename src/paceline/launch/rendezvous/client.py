@@ -20,7 +20,7 @@ from paceline.launch.rendezvous.member import (
     Leave,
     LinkDown,
     LinkUp,
-    MemberMachine,
+    MemberState,
     Noticed,
     SendReport,
     StartRank,
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.launch.allocation import Allocation
     from paceline.launch.rendezvous.links import RootLink
     from paceline.launch.rendezvous.member import MemberAction, MemberEvent
     from paceline.launch.rendezvous.messages import StartInfo
+    from paceline.launch.task_placement import TaskPlacement
 
 _POLL_INTERVAL_S = 0.25  # between two reads of a link that is a file
 
@@ -51,15 +51,13 @@ class MemberClient:
         leave: how the run ended, as far as the member knows, once it has left.
     """
 
-    def __init__(
-        self, machine: MemberMachine, allocation: Allocation, run: Path, clock: Clock
-    ) -> None:
+    def __init__(self, state: MemberState, task: TaskPlacement, run: Path, clock: Clock) -> None:
         self.changed = threading.Event()
         self.start_info: StartInfo | None = None
         self.stop_reason: str = ""
         self.leave: Leave | None = None
-        self._machine = machine
-        self._allocation = allocation
+        self._state = state
+        self._task = task
         self._run_folder = run
         self._clock = clock
         self._inbox: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
@@ -101,7 +99,7 @@ class MemberClient:
             self._wake_writer.close()
 
     def _wait(self) -> None:
-        timeout_s = max(0.0, min(self._machine.wakeup_s() - self._clock.now_s(), 60.0))
+        timeout_s = max(0.0, min(self._state.wakeup_s() - self._clock.now_s(), 60.0))
         waiting = [self._wake_reader.fileno()]
         if self._link is not None:
             if self._link.fileno() >= 0:
@@ -139,7 +137,7 @@ class MemberClient:
             self._link = None
 
     def _handle(self, event: MemberEvent) -> None:
-        for action in self._machine.handle(event, self._clock.now_s()):
+        for action in self._state.handle(event, self._clock.now_s()):
             self._do(action)
 
     def _do(self, action: MemberAction) -> None:
@@ -147,7 +145,7 @@ class MemberClient:
             case Connect():
                 self._hang_up()
                 self._link = connect(
-                    self._allocation, self._machine.identity.job, self._run_folder, action.attempt
+                    self._task, self._state.identity.job, self._run_folder, action.attempt
                 )
                 self._handle(LinkUp() if self._link is not None else LinkDown())
             case SendReport():

@@ -16,9 +16,9 @@ from paceline.launch.rendezvous.addresses import (
     write_address,
 )
 from paceline.launch.rendezvous.client import MemberClient
-from paceline.launch.rendezvous.member import CloseAsked, MemberMachine, RankEnded
+from paceline.launch.rendezvous.member import CloseAsked, MemberState, RankEnded
 from paceline.launch.rendezvous.messages import JobEnd, TaskReport
-from paceline.launch.rendezvous.root import ResultWritten, RootMachine, StopAsked
+from paceline.launch.rendezvous.root import ResultWritten, RootState, StopAsked
 from paceline.launch.rendezvous.server import RootServer
 from paceline.launch.rendezvous.shares import name_ranks
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.launch.allocation import Allocation
     from paceline.launch.rendezvous.messages import StartInfo
     from paceline.launch.rendezvous.root import AllEnded, Deadlines
+    from paceline.launch.task_placement import TaskPlacement
 
 _POLL_INTERVAL_S = 0.25  # the longest wait between two checks for stop signals
 _LEAVE_S = 3.0  # how long leaving may take, to send the last message
@@ -41,7 +41,7 @@ class TaskRendezvous:
     The methods belong to the task's main thread.
 
     Attributes:
-        rank: number of this task.
+        task_number: number of this task.
         first_rank: the first global rank that this task starts.
         started: whether `start` has returned.
     """
@@ -49,33 +49,33 @@ class TaskRendezvous:
     def __init__(
         self,
         run: Path,
-        allocation: Allocation,
+        task: TaskPlacement,
         *,
         host: str,
         cores: tuple[int, ...],
         deadlines: Deadlines,
         clock: Clock,
     ) -> None:
-        self.rank = allocation.rank
-        self.first_rank = allocation.rank * allocation.ranks_per_task
+        self.task_number = task.task_number
+        self.first_rank = task.task_number * task.ranks_per_task
         self._run = run
-        self._allocation = allocation
+        self._task = task
         self._deadlines = deadlines
         self._clock = clock
         self._server: RootServer | None = None
         self._listens_at = ""
         self._announced = self.started = False
         identity = TaskReport(
-            job=job_identity(allocation, run),
+            job=job_identity(task, run),
             run="",
             task=uuid.uuid4().hex,
-            rank=allocation.rank,
-            world_size=allocation.world_size,
+            rank=task.task_number,
+            world_size=task.task_count,
             host=host,
             cores=cores,
         )
-        machine = MemberMachine(identity=identity, deadlines=deadlines, begin_s=clock.now_s())
-        self._client = MemberClient(machine, allocation, run, clock)
+        state = MemberState(identity=identity, deadlines=deadlines, begin_s=clock.now_s())
+        self._client = MemberClient(state, task, run, clock)
         self._job = identity.job
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class TaskRendezvous:
         Raises:
             StorageError: the root cannot listen, or cannot write its address.
         """
-        if self.rank == 0:
+        if self.task_number == 0:
             self._start_root()
         self._client.start()
         self.started = True
@@ -108,25 +108,25 @@ class TaskRendezvous:
         self._client.join(_LEAVE_S)
 
     def _start_root(self) -> None:
-        listener = open_listener(self._allocation, self._job)
+        listener = open_listener(self._task, self._job)
         port = listener.getsockname()[1]
-        hosts = listening_hosts(self._allocation)
+        hosts = listening_hosts(self._task)
         self._listens_at = f"port {port} of {' or '.join(hosts) or 'this host'}"
-        machine = RootMachine(
+        state = RootState(
             job=self._job,
             run=uuid.uuid4().hex,
-            world_size=self._allocation.world_size,
+            world_size=self._task.task_count,
             deadlines=self._deadlines,
             begin_s=self._clock.now_s(),
-            ranks_per_task=self._allocation.ranks_per_task,
-            noun=self._allocation.noun,
+            ranks_per_task=self._task.ranks_per_task,
+            noun=self._task.noun,
         )
         try:
-            write_address(self._run, machine.run, hosts, port)
+            write_address(self._run, state.run, hosts, port)
         except BaseException:
             listener.close()
             raise
-        self._server = RootServer(machine, listener, self._run, self._allocation, self._clock)
+        self._server = RootServer(state, listener, self._run, self._task, self._clock)
         self._server.start()
 
     def await_start(self) -> StartInfo:
@@ -202,15 +202,15 @@ class TaskRendezvous:
             return self._without_others(outcome)
         return RankLost(
             "another task failed before all had arrived",
-            where=f"{self._allocation.noun} {self.rank}",
+            where=f"{self._task.noun} {self.task_number}",
             why=self._client.stop_reason,
             fix="See the output of the other tasks",
         )
 
     def _without_others(self, outcome: AllEnded) -> DeadlineExceeded:
-        noun = self._allocation.noun
+        noun = self._task.noun
         return DeadlineExceeded(
-            f"{len(outcome.missing)} of {self._allocation.world_size} tasks did not arrive: "
+            f"{len(outcome.missing)} of {self._task.task_count} tasks did not arrive: "
             f"{name_ranks(outcome.missing, noun)}",
             where=f"{self._listens_at}, written to {self._run / FOLDER}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; "
@@ -222,9 +222,9 @@ class TaskRendezvous:
     def _without_rank_0(self, problem: str) -> DeadlineExceeded:
         return DeadlineExceeded(
             problem,
-            where=f"{self._allocation.noun} {self.rank}, job {self._job}",
+            where=f"{self._task.noun} {self.task_number}, job {self._job}",
             why=f"{self._deadlines.rendezvous_timeout_s:g} s passed; looked at "
-            f"{name_addresses(self._allocation)} and in {self._run / FOLDER}",
+            f"{name_addresses(self._task)} and in {self._run / FOLDER}",
             fix="See rank 0's output; a firewall must let the tasks connect, or the nodes share "
             "the run's folder",
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from paceline.launch.allocation import Allocation
+    from paceline.launch.task_placement import TaskPlacement
 
 CONNECT_S = 3.0  # a firewall that drops packets would stall a connection attempt for minutes
 _FILE_FROM_ATTEMPT = 3  # with known addresses, the file is looked for only after so many attempts
@@ -119,18 +119,18 @@ class FolderLink:
         """Do nothing: the last report must stay until the root has read it."""
 
 
-def connect(allocation: Allocation, job: str, run: Path, attempt: int) -> RootLink | None:
+def connect(task: TaskPlacement, job: str, run: Path, attempt: int) -> RootLink | None:
     """Return a link to the root; None if it is not found now.
 
     Early attempts do not read the run's folder if the address is known without it.
     """
-    known = known_addresses(allocation, job)
+    known = known_addresses(task, job)
     turn = attempt % max(1, len(known))  # an agreed port may be in use by something else
     written = read_address(run) if not known or attempt >= _FILE_FROM_ATTEMPT else ()
     link = _connect_tcp((*written, *known[turn:], *known[:turn]))
     if link is not None or not written or attempt < _FOLDER_FROM_ATTEMPT:
         return link
-    return FolderLink(run, allocation.rank)  # the root is there, but TCP does not reach it
+    return FolderLink(run, task.task_number)  # the root is there, but TCP does not reach it
 
 
 def _connect_tcp(addresses: Iterable[tuple[str, int]]) -> TcpLink | None:

@@ -113,7 +113,7 @@ MemberAction = Connect | SendReport | Hangup | StartRank | StopRank | Leave
 
 
 @dataclass(slots=True)
-class MemberMachine:
+class MemberState:
     """A member's state; one thread calls `handle`.
 
     Attributes:

@@ -22,7 +22,7 @@ from paceline.launch.rendezvous.member import (
     Leave,
     LinkDown,
     LinkUp,
-    MemberMachine,
+    MemberState,
     Noticed,
     RankEnded,
     SendReport,
@@ -39,7 +39,7 @@ from paceline.launch.rendezvous.root import (
     Drop,
     Finished,
     Received,
-    RootMachine,
+    RootState,
     SendNotice,
     Tick,
 )
@@ -81,7 +81,7 @@ class SimulatedTask:
     """A member on the network, and how it ended."""
 
     index: int
-    machine: MemberMachine
+    state: MemberState
     alive: bool = True
     linked: int = 0  # number of its connection; 0 = none
     started_s: float | None = None
@@ -107,7 +107,7 @@ class SimulatedJob:
     job: str = "job"
     now_s: float = 0.0
     tasks: list[SimulatedTask] = field(default_factory=list)
-    root: RootMachine | None = None
+    root: RootState | None = None
     outcome: AllEnded | None = None
     finished: bool = False
     root_messages: dict[int, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class SimulatedJob:
 
     def start_root(self, run: str = "run-1") -> None:
         """Start the root now, or a new one in place of a dead one."""
-        self.root = RootMachine(
+        self.root = RootState(
             job=self.job,
             run=run,
             world_size=self.world_size,
@@ -144,7 +144,7 @@ class SimulatedJob:
     @property
     def tasks_by_rank(self) -> dict[int, SimulatedTask]:
         """The latest task of each rank."""
-        return {task.machine.identity.rank: task for task in self.tasks}
+        return {task.state.identity.rank: task for task in self.tasks}
 
     def add_task(self, rank: int, *, name: str = "", run_s: float = 1.0, code: int = 0) -> int:
         """Start a task now; return its index. Several may claim the same rank."""
@@ -157,8 +157,8 @@ class SimulatedJob:
             host=f"node-{rank // 4}",
             cores=tuple(range(8)),
         )
-        machine = MemberMachine(identity=identity, deadlines=self.deadlines, begin_s=self.now_s)
-        task = SimulatedTask(index=len(self.tasks), machine=machine, run_s=run_s, code=code)
+        state = MemberState(identity=identity, deadlines=self.deadlines, begin_s=self.now_s)
+        task = SimulatedTask(index=len(self.tasks), state=state, run_s=run_s, code=code)
         self.tasks.append(task)
         self._tick_member(task)
         return len(self.tasks) - 1
@@ -207,7 +207,7 @@ class SimulatedJob:
                 case Finished():
                     self.finished = True
 
-    def _tick_root(self, root: RootMachine) -> None:
+    def _tick_root(self, root: RootState) -> None:
         if self.root is root and not self.finished:
             self.root_event(Tick())
             self.at(self.now_s + ROOT_TICK_S, lambda: self._tick_root(root))
@@ -221,7 +221,7 @@ class SimulatedJob:
     def member_event(self, task: SimulatedTask, event: MemberEvent) -> None:
         """Give a member an event now."""
         if task.alive:
-            self._do_member(task, task.machine.handle(event, self.now_s))
+            self._do_member(task, task.state.handle(event, self.now_s))
 
     def _do_member(self, task: SimulatedTask, actions: list[MemberAction]) -> None:
         for action in actions:
@@ -249,14 +249,14 @@ class SimulatedJob:
         """End the rank of a task, unless it has ended."""
         if not task.ended:
             task.ended = True
-            rank = task.machine.identity.rank
+            rank = task.state.identity.rank
             ended = exit_of(rank, code, stopped=stopped, at_s=self.now_s)
             self.member_event(task, RankEnded(ended))
 
     def _tick_member(self, task: SimulatedTask) -> None:
         if task.alive and task.leave is None:
             self.member_event(task, Tick())
-            due_s = min(task.machine.wakeup_s(), self.now_s + 1.0)
+            due_s = min(task.state.wakeup_s(), self.now_s + 1.0)
             self.at(max(due_s, self.now_s + 0.01), lambda: self._tick_member(task))
 
     def _connect(self, task: SimulatedTask) -> None:

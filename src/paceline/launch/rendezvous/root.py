@@ -156,7 +156,7 @@ class _Task:
 
 
 @dataclass(slots=True)
-class RootMachine:
+class RootState:
     """The root's state; one thread calls `handle`.
 
     Tasks are numbered from 0; the first rank of a task is its number times `ranks_per_task`. A

@@ -3,7 +3,7 @@
 ::
 
     member --TCP, a line per message--> selector --+
-                                                   +--> RootMachine.handle --> notices, AllEnded
+                                                   +--> RootState.handle -----> notices, AllEnded
     member --RUN/rendezvous/*.report--> listing ---+
 
 One thread owns the state machine, all sockets and the folder. Other threads pass events to it
@@ -36,7 +36,7 @@ from paceline.launch.rendezvous.root import (
     Drop,
     Finished,
     Received,
-    RootMachine,
+    RootState,
     SendNotice,
     Tick,
 )
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.clock import Clock
-    from paceline.launch.allocation import Allocation
     from paceline.launch.rendezvous.messages import Notice
     from paceline.launch.rendezvous.root import Peer, RootAction, RootEvent
+    from paceline.launch.task_placement import TaskPlacement
 
 _TICK_S = 0.25
 _POLL_INTERVAL_S = 1.0  # between two searches for reports in the folder
@@ -87,18 +87,18 @@ class RootServer:
 
     def __init__(
         self,
-        machine: RootMachine,
+        state: RootState,
         listener: socket.socket,
         run: Path,
-        allocation: Allocation,
+        task: TaskPlacement,
         clock: Clock,
     ) -> None:
         self.ended = threading.Event()
         self.outcome: AllEnded | None = None
-        self._machine = machine
+        self._state = state
         self._listener = listener
         self._folder = run / FOLDER
-        self._allocation = allocation
+        self._task = task
         self._clock = clock
         self._inbox: queue.SimpleQueue[RootEvent] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -111,7 +111,7 @@ class RootServer:
 
     def start(self) -> None:
         """Begin to listen."""
-        _allow_descriptors(self._machine.world_size + _SPARE_DESCRIPTORS)
+        _allow_descriptors(self._state.world_size + _SPARE_DESCRIPTORS)
         for waiting in (self._listener, self._wake_reader):
             waiting.setblocking(False)
             self._selector.register(waiting, selectors.EVENT_READ)
@@ -155,7 +155,7 @@ class RootServer:
                 self._handle(self._inbox.get_nowait())
 
     def _handle(self, event: RootEvent) -> None:
-        for action in self._machine.handle(event, self._clock.now_s()):
+        for action in self._state.handle(event, self._clock.now_s()):
             self._do(action)
 
     def _do(self, action: RootAction) -> None:
@@ -176,7 +176,7 @@ class RootServer:
 
     def _choose_address(self) -> None:
         try:
-            address, port = choose_address(self._allocation)
+            address, port = choose_address(self._task)
         except PacelineError as problem:  # torch says so again, with the address that it tried
             _logger.warning("%s", problem)
             address, port = socket.gethostname(), 0
@@ -185,7 +185,7 @@ class RootServer:
     # --- TCP ------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        limit = self._machine.world_size + _SPARE_CONNECTIONS
+        limit = self._state.world_size + _SPARE_CONNECTIONS
         for _ in range(limit):
             try:
                 accepted, _address = self._listener.accept()
@@ -287,7 +287,7 @@ class RootServer:
                 reports = [entry for entry in entries if entry.name.endswith(".report")]
         except OSError:
             return
-        for entry in reports[: self._machine.world_size]:
+        for entry in reports[: self._state.world_size]:
             with contextlib.suppress(OSError, BadMessage):
                 status = entry.stat()
                 stamp = (status.st_ino, status.st_mtime_ns)  # each report is a new file

@@ -35,6 +35,8 @@ def _state(report: Report) -> str:
     code = report.result.exit_code
     if code == 0:
         return f'<span class="good">finished</span> on {ranks}, exit code 0.'
+    if report.state is RunState.STOPPED:
+        return f'<span class="bad">stopped</span> on {ranks}, exit code {code}.'
     return f'<span class="bad">failed</span> on {ranks}, exit code {code}.'
 
 

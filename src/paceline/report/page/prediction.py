@@ -22,17 +22,20 @@ _BAR_PX = 180.0
 def typical_step(report: Report) -> str:
     """Return a typical step by phase, and what was predicted of it."""
     comparison = report.comparison
-    if not comparison.undisturbed_steps:
-        if not comparison.unfit:
-            return ""
-        return section("A typical step", f"There is none to compare: {comparison.unfit}.")
-    note = (
-        f"The mean over ranks and over typical steps: of the {comparison.undisturbed_steps:,} of "
-        f"{plural(comparison.steps, 'step')} after the warm-up in which no rank was late, the half "
-        "closest to the median. The total is the median step of the slowest rank."
+    if not comparison.measured_step_s:
+        return ""
+    of = (
+        f"the {comparison.undisturbed_steps:,} of {plural(comparison.steps, 'step')} after the "
+        "warm-up in which no rank was late"
+        if comparison.undisturbed_steps
+        else f"{plural(comparison.steps, 'step')}, in each of which a rank was late,"
     )
-    if comparison.unfit:
-        note += f" The prediction is not shown beside it, since {comparison.unfit}."
+    note = (
+        f"The mean over ranks and over typical steps: of {of} the half closest to the median. The "
+        "total is the median step of the slowest rank."
+    )
+    if comparison.not_compared:
+        note += f" The prediction is not shown beside it, since {comparison.not_compared}."
     if comparison.predicted_step_s is None:
         return section("A typical step", note, _measured(comparison))
     note += " Ratio is predicted over measured."

@@ -73,7 +73,10 @@ class IndexFile:
 
     @cached_property
     def identity(self) -> str:
-        """Identifies the content: 32 hexadecimal digits, the same for every copy."""
+        """Content digest, the same for every copy of the pack.
+
+        The first 32 hexadecimal digits of a SHA-256 over the index's header and section table.
+        """
         return hashlib.sha256(self._reader.head).hexdigest()[:_IDENTITY_DIGITS]
 
     # Columns of samples

@@ -1,9 +1,10 @@
 """Reads packs: by index, by name, in batches; the work is in C++ with the GIL released.
 
-Returned bytes were verified: by their checksum, or (policy `first`) by an earlier verification of
-pages that have been in this process's memory ever since. A `Pack` may be used from many
-threads, survives fork (its mappings are read-only and shared) and pickles as its path: the process
-that unpickles it maps the files again when it first needs them.
+Unless the policy is `never`, returned bytes were verified: by their checksum, or (policy `first`)
+by an earlier verification of pages that have been in this process's memory ever since. A `Pack` may
+be used from many threads and survives fork (its mappings are read-only and shared). It pickles its
+path, options and identity: the process that unpickles it maps the files again when it first needs
+them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Pack:
 
     @property
     def identity(self) -> str:
-        """Identifies the content: 32 hexadecimal digits, the same for every copy."""
+        """Content digest, the same for every copy of the pack.
+
+        The first 32 hexadecimal digits of a SHA-256 over the index's header and section table.
+        """
         self._open()
         assert self._identity is not None
         return self._identity
@@ -163,7 +167,7 @@ class Pack:
         return sample
 
     def read(self, sample: int) -> bytes:
-        """Return the verified bytes of a sample.
+        """Return the bytes of a sample, verified as the policy says.
 
         Raises:
             CorruptPack: the bytes do not match their checksum.
@@ -181,11 +185,12 @@ class Pack:
         Args:
             samples: indices, shape (n,), in any order and with repetitions.
             out: buffer for the bytes; large enough, writable and contiguous. None: a buffer
-                of the pack, which is reused for later batches once nothing refers to it.
+                from the pack's pool; it returns to the pool when the last reference to it is
+                dropped.
 
         Returns:
             The buffer, and offsets of shape (n + 1,): sample k is ``buffer[offsets[k]:offsets[k +
-            1]]``. Both belong to the caller.
+            1]]``. They stay valid and unchanged while referenced.
 
         Raises:
             CorruptPack: a sample does not match its checksum; `out` then holds nothing of use.
@@ -374,7 +379,7 @@ def open_pack(
     direct: bool = False,
     index_only: bool = False,
 ) -> Pack:
-    """Open the pack at `path`, and verify its index and the length of every shard.
+    """Open the pack at `path`; verify its index and, unless `index_only`, every shard's length.
 
     Args:
         path: the pack's folder.
@@ -382,7 +387,7 @@ def open_pack(
             for pages that this process has verified and that have been in its memory ever since;
             `always`: on every read; `never`: only for compressed samples.
         threads: number of threads that share the work of a large batch; by default the number of
-            cores that this process may use, at most 8.
+            cores that this process may use, at most 8, or with `direct` always 8.
         direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
         index_only: open no shard: names, lengths and locations can be read, samples cannot.
 
@@ -403,7 +408,7 @@ def open_pack(
         raise UsageError(
             f"threads must be at least 1, got {threads}",
             where="threads",
-            fix="Leave threads out: the default is one per core, at most 8",
+            fix="Leave threads out: the default is one per core, at most 8, or 8 with direct",
         )
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)

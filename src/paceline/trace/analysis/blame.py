@@ -55,8 +55,9 @@ class Straggler(Record):
         period_steps: steps from one late step to the next; 0 if not periodic.
         slope_ms_per_step: milliseconds by which the delay grows per step; 0 if not drifting.
         late_share: share of the steps of the range in which it was late, 0 to 1.
-        confidence: 1 minus the probability that noise makes such a pattern in some rank, 0 to 1; it
-            grows with the number of steps. 0 in results of Paceline versions that did not say.
+        confidence: 1 minus the p-value, 0 to 1; the p-value is the probability that noise alone
+            produces such a pattern in some rank of the run, and falls with the number of steps.
+            0 in results of Paceline versions that did not say.
     """
 
     rank: int
@@ -82,20 +83,28 @@ class BlameRules(Record):
         min_late_steps: minimum share of late steps in a range, or among every k-th step.
         min_cost_share: minimum sum of the delay, as a share of the time of the whole loop: a
             short disturbance by another process is real, but is not reported.
-        max_chance: maximum probability that noise makes such a pattern in some rank.
+        max_p_value: largest p-value: the probability that noise alone produces such a pattern in
+            some rank of the run.
     """
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     min_late_s: float = 0.0003
     min_late_share: float = 0.05
     min_late_steps: float = 0.65
     min_cost_share: float = 0.03
-    max_chance: float = 0.01
+    max_p_value: float = 0.01
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:
-        """Version 1 had limits of other tests, which say nothing about these."""
-        return {}
+        """Version 1 had limits of other tests, which say nothing about these.
+
+        Version 2 called `max_p_value` max_chance.
+        """
+        if from_version == 1:
+            return {}
+        if "max_chance" in data:
+            data["max_p_value"] = data.pop("max_chance")
+        return data
 
 
 def find_stragglers(
@@ -117,12 +126,12 @@ def find_stragglers(
     steps = skew.shape[1]
     if len(ranks) < 2 or steps == 0:
         return ()
-    least_s, least_cost_s = _limits_s(ranks, steps, rules)
+    late_threshold_s, least_cost_s = _limits_s(ranks, steps, rules)
     total = excess_s(skew)
     own = without_starvation_s(total, excess_s(_not_running_s(counters, steps)))
     found: list[tuple[float, Straggler]] = []
     seen: set[int] = set()  # ranks with a pattern that more cores would not cure
-    for i, pattern, is_own in _patterns(total, own, least_s, least_cost_s, rules):
+    for i, pattern, is_own in _patterns(total, own, late_threshold_s, least_cost_s, rules):
         series = own if is_own else total
         cost_s = float(np.sum(series[i], where=pattern.late))
         late_s = float(np.sum(total[i], where=pattern.late | _next(pattern.late)))
@@ -143,9 +152,9 @@ def find_stragglers(
 def _limits_s(ranks: Sequence[RankPhases], steps: int, rules: BlameRules) -> tuple[float, float]:
     """Return the smallest delay of a late step, and of a straggler in all its steps, seconds."""
     shortest = np.min([rank.step_s[:steps] for rank in ranks], axis=0)
-    least_s = max(rules.min_late_s, rules.min_late_share * float(np.median(shortest)))
+    late_threshold_s = max(rules.min_late_s, rules.min_late_share * float(np.median(shortest)))
     loop_s = float(np.min([rank.step_s[:steps].sum() for rank in ranks]))
-    return least_s, rules.min_cost_share * loop_s
+    return late_threshold_s, rules.min_cost_share * loop_s
 
 
 def _not_running_s(counters: Sequence[StepCounters], steps: int) -> np.ndarray:
@@ -195,21 +204,25 @@ def _next(late: np.ndarray) -> np.ndarray:
 
 
 def _patterns(
-    total: np.ndarray, own: np.ndarray, least_s: float, least_cost_s: float, rules: BlameRules
+    total: np.ndarray,
+    own: np.ndarray,
+    late_threshold_s: float,
+    least_cost_s: float,
+    rules: BlameRules,
 ) -> Iterator[tuple[int, Pattern, bool]]:
     """Yield each pattern with its rank, and whether it was found without time without a core.
 
     Where the traces do not say when threads had no core, `own` and `total` are the same.
     """
     limits = PatternRules(
-        least_s=least_s,
+        late_threshold_s=late_threshold_s,
         min_late_steps=rules.min_late_steps,
-        max_chance=rules.max_chance,
+        max_p_value=rules.max_p_value,
         series=2 * len(total),
     )
     known = not np.array_equal(own, total)
     for series, is_own in ((own, True), (total, False))[0 if known else 1 :]:
-        late_s = np.sum(series, axis=1, where=series > least_s)
+        late_s = np.sum(series, axis=1, where=series > late_threshold_s)
         for i in np.flatnonzero(late_s >= least_cost_s).tolist():
             others = np.delete(series, i, axis=0)
             others = others[:: -(-len(others) // _OTHERS)]
@@ -239,7 +252,7 @@ def _straggler(
         period_steps=pattern.period,
         slope_ms_per_step=1e3 * pattern.slope_s,
         late_share=len(steps) / count,
-        confidence=1.0 - pattern.chance,
+        confidence=1.0 - pattern.p_value,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.trace.analysis.chances import divergence
+from paceline.trace.analysis.p_values import divergence
 from paceline.trace.analysis.shapes import MIN_CYCLES, Pattern, PatternRules
 
 _ALL_PERIODS = 64  # periods up to here are all tried, longer ones if the series repeats after them
@@ -17,34 +17,34 @@ _LONG_PERIODS = 12
 def periodic(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     """Return the period whose steps are late while the steps between them are not.
 
-    The series is folded at each period. If n of N steps belong to a place in the period, and L of
-    all N steps are late, then noise makes a share s of these n steps late with a probability of at
-    most exp(-n KL(s, L/N)): W. Hoeffding, Probability inequalities for sums of bounded random
-    variables (1963), section 6: it holds for draws without replacement.
+    The steps are taken modulo each period (phase folding). If n of N steps belong to a place in the
+    period, and L of all N steps are late, then noise makes a share s of these n steps late with a
+    probability of at most exp(-n KL(s, L/N)): W. Hoeffding, Probability inequalities for sums of
+    bounded random variables (1963), section 6: it holds for draws without replacement.
     """
     best: tuple[float, int, int] | None = None
     tried = 0
-    positive = series[series > rules.least_s]
+    positive = series[series > rules.late_threshold_s]
     if len(positive) < MIN_CYCLES:
         return None
-    for level_s in {rules.least_s, float(np.quantile(positive, 0.9)) / 2}:
-        is_late = series > max(level_s, rules.least_s)
-        for period in _periods(series, rules.least_s):
+    for level_s in {rules.late_threshold_s, float(np.quantile(positive, 0.9)) / 2}:
+        is_late = series > max(level_s, rules.late_threshold_s)
+        for period in _periods(series, rules.late_threshold_s):
             tried += period
-            place, log_chance = _best_place(is_late, period)
-            if best is None or log_chance < best[0] - 1e-9:
-                best = (log_chance, period, place)
+            place, log_p_value = _best_place(is_late, period)
+            if best is None or log_p_value < best[0] - 1e-9:
+                best = (log_p_value, period, place)
     if best is None:
         return None
-    log_chance, period, place = best
+    log_p_value, period, place = best
     pattern = _comb(series, period, place, rules)
     if pattern is None:
         return None
-    chance = math.exp(min(0.0, log_chance + math.log(tried * rules.series)))
-    return replace(pattern, chance=chance)
+    p_value = math.exp(min(0.0, log_p_value + math.log(tried * rules.series)))
+    return replace(pattern, p_value=p_value)
 
 
-def _periods(series: np.ndarray, least_s: float) -> list[int]:
+def _periods(series: np.ndarray, late_threshold_s: float) -> list[int]:
     """Return the periods to try: all short ones, and those after which the series repeats most.
 
     Source: autocorrelation by Fourier transform, A. Khinchin (1934).
@@ -53,7 +53,7 @@ def _periods(series: np.ndarray, least_s: float) -> list[int]:
     short = list(range(2, min(longest, _ALL_PERIODS) + 1))
     if longest <= _ALL_PERIODS:
         return short
-    late = np.where(series > least_s, series, 0.0)
+    late = np.where(series > late_threshold_s, series, 0.0)
     spectrum = np.fft.rfft(late - late.mean(), 2 * len(late))
     repeats = np.fft.irfft(np.abs(spectrum) ** 2)[: longest + 1]
     repeats[: _ALL_PERIODS + 1] = -np.inf
@@ -62,7 +62,7 @@ def _periods(series: np.ndarray, least_s: float) -> list[int]:
 
 
 def _best_place(is_late: np.ndarray, period: int) -> tuple[int, float]:
-    """Return the place in the period that is late most clearly, and its logarithmic chance."""
+    """Return the place in the period that is late most clearly, and its p-value's logarithm."""
     steps = np.arange(len(is_late)) % period
     counts = np.bincount(steps, minlength=period)
     hits = np.bincount(steps, weights=is_late, minlength=period)
@@ -76,7 +76,7 @@ def _comb(series: np.ndarray, period: int, place: int, rules: PatternRules) -> P
     """Return every `period`-th step from `place` on as a pattern, if these are the late steps."""
     teeth = np.arange(place, len(series), period)
     level = float(np.median(series[teeth]))
-    is_late = series[teeth] > max(rules.least_s, level / 3)
+    is_late = series[teeth] > max(rules.late_threshold_s, level / 3)
     if is_late.sum() < MIN_CYCLES:
         return None
     ends = np.flatnonzero(is_late)[[0, -1]]
@@ -88,7 +88,7 @@ def _comb(series: np.ndarray, period: int, place: int, rules: PatternRules) -> P
     level = float(np.median(series[teeth]))
     if (
         float(np.mean(is_late[ends[0] : ends[1] + 1])) < rules.min_late_steps
-        or level - usual < rules.least_s
+        or level - usual < rules.late_threshold_s
         or usual > level / 2
     ):
         return None
@@ -99,6 +99,6 @@ def _comb(series: np.ndarray, period: int, place: int, rules: PatternRules) -> P
         late=late,
         fitted_s=np.where(late, level, 0.0),
         parameters=3,
-        chance=1.0,
+        p_value=1.0,
         period=period,
     )

@@ -1,6 +1,7 @@
 """Finds ranges, lines and episodes in the delay of one rank; `periods` finds what repeats.
 
-Each function looks for its shape in one series, and says how likely noise makes it.
+Each function looks for its shape in one series, and returns it with its p-value: how likely noise
+alone produces it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.trace.analysis.chances import binomial_tail, upper_tail, upper_tail_t
+from paceline.trace.analysis.p_values import binomial_tail, upper_tail, upper_tail_t
 
 MIN_STEPS = 8  # of a range, and of a run that is judged
 MIN_CYCLES = 5  # of what repeats
@@ -24,18 +25,18 @@ _GAP = 2  # steps on time that do not yet end an episode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatternRules:
-    """From where on a delay has a shape; the limits of `BlameRules` in the units of one series.
+    """Thresholds of the shapes: the limits of `BlameRules` in the units of one series.
 
     Attributes:
-        least_s: a step is late if the series is above it, seconds.
+        late_threshold_s: a step is late if the series is above it, seconds.
         min_late_steps: share of the steps of a range, or of every k-th step, that must be late.
-        max_chance: largest probability that noise makes such a pattern somewhere in the run.
-        series: number of series that are searched: the chance is that of all together.
+        max_p_value: largest p-value of a pattern, corrected as in `Pattern.p_value`.
+        series: number of series that are searched: a p-value is for all of them together.
     """
 
-    least_s: float
+    late_threshold_s: float
     min_late_steps: float
-    max_chance: float
+    max_p_value: float
     series: int
 
 
@@ -50,7 +51,8 @@ class Pattern:
         late: the steps in which the rank was late by this pattern, shape (steps,).
         fitted_s: delay in each step as the pattern describes it, shape (steps,), seconds.
         parameters: of the description: levels, ends of ranges, period and place in it.
-        chance: probability that noise makes such a pattern somewhere in the run, at most 1.
+        p_value: probability that noise alone produces such a pattern somewhere in the run, at
+            most 1: corrected for the number of series, ranges and periods that were tried.
         period: steps from one late step to the next; 0 if not periodic.
         slope_s: seconds by which the delay grows in each step; 0 if not drifting.
     """
@@ -61,7 +63,7 @@ class Pattern:
     late: np.ndarray
     fitted_s: np.ndarray
     parameters: int
-    chance: float
+    p_value: float
     period: int = 0
     slope_s: float = 0.0
 
@@ -74,12 +76,12 @@ def persistent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> P
 
     Batches of steps are independent of each other where single steps are not: the range is tested
     by Student's t over them, with medians in place of means, which one very late step would move.
-    The chance is multiplied by the number of ranges that begin and end with a batch.
+    The p-value is multiplied by the number of ranges that begin and end with a batch.
     That tells a range from noise that lasts a step or a batch, but one burst of noise is a range,
     too: the range must also be longer than the bursts of the other ranks let expect.
     Source: batch means, R. Conway, Some tactical problems in digital simulation (1963).
     """
-    found = _late_range(series, rules.least_s)
+    found = _late_range(series, rules.late_threshold_s)
     if found is None:
         return None
     first, last = found
@@ -87,10 +89,10 @@ def persistent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> P
     level = float(np.median(inside))
     late = np.zeros(len(series), dtype=bool)
     late[first : last + 1] = True
-    is_late = inside > min(rules.least_s, level / 2)
-    if level < rules.least_s or float(np.mean(is_late)) < rules.min_late_steps:
+    is_late = inside > min(rules.late_threshold_s, level / 2)
+    if level < rules.late_threshold_s or float(np.mean(is_late)) < rules.min_late_steps:
         return None
-    chance, batch_count = _chance_of_mean(inside, np.delete(series, slice(first, last + 1)))
+    p_value, batch_count = _p_value_of_mean(inside, np.delete(series, slice(first, last + 1)))
     places = len(series) / len(inside) * batch_count  # where a range can begin and end
     return Pattern(
         shape="persistent",
@@ -99,42 +101,42 @@ def persistent(series: np.ndarray, others: np.ndarray, rules: PatternRules) -> P
         late=late,
         fitted_s=np.where(late, level, 0.0),
         parameters=3,
-        chance=min(
+        p_value=min(
             1.0,
             rules.series
-            * max(places * (places + 1) / 2 * chance, _chance_of_burst(inside, others, rules)),
+            * max(places * (places + 1) / 2 * p_value, _p_value_of_burst(inside, others, rules)),
         ),
     )
 
 
-def _chance_of_burst(inside: np.ndarray, others: np.ndarray, rules: PatternRules) -> float:
+def _p_value_of_burst(inside: np.ndarray, others: np.ndarray, rules: PatternRules) -> float:
     """Return the probability that bursts as those of the other ranks make such a range in a run.
 
     A late step scores about 1 and a step on time -1; a burst's score is the highest sum in it. High
     scores of noise are distributed exponentially. The mean of that distribution is half the mean
     that weights each burst by its score, so that single late steps, which are many, do not make
     bursts look short. Another rank's highest burst does not count: it may be a range of that rank,
-    which is late, too. The chance is 0 if there are no further bursts.
+    which is late, too. The p-value is 0 if there are no further bursts.
     Source: S. Karlin and S. Altschul, Methods for assessing the statistical significance of
     molecular sequence features by using general scoring schemes (1990).
 
     Args:
         inside: the delay in the range.
         others: the series of other ranks, shape (other ranks, steps).
-        rules: the limits.
+        rules: the thresholds: from how many seconds a step is late, and the largest p-value.
     """
-    series = _scores(others, rules.least_s)
+    series = _scores(others, rules.late_threshold_s)
     bursts = np.concatenate([np.sort(_burst_scores(scores))[:-1] for scores in series])
     if not len(bursts):
         return 0.0
     mean = float(np.sum(bursts**2) / np.sum(bursts)) / 2
-    score = max(0.0, float(_scores(inside, rules.least_s).sum()))
+    score = max(0.0, float(_scores(inside, rules.late_threshold_s).sum()))
     return (1 + len(bursts) / len(others)) * math.exp(-score / mean)
 
 
-def _scores(delay_s: np.ndarray, least_s: float) -> np.ndarray:
-    """Return the score of each step: from -1, on time, to 1, late by twice `least_s` or more."""
-    return np.asarray(np.clip(delay_s / least_s, 0.0, 2.0) - 1.0)
+def _scores(delay_s: np.ndarray, late_threshold_s: float) -> np.ndarray:
+    """Return the score of each step: from -1, on time, to 1, late by twice the threshold."""
+    return np.asarray(np.clip(delay_s / late_threshold_s, 0.0, 2.0) - 1.0)
 
 
 def _burst_scores(scores: np.ndarray) -> np.ndarray:
@@ -145,23 +147,23 @@ def _burst_scores(scores: np.ndarray) -> np.ndarray:
     return np.asarray(bursts[bursts > 0.0])
 
 
-def _late_range(series: np.ndarray, least_s: float) -> tuple[int, int] | None:
+def _late_range(series: np.ndarray, late_threshold_s: float) -> tuple[int, int] | None:
     """Return the first and last step of the range that is late most clearly.
 
-    It maximises the sum of (delay - threshold). Delay is clipped at twice the threshold, so
-    that one very late step cannot make a range. The threshold is half the median of all late steps,
-    and never less than `least_s`, so that the range begins and ends where the delay does; a
+    It maximises the sum of (delay - level). Delay is clipped at twice the level, so that one very
+    late step cannot make a range. The level is half the median of all late steps, and never less
+    than half of `late_threshold_s`, so that the range begins and ends where the delay does; a
     second pass takes the median inside the range, which noise does not dilute.
     Source: maximum subarray, J. Bentley, Programming Pearls (1984).
     """
-    above = series[series > least_s]
+    above = series[series > late_threshold_s]
     if len(above) < MIN_STEPS:
         return None
     typical = float(np.median(above))
     first, last = 0, len(series) - 1
     for _ in range(_PASSES):
-        threshold = max(least_s / 2, typical / 2)
-        first, last = best_range(np.clip(series, 0.0, 2 * threshold) - threshold)
+        level_s = max(late_threshold_s / 2, typical / 2)
+        first, last = best_range(np.clip(series, 0.0, 2 * level_s) - level_s)
         typical = float(np.median(series[first : last + 1]))
     return (first, last) if last - first + 1 >= MIN_STEPS else None
 
@@ -174,7 +176,7 @@ def best_range(score: np.ndarray) -> tuple[int, int]:
     return int(np.argmin(sums[: last + 1])), last
 
 
-def _chance_of_mean(series: np.ndarray, outside: np.ndarray) -> tuple[float, int]:
+def _p_value_of_mean(series: np.ndarray, outside: np.ndarray) -> tuple[float, int]:
     """Return the probability of such a mean if the true one is zero, and the number of batches.
 
     Batches are made longer as long as neighbouring ones resemble each other. Source: G. Fishman,
@@ -214,8 +216,8 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
 
     The slope is the median of the slopes between medians of batches of steps; whether it is one is
     tested by the number of pairs that rise. Sources: H. Theil (1950) and P. Sen (1968); H. Mann
-    (1945) and M. Kendall, Rank Correlation Methods (1948); the spread is that of batches with a
-    memory, S. Yue and C. Wang, The Mann-Kendall test modified by effective sample size (2004).
+    (1945) and M. Kendall, Rank Correlation Methods (1948); the spread is that of autocorrelated
+    batches, S. Yue and C. Wang, The Mann-Kendall test modified by effective sample size (2004).
     """
     batches = np.array_split(series, min(_TREND_BATCHES, len(series) // _MIN_BATCH))
     if len(batches) < MIN_STEPS:
@@ -229,8 +231,8 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
     intercept = float(np.median(middles - slope * at))
     steps = np.arange(len(series))
     fitted = np.maximum(0.0, intercept + slope * steps)
-    is_late = fitted > rules.least_s
-    if abs(slope) * len(series) < 2 * rules.least_s or is_late.sum() < MIN_STEPS:
+    is_late = fitted > rules.late_threshold_s
+    if abs(slope) * len(series) < 2 * rules.late_threshold_s or is_late.sum() < MIN_STEPS:
         return None
     ends = np.flatnonzero(fitted > 0)[[0, -1]]
     count = len(batches)
@@ -244,7 +246,7 @@ def drifting(series: np.ndarray, rules: PatternRules) -> Pattern | None:
         late=is_late,
         fitted_s=fitted,
         parameters=2,
-        chance=min(1.0, 2 * rules.series * upper_tail(score)),
+        p_value=min(1.0, 2 * rules.series * upper_tail(score)),
         slope_s=slope,
     )
 
@@ -260,10 +262,11 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
     Where one episode has most of the late steps the delay is a range, whatever else there is.
     Source: the exact binomial (sign) test, W. Conover, Practical Nonparametric Statistics, 3.1.
     """
-    positive = series[series > rules.least_s]
+    positive = series[series > rules.late_threshold_s]
     if not len(positive):
         return None
-    levels = {max(rules.least_s, float(size) / 2) for size in np.quantile(positive, [0.5, 0.9])}
+    sizes = np.quantile(positive, [0.5, 0.9]).tolist()
+    levels = {max(rules.late_threshold_s, size / 2) for size in sizes}
     best: tuple[float, np.ndarray] | None = None
     for level_s in levels:
         late = series > level_s
@@ -275,12 +278,12 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         if longest >= MIN_STEPS and longest > late.sum() / 2:
             continue
         theirs = int(_episode_begins(others > level_s).sum())
-        chance = binomial_tail(own, theirs, 1 / (1 + len(others)))
-        if best is None or chance < best[0]:
-            best = (chance, late)
+        p_value = binomial_tail(own, theirs, 1 / (1 + len(others)))
+        if best is None or p_value < best[0]:
+            best = (p_value, late)
     if best is None:
         return None
-    chance, late = best
+    p_value, late = best
     steps = np.flatnonzero(late)
     return Pattern(
         shape="intermittent",
@@ -289,7 +292,7 @@ def intermittent(series: np.ndarray, others: np.ndarray, rules: PatternRules) ->
         late=late,
         fitted_s=np.where(late, float(np.median(series[late])), 0.0),
         parameters=1 + 2 * int(_episode_begins(late).sum()),
-        chance=min(1.0, rules.series * len(levels) * chance),
+        p_value=min(1.0, rules.series * len(levels) * p_value),
     )
 
 

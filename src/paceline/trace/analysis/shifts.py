@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES
 from paceline.core.record import Record
-from paceline.trace.analysis.chances import upper_tail
+from paceline.trace.analysis.p_values import upper_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +54,8 @@ def find_shifts(ranks: Sequence[RankPhases]) -> tuple[Shift, ...]:
     """Return the changes of all ranks within the run, in order of steps.
 
     The lower median over ranks of that time is cut around the range of steps that differs most from
-    the others, then each part again, as long as a cut is no chance; cuts at which the median hardly
-    changes are then taken back.
+    the others, then each part again, as long as noise alone hardly produces a cut; cuts at which
+    the median hardly changes are then taken back.
     Sources: circular binary segmentation, A. Olshen and others (2004); the test is that of H. Mann
     and D. Whitney (1947), corrected for the number of ranges.
 

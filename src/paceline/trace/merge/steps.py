@@ -1,8 +1,9 @@
-"""Joins the steps that were recorded to the steps of the training loop.
+"""Merges recorded step marks into the steps of the training loop.
 
-A rank records a step wherever one may end: at each optimizer's step, and until the first of these
-at each batch of a loader, or at each backward pass (`collectors.torch_marks`). One rule for the
-whole trace decides which of these marks end a step; all others are within one:
+A rank records a *mark* wherever a step may end (`collectors.torch_marks`): at each
+`paceline.step()`; before the first of those, at each optimizer step; before the first optimizer
+step, at each loader batch; and before the first batch, at each backward pass. For each rank, one
+rule decides which marks end a step; the others lie within a step:
 
     paceline.step()      the script says it: each of its calls
     optimizer            each step of the optimizer
@@ -78,14 +79,15 @@ class _Marks:
         rule: what the marks of this kind are.
         events: all marks, shape (marks,).
         ends: those of the strongest kind, shape (marks,).
-        turns: number of the optimizer or loader of each of these, shape (strongest,).
-        has_batch: whether a loader gave a batch before each of these, of the optimizers' alone.
+        source_ids: id of the optimizer or loader that made each of these marks, shape (strongest,).
+        has_batch: whether a loader gave a batch since the previous of these; empty unless the marks
+            are optimizer steps.
     """
 
     rule: StepRule
     events: np.ndarray
     ends: np.ndarray
-    turns: np.ndarray
+    source_ids: np.ndarray
     has_batch: np.ndarray
 
 
@@ -116,23 +118,23 @@ def _marks_of(rank: RankTrace) -> _Marks | None:
 
 
 def _shared_batches(ranks: Sequence[_Marks]) -> _Marks | None:
-    """Return the longest of the optimizers' marks, with the batches of all ranks that step alike.
+    """Return the longest rank's optimizer marks; None if no rank has an optimizer.
 
-    None if no rank has an optimizer.
+    `has_batch` is OR-ed over ranks whose optimizers stepped in the same order.
     """
     ranks = [marks for marks in ranks if marks.rule is StepRule.OPTIMIZER]
     if not ranks:
         return None
-    longest = max(ranks, key=lambda marks: len(marks.turns))
+    longest = max(ranks, key=lambda marks: len(marks.source_ids))
     has_batch = longest.has_batch.copy()
     for marks in ranks:
         if _alike(marks, longest):
-            has_batch[: len(marks.turns)] |= marks.has_batch
+            has_batch[: len(marks.source_ids)] |= marks.has_batch
     return dataclasses.replace(longest, has_batch=has_batch)
 
 
 def _alike(marks: _Marks, longest: _Marks) -> bool:
-    return bool((marks.turns == longest.turns[: len(marks.turns)]).all())
+    return bool((marks.source_ids == longest.source_ids[: len(marks.source_ids)]).all())
 
 
 def _join(rank: RankTrace, found: _Marks, shared: _Marks | None) -> RankTrace:
@@ -141,7 +143,7 @@ def _join(rank: RankTrace, found: _Marks, shared: _Marks | None) -> RankTrace:
         has_batch = found.has_batch
         if shared is not None and _alike(found, shared):
             has_batch = shared.has_batch[: len(has_batch)]
-        last_of_round = round_ends(found.turns, has_batch)
+        last_of_round = round_ends(found.source_ids, has_batch)
         rule = rule if last_of_round.all() else StepRule.OPTIMIZERS
         ends[ends] = last_of_round
     elif rule is StepRule.LOADER:
@@ -169,7 +171,7 @@ def _rule_of(rank: RankTrace, marks: np.ndarray) -> tuple[StepRule, int]:
     return StepRule.OPTIMIZER, int(marks["name"][0])
 
 
-def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
+def round_ends(source_ids: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
     """Return which of a sequence of optimizer steps end a step of the loop.
 
     >>> round_ends(np.array([1, 1, 2, 1, 1, 2]), np.zeros(6, dtype=bool)).astype(int).tolist()
@@ -178,16 +180,16 @@ def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
     [1, 0, 1, 1, 0, 1]
 
     Args:
-        turns: number of the optimizer that stepped, shape (marks,).
-        has_batch: whether a loader gave a batch since the mark before, shape (marks,).
+        source_ids: id of the optimizer that stepped, shape (marks,).
+        has_batch: whether a loader gave a batch since the previous mark, shape (marks,).
     """
-    count = len(turns)
+    count = len(source_ids)
     ends = np.ones(count, dtype=bool)
-    if count < 2 or (turns == turns[0]).all():
+    if count < 2 or (source_ids == source_ids[0]).all():
         return ends
-    repeats = np.concatenate([[False], turns[1:] == turns[:-1]])
+    repeats = np.concatenate([[False], source_ids[1:] == source_ids[:-1]])
     first = np.flatnonzero(~repeats)  # of each turn of one optimizer: one step, or several in a row
-    owners, lengths = turns[first], np.diff(np.concatenate([first, [count]]))
+    owners, lengths = source_ids[first], np.diff(np.concatenate([first, [count]]))
     begins = np.zeros(count, dtype=bool)
     begins[first[_round_starts(owners)]] = True
     begins |= repeats & np.repeat(lengths > REPEATS_MAX, lengths)
@@ -196,7 +198,7 @@ def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
         begins[first[np.isin(owners, names[turn_counts == 1])]] = True
     for owner in np.unique(owners):
         own = owners == owner
-        again = repeats & (turns == owner)
+        again = repeats & (source_ids == owner)
         with_batch = again.any() and has_batch[again].mean() >= 0.5
         if own.sum() < 2 or with_batch or np.median(lengths[own]) > REPEATS_MAX:
             begins |= again  # each of its steps is one of the loop
@@ -205,15 +207,15 @@ def round_ends(turns: np.ndarray, has_batch: np.ndarray) -> np.ndarray:
     return ends
 
 
-def _batch_ends(turns: np.ndarray) -> np.ndarray:
-    """Return which batches end a step: all, but of loaders that are asked in turn (zip) the last.
+def _batch_ends(source_ids: np.ndarray) -> np.ndarray:
+    """Return which batches end a step: each; if loaders alternate (zip), the last of each round.
 
     Args:
-        turns: number of the loader that gave each batch, shape (marks,).
+        source_ids: id of the loader that gave each batch, shape (marks,).
     """
-    every = np.ones(len(turns), dtype=bool)
-    alternate = len(turns) > 1 and float((turns[1:] != turns[:-1]).mean()) > 0.5
-    return round_ends(turns, every) if alternate else every
+    every = np.ones(len(source_ids), dtype=bool)
+    alternate = len(source_ids) > 1 and float((source_ids[1:] != source_ids[:-1]).mean()) > 0.5
+    return round_ends(source_ids, every) if alternate else every
 
 
 def _round_starts(owners: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.launch import allocation
-from paceline.launch.allocation import Allocation, check_world, detect, first_host
+from paceline.launch import task_placement
+from paceline.launch.task_placement import TaskPlacement, check_world, detect, first_host
 
 # srun -N 3 -n 5, third task; the job's node list and step agree.
 SLURM = {
@@ -45,24 +45,24 @@ MPICH = {
 
 
 def test_slurm():
-    assert detect(SLURM) == Allocation(
+    assert detect(SLURM) == TaskPlacement(
         source="slurm",
-        rank=3,
-        world_size=5,
-        local_rank=1,
-        local_world_size=2,
+        task_number=3,
+        task_count=5,
+        local_task_number=1,
+        local_task_count=2,
         first_host="gpu07",
         name="slurm-4711.0",
     )
     last = {**SLURM, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
-    assert detect(last).local_world_size == 1
+    assert detect(last).local_task_count == 1
 
 
 def test_a_step_smaller_than_its_job_counts_by_itself():
     step = {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "5"}
-    assert detect(step).world_size == 5
+    assert detect(step).task_count == 5
     old = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NUM_TASKS"}
-    assert detect(old).world_size == 5
+    assert detect(old).task_count == 5
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291"])
@@ -73,19 +73,19 @@ def test_a_batch_script_and_an_interactive_shell_start_ranks_by_themselves(step)
 
 
 def test_openmpi():
-    assert detect(OPENMPI) == Allocation(
+    assert detect(OPENMPI) == TaskPlacement(
         source="openmpi",
-        rank=2,
-        world_size=4,
-        local_rank=0,
-        local_world_size=2,
+        task_number=2,
+        task_count=4,
+        local_task_number=0,
+        local_task_count=2,
         name="prterun-node1-1234@1",
     )
 
 
 def test_mpich():
-    assert detect(MPICH) == Allocation(
-        source="mpich", rank=1, world_size=2, local_rank=1, local_world_size=2
+    assert detect(MPICH) == TaskPlacement(
+        source="mpich", task_number=1, task_count=2, local_task_number=1, local_task_count=2
     )
 
 
@@ -130,8 +130,8 @@ def test_garbage_is_refused_or_makes_sense(environ):
     except UsageError:
         return
     if found is not None:
-        assert 0 <= found.rank < found.world_size
-        assert 0 <= found.local_rank < found.local_world_size
+        assert 0 <= found.task_number < found.task_count
+        assert 0 <= found.local_task_number < found.local_task_count
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_the_first_host_of_a_node_list(nodes, host):
 
 
 def test_the_examples_in_the_module_run():
-    result = doctest.testmod(allocation)
+    result = doctest.testmod(task_placement)
     assert result.attempted
     assert not result.failed
 
 
-def test_another_world_than_the_allocations_is_refused():
+def test_another_number_of_ranks_than_of_tasks_is_refused():
     check_world(detect(SLURM), None)
     check_world(detect(SLURM), 5)
     with pytest.raises(UsageError, match=r"3 ranks were asked for.*slurm step has 5") as caught:

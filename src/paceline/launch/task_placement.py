@@ -1,8 +1,8 @@
-"""Whether Slurm or mpirun has started this process, and as which rank of how many.
+"""Whether Slurm or mpirun has started this process, and as which task of how many.
 
-Inside such an allocation each task starts one rank: the world is what the allocation says, and
-asking for another size is refused. An allocation of ``--nnodes`` (`nodes.py`) has one task per
-node, which starts that node's ranks.
+A task is one ``paceline run`` process. In a Slurm step and under mpirun each task starts one rank:
+the number of ranks is the number of tasks, and asking for another one is refused. With ``--nnodes``
+(`nodes.py`) each node has one task, which starts that node's ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h: batch scripts, shells of salloc and
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Allocation:
+class TaskPlacement:
     """This task's place among the tasks of a Slurm step, an mpirun call, or ``--nnodes``.
 
     Attributes:
         source: ``slurm``, ``openmpi``, ``mpich``, or ``nodes`` for ``--nnodes``; for messages.
-        rank: number of the task; also its global rank if each task starts one rank.
-        world_size: number of tasks on all nodes.
-        local_rank: this task's number among the tasks of its node.
-        local_world_size: number of tasks on this node.
+        task_number: from 0; also the global rank of the task's rank if each task starts one.
+        task_count: number of tasks on all nodes.
+        local_task_number: this task's number among the tasks of its node.
+        local_task_count: number of tasks on this node.
         first_host: the host of rank 0; empty when Slurm or mpirun does not name it.
         name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
             empty when unknown.
@@ -38,10 +38,10 @@ class Allocation:
     """
 
     source: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    task_number: int
+    task_count: int
+    local_task_number: int
+    local_task_count: int
     first_host: str = ""
     name: str = ""
     identity: str = ""
@@ -49,22 +49,22 @@ class Allocation:
     ranks_per_task: int = 1
 
     def __post_init__(self) -> None:
-        for place, count in (
-            (self.rank, self.world_size),
-            (self.local_rank, self.local_world_size),
+        for number, count in (
+            (self.task_number, self.task_count),
+            (self.local_task_number, self.local_task_count),
         ):
-            if not 0 <= place < count:
-                raise ValueError(f"task {place} of {count}")
+            if not 0 <= number < count:
+                raise ValueError(f"task {number} of {count}")
 
     @property
     def ranks(self) -> int:
         """Ranks of the run."""
-        return self.world_size * self.ranks_per_task
+        return self.task_count * self.ranks_per_task
 
     @property
-    def local_ranks(self) -> int:
+    def node_ranks(self) -> int:
         """Ranks on this node."""
-        return self.local_world_size * self.ranks_per_task
+        return self.local_task_count * self.ranks_per_task
 
     @property
     def noun(self) -> str:
@@ -72,7 +72,7 @@ class Allocation:
         return "node" if self.source == "nodes" else "rank"
 
 
-def detect(environ: Mapping[str, str]) -> Allocation | None:
+def detect(environ: Mapping[str, str]) -> TaskPlacement | None:
     """Return this task's place in a Slurm step or under mpirun, or None outside of both.
 
     Raises:
@@ -89,20 +89,19 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
         ) from None
 
 
-def check_world(allocation: Allocation, ranks: int | None) -> None:
-    """Refuse a number of ranks other than the allocation's.
+def check_world(task: TaskPlacement, ranks: int | None) -> None:
+    """Refuse a number of ranks other than the number of tasks of Slurm or mpirun.
 
     Raises:
         UsageError: `ranks` is given and differs.
     """
-    if ranks is None or ranks == allocation.world_size or allocation.source == "nodes":
+    if ranks is None or ranks == task.task_count or task.source == "nodes":
         return
-    start = "srun -n" if allocation.source == "slurm" else "mpirun -n"
+    start = "srun -n" if task.source == "slurm" else "mpirun -n"
     raise UsageError(
-        f"{ranks} ranks were asked for, but this {allocation.source} step has "
-        f"{allocation.world_size}",
-        where=f"task {allocation.rank}",
-        why="inside an allocation each task is one rank",
+        f"{ranks} ranks were asked for, but this {task.source} step has {task.task_count}",
+        where=f"task {task.task_number}",
+        why="in a Slurm step and under mpirun each task is one rank",
         fix=f"Leave out -n, or start with {start} {ranks}",
     )
 
@@ -117,7 +116,7 @@ def first_host(node_list: str) -> str:
     return match.group(1) + (match.group(2) or "") if match else ""
 
 
-def _slurm(environ: Mapping[str, str]) -> Allocation | None:
+def _slurm(environ: Mapping[str, str]) -> TaskPlacement | None:
     # A batch script or an interactive shell has tasks, but starts them by itself.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -125,12 +124,12 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
         return None
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    return Allocation(
+    return TaskPlacement(
         source="slurm",
-        rank=int(environ["SLURM_PROCID"]),
-        world_size=world_size,
-        local_rank=int(environ["SLURM_LOCALID"]),
-        local_world_size=_tasks_on_node(
+        task_number=int(environ["SLURM_PROCID"]),
+        task_count=world_size,
+        local_task_number=int(environ["SLURM_LOCALID"]),
+        local_task_count=_tasks_on_node(
             per_node, int(environ.get("SLURM_NODEID", "0")), world_size
         ),
         first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
@@ -148,26 +147,26 @@ def _tasks_on_node(per_node: str, node: int, world_size: int) -> int:
     return counts[node] if node < len(counts) else world_size
 
 
-def _openmpi(environ: Mapping[str, str]) -> Allocation | None:
+def _openmpi(environ: Mapping[str, str]) -> TaskPlacement | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    return Allocation(
+    return TaskPlacement(
         source="openmpi",
-        rank=int(environ["OMPI_COMM_WORLD_RANK"]),
-        world_size=int(environ["OMPI_COMM_WORLD_SIZE"]),
-        local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
-        local_world_size=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        task_number=int(environ["OMPI_COMM_WORLD_RANK"]),
+        task_count=int(environ["OMPI_COMM_WORLD_SIZE"]),
+        local_task_number=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+        local_task_count=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
         name=environ.get("PMIX_NAMESPACE", ""),
     )
 
 
-def _mpich(environ: Mapping[str, str]) -> Allocation | None:
+def _mpich(environ: Mapping[str, str]) -> TaskPlacement | None:
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
-    return Allocation(
+    return TaskPlacement(
         source="mpich",
-        rank=int(environ["PMI_RANK"]),
-        world_size=int(environ["PMI_SIZE"]),
-        local_rank=int(environ["MPI_LOCALRANKID"]),
-        local_world_size=int(environ["MPI_LOCALNRANKS"]),
+        task_number=int(environ["PMI_RANK"]),
+        task_count=int(environ["PMI_SIZE"]),
+        local_task_number=int(environ["MPI_LOCALRANKID"]),
+        local_task_count=int(environ["MPI_LOCALNRANKS"]),
     )

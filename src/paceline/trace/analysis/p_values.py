@@ -1,4 +1,4 @@
-"""Probabilities that noise alone gives what was seen: tails of distributions, and their bounds."""
+"""P-values of tests: tails of distributions, and bounds on them."""
 
 from __future__ import annotations
 
