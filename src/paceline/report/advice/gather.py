@@ -132,7 +132,7 @@ def uneven_evaluation(ranks: Sequence[RankPhases], steps: int) -> UnevenEvaluati
     excess_s = evaluation_s[evaluates].max(axis=0) - evaluation_s[~evaluates]
     waited_s = float(np.minimum(waiting_s, np.maximum(0.0, excess_s)).mean())
     return UnevenEvaluation(
-        ranks=tuple(ranks[i].rank for i in np.flatnonzero(evaluates)),
+        ranks=tuple(rank.rank for rank, own in zip(ranks, evaluates, strict=True) if own),
         others=int((~evaluates).sum()),
         waiting_s=waited_s,
     )
