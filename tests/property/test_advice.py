@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice.facts import Facts, Scope, StragglerScope
+from paceline.report.advice.facts import Facts, Scope, StragglerScope, UnevenEvaluation
 from paceline.report.advice.rules import (
     AGAINST_CAUSE,
     AGAINST_HOST_WORK,
@@ -46,6 +46,12 @@ def facts(draw):
     stragglers = st.builds(
         StragglerScope, scope=scopes(has_rank=True), cause=causes, late_s=SECONDS
     )
+    uneven = st.builds(
+        UnevenEvaluation,
+        ranks=st.lists(st.integers(0, 63), min_size=1, max_size=3).map(tuple),
+        others=st.integers(1, 63),
+        waiting_s=SECONDS,
+    )
     names = st.sampled_from([*AGAINST_HOST_WORK, "sampling"])
     work = st.builds(HostTime, name=names, measured_s=SECONDS)
     return Facts(
@@ -53,6 +59,7 @@ def facts(draw):
         step=draw(breakdowns()),
         undisturbed=draw(st.none() | scopes(has_rank=False)),
         stragglers=tuple(draw(st.lists(stragglers, max_size=3))),
+        uneven_evaluation=draw(st.none() | uneven),
         host_work=tuple(draw(st.lists(work, max_size=3))),
         checkpoints=draw(st.integers(0, STEPS)),
         loader_workers=draw(st.none() | st.integers(0, 16)),
@@ -99,6 +106,19 @@ def test_two_workers_hide_what_fits_beside_the_rest_of_the_step():
     (advice,) = advise(_input(0.018, 0.012, loader_workers=0, cores=2, cpu_s=0.036))
     assert advice.saving_s == pytest.approx(0.012)
     assert "would hide 12.0 of 18.0 ms" in advice.action
+    assert "more than" not in advice.action
+
+
+def test_more_workers_than_cores_are_said_to_be_enough_for_storage_only():
+    (advice,) = advise(_input(0.018, 0.012, loader_workers=0, ranks=2, cores=2))
+    assert advice.action == (
+        "Two loader workers would hide all 18.0 ms of waiting for data (2 workers are more than "
+        "the 1 core of a rank: enough only if they mostly wait for storage)."
+    )
+    (advice,) = advise(_input(0.018, 0.012, loader_workers=2, ranks=2, cores=8))
+    assert "(5 workers are more than the 4 cores of a rank: enough only" in advice.action
+    (advice,) = advise(_input(0.018, 0.012, loader_workers=0, ranks=2, cores=4))
+    assert "more than" not in advice.action
 
 
 def test_busy_workers_are_joined_by_more():

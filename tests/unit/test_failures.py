@@ -37,6 +37,9 @@ def test_the_first_to_raise_failed_first(tmp_path):
         raise_failure(tmp_path, "train.py", exits, failure)
     assert caught.value.why == RAISED
     assert caught.value.where.endswith("train.py")
+    assert caught.value.fix == (
+        f"See the traceback above, and the steps before it: paceline report {tmp_path}"
+    )
 
 
 def test_a_killed_rank_comes_before_those_that_lost_it(tmp_path):
@@ -118,7 +121,9 @@ def test_an_exit_without_a_report_is_told_by_its_code(tmp_path):
     assert first_traceback(tmp_path) == ""
     with pytest.raises(ScriptFailed) as caught:
         raise_failure(tmp_path, "train.py", exits, failure)
-    assert caught.value.fix == "See what the rank printed"
+    assert caught.value.fix == (
+        f"See what the rank printed, and the steps before it: paceline report {tmp_path}"
+    )
 
 
 def test_a_report_cut_short_by_a_full_disk_is_skipped(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import NotFound
 from paceline.runs.folder import RunFolder
-from paceline.runs.newest import newest_run
+from paceline.runs.newest import newest_run, refuse_folder_of_runs
 
 
 def _run(folder, started_s):
@@ -64,3 +64,25 @@ def test_folders_that_cannot_be_read_are_passed_over(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunFolder, "open", refuse_lost_and_found)
     assert newest_run(tmp_path) == mine
+
+
+def test_a_folder_of_runs_is_not_a_run_and_its_newest_is_named(tmp_path):
+    runs = tmp_path / "paceline-runs"
+    _run(runs / "train-1", 1_000)
+    newest = _run(runs / "train-2", 2_000)
+    (tmp_path / "config.json").write_text("{}")  # of the project
+    for folder in (tmp_path, runs):
+        with pytest.raises(NotFound, match="not the folder of a run") as caught:
+            refuse_folder_of_runs(folder)
+        assert caught.value.where == str(folder)
+        assert caught.value.why == "it holds 2 runs"
+        assert str(newest) in caught.value.fix
+
+
+def test_a_run_a_demo_and_a_folder_without_runs_are_not_folders_of_runs(tmp_path):
+    demo = tmp_path / "paceline-demo"
+    _run(demo / "run", 2_000)
+    (demo / "result.json").write_text(json.dumps({"version": 1, "kind": "demo"}))
+    (tmp_path / "empty").mkdir()
+    for folder in (demo, demo / "run", tmp_path / "empty", tmp_path / "nothing"):
+        refuse_folder_of_runs(folder)

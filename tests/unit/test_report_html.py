@@ -233,7 +233,8 @@ def test_what_a_bad_end_did_not_leave_is_shown_as_missing(tmp_path):
     assert report.words.startswith(
         "The trace is incomplete: rank 0 has not closed its file (it still runs, or was killed). "
         "What follows covers steps 0 to 29. Rank 1 left no trace, so only the other ranks are "
-        "described. One rank took 30 steps: "
+        "described. What is called communication may include waiting for rank 1. One rank took 30 "
+        "steps: "
     )
     text = " ".join(_Tags(render_html(report)).texts)
     assert "not finished" in text
@@ -611,4 +612,14 @@ def test_named_host_work_and_evaluation_have_their_places(tmp_path):
     assert "evaluation" in page
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render_terminal(report))
-    assert "logging" in console.export_text()
+    text = console.export_text()
+    assert "logging" in text
+    assert re.search(r"host work +mean over ranks +of the loop", text)
+
+
+def test_every_table_scrolls_within_its_container_on_a_narrow_screen(tmp_path):
+    page = render_html(gather(_run(tmp_path)))
+    assert page.count("<table>") == page.count('<div class="wide"><table>') > 3
+    (rule,) = re.findall(r"\.wide \{([^}]*)\}", page)
+    assert "overflow-x: auto" in rule
+    assert "background-attachment: local, local, scroll, scroll" in rule  # shows that it does

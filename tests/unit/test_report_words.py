@@ -4,6 +4,7 @@ import doctest
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import paceline.report.advice.rules
@@ -119,9 +120,16 @@ def test_a_change_of_all_ranks_is_said():
     )
 
 
-def _rank(number, *, complete=True, **status):
-    status = SimpleNamespace(**{"dropped_count": 0, "error": 0, **status})
-    return SimpleNamespace(rank=number, complete=complete, status=status)
+def _rank(number, *, complete=True, recorded=40, **status):
+    status = SimpleNamespace(**{"dropped_count": 0, "error": 0, "step": 40, **status})
+    steps = {"step": np.arange(recorded)}
+    return SimpleNamespace(
+        rank=number,
+        complete=complete,
+        status=status,
+        marks_within_steps=0,
+        events_of=lambda _kind: steps,
+    )
 
 
 def test_what_a_trace_lacks_is_said():
@@ -137,7 +145,21 @@ def test_what_a_trace_lacks_is_said():
     text = cut_words(killed, 0, failed=False)
     assert "rank 0 has not closed its file (it still runs, or was killed); rank 1" in text
     assert text.endswith("and 2 other ranks likewise. What follows covers no step.")
-    assert cut_words(killed, 40, failed=True) == ""  # the failure says it
+
+
+def test_a_trace_that_a_failure_truncated_is_said_with_the_steps_that_it_costs():
+    assert cut_words([_rank(0), _rank(1)], 40, failed=True) == ""
+    killed = _rank(1, complete=False, recorded=25)
+    assert cut_words([_rank(0), killed], 25, failed=True) == (
+        "The trace is incomplete: that of rank 1 is truncated (its last 15 steps may be missing). "
+        "What follows covers steps 0 to 24, which all ranks recorded."
+    )
+    one = cut_words([_rank(0, complete=False, recorded=39)], 39, failed=True)
+    assert "(its last step may be missing)" in one
+    none = cut_words([_rank(0, complete=False)], 40, failed=True)
+    assert "(what it did last may be missing). What follows covers steps 0 to 39." in none
+    nothing = cut_words([_rank(0, complete=False, recorded=0)], 0, failed=True)
+    assert nothing.endswith("(its last 40 steps may be missing). What follows covers no step.")
 
 
 def test_further_stragglers_share_a_sentence():
@@ -171,8 +193,11 @@ def test_waiting_for_nobody_in_particular_is_said():
 
 def test_ranks_without_a_trace_are_not_called_punctual():
     assert _verdict(missing=(3, 4)).startswith(
-        "2 ranks left no trace (first: 3), so only the other ranks are described. No rank was late"
+        "2 ranks left no trace (first: 3), so only the other ranks are described. What is called "
+        "communication may include waiting for them. No rank was late"
     )
+    assert "may include waiting for rank 3." in _verdict(missing=(3,))
+    assert "may include" not in _verdict(missing=(3,), total=Breakdown(forward=1))
     assert "One rank took 700 steps" in _verdict(world_size=2, missing=(1,))
 
 

@@ -24,12 +24,13 @@ def chosen_run(run: Path | None) -> Path:
     """Return `run`, or the newest run here, which is then named on stderr.
 
     Raises:
-        NotFound: there is no run here.
+        NotFound: there is no run here, or `run` is a folder of runs.
     """
-    if run is not None:
-        return run
-    from paceline.runs.newest import newest_run
+    from paceline.runs.newest import newest_run, refuse_folder_of_runs
 
+    if run is not None:
+        refuse_folder_of_runs(run)
+        return run
     newest = newest_run(Path())
     click.echo(f"run: {newest} (the newest one here)", err=True)
     return newest

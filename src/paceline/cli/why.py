@@ -35,6 +35,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)
-    console.print(render_verdict(report), soft_wrap=True)
+    # Programs that read a pipe get a sentence per line; a terminal would break words at its edge.
+    console.print(render_verdict(report), soft_wrap=not console.file.isatty())
     if verbose:
         console.print(render_details(report))

@@ -226,7 +226,8 @@ def _script_failure(run: Path, program: str, failure: Failure) -> ScriptFailed:
         f"rank {failure.rank} failed first, in step {failure.step} ({failure.phase})",
         where=program,
         why=failure.error,
-        fix="See the traceback above" if has_traceback else "See what the rank printed",
+        fix=f"See {'the traceback above' if has_traceback else 'what the rank printed'}, and the "
+        f"steps before it: paceline report {run}",
     )
 
 

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from paceline.report.units import format_seconds, format_share, plural, significant
+from paceline.trace.format.events import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,8 +103,8 @@ def cut_words(ranks: Sequence[RankTrace], steps: int, *, failed: bool) -> str:
     Args:
         ranks: traces of the run.
         steps: number of steps that all ranks completed.
-        failed: whether the run is known to have failed: then it is no news that ranks which it
-            ended did not end their traces.
+        failed: whether the run is known to have failed: then the failure says why a rank did not
+            close its trace, and this sentence how many steps that costs.
     """
     reasons = []
     for rank in ranks:
@@ -113,7 +114,9 @@ def cut_words(ranks: Sequence[RankTrace], steps: int, *, failed: bool) -> str:
             reasons.append(f"rank {rank.rank} could not write all of it ({why}), {lost} are lost")
         elif rank.status.dropped_count:
             reasons.append(f"rank {rank.rank} lost {lost}, which came too fast")
-        elif not rank.complete and not failed:
+        elif not rank.complete and failed:
+            reasons.append(f"that of rank {rank.rank} is truncated{_lost_steps(rank)}")
+        elif not rank.complete:
             reasons.append(
                 f"rank {rank.rank} has not closed its file (it still runs, or was killed)"
             )
@@ -121,7 +124,20 @@ def cut_words(ranks: Sequence[RankTrace], steps: int, *, failed: bool) -> str:
         return ""
     more = f", and {plural(len(reasons) - 2, 'other rank')} likewise" if len(reasons) > 2 else ""
     covers = f"steps 0 to {steps - 1}" if steps else "no step"
+    if failed and steps and len(ranks) > 1:
+        covers += ", which all ranks recorded"
     return f"The trace is incomplete: {'; '.join(reasons[:2])}{more}. What follows covers {covers}."
+
+
+def _lost_steps(rank: RankTrace) -> str:
+    """Return how many steps a trace may lack that the rank had completed, as its header says."""
+    written = rank.events_of(Kind.STEP)["step"]
+    done = rank.status.step - rank.marks_within_steps  # the header counts marks
+    lost = done - (int(written.max()) + 1 if len(written) else 0)
+    if lost <= 0:
+        return " (what it did last may be missing)"
+    which = "step" if lost == 1 else f"{lost:,} steps"
+    return f" (its last {which} may be missing)"
 
 
 def _range(late: Straggler) -> str:

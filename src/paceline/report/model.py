@@ -189,13 +189,15 @@ def gather(run: Path) -> Report:
     )
     sentences = [ended, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
+    ended_badly = result is not None and (result.failure is not None or result.exit_code != 0)
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
         state=folder.state(),
         cautions=tuple(filter(None, (folder.state_words(), cut))),
         verdict=" ".join(filter(None, sentences)),
-        advice=advise(facts),
+        # The time of a run that ended badly is no measure of what the script takes.
+        advice=() if ended_badly else advise(facts),
         host_work=facts.host_work,
         trace=trace,
         rank_phases=analysis.phases,

@@ -64,7 +64,7 @@ def render_terminal(report: Report) -> Group:
         left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
-    parts += _host_work(report.host_work, report.total.total_s)
+    parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report.comparison)]
         if not report.comparison.undisturbed_steps:
@@ -95,7 +95,9 @@ def render_details(report: Report) -> Group:
         parts += [Text(), _stragglers(report)]
     if report.steps:
         parts += [Text(), _phases(report)]
-    return Group(*parts, *_host_work(report.host_work, report.total.total_s))
+    return Group(
+        *parts, *_host_work(report.host_work, report.total.total_s, len(report.rank_phases))
+    )
 
 
 def render_stats(stats: TraceStats) -> Group:
@@ -132,7 +134,7 @@ def render_stats(stats: TraceStats) -> Group:
     ]
     times_by_rank = [rank.host for rank in stats.ranks]
     loop_s = sum(rank.loop_wall_s for rank in stats.ranks) / max(1, len(stats.ranks))
-    parts += _host_work(mean_times(times_by_rank), loop_s)
+    parts += _host_work(mean_times(times_by_rank), loop_s, len(stats.ranks))
     if stats.traffic:
         parts += [Text(), _traffic(stats.traffic)]
     untimed = sum(line.untimed_count for line in stats.traffic)
@@ -261,7 +263,7 @@ def _phases(report: Report) -> FittingTable:
     )
 
 
-def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]:
+def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[RenderableType]:
     if not times:
         return []
     rows = [
@@ -273,7 +275,8 @@ def _host_work(times: Sequence[HostTime], loop_s: float) -> list[RenderableType]
         for time in times[:_ROWS]
     ]
     names = [printable(time.name) for time in times[:_ROWS]]
-    return [Text(), _table("host work", ["seconds", "of the loop", "measured by"], names, rows)]
+    seconds = "mean over ranks" if ranks > 1 else "seconds"
+    return [Text(), _table("host work", [seconds, "of the loop", "measured by"], names, rows)]
 
 
 def _stragglers(report: Report) -> FittingTable:

@@ -112,6 +112,9 @@ def verdict(
     sentences = [] if failure is None else [failure_words(failure)]
     if missing:
         sentences.append(_missing_words(missing))
+        if total.transfer > 0:
+            whom = f"rank {missing[0]}" if len(missing) == 1 else "them"
+            sentences.append(f"What is called communication may include waiting for {whom}.")
     if not steps:
         sentences.append(_NOT_WRITTEN if failure and failure.step else _NO_STEP)
     elif stragglers:

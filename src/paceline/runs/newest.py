@@ -34,6 +34,24 @@ def newest_run(folder: Path) -> Path:
     return max(runs)[1]
 
 
+def refuse_folder_of_runs(folder: Path) -> None:
+    """Raise if `folder` is not a run, but holds runs; do nothing otherwise.
+
+    Raises:
+        NotFound: the error names the newest of the runs.
+    """
+    if not folder.is_dir() or RunFolder.open(folder).trace.is_dir():
+        return
+    runs = list(_runs(folder))
+    if runs:
+        raise NotFound(
+            "not the folder of a run",
+            where=str(folder),
+            why=f"it holds {len(runs)} run{'s' * (len(runs) > 1)}",
+            fix=f"Name one of them; the newest is {max(runs)[1]}",
+        )
+
+
 def _runs(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield each run with the time at which it was started."""
     for path in (folder, *_subfolders(folder), *_subfolders(folder / DEFAULT_PARENT)):

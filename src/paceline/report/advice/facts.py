@@ -40,6 +40,26 @@ class StragglerScope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnevenEvaluation:
+    """Ranks that evaluate while the other ranks wait; seconds are per step, means over the loop.
+
+    Attributes:
+        ranks: that evaluate longer than the others.
+        others: how many ranks wait for them.
+        waiting_s: that each of the others waits, the mean over them.
+    """
+
+    ranks: tuple[int, ...]
+    others: int
+    waiting_s: float
+
+    @property
+    def mean_waiting_s(self) -> float:
+        """The waiting as the mean over all ranks, as `Facts.step` has it."""
+        return self.waiting_s * self.others / (self.others + len(self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What the rules read; seconds are per step and the mean over ranks where nothing else is said.
 
@@ -48,6 +68,7 @@ class Facts:
         step: the mean step.
         undisturbed: the steps in which no rank was late; None if there are none.
         stragglers: the ranks that were late.
+        uneven_evaluation: ranks for whose evaluation the other ranks wait; None without.
         host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
@@ -58,6 +79,7 @@ class Facts:
         no_core_s: seconds that a rank's main thread was runnable without a core.
         reduced_bytes: that a rank gives to all-reduces.
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
+        missing_ranks: whether some ranks left no trace: waiting for them counts as communication.
         broadcast_share: the same of broadcasts that are repeated in each step.
     """
 
@@ -65,6 +87,7 @@ class Facts:
     step: Breakdown
     undisturbed: Scope | None = None
     stragglers: tuple[StragglerScope, ...] = ()
+    uneven_evaluation: UnevenEvaluation | None = None
     host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None
@@ -76,6 +99,7 @@ class Facts:
     reduced_bytes: float = 0.0
     reduced_share: float = 0.0
     broadcast_share: float = 0.0
+    missing_ranks: bool = False
 
     @property
     def loop_s(self) -> float:

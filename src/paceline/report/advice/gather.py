@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
-from paceline.report.advice.facts import Facts, Scope, StragglerScope, working_s
+from paceline.report.advice.facts import (
+    Facts,
+    Scope,
+    StragglerScope,
+    UnevenEvaluation,
+    working_s,
+)
 from paceline.report.compare import undisturbed_steps
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.phases import RankPhases
     from paceline.trace.format.files import RankTrace
 
+_EVALUATION, _WAITING = PHASES.index("evaluation"), PHASES.index("waiting")
+_EVALUATES = 0.5  # of the evaluation of the rank that evaluates longest, to be one of its kind
 _EACH_STEP = 0.9  # broadcasts per step from which they are repeated in each
 
 
@@ -47,6 +55,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         step=step,
         undisturbed=_undisturbed(ranks, analysis.stragglers),
         stragglers=tuple(_straggler(analysis, late) for late in analysis.stragglers),
+        uneven_evaluation=uneven_evaluation(ranks, steps),
         host_work=mean_times([rank.host for rank in ranks]),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=_loader_workers(traces),
@@ -55,6 +64,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         cores=_cores(machine),
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
         no_core_s=_no_core_s(analysis, step, threads),
+        missing_ranks=bool(analysis.trace.missing_ranks),
         **_communication(analysis),
     )
 
@@ -102,6 +112,30 @@ def _straggler(analysis: Analysis, late: Straggler) -> StragglerScope:
     )
     mean_late_s = float(analysis.skew_s[index, chosen].mean())
     return StragglerScope(scope=scope, cause=late.cause, late_s=mean_late_s)
+
+
+def uneven_evaluation(ranks: Sequence[RankPhases], steps: int) -> UnevenEvaluation | None:
+    """Return which ranks evaluate while the others wait for them; None if none does.
+
+    In each step the others wait for the evaluation no longer than it exceeds their own.
+
+    Args:
+        ranks: phases of each rank.
+        steps: that all ranks completed.
+    """
+    evaluation_s = np.array([rank.seconds[:steps, _EVALUATION] for rank in ranks])
+    totals_s = evaluation_s.sum(axis=1)
+    evaluates = totals_s > _EVALUATES * totals_s.max(initial=0.0)
+    if not evaluates.any() or evaluates.all():
+        return None
+    waiting_s = np.array([rank.seconds[:steps, _WAITING] for rank in ranks])[~evaluates]
+    excess_s = evaluation_s[evaluates].max(axis=0) - evaluation_s[~evaluates]
+    waited_s = float(np.minimum(waiting_s, np.maximum(0.0, excess_s)).mean())
+    return UnevenEvaluation(
+        ranks=tuple(rank.rank for rank, own in zip(ranks, evaluates, strict=True) if own),
+        others=int((~evaluates).sum()),
+        waiting_s=waited_s,
+    )
 
 
 def _no_core_s(analysis: Analysis, step: Breakdown, threads: int | None) -> float:

@@ -18,12 +18,13 @@ from paceline.report.units import format_bytes, format_seconds, format_share, pl
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from paceline.report.advice.facts import Facts, Scope
+    from paceline.report.advice.facts import Facts, Scope, StragglerScope
 
 LEAST_SHARE = 0.02  # of the loop
 LEAST_STEPS = 20  # of a run: fewer say too little about the next run
 MOST_ADVICE = 4
 NOTABLE_WAITING = 0.1  # of a step
+BETWEEN_RANKS = frozenset({"waiting", "transfer"})  # phases that need the traces of all ranks
 MOST_WORKERS = 8  # that one rank is advised to have
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -62,13 +63,22 @@ class Advice(Record):
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
-    """Return what would help, the largest saving first; empty if nothing is worth a change."""
+    """Return what would help, the largest saving first; empty if nothing is worth a change.
+
+    Without the traces of all ranks, nothing is proposed against waiting or communication: which of
+    the two a rank did, and for whom, cannot be told.
+    """
     if facts.steps < LEAST_STEPS or facts.loop_s <= 0:
         return ()
     proposals = [advice for rule in RULES for advice in rule(facts)]
     for advice in proposals:
         assert 0 <= advice.saving_s <= advice.phase_s * (1 + 1e-9), advice
-    chosen = [advice for advice in proposals if advice.share >= LEAST_SHARE]
+    unknown = BETWEEN_RANKS if facts.missing_ranks else frozenset()
+    chosen = [
+        advice
+        for advice in proposals
+        if advice.share >= LEAST_SHARE and advice.phase not in unknown
+    ]
     return tuple(sorted(chosen, key=lambda advice: -advice.share)[:MOST_ADVICE])
 
 
@@ -99,7 +109,7 @@ def loader_workers(facts: Facts) -> Iterator[Advice]:
         phase_s=best.step.input,
         share=facts.share(saved_s),
         action=f"{_workers_action(facts, workers)} would hide {_of(saving_s, best.step.input)} of "
-        f"waiting for data{best.words and ' ' + best.words}.",
+        f"waiting for data{best.words and ' ' + best.words}{_beyond_cores(facts, workers)}.",
         evidence=f"Of a step of {format_seconds(best.step.total_s)} {whose} "
         f"{format_seconds(best.step.input)} for data{_workers_words(facts.loader_workers)}.",
     )
@@ -142,6 +152,17 @@ def _workers_action(facts: Facts, workers: int) -> str:
     return f"{_number(count).capitalize()}{more} loader worker{'s' if count != 1 else ''}"
 
 
+def _beyond_cores(facts: Facts, workers: int) -> str:
+    """Return what to know of more workers than a rank has cores; empty for no more."""
+    cores = max(1, facts.cores // facts.ranks)
+    if not facts.cores or facts.loader_workers is None or workers <= cores:
+        return ""
+    return (
+        f" ({workers} workers are more than the {plural(cores, 'core')} of a rank: enough only if "
+        "they mostly wait for storage)"
+    )
+
+
 def _workers_words(workers: int | None) -> str:
     if workers is None:
         return ""
@@ -173,7 +194,7 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
     """
     for late in facts.stragglers:
         others = late.scope.others
-        if others is None or late.cause not in AGAINST_CAUSE:
+        if others is None or late.cause not in AGAINST_CAUSE or _evaluates(facts, late):
             continue
         saving_s = min(late.late_s, others.waiting)
         yield Advice(
@@ -189,12 +210,23 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
         )
 
 
+def _evaluates(facts: Facts, late: StragglerScope) -> bool:
+    """Return whether a rank is late since it evaluates, for which `share_evaluation` is."""
+    uneven, others = facts.uneven_evaluation, late.scope.others
+    if uneven is None or others is None or late.scope.rank not in uneven.ranks:
+        return False
+    return uneven.waiting_s * facts.steps > others.waiting * late.scope.steps / 2
+
+
 def even_batches(facts: Facts) -> Iterator[Advice]:
     """Propose equal work if ranks wait much although no rank is late for long.
 
-    Ranks that lack a core now and then wait, too, and equal batches would not help them.
+    Ranks that lack a core now and then wait, too, and equal batches would not help them, nor ranks
+    that wait for the evaluation of others.
     """
     waiting_s = facts.step.waiting
+    if facts.uneven_evaluation is not None:
+        waiting_s = max(0.0, waiting_s - facts.uneven_evaluation.mean_waiting_s)
     if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
         return
     if facts.no_core_s > waiting_s / 2:
@@ -203,12 +235,39 @@ def even_batches(facts: Facts) -> Iterator[Advice]:
         rule="even_batches",
         phase="waiting",
         saving_s=waiting_s,
-        phase_s=waiting_s,
+        phase_s=facts.step.waiting,
         share=facts.share_of_steps(waiting_s),
         action="Batches that take all ranks equally long (samples of like length together) would "
         f"save up to {format_seconds(waiting_s)} of waiting.",
         evidence="No rank is late for long, yet in each step the ranks wait "
         f"{format_seconds(waiting_s)} for each other.",
+    )
+
+
+def share_evaluation(facts: Facts) -> Iterator[Advice]:
+    """Propose that all ranks evaluate a part each, where some evaluate and the others wait.
+
+    Of `n` ranks, `k` of which evaluate, each then evaluates for `k / n` of the time: that much of
+    the waiting becomes evaluation, which is what `rarer_evaluation` could still halve.
+    """
+    uneven = facts.uneven_evaluation
+    if uneven is None or uneven.waiting_s < LEAST_SHARE * facts.step.total_s:
+        return
+    saving_s = uneven.mean_waiting_s
+    several = len(uneven.ranks) > 1
+    who = f"{len(uneven.ranks)} ranks evaluate" if several else f"Rank {uneven.ranks[0]} evaluates"
+    whom = f"the other {uneven.others} ranks wait" if uneven.others > 1 else "the other rank waits"
+    waited_s = uneven.waiting_s * facts.steps
+    yield Advice(
+        rule="share_evaluation",
+        phase="waiting",
+        saving_s=saving_s,
+        phase_s=uneven.waiting_s,
+        share=facts.share_of_steps(saving_s),
+        action="Letting all ranks evaluate a part each would save "
+        f"{_of(saving_s * facts.steps, waited_s)} of waiting.",
+        evidence=f"{who} while {whom} {format_seconds(waited_s)} "
+        f"({format_share(facts.share(waited_s))} of the loop).",
     )
 
 
@@ -286,7 +345,8 @@ def rarer_evaluation(facts: Facts) -> Iterator[Advice]:
         phase_s=spent_s,
         share=facts.share_of_steps(spent_s / 2),
         action=f"Evaluating half as often would save {_of(spent_s / 2, spent_s)} per step.",
-        evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop.",
+        evidence=f"Evaluation takes {format_share(spent_s / facts.step.total_s)} of the loop"
+        f"{', the mean over ranks' if facts.ranks > 1 else ''}.",
     )
 
 
@@ -347,6 +407,7 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     loader_workers,
     help_straggler,
     even_batches,
+    share_evaluation,
     accumulate_gradients,
     no_buffer_broadcasts,
     rarer_checkpoints,

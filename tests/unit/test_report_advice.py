@@ -1,0 +1,119 @@
+"""What a run's traces lead to advise, and when nothing is advised."""
+
+import dataclasses
+import io
+import re
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from traces import MS, Event, Late, data_parallel, write_run
+
+from paceline.cli.why import why
+from paceline.report.model import gather
+from paceline.runs.result import Failure, RunResult
+from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
+from paceline.trace.format.files import trace_name
+
+EPOCHS = (11, 37, 53, 71)  # the steps at whose begin rank 0 evaluates
+EVALUATION_MS = 180
+
+
+def _evaluating(ranks, steps=80):
+    """Return the events of training in which rank 0 evaluates alone and the others wait for it."""
+    late = tuple(Late(0, EVALUATION_MS, step, step) for step in EPOCHS)
+    by_rank = data_parallel(ranks, steps, late=late)
+    by_rank[0] = [part for event in by_rank[0] for part in _evaluation(event)]
+    return by_rank
+
+
+def _evaluation(event):
+    """Replace the long wait for data of a late step by an evaluation of four batches."""
+    if event.kind != Kind.INPUT or event.end_ns - event.begin_ns < EVALUATION_MS * MS:
+        return [event]
+    flags = WITHOUT_GRADIENTS | EVALUATION_MODE
+    each_ns = EVALUATION_MS * MS // 4
+    events = []
+    for at in range(event.begin_ns, event.begin_ns + 4 * each_ns, each_ns):
+        events += [
+            Event(Kind.INPUT, at, at + MS, "evaluation loader", event.step, tag=2),
+            Event(Kind.EVALUATION, at + MS, at + each_ns, "forward", event.step, flags=flags),
+        ]
+    return [*events, dataclasses.replace(event, begin_ns=event.begin_ns + 4 * each_ns)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_evaluation_on_one_rank_alone_is_to_be_shared(tmp_path, ranks):
+    report = gather(write_run(tmp_path, _evaluating(ranks)))
+    rules = [advice.rule for advice in report.advice]
+    assert "even_batches" not in rules
+    assert not any(rule.startswith("straggler") for rule in rules)
+    shared = next(advice for advice in report.advice if advice.rule == "share_evaluation")
+    waited_s, loop_s = 4 * EVALUATION_MS / 1e3, report.total.total_s
+    others = "the other rank waits" if ranks == 2 else "the other 3 ranks wait"
+    assert shared.evidence == (
+        f"Rank 0 evaluates while {others} 720 ms ({waited_s / loop_s:.0%} of the loop)."
+    ).replace("%", " %")
+    assert shared.share == pytest.approx(waited_s * (1 - 1 / ranks) / loop_s, rel=0.02)
+    assert sum(advice.share for advice in report.advice if "evaluation" in advice.rule) <= (
+        waited_s / loop_s
+    )
+
+
+def test_an_evaluation_on_all_ranks_is_not_to_be_shared(tmp_path):
+    late = tuple(Late(rank, EVALUATION_MS, step, step) for rank in (0, 1) for step in EPOCHS)
+    by_rank = [
+        [part for event in events for part in _evaluation(event)]
+        for events in data_parallel(2, 80, late=late)
+    ]
+    report = gather(write_run(tmp_path, by_rank))
+    rules = {advice.rule for advice in report.advice}
+    assert "rarer_evaluation" in rules
+    assert "share_evaluation" not in rules
+
+
+def test_a_missing_trace_makes_no_advice_of_communication(tmp_path):
+    delays = (Late(1, 8, 0, 79, "compute"),)
+    run = write_run(tmp_path, data_parallel(3, 80, late=delays))
+    whole = gather(run)
+    assert {advice.phase for advice in whole.advice} >= {"waiting", "transfer"}
+    (run / "trace" / trace_name(1)).unlink()
+    report = gather(run)
+    assert [advice.phase for advice in report.advice] == ["input"]
+    assert "What is called communication may include waiting for rank 1." in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(None, 130), (Failure(rank=1, signal="SIGKILL", step=40), 5), (Failure(rank=1, error="x"), 0)],
+)
+def test_a_run_that_ended_badly_gets_no_advice(tmp_path, failure, code):
+    run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 8, 0, 79),)))
+    assert gather(run).advice
+    result = RunResult(
+        exit_code=code, world_size=2, step_time_s=0, loop_wall_s=0, ranks=(), failure=failure
+    )
+    (run / "result.json").write_text(result.to_text())
+    assert gather(run).advice == ()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "widest"), [(_Terminal(), 60), (io.StringIO(), None)])
+def test_why_wraps_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch, stream, widest):
+    run = write_run(tmp_path, data_parallel(2, 80, late=(Late(1, 8, 0, 79),)))
+    console = Console(file=stream, width=60, highlight=False, force_terminal=True)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    CliRunner().invoke(why, [str(run)], catch_exceptions=False)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    lines = [line.rstrip() for line in text.splitlines()]
+    report = gather(run)
+    sentences = [report.verdict, *(f"What would help: {item.sentence}" for item in report.advice)]
+    if widest is None:
+        assert lines == sentences
+    else:
+        assert max(map(len, lines)) <= widest
+        assert " ".join(lines) == " ".join(sentences)  # no word is broken
