@@ -7,7 +7,7 @@ from traces import Event, write_run
 
 from paceline.core.errors import Interrupted, RankLost, ScriptFailed
 from paceline.core.processes import StopRequested
-from paceline.launch.exits import RankExit, combine, exit_of, interrupted_exit
+from paceline.launch.exits import RankExit, exit_of, explaining_exits, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
 from paceline.native import Recorder
 from paceline.runs.result import Failure
@@ -173,7 +173,7 @@ def test_a_rank_that_left_early_is_the_culprit_and_not_its_victim(tmp_path):
     """It was the victim: the rank that raised "connection closed" had failed first."""
     report(tmp_path, 0, 100, LOST)
     left = RankExit(rank=1, code=0, at_s=10.0)
-    exits = combine([left, RankExit(rank=0, code=1, at_s=10.1)], ())
+    exits = explaining_exits([left, RankExit(rank=0, code=1, at_s=10.1)], ())
     failure = first_failure(tmp_path, exits)
     assert failure == Failure(rank=1, error="left with exit code 0 while rank 0 still needed it")
     assert exit_code(exits, failure) == 1
@@ -184,13 +184,15 @@ def test_a_rank_that_left_early_is_the_culprit_and_not_its_victim(tmp_path):
 
 def test_a_rank_that_left_is_no_culprit_of_what_another_raises_itself(tmp_path):
     report(tmp_path, 0, 100, RAISED)
-    exits = combine([RankExit(rank=1, code=0, at_s=10.0), RankExit(rank=0, code=1, at_s=10.1)], ())
+    exits = explaining_exits(
+        [RankExit(rank=1, code=0, at_s=10.0), RankExit(rank=0, code=1, at_s=10.1)], ()
+    )
     assert first_failure(tmp_path, exits) == Failure(rank=0, error=RAISED)
 
 
 def test_a_killed_rank_is_the_culprit_even_if_another_had_left(tmp_path):
     report(tmp_path, 0, 100, LOST)
-    exits = combine(
+    exits = explaining_exits(
         [
             RankExit(rank=2, code=0, at_s=9.0),
             RankExit(rank=1, code=-9, signal="SIGKILL", at_s=10.0),
@@ -205,7 +207,7 @@ def test_a_rank_that_its_launcher_stopped_is_no_culprit(tmp_path):
     """A rank that hangs is stopped when another has failed: the signal is ours."""
     report(tmp_path, 0, 100, LOST)
     stopped = exit_of(1, -9, stopped=True, at_s=13.0)
-    exits = combine([exit_of(0, 1, at_s=10.0), stopped], ())
+    exits = explaining_exits([exit_of(0, 1, at_s=10.0), stopped], ())
     assert first_failure(tmp_path, exits) == Failure(rank=0, error=LOST)
 
 
@@ -217,7 +219,9 @@ def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit)
     recorder = Recorder(str(tmp_path / "trace" / trace_name(1)), 1, 2)
     recorder.end_step()
     recorder.begin(int(phase))
-    exits = combine([exit_of(0, 1, at_s=10.0), exit_of(1, -9, stopped=True, at_s=13.0)], ())
+    exits = explaining_exits(
+        [exit_of(0, 1, at_s=10.0), exit_of(1, -9, stopped=True, at_s=13.0)], ()
+    )
     failure = first_failure(tmp_path, exits)
     assert failure.rank == culprit
     if culprit == 1:

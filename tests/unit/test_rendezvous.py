@@ -19,8 +19,8 @@ from paceline.core.errors import DeadlineExceeded, RankLost
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import (
     RankExit,
-    combine,
     exit_of,
+    explaining_exits,
     interrupted_exit,
     interruption,
     lost_exit,
@@ -78,7 +78,7 @@ def task(
         task_count=size,
         local_task_number=rank % (local or size),
         local_task_count=local or size,
-        name=name,
+        job_name=name,
         first_host=first_host,
     )
     return TaskRendezvous(
@@ -213,7 +213,7 @@ def test_a_rank_that_left_a_node_early_is_known_to_rank_0(run):
             return exits
 
     zero, _ = in_threads(lambda: node(0), lambda: node(1))
-    assert zero == combine([*ranks[0].exits(), *ranks[1].exits()], ())
+    assert zero == explaining_exits([*ranks[0].exits(), *ranks[1].exits()], ())
     assert zero[-1] == exit_of(3, 0, at_s=10.0)
 
 

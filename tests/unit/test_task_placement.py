@@ -52,7 +52,7 @@ def test_slurm():
         local_task_number=1,
         local_task_count=2,
         first_host="gpu07",
-        name="slurm-4711.0",
+        job_name="slurm-4711.0",
     )
     last = {**SLURM, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
     assert detect(last).local_task_count == 1
@@ -79,7 +79,7 @@ def test_openmpi():
         task_count=4,
         local_task_number=0,
         local_task_count=2,
-        name="prterun-node1-1234@1",
+        job_name="prterun-node1-1234@1",
     )
 
 

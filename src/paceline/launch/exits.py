@@ -75,7 +75,7 @@ def interruption(exits: Iterable[RankExit]) -> RankExit | None:
     return next((ended for ended in exits if ended.outcome is ExitOutcome.INTERRUPTED), None)
 
 
-def combine(exits: Iterable[RankExit], lost: Iterable[int]) -> tuple[RankExit, ...]:
+def explaining_exits(exits: Iterable[RankExit], lost: Iterable[int] = ()) -> tuple[RankExit, ...]:
     """Return the exits that explain how a run ended, by time; empty if every rank succeeded.
 
     An interruption that came first explains all others. Else ranks that were stopped or interrupted

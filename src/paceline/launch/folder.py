@@ -38,7 +38,7 @@ def default_folder(stem: str, task: TaskPlacement | None, clock: Clock) -> Path:
     """
     folder = Path("paceline-runs")
     if task is not None:
-        if not task.name:
+        if not task.job_name:
             raise UsageError(
                 "the tasks need one folder to write to",
                 why="--rdzv-id does not name the job"
@@ -46,7 +46,7 @@ def default_folder(stem: str, task: TaskPlacement | None, clock: Clock) -> Path:
                 else f"{task.source} gives them no common name",
                 fix="Name it with --out",
             )
-        return folder / f"{stem}-{task.name}"
+        return folder / f"{stem}-{task.job_name}"
     stamp = _stamp(clock)
     run = folder / f"{stem}-{stamp}"
     count = 1

@@ -65,7 +65,7 @@ def task_of_node(config: RunConfig, task: TaskPlacement | None, ranks: int) -> T
         local_task_number=0,
         local_task_count=1,
         first_host=host,
-        name=config.rdzv_id,
+        job_name=config.rdzv_id,
         identity=identity,
         port=port,
         ranks_per_task=ranks,

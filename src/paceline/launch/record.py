@@ -24,7 +24,7 @@ from paceline.core.processes import (
     ended_on_signal,
 )
 from paceline.launch.attach import child_environment
-from paceline.launch.exits import combine, interrupted_exit
+from paceline.launch.exits import explaining_exits, interrupted_exit
 from paceline.launch.failure_report import read_reports
 from paceline.launch.failures import (
     LEFT_SILENTLY,
@@ -159,7 +159,7 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
                 return (interrupted_exit(None, stop, clock.wall_s()),)
     finally:
         end_descendants(clock, before)
-    return combine(local.exits(), ())
+    return explaining_exits(local.exits())
 
 
 def _failure(run: Path, ended: RankExit) -> Failure | None:

@@ -29,7 +29,7 @@ from paceline.core.processes import (
     end_descendants,
     ended_on_signal,
 )
-from paceline.launch.exits import ExitOutcome, combine, interrupted_exit, interruption
+from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
 from paceline.launch.folder import write_start
 from paceline.launch.guard import STOP_SIGNAL
@@ -164,7 +164,7 @@ def _run_alone(job: Job, local: LocalRanks, temporary: Path, clock: Clock) -> tu
     except StopRequested as stop:
         local.stop(SIGNAL_DELAY_S)
         return (interrupted_exit(None, stop, clock.wall_s()),)
-    return combine(local.exits(), ())
+    return explaining_exits(local.exits())
 
 
 class _Starter:
@@ -193,10 +193,12 @@ class _Starter:
         """
         if start is not None:  # the node may have a file system of its own
             (self.job.run_folder / "trace").mkdir(parents=True, exist_ok=True)
-        run_id = self.job.task.name if self.job.task else ""
-        run_id = run_id or uuid.uuid4().hex
-        address = start.address if start else "127.0.0.1"
-        port = start.port if start else free_port(run_id)
+        if start is None:
+            run_id = uuid.uuid4().hex
+            address, port = "127.0.0.1", free_port(run_id)
+        else:  # the same on all nodes
+            address, port = start.address, start.port
+            run_id = (self.job.task and self.job.task.job_name) or f"{address}:{port}"
         share_index, share_count = (start.share_index, start.share_count) if start else (0, 1)
         local_ranks = self.job.local_ranks
         for number, ids in enumerate(local_ranks):
@@ -229,7 +231,7 @@ class _Starter:
     def _extra(self) -> dict[str, str]:
         # A rank's stdout is a pipe when its lines are tagged: Python would keep them for long.
         unbuffered = {"PYTHONUNBUFFERED": "1"} if self.local.output else {}
-        return {**self.job.allocator.variables, **unbuffered}
+        return {**self.job.allocator.variables, **unbuffered}  # settings of glibc's malloc
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.processes import StopRequested
-from paceline.launch.exits import combine, interrupted_exit
+from paceline.launch.exits import explaining_exits, interrupted_exit
 from paceline.launch.ranks import SIGNAL_DELAY_S
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_task(
         rendezvous.start()
         start(rendezvous.await_start())
         local.wait(rendezvous.stop_reason)
-        exits = combine(local.exits(), ())
+        exits = explaining_exits(local.exits())
         if exits:
             clock.wait(threading.Event(), SIGNAL_DELAY_S)  # a stop signal may be about to come
     except StopRequested as stop:

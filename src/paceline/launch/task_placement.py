@@ -30,9 +30,9 @@ class TaskPlacement:
         local_task_number: this task's number among the tasks of its node.
         local_task_count: number of tasks on this node.
         first_host: the host of rank 0; empty when Slurm or mpirun does not name it.
-        name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
+        job_name: names this Slurm step or mpirun call, the same on all its tasks and on no others;
             empty when unknown.
-        identity: by which the tasks recognise each other; empty takes `name`.
+        identity: by which the tasks recognise each other; empty takes `job_name`.
         port: at which rank 0's task listens; 0 = chosen by Paceline.
         ranks_per_task: ranks that each task starts: 1, or with ``--nnodes`` the ranks of a node.
     """
@@ -43,7 +43,7 @@ class TaskPlacement:
     local_task_number: int
     local_task_count: int
     first_host: str = ""
-    name: str = ""
+    job_name: str = ""
     identity: str = ""
     port: int = 0
     ranks_per_task: int = 1
@@ -133,7 +133,7 @@ def _slurm(environ: Mapping[str, str]) -> TaskPlacement | None:
             per_node, int(environ.get("SLURM_NODEID", "0")), world_size
         ),
         first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
-        name=f"slurm-{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}",
+        job_name=f"slurm-{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}",
     )
 
 
@@ -156,7 +156,7 @@ def _openmpi(environ: Mapping[str, str]) -> TaskPlacement | None:
         task_count=int(environ["OMPI_COMM_WORLD_SIZE"]),
         local_task_number=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
         local_task_count=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        name=environ.get("PMIX_NAMESPACE", ""),
+        job_name=environ.get("PMIX_NAMESPACE", ""),
     )
 
 

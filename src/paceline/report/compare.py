@@ -53,8 +53,8 @@ class Comparison(Record):
             `typical_steps`, the mean over ranks, times `measured_step_s`: they add up to it.
         predicted_step_s: None without a prediction.
         measured_step_s: the median over steps of the slowest rank's step time.
-        undisturbed_steps: number of steps over which `measured_step_s` is the median; 0 if a rank
-            was late in each step, and it is the median over all of them.
+        undisturbed_steps: number of steps over which `measured_step_s` is the median; 0 if in
+            each step a rank was late, and it is the median over all steps after the warm-up.
         steps: number of steps that all ranks completed.
         not_compared: reason that the prediction is not shown beside the measurement; else empty.
     """
@@ -90,7 +90,7 @@ def compare(
     *,
     not_compared: str = "",
 ) -> Comparison:
-    """Return a run's undisturbed step beside its prediction; of late steps if no rank was on time.
+    """Return a run's undisturbed step beside its prediction; of late steps if there is no other.
 
     Args:
         rank_phases: of an `Analysis`.

@@ -1,4 +1,4 @@
-"""Describes a run's outcome in one or two sentences with numbers.
+"""Describes a run's outcome in a few sentences with numbers.
 
 The sentences are made from analyses alone, so that ``paceline run``, ``why``, ``report`` and the
 demo print the same verdict.
@@ -49,6 +49,10 @@ STEP_RULES = {
     StepRule.NONE: "",
 }
 _NOT_WRITTEN = "A rank ended before its steps were written, so nothing is known about stragglers."
+_NONE_COMPLETED = (
+    "No step was recorded before, so nothing is known about stragglers. If the loop had taken "
+    "steps by then, call paceline.step() once per iteration to mark them."
+)
 _SEPARATE = (
     "The ranks took part in no common collective: each trained a model of its own, unless they "
     "communicate without torch.distributed. DistributedDataParallel trains one model on all ranks."
@@ -116,7 +120,10 @@ def verdict(
             whom = f"rank {missing[0]}" if len(missing) == 1 else "them"
             sentences.append(f"What is called communication may include waiting for {whom}.")
     if not steps:
-        sentences.append(_NOT_WRITTEN if failure and failure.step else _NO_STEP)
+        if failure is None:
+            sentences.append(_NO_STEP)
+        else:
+            sentences.append(_NOT_WRITTEN if failure.step else _NONE_COMPLETED)
     elif stragglers:
         sentences.append(late_words(stragglers[0], world_size, place))
         if len(stragglers) > 1:
@@ -136,8 +143,8 @@ def nan_words(nan: NanValue | None) -> str:
         return ""
     return (
         "A value that the script read from a tensor (the loss, if that is what it logs) was NaN in "
-        f"step {nan.step} on rank {nan.rank}. Read after the optimizer's step, it is of step "
-        f"{max(0, nan.step - 1)}."
+        f"step {nan.step} on rank {nan.rank}. If the script reads it after the optimizer's step, "
+        f"it is of step {max(0, nan.step - 1)}."
     )
 
 

@@ -30,7 +30,7 @@ _CANDIDATES = 4
 
 def job_identity(task: TaskPlacement, run: Path) -> str:
     """Return an identity that only the tasks of one job share: its name or the run's folder."""
-    return task.identity or task.name or f"{task.source}:{run.resolve()}"
+    return task.identity or task.job_name or f"{task.source}:{run.resolve()}"
 
 
 def agreed_ports(job: str) -> tuple[int, ...]:

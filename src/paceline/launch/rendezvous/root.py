@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from paceline.launch.exits import ExitOutcome, RankExit, combine
+from paceline.launch.exits import ExitOutcome, RankExit, explaining_exits
 from paceline.launch.rendezvous.messages import JobEnd, JobPhase, Notice, StartInfo, TaskReport
 from paceline.launch.rendezvous.shares import core_shares, name_ranks
 
@@ -116,8 +116,8 @@ class AllEnded:
     """Action: hand rank 0's launcher what it needs for the result of the run.
 
     Attributes:
-        exits: the exits that explain how the run ended, from `exits.combine`; empty if every rank
-            succeeded.
+        exits: the exits that explain how the run ended, from `exits.explaining_exits`; empty if
+            every rank succeeded.
         missing: numbers of the tasks that did not arrive in time; if any, the run has not started.
         present: numbers of the tasks that arrived.
     """
@@ -342,7 +342,7 @@ class RootState:
             for ended in (task.ended, *task.others)
         ]
         lost = [number * self.ranks_per_task for number in self._lost]  # the task's first rank
-        return [AllEnded(combine(exits, lost), self._missing, self.present)]
+        return [AllEnded(explaining_exits(exits, lost), self._missing, self.present)]
 
     def _is_over(self, now_s: float) -> bool:
         if self.started:

@@ -66,7 +66,7 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     """Return what would help, the largest saving first; empty if nothing is worth a change.
 
     Without the traces of all ranks, nothing is proposed against waiting or communication: which of
-    the two a rank did, and for whom, cannot be told.
+    the two a rank did, and for whom, is not known.
     """
     if facts.steps < LEAST_STEPS or facts.loop_s <= 0:
         return ()

@@ -8,7 +8,7 @@ steps hides what happens in every twentieth:
     periodic      every k-th step is late                       phase folding (steps modulo k),
                                                                 Hoeffding's bound
     drifting      later and later, or less and less             Theil-Sen slope, Mann-Kendall test
-    intermittent  episodes of late steps, without a rhythm      episodes over ranks, binomial test
+    intermittent  episodes of late steps, without a rhythm      share of all episodes, binomial test
 
 Noise of a busy node comes in bursts, so steps next to each other are not independent. No test
 assumes independence: means and medians are of batches of steps, phase folding compares steps that
@@ -17,9 +17,9 @@ of the other ranks.
 
 Of the shapes with a p-value that is small enough, the one that describes the series best is
 returned: the smallest Bayesian information criterion under Laplace noise (G. Schwarz, Estimating
-the dimension of a model, 1978), which asks shapes with more parameters to fit better. The drift
-test takes a change of slope for autocorrelated noise. So, once another test has passed, a drift
-with a p-value of up to _DRIFT_P_VALUE competes as well.
+the dimension of a model, 1978), which asks shapes with more parameters to fit better. A delay
+whose slope changes looks like autocorrelated noise to the drift test, which then gives it too large
+a p-value. So, once another test has passed, a drift of up to _DRIFT_P_VALUE competes as well.
 """
 
 from __future__ import annotations

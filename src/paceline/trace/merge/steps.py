@@ -92,7 +92,7 @@ class _Marks:
 
 
 def join_steps(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the traces of a run's ranks with the steps of their loops, and the rule of each.
+    """Return the traces with steps of the loop in place of their marks, and with `step_rule`.
 
     A batch that the loader of one rank gave may be for all of them: where the same optimizers
     stepped in the same order, ranks count the same steps whichever of them has the loader.
@@ -221,7 +221,7 @@ def _batch_ends(source_ids: np.ndarray) -> np.ndarray:
 def _round_starts(owners: np.ndarray) -> np.ndarray:
     """Return the turns with which a round begins: those of the optimizer that began the first.
 
-    Where it has its last turn, and others go on without it, their rounds follow.
+    After its last turn the remaining optimizers form rounds of their own, by the same rule.
     """
     starts: list[np.ndarray] = []
     first = 0
