@@ -3,6 +3,8 @@
 import pytest
 from traces import MS, Event, write_run
 
+from paceline.launch.summary import summarize
+from paceline.report.model import gather
 from paceline.report.unfinished import unfinished_words
 from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run
@@ -42,6 +44,16 @@ def test_ranks_that_wait_for_nobody_here(tmp_path):
     assert said(tmp_path, [waits()], [waits("barrier")]).endswith(
         "ranks 0, 1 waited in all_reduce and barrier, and so did every rank."
     )
+
+
+@pytest.mark.parametrize(("exit_code", "hung"), [(0, False), (130, True)])
+def test_only_a_run_that_did_not_come_to_its_end_hung(tmp_path, exit_code, hung):
+    """In a finished one the other ranks may have waited while rank 1 evaluated at the end."""
+    evaluated = [sample("train.py:50", at * S) for at in (1, 2, 3)]
+    run = write_run(tmp_path, [[*STEPS, *events] for events in ([waits()], evaluated)])
+    result = summarize(run, 2, exit_code, None)
+    (run / "result.json").write_text(result.to_text())
+    assert ("after its last step" in gather(run).verdict) == hung
 
 
 @pytest.mark.parametrize("until_ns", [LAST_NS + 100 * MS, LAST_NS + 900 * MS])

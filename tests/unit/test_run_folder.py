@@ -103,6 +103,11 @@ def test_a_run_that_a_signal_ended_is_stopped(run):
     assert "stopped by a signal" in run.state_words()
 
 
+def test_the_state_of_a_run_with_a_damaged_result_is_known(run):
+    run.file("result.json").write_text("{")
+    assert run.state() is RunState.FINISHED
+
+
 def test_a_run_whose_launcher_is_alive_goes_on(run):
     assert started_by(run, this_launcher()).state() is RunState.RUNNING
     assert "still going on" in run.state_words()

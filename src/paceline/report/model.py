@@ -145,7 +145,8 @@ def gather(run: Path) -> Report:
     """
     folder = RunFolder.open(run)
     run = folder.path
-    result = folder.read_result()
+    result, state = folder.read_result(), folder.state()
+    failure = result.failure if result else None
     trace = _traces(run, result)
     analysis = analyse(trace)
     stragglers, traffic = analysis.stragglers, analysis.traffic
@@ -174,26 +175,24 @@ def gather(run: Path) -> Report:
         world_size=trace.world_size,
         steps=steps,
         total=mean_of(analysis.phases),
-        failure=result.failure if result else None,
+        failure=failure,
         place=_place(traffic, steps),
         most_late_rank=_most_late_rank(trace, skew_s),
         missing=trace.missing_ranks,
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
-    cut = cut_words(trace.ranks, steps, failed=bool(result and result.failure))
+    cut = cut_words(trace.ranks, steps, failed=failure is not None)
     rule = STEP_RULES[StepRule(analysis.step_rule)]
-    ended = (
-        ""
-        if result and result.failure
-        else unfinished_words(trace.ranks, step_time_s(analysis.phases))
-    )
-    sentences = [ended, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    # A run may do much after its last step and come to its end; a failure has its own sentence.
+    was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
+    hung = unfinished_words(trace.ranks, step_time_s(analysis.phases)) if was_ended else ""
+    sentences = [hung, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
-    ended_badly = result is not None and (result.failure is not None or result.exit_code != 0)
+    ended_badly = failure is not None or (result is not None and result.exit_code != 0)
     facts = gather_facts(analysis, config=config, machine=machine)
     return Report(
         run=run,
-        state=folder.state(),
+        state=state,
         cautions=tuple(filter(None, (folder.state_words(), cut))),
         verdict=" ".join(filter(None, sentences)),
         # The time of a run that ended badly is no measure of what the script takes.

@@ -77,14 +77,19 @@ class RunFolder:
     def state(self) -> RunState:
         """Return how far the run has come; a script that recorded itself has no launcher."""
         if self.file("result.json").exists():
-            result = _read_object(self.file("result.json"))
-            stopped = result.get("exit_code") == Interrupted.exit_code and not result.get("failure")
-            return RunState.STOPPED if stopped else RunState.FINISHED
+            return RunState.STOPPED if self._was_stopped() else RunState.FINISHED
         launcher = _read_object(self.file("config.json")).get("launcher")
         alive = is_alive(launcher) if isinstance(launcher, dict) else None
         if alive is None:
             return RunState.UNKNOWN
         return RunState.RUNNING if alive else RunState.LAUNCHER_KILLED
+
+    def _was_stopped(self) -> bool:
+        try:
+            result = _read_object(self.file("result.json"))
+        except CorruptData:  # `read_result` says so; traces can be read without it
+            return False
+        return result.get("exit_code") == Interrupted.exit_code and not result.get("failure")
 
     def state_words(self) -> str:
         """Return a sentence about a run that is not finished; empty for one that is."""
