@@ -26,8 +26,7 @@ def probe(out: Path | None, folder: Path, quick: bool, as_json: bool) -> None:
 
     Takes about 20 seconds on an idle machine, and longer on a busy one: run nothing else meanwhile.
     Parts that other processes disturb are measured again, which is said; what stays disturbed is
-    named. `paceline plan`
-    predicts from the result.
+    named. `paceline plan` predicts from the result.
     """
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text, prepare_file

@@ -103,8 +103,15 @@ def signal_descendants(number: int) -> None:
                 os.kill(pid, number)
 
 
-def has_terminal() -> bool:
-    """Whether a terminal controls this process: its Ctrl-C may reach the process."""
+def is_background_job() -> bool:
+    """Whether this process ignores SIGINT in vain, as no terminal could send it a Ctrl-C.
+
+    Shells start background jobs with SIGINT ignored, for the sake of a Ctrl-C in their terminal.
+    """
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not _has_terminal()
+
+
+def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC))
     except OSError:

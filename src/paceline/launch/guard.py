@@ -25,7 +25,7 @@ from paceline.core.processes import (
     become_reaper,
     die_with_parent,
     end_descendants,
-    has_terminal,
+    is_background_job,
     signal_descendants,
 )
 
@@ -41,10 +41,11 @@ def guard(launcher: int, command: Sequence[str]) -> int:
 
     A terminal sends its SIGINT to the program as well, so the guard ignores it. The launcher sends
     `STOP_SIGNAL`, which all processes of the program receive as SIGINT, as from a terminal: a shell
-    that waits for a child would not pass it on. Shells start background jobs with SIGINT ignored;
-    the program ignores it only where a terminal might send it.
+    that waits for a child would not pass it on. The program ignores SIGINT if this process was
+    started so, but for a background job.
     """
     become_reaper()
+    background = is_background_job()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -53,7 +54,7 @@ def guard(launcher: int, command: Sequence[str]) -> int:
             os._exit(1)
         signal_descendants(signal.SIGINT)
 
-    if before is signal.SIG_IGN and not has_terminal():
+    if background:
         before = signal.SIG_DFL
     signal.signal(STOP_SIGNAL, stop)
     die_with_parent(launcher, STOP_SIGNAL)

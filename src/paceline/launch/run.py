@@ -37,7 +37,7 @@ from paceline.launch.output import TaggedOutput
 from paceline.launch.program import ProgramKind
 from paceline.launch.ranks import SIGNAL_DELAY_S, LocalRanks, free_port
 from paceline.launch.rendezvous.job import TaskRendezvous
-from paceline.launch.rendezvous.messages import JobEnd
+from paceline.launch.rendezvous.messages import JobEnd, StartInfo
 from paceline.launch.summary import summarize
 from paceline.launch.task import run_task
 from paceline.launch.watcher import StatusWatcher
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from paceline.core.plan_file import PlanFile
     from paceline.launch.exits import RankExit
     from paceline.launch.prepare import Job
-    from paceline.launch.rendezvous.messages import StartInfo
     from paceline.trace.format.header import Status
 
 
@@ -191,20 +190,20 @@ class _Starter:
         Raises:
             StorageError: a process cannot be started.
         """
-        if start is not None:  # the node may have a file system of its own
-            (self.job.run_folder / "trace").mkdir(parents=True, exist_ok=True)
         if start is None:
             run_id = uuid.uuid4().hex
-            address, port = "127.0.0.1", free_port(run_id)
-        else:  # the same on all nodes
-            address, port = start.address, start.port
-            run_id = (self.job.task and self.job.task.job_name) or f"{address}:{port}"
-        share_index, share_count = (start.share_index, start.share_count) if start else (0, 1)
+            start = StartInfo(
+                address="127.0.0.1", port=free_port(run_id), share_index=0, share_count=1
+            )
+        else:  # the node may have a file system of its own
+            (self.job.run_folder / "trace").mkdir(parents=True, exist_ok=True)
+            name = self.job.task.job_name if self.job.task else ""
+            run_id = name or f"{start.address}:{start.port}"  # the same on all nodes
         local_ranks = self.job.local_ranks
         for number, ids in enumerate(local_ranks):
-            index = share_index * len(local_ranks) + number
-            command = self._command(index, share_count * len(local_ranks))
-            variables = ids.environment(address, port, run_id)
+            index = start.share_index * len(local_ranks) + number
+            command = self._command(index, start.share_count * len(local_ranks))
+            variables = ids.environment(start.address, start.port, run_id)
             self.local.start(ids.rank, command, {**environment(), **variables, **self._extra()})
         self.local.all_started()
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 from paceline.core import logs
 from paceline.core.affinity import core_binding
 from paceline.core.config import environment
-from paceline.core.processes import die_with_parent, has_terminal
+from paceline.core.processes import die_with_parent, is_background_job
 from paceline.launch import attach
 from paceline.launch.failure_report import write_report
 from paceline.launch.guard import guard, leave_like
@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
         except OSError as problem:  # a full disk, or a folder that this node does not see
             write_report(problem, options.run, rank)
             return 1
-    _receive_interrupts()
+    if is_background_job():  # SIGINT, by which the launcher stops a rank, closes its trace
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run = _run_module if options.kind == ProgramKind.MODULE else _run_script
     try:
         return _exit_code_of(run, options, rank)
@@ -70,15 +71,6 @@ def main(argv: list[str]) -> int:
         # A second Ctrl-C must not interrupt what closes the trace.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         attach.close()
-
-
-def _receive_interrupts() -> None:
-    """Let SIGINT, by which the launcher stops a rank, end the script and close its trace.
-
-    Shells start background jobs with SIGINT ignored, for the sake of a Ctrl-C in their terminal.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not has_terminal():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

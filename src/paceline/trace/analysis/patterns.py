@@ -39,8 +39,7 @@ from paceline.trace.analysis.shapes import (
     persistent,
 )
 
-# largest p-value (corrected for multiple tests) of a drift that may describe a delay another test
-# found
+# Of a drift that may describe a delay that another test has found; corrected for multiple tests.
 _DRIFT_P_VALUE = 0.1
 
 

@@ -26,7 +26,7 @@ _WAITING = PHASES.index("waiting")
 _MIN_STEPS, _MIN_SHARE = 10, 1 / 32  # of the run, on either side of a change
 _WARM_UP = 5  # steps that do not count: the first ones of a run are slow
 _LEAST_FACTOR = 1.3  # a smaller change is no news
-_MAX_CHANCE = 1e-6
+_MAX_P_VALUE = 1e-6
 _LEAST_S = 1e-6  # of a step without waiting: a factor needs a denominator
 _MOST = 8  # changes that are reported
 _MOST_POINTS = 4096  # more steps are taken together in medians
@@ -124,7 +124,7 @@ def _best_range(values: np.ndarray, least: int) -> tuple[int, int] | None:
         score = abs(float(sums[end] - sums[first])) / spread
         if score > best_score:
             best, best_score = (first, end), score
-    return best if count**2 * upper_tail(best_score) <= _MAX_CHANCE else None
+    return best if count**2 * upper_tail(best_score) <= _MAX_P_VALUE else None
 
 
 def _factor(one_s: float, other_s: float) -> float:

@@ -97,10 +97,9 @@ def join_steps(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     A batch that the loader of one rank gave may be for all of them: where the same optimizers
     stepped in the same order, ranks count the same steps whichever of them has the loader.
     """
-    found = [_marks_of(rank) for rank in ranks]
-    shared = _shared_batches([marks for marks in found if marks is not None])
+    found = _share_batches([_marks_of(rank) for rank in ranks])
     return [
-        rank if marks is None else _join(rank, marks, shared)
+        rank if marks is None else _join(rank, marks)
         for rank, marks in zip(ranks, found, strict=True)
     ]
 
@@ -117,33 +116,30 @@ def _marks_of(rank: RankTrace) -> _Marks | None:
     return _Marks(rule, marks, ends, marks["tag"][ends], has_batch)
 
 
-def _shared_batches(ranks: Sequence[_Marks]) -> _Marks | None:
-    """Return the longest rank's optimizer marks; None if no rank has an optimizer.
+def _share_batches(found: Sequence[_Marks | None]) -> list[_Marks | None]:
+    """Return the marks of the ranks, with common batches where optimizers stepped in one order.
 
-    `has_batch` is OR-ed over ranks whose optimizers stepped in the same order.
+    The order is that of the rank with the most marks; the others may have ended before.
     """
-    ranks = [marks for marks in ranks if marks.rule is StepRule.OPTIMIZER]
-    if not ranks:
-        return None
-    longest = max(ranks, key=lambda marks: len(marks.source_ids))
-    has_batch = longest.has_batch.copy()
-    for marks in ranks:
-        if _alike(marks, longest):
-            has_batch[: len(marks.source_ids)] |= marks.has_batch
-    return dataclasses.replace(longest, has_batch=has_batch)
+    orders = [marks.source_ids for marks in found if marks and marks.rule is StepRule.OPTIMIZER]
+    longest = max(orders, key=len, default=np.zeros(0))
+    common = np.zeros(len(longest), dtype=bool)
+    shared: list[_Marks | None] = []
+    for marks in found:
+        if marks and marks.rule is StepRule.OPTIMIZER:
+            count = len(marks.source_ids)
+            if (marks.source_ids == longest[:count]).all():
+                view = common[:count]  # of what later ranks add, too
+                view |= marks.has_batch
+                marks = dataclasses.replace(marks, has_batch=view)
+        shared.append(marks)
+    return shared
 
 
-def _alike(marks: _Marks, longest: _Marks) -> bool:
-    return bool((marks.source_ids == longest.source_ids[: len(marks.source_ids)]).all())
-
-
-def _join(rank: RankTrace, found: _Marks, shared: _Marks | None) -> RankTrace:
+def _join(rank: RankTrace, found: _Marks) -> RankTrace:
     rule, marks, ends = found.rule, found.events, found.ends.copy()
     if rule is StepRule.OPTIMIZER:
-        has_batch = found.has_batch
-        if shared is not None and _alike(found, shared):
-            has_batch = shared.has_batch[: len(has_batch)]
-        last_of_round = round_ends(found.source_ids, has_batch)
+        last_of_round = round_ends(found.source_ids, found.has_batch)
         rule = rule if last_of_round.all() else StepRule.OPTIMIZERS
         ends[ends] = last_of_round
     elif rule is StepRule.LOADER:
