@@ -1,0 +1,1 @@
+"""Collectives that know which ranks share a host."""

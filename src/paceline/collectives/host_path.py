@@ -1,0 +1,243 @@
+"""Collectives on tensors in the memory that the ranks of one host share.
+
+Turns torch's tensors into addresses for `host_group.HostGroup`, whose calls block, release the GIL
+and have a deadline. A tensor that is not contiguous is copied there and back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.host_group import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.collectives.host_group import HostGroup
+
+# Type of a tensor -> the native type, and how many of it an element has.
+_TYPES = {
+    torch.float32: (DType.FLOAT32, 1),
+    torch.float64: (DType.FLOAT64, 1),
+    torch.float16: (DType.FLOAT16, 1),
+    torch.bfloat16: (DType.BFLOAT16, 1),
+    torch.int8: (DType.INT8, 1),
+    torch.uint8: (DType.UINT8, 1),
+    torch.int16: (DType.INT16, 1),
+    torch.uint16: (DType.UINT16, 1),
+    torch.int32: (DType.INT32, 1),
+    torch.uint32: (DType.UINT32, 1),
+    torch.int64: (DType.INT64, 1),
+    torch.uint64: (DType.UINT64, 1),
+    torch.complex64: (DType.FLOAT32, 2),
+    torch.complex128: (DType.FLOAT64, 2),
+}
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVERAGE,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+}
+_OF_COMPLEX = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.AVG})
+
+
+class HostPath:
+    """The collectives of a group whose ranks all share memory; any thread, one call at a time.
+
+    Args:
+        group: the ranks' shared memory.
+    """
+
+    name = "shared memory"
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+
+    def reduces(self, tensors: Sequence[torch.Tensor], op: Any) -> bool:
+        """Return whether tensors like these are reduced here; the same on all ranks."""
+        kind = op.op
+        return kind in _REDUCTIONS and all(
+            tensor.dtype in _TYPES
+            and (kind in _OF_COMPLEX or not tensor.is_complex())
+            and _is_plain(tensor)
+            for tensor in tensors
+        )
+
+    def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors like these are copied here; the same on all ranks."""
+        return all(map(_is_plain, tensors))
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, timeout_s: float) -> None:
+        """Reduce a tensor over the ranks, in place.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        dense = _dense(tensor)
+        dtype, factor = _TYPES[dense.dtype]
+        self._group.all_reduce(
+            dense.data_ptr(), dense.numel() * factor, dtype, _REDUCTIONS[op.op], timeout_s
+        )
+        _copy_back(dense, tensor)
+
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int, timeout_s: float) -> None:
+        """Reduce a tensor over the ranks into that of `root`.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        dense = _dense(tensor)
+        dtype, factor = _TYPES[dense.dtype]
+        self._group.reduce(
+            dense.data_ptr(), dense.numel() * factor, dtype, _REDUCTIONS[op.op], root, timeout_s
+        )
+        if self._group.rank == root:
+            _copy_back(dense, tensor)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, given: torch.Tensor, op: Any, timeout_s: float
+    ) -> None:
+        """Reduce `given` over the ranks; fill `output` with this rank's part.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        source, target = _dense(given), _room(output)
+        dtype, factor = _TYPES[output.dtype]
+        self._group.reduce_scatter(
+            source.data_ptr(),
+            target.data_ptr(),
+            target.numel() * factor,
+            dtype,
+            _REDUCTIONS[op.op],
+            timeout_s,
+        )
+        _copy_back(target, output)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy the tensor of `root` to all ranks.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        dense = _dense(tensor)
+        self._group.broadcast(dense.data_ptr(), _bytes(dense), root, timeout_s)
+        if self._group.rank != root:
+            _copy_back(dense, tensor)
+
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor, timeout_s: float) -> None:
+        """Fill `output` with all ranks' tensors, one after the other.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        source, target = _dense(given), _room(output)
+        self._group.all_gather(source.data_ptr(), target.data_ptr(), _bytes(source), timeout_s)
+        _copy_back(target, output)
+
+    def gather(
+        self, output: torch.Tensor, given: torch.Tensor, root: int, timeout_s: float
+    ) -> None:
+        """Fill the contiguous `output` of `root` with all ranks' tensors, one after the other.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        source = _dense(given)
+        self._group.gather(source.data_ptr(), output.data_ptr(), _bytes(source), root, timeout_s)
+
+    def scatter(
+        self, output: torch.Tensor, given: torch.Tensor, root: int, timeout_s: float
+    ) -> None:
+        """Fill `output` with this rank's part of the contiguous `given` of `root`.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        target = _room(output)
+        self._group.scatter(given.data_ptr(), target.data_ptr(), _bytes(target), root, timeout_s)
+        _copy_back(target, output)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Exchange parts of the first dimension; without sizes the parts are equal.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        source, target = _dense(given), _room(output)
+        self._group.all_to_all(
+            source.data_ptr(),
+            target.data_ptr(),
+            _part_bytes(given, input_sizes, self._group.size),
+            _part_bytes(output, output_sizes, self._group.size),
+            timeout_s,
+        )
+        _copy_back(target, output)
+
+    def barrier(self, timeout_s: float) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            RankLost: a rank did not call this before the deadline, or ended.
+        """
+        self._group.barrier(timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """End what the ranks have under way with an error that gives the reason."""
+        self._group.abort(reason)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._group.close()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a contiguous copy of its values where its memory is not that."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a contiguous one to copy from where its memory is not that."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _copy_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
+    if dense is not tensor:
+        tensor.detach().copy_(dense)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _part_bytes(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the bytes of each rank's part of a tensor that is divided along its first dimension.
+
+    Args:
+        tensor: with at least one dimension.
+        sizes: length of each rank's part; empty: all are equal.
+        ranks: how many parts.
+    """
+    rows = tensor.shape[0]
+    lengths = list(sizes) or [rows // ranks] * ranks
+    row = _bytes(tensor) // rows if rows else 0
+    return [length * row for length in lengths]
