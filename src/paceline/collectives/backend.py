@@ -301,6 +301,8 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
             return self._other(output).alltoall_base(
                 output, given, output_sizes, input_sizes, opts
             )
+        check_parts(output, output_sizes, self.size())
+        check_parts(given, input_sizes, self.size())
         path.all_to_all(output, given, output_sizes, input_sizes, self._seconds(opts))
         return CompletedWork([output])
 

@@ -25,23 +25,25 @@ _TYPES = {
     torch.float16: (DType.FLOAT16, 1),
     torch.bfloat16: (DType.BFLOAT16, 1),
     torch.int8: (DType.INT8, 1),
-    torch.uint8: (DType.UINT8, 1),
     torch.int16: (DType.INT16, 1),
-    torch.uint16: (DType.UINT16, 1),
     torch.int32: (DType.INT32, 1),
-    torch.uint32: (DType.UINT32, 1),
     torch.int64: (DType.INT64, 1),
-    torch.uint64: (DType.UINT64, 1),
+    torch.uint8: (DType.UINT8, 1),
+    torch.bool: (DType.BOOL, 1),
     torch.complex64: (DType.FLOAT32, 2),
     torch.complex128: (DType.FLOAT64, 2),
 }
 _REDUCTIONS = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
     dist.ReduceOp.AVG: ReduceOp.AVERAGE,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.MIN: ReduceOp.MINIMUM,
+    dist.ReduceOp.MAX: ReduceOp.MAXIMUM,
     dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
 }
+_OF_BITS = frozenset({dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.AVG})
 
 
@@ -61,10 +63,7 @@ class HostPath:
         """Return whether tensors like these are reduced here; the same on all ranks."""
         kind = op.op
         return kind in _REDUCTIONS and all(
-            tensor.dtype in _TYPES
-            and (kind in _OF_COMPLEX or not tensor.is_complex())
-            and _is_plain(tensor)
-            for tensor in tensors
+            _is_plain(tensor) and _is_defined(kind, tensor.dtype) for tensor in tensors
         )
 
     def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -200,6 +199,13 @@ class HostPath:
     def close(self) -> None:
         """Give the memory back."""
         self._group.close()
+
+
+def _is_defined(kind: Any, dtype: torch.dtype) -> bool:
+    """Return whether a reduction has a meaning for a type, and a native kernel."""
+    if dtype.is_complex:
+        return kind in _OF_COMPLEX
+    return dtype in _TYPES and not (kind in _OF_BITS and dtype.is_floating_point)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -59,14 +59,11 @@ def _allow_monitored_barrier(dist: Any) -> None:
     dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
-def replace_gloo(on_replaced: Callable[[str, str], None] | None = None) -> None:
+def replace_gloo() -> None:
     """Have ``init_process_group`` make a group of ours where a script asks for gloo, or for none.
 
     Other backends stay: of ``cpu:gloo,cuda:nccl`` the part for the CPU is replaced. For a script
     that is not changed; `torch.distributed.get_backend` then says "paceline".
-
-    Args:
-        on_replaced: called with the requested and the replacing name when a group is made.
     """
     import torch.distributed as dist
 
@@ -76,10 +73,7 @@ def replace_gloo(on_replaced: Callable[[str, str], None] | None = None) -> None:
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = replacement(backend, kwargs.get("device_id"))
-        if chosen != backend and on_replaced is not None:
-            on_replaced(backend or "none", chosen or "")
-        return original(chosen, *args, **kwargs)
+        return original(replacement(backend, kwargs.get("device_id")), *args, **kwargs)
 
     dist.init_process_group = init_process_group
     module.init_process_group = init_process_group  # type: ignore[attr-defined]  # torch's own

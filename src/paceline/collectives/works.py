@@ -27,6 +27,8 @@ class CompletedWork(Work):  # type: ignore[misc]  # torch has no types here
         source: group rank of a message's sender, for a receive.
     """
 
+    ran_inline = True  # the recorder asks: the caller was blocked for all of it
+
     def __init__(self, result: list[Any], source: int = -1) -> None:
         super().__init__()
         self._result = result
@@ -141,6 +143,11 @@ class CombinedWork(Work):  # type: ignore[misc]  # torch has no types here
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works
+
+    @property
+    def ran_inline(self) -> bool:
+        """Whether the caller was blocked for all of it, which the recorder asks."""
+        return all(getattr(work, "ran_inline", False) for work in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all works."""
