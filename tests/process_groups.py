@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DEADLINE_S = 120
 
 
-def run_ranks(script: Path, folder: Path, ranks: int, *args, deadline_s: float = DEADLINE_S, env=None):
+def run_ranks(
+    script: Path, folder: Path, ranks: int, *args, deadline_s: float = DEADLINE_S, env=None
+):
     """Run `script STORE RANK RANKS ARGS...` on each rank; return what each printed as JSON.
 
     Raises:

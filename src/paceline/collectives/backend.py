@@ -17,7 +17,7 @@ host call collectives of several groups in one common order, as with MPI and NCC
 
 from __future__ import annotations
 
-import logging
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,16 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from paceline.collectives.host_path import check_parts, check_sizes
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME
 from paceline.collectives.works import CombinedWork, CompletedWork
+from paceline.trace.collectors import torch_internals as internals
+from paceline.trace.collectors.torch_internals import Capability
 
 if TYPE_CHECKING:
     from paceline.collectives.path import Path
 
-_LOG = logging.getLogger(__name__)
 _UNSET = timedelta(0)
 
 
@@ -45,12 +47,12 @@ def make_group(options: Any) -> PacelineGroup:
     Raises:
         RankLost: a rank did not come within the timeout.
     """
+    _hide_from_dynamo()
     return PacelineGroup(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout,
-        tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
     )
 
 
@@ -64,14 +66,11 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         rank: this rank within the group.
         size: number of ranks.
         timeout: the longest wait for another rank; torch's default for the group.
-        global_ranks: of the group's ranks in order, for messages.
     """
 
     serves_monitored_barrier = True
 
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: tuple[int, ...]
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # torch lets a subclass not pass the store
         self._store = store
         self._timeout = timeout
@@ -80,7 +79,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():  # pragma: no cover - GPU
             self._register_nccl(store, rank, size)
-        self._path: Path | None = make_path(store, rank, global_ranks, timeout)
+        self._path: Path | None = make_path(store, rank, size, timeout.total_seconds())
 
     def _register_nccl(self, store: Any, rank: int, size: int) -> None:  # pragma: no cover - GPU
         """Give tensors on a GPU to NCCL, which connects with the first of them."""
@@ -138,7 +137,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Reduce each tensor over the ranks, in place."""
         tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
         path = self._path
-        if path is None or not path.reduces(tensors, opts.reduceOp) or opts.sparseIndices:
+        if path is None or not path.reduces(tensors, opts.reduceOp):
             return self._other(tensors[0]).allreduce(tensors, opts)
         for tensor in tensors:
             path.all_reduce(tensor, opts.reduceOp, self._seconds(opts))
@@ -167,8 +166,8 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Reduce over the ranks; each rank gets its part of the result."""
         opts = opts or c10d.ReduceScatterOptions()
         path = self._path
-        fits = given.numel() == output.numel() * self.size() and given.dtype == output.dtype
-        if path is None or not fits or not path.reduces([output, given], opts.reduceOp):
+        check_sizes("reduce_scatter", given, output, self.size())
+        if path is None or not path.reduces([output, given], opts.reduceOp):
             return self._other(output)._reduce_scatter_base(output, given, opts)  # noqa: SLF001  # torch's name
         path.reduce_scatter(output, given, opts.reduceOp, self._seconds(opts))
         return CompletedWork([output])
@@ -219,8 +218,8 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Copy all ranks' tensors, one after the other, to each rank."""
         opts = opts or c10d.AllgatherOptions()
         path = self._path
-        fits = output.numel() == given.numel() * self.size() and output.dtype == given.dtype
-        if path is None or not fits or not path.moves([output, given]):
+        check_sizes("all_gather", output, given, self.size())
+        if path is None or not path.moves([output, given]):
             return self._other(output)._allgather_base(output, given, opts)  # noqa: SLF001  # torch's name
         path.all_gather(output, given, self._seconds(opts))
         return CompletedWork([output])
@@ -298,9 +297,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         opts = opts or c10d.AllToAllOptions()
         path = self._path
         if path is None or not path.moves([output, given]):
-            return self._other(output).alltoall_base(
-                output, given, output_sizes, input_sizes, opts
-            )
+            return self._other(output).alltoall_base(output, given, output_sizes, input_sizes, opts)
         check_parts(output, output_sizes, self.size())
         check_parts(given, input_sizes, self.size())
         path.all_to_all(output, given, output_sizes, input_sizes, self._seconds(opts))
@@ -316,8 +313,8 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
             return self._other(outputs[0]).alltoall(outputs, given, opts)
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         filled = flat.new_empty(sum(tensor.numel() for tensor in outputs))
-        sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, given)]
-        path.all_to_all(filled, flat, *sizes, self._seconds(opts))
+        receives, sends = ([tensor.numel() for tensor in tensors] for tensors in (outputs, given))
+        path.all_to_all(filled, flat, receives, sends, self._seconds(opts))
         _spread(filled, outputs)
         return CompletedWork(outputs)
 
@@ -349,6 +346,13 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         """Receive a tensor from whichever rank sends one."""
         return self._other(tensors[0]).recv_anysource(tensors, tag)
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """Have Dynamo leave our methods alone: torch's C++ calls them amid a compiled function."""
+    if internals.check(Capability.DYNAMO_FRAMES) is None:
+        internals.hide_from_dynamo("paceline.collectives")
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.host_group import DType, ReduceOp
+from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,8 +179,8 @@ class HostPath:
         self._group.all_to_all(
             source.data_ptr(),
             target.data_ptr(),
-            _part_bytes(given, input_sizes, self._group.size),
-            _part_bytes(output, output_sizes, self._group.size),
+            _part_bytes(given, input_sizes, self._group.ranks),
+            _part_bytes(output, output_sizes, self._group.ranks),
             timeout_s,
         )
         _copy_back(target, output)
@@ -232,7 +233,45 @@ def _copy_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(tensor.numel() * tensor.element_size())
+
+
+def check_sizes(call: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
+    """Raise an error unless `whole` has room for a tensor like `part` of each rank, and no more.
+
+    Raises:
+        UsageError: it has not, or another data type.
+    """
+    if whole.numel() != part.numel() * ranks or whole.dtype != part.dtype:
+        raise UsageError(
+            f"{whole.numel()} elements of {whole.dtype} are not {ranks} times {part.numel()} of "
+            f"{part.dtype}",
+            where=call,
+            fix="Give one tensor with the parts of all ranks, and one with the part of one rank",
+        )
+
+
+def check_parts(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> None:
+    """Raise an error unless a tensor can be divided along its first dimension.
+
+    Args:
+        tensor: what an all-to-all sends or fills.
+        sizes: length of each rank's part; empty: all are equal.
+        ranks: how many parts.
+
+    Raises:
+        UsageError: the sizes are not those of the tensor.
+    """
+    rows = tensor.shape[0] if tensor.ndim else 0
+    if not tensor.ndim or (len(sizes) != ranks or sum(sizes) != rows if sizes else rows % ranks):
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be divided between {ranks} ranks",
+            where="all_to_all_single",
+            why=f"the lengths of the parts are {list(sizes)}"
+            if sizes
+            else f"{rows} rows are no multiple of {ranks}",
+            fix="Give a length for each rank; they must add up to the first dimension",
+        )
 
 
 def _part_bytes(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 
-class CompletedWork(Work):  # type: ignore[misc]  # torch has no types here
+class CompletedWork(Work):
     """A call that is over.
 
     Args:
@@ -70,7 +70,7 @@ class CompletedWork(Work):  # type: ignore[misc]  # torch has no types here
         return future
 
 
-class PendingWork(Work):  # type: ignore[misc]  # torch has no types here
+class PendingWork(Work):
     """A call that the communication thread of a group runs.
 
     Args:
@@ -133,7 +133,7 @@ class PendingWork(Work):  # type: ignore[misc]  # torch has no types here
         return self._future
 
 
-class CombinedWork(Work):  # type: ignore[misc]  # torch has no types here
+class CombinedWork(Work):
     """Several works as one.
 
     Args:
