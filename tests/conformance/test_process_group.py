@@ -1,0 +1,66 @@
+"""The backend ``paceline`` is a process group as torch's own are, and what torch builds runs on it.
+
+Two ranks run in `make test`. Three ranks, and the same cases on gloo (which shows that they ask for
+no more than torch's own backend gives), run with `scripts/campaign launchers`.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+from process_groups import run_ranks
+
+SCRIPTS = Path(__file__).parent / "scripts"
+GROUP_CASES = SCRIPTS / "process_group_cases.py"
+FRAMEWORK_CASES = SCRIPTS / "framework_cases.py"
+
+
+def cases_of(script):
+    tree = ast.parse(script.read_text())
+    return [node.name for node in tree.body if getattr(node, "name", "").startswith("case_")]
+
+
+class ProcessGroupCases:
+    """Runs the cases of a script once, and has a test for each case."""
+
+    backend = "paceline"
+    ranks = 2
+
+    @pytest.fixture(scope="class")
+    def outcome(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("ranks")
+        return run_ranks(GROUP_CASES, folder, self.ranks, self.backend)
+
+    @pytest.mark.parametrize("case", cases_of(GROUP_CASES))
+    def test_case(self, outcome, case):
+        for rank, results in enumerate(outcome):
+            assert results.get(case, "") == "", f"rank {rank}: {results[case]}"
+
+
+class TestTwoRanks(ProcessGroupCases):
+    pass
+
+
+@pytest.mark.campaign("launchers")
+class TestThreeRanks(ProcessGroupCases):
+    ranks = 3
+
+
+@pytest.mark.campaign("launchers")
+class TestGloo(ProcessGroupCases):
+    backend = "gloo"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frameworks")
+    return run_ranks(FRAMEWORK_CASES, folder, 2, folder)
+
+
+@pytest.mark.parametrize("case", cases_of(FRAMEWORK_CASES))
+def test_what_torch_builds_trains_as_on_gloo(trained, case):
+    for rank, results in enumerate(trained):
+        assert isinstance(results[case], list), f"rank {rank}: {results[case]}"
+        ours, of_gloo = results[case]
+        assert ours == pytest.approx(of_gloo, rel=1e-5, abs=1e-7)
+        assert ours
