@@ -146,7 +146,7 @@ def run(
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
     click.echo(f"paceline run: {job.allocator.note}", err=True)
-    if job.resolved.config.collectives == "paceline":
+    if job.collectives == "paceline":
         note = "collectives paceline (in place of gloo, and where the script names no backend)"
         click.echo(f"paceline run: {note}", err=True)
     if dry_run:

@@ -13,6 +13,7 @@ from paceline.core.affinity import allowed_cores
 from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
+from paceline.core.plan import CollectivesChoice
 from paceline.core.plan_file import PlanFile
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import node_warnings, task_of_node
@@ -67,6 +68,11 @@ class Job:
         return allocator_setting(chosen, environment())
 
     @property
+    def collectives(self) -> CollectivesChoice:
+        """The backend that replaces gloo, or torch's own."""
+        return self.plan.plan.collectives if self.plan else self.resolved.config.collectives
+
+    @property
     def local_ranks(self) -> tuple[RankIds, ...]:
         """The ranks that this launcher starts."""
         task = self.task
@@ -106,7 +112,7 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.

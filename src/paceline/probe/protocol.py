@@ -71,7 +71,7 @@ class ComputeMeasurement(WorkerMessage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationMeasurement(WorkerMessage):
-    """Collectives of two ranks over gloo, and what DDP adds on top of them.
+    """Collectives of two ranks by library, and what DDP adds on top of them.
 
     `repeated` says what was measured again.
     """

@@ -120,6 +120,11 @@ class Report:
         return mean_of(self.rank_phases)
 
     @property
+    def collectives(self) -> CollectivesChoice:
+        """Whose collectives the run used in place of the script's; ``torch`` for none."""
+        return "paceline" if self.config.get("collectives") == "paceline" else "torch"
+
+    @property
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that left no trace."""
         return self.trace.missing_ranks
@@ -260,14 +265,21 @@ def mean_of(rank_phases: tuple[RankPhases, ...]) -> Breakdown:
     return total.scaled(1 / max(1, len(rank_phases)))
 
 
-def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
+def modelled_s(
+    traffic: Traffic, machine: Machine | None, collectives: CollectivesChoice = "torch"
+) -> float | None:
     """Return what one of these collectives costs on the machine, as `perf` predicts it.
 
     None for an operation whose cost the machine does not hold.
+
+    Args:
+        traffic: the run's collectives of one kind.
+        machine: that the run was on; None if that is not known.
+        collectives: whose cost counts.
     """
     if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
         return None
-    cost = machine.collective(traffic.operation, traffic.ranks)
+    cost = machine.collective(traffic.operation, traffic.ranks, collectives=collectives)
     if cost is None:
         return None
     if traffic.operation == "all_reduce":
@@ -317,7 +329,7 @@ def to_json(report: Report) -> dict[str, Any]:
             {
                 **_plain(line),
                 "bandwidth_bytes_per_s": line.bandwidth_bytes_per_s,
-                "modelled_s": modelled_s(line, report.machine),
+                "modelled_s": modelled_s(line, report.machine, report.collectives),
             }
             for line in report.traffic
         ],

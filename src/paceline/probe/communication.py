@@ -1,7 +1,8 @@
 """Measures the cost of communication in training between two ranks. Imports torch.
 
-A collective is measured at several sizes, which become the curve of a CollectiveCost. What
-DistributedDataParallel adds is the difference between steps with and without it. Every figure is an
+Over gloo and, where the ranks share memory, over the backend ``paceline``. A collective is measured
+at several sizes, which become the curve of a CollectiveCost. What DistributedDataParallel adds is
+the difference between steps with and without it. Every figure is an
 array: the value over all rounds first, then that of each round alone (`figures`).
 
 Steps with DistributedDataParallel are recorded while they are measured, since those of a run are.
@@ -10,13 +11,15 @@ Steps with DistributedDataParallel are recorded while they are measured, since t
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.collectives.registration import NAME, register
 from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
 from paceline.probe.figures import probed, typical_by_round
 from paceline.trace.collectors.torch import discarded_recording
@@ -37,8 +40,33 @@ def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float
     return max(float(latency_s), LEAST_LATENCY_S), max(float(per_byte), LEAST_S_PER_BYTE)
 
 
-def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
-    """Return the costs of all-reduce and broadcast over gloo between two ranks."""
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Whose collectives are measured.
+
+    Attributes:
+        backend: its name for torch.
+        level: of the links that it uses between ranks of a host.
+        group: of both ranks.
+    """
+
+    backend: str
+    level: str
+    group: Any
+
+
+def libraries() -> list[Library]:
+    """Return gloo, and the backend ``paceline`` if the ranks share memory; both ranks call this."""
+    register()
+    ours = dist.new_group(backend=NAME)
+    found = [Library("gloo", "loopback", dist.group.WORLD)]
+    if ours.shares_memory:
+        found.append(Library(NAME, "shared-memory", ours))
+    return found
+
+
+def measure_collectives(library: Library, *, quick: bool) -> tuple[CollectiveCost, ...]:
+    """Return the costs of all-reduce and broadcast between two ranks."""
     calls = CALLS // 4 if quick else CALLS
     costs = []
     for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
@@ -46,15 +74,17 @@ def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
         for size in SIZES_BYTES:
             data = torch.zeros(size // 4)
             dist.barrier()
-            operation(data)
-            figures.append(typical_by_round([_timed(operation, data) for _ in range(calls)]))
+            operation(data, library.group)
+            figures.append(
+                typical_by_round([_timed(operation, data, library.group) for _ in range(calls)])
+            )
         # More bytes never take less time: what looks so is noise.
         seconds = np.maximum.accumulate(np.asarray(figures) / per_call, axis=0)
         costs.append(
             CollectiveCost(
-                backend="gloo",
+                backend=library.backend,
                 operation=name,
-                level="loopback",
+                level=library.level,
                 points=tuple(
                     CollectivePoint(bytes=float(size), seconds=probed(row))
                     for size, row in zip(SIZES_BYTES, seconds, strict=True)
@@ -64,24 +94,26 @@ def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
     return tuple(costs)
 
 
-def _timed(operation: Callable[[torch.Tensor], object], data: torch.Tensor) -> float:
+def _timed(
+    operation: Callable[[torch.Tensor, Any], object], data: torch.Tensor, group: Any
+) -> float:
     begin = time.perf_counter()
-    operation(data)
+    operation(data, group)
     return time.perf_counter() - begin
 
 
-def _all_reduce(data: torch.Tensor) -> None:
-    dist.all_reduce(data)
+def _all_reduce(data: torch.Tensor, group: Any) -> None:
+    dist.all_reduce(data, group=group)
 
 
-def _broadcast(data: torch.Tensor) -> None:
+def _broadcast(data: torch.Tensor, group: Any) -> None:
     # The two directions in turn: with one alone the root would run ahead of the other rank.
-    dist.broadcast(data, 0)
-    dist.broadcast(data, 1)
+    dist.broadcast(data, 0, group=group)
+    dist.broadcast(data, 1, group=group)
 
 
 def measure_ddp(
-    all_reduce: CollectiveCost, *, threads: int, quick: bool
+    library: Library, all_reduce: CollectiveCost, *, threads: int, quick: bool
 ) -> tuple[FrameworkOverhead, ...]:
     """Return what DistributedDataParallel adds to a step on two ranks.
 
@@ -91,7 +123,8 @@ def measure_ddp(
     buffers (running means, and the counters of batches) before a forward pass.
 
     Args:
-        all_reduce: the bare collective.
+        library: over which gradients are reduced.
+        all_reduce: its bare collective.
         threads: compute threads of each rank.
         quick: with fewer steps.
     """
@@ -104,12 +137,17 @@ def measure_ddp(
     normed = nn.Sequential(
         *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(4))
     )
-    forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
-    normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
-    _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
+    forward_s, backward_s = _added_s(library, small, torch.randn(8, 32), steps)
+    normed_s, _ = _added_s(library, normed, torch.randn(8, 32), steps)
+    _, large_s = _added_s(library, large, torch.randn(8, 768), steps // 4)
     few, many = (sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large))
     s_per_byte = np.maximum(bare_s_per_byte, (large_s - backward_s) / (many - few))
-    where = {"framework": "ddp", "threads": threads, "processes": 2}
+    where = {
+        "framework": "ddp",
+        "backend": library.backend,
+        "threads": threads,
+        "processes": 2,
+    }
     return tuple(
         FrameworkOverhead.from_json({**where, "what": what, "phase": phase, unit: figure.to_json()})
         for what, phase, unit, figure in (
@@ -131,10 +169,13 @@ def measure_ddp(
     )
 
 
-def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _added_s(
+    library: Library, module: nn.Module, inputs: torch.Tensor, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
     plain_s = _phases_s(module, inputs, steps)
     with discarded_recording(dist.get_rank(), dist.get_world_size()):
-        ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
+        model = nn.parallel.DistributedDataParallel(module, process_group=library.group)
+        ddp_s = _phases_s(model, inputs, steps)
     return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 
