@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.machine_v1 import split_links, split_overheads
-from paceline.core.plan import CollectivesChoice
 from paceline.core.record import Record
+
+if TYPE_CHECKING:
+    from paceline.core.plan import CollectivesChoice
 
 Source = Literal["datasheet", "probe", "fit"]
 Phase = Literal["forward", "backward", "optimizer"]

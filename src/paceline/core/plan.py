@@ -9,7 +9,6 @@ from paceline.core.allocator import AllocatorChoice
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
-
 CollectivesChoice = Literal["torch", "paceline"]
 
 

@@ -13,7 +13,6 @@ from paceline.core.affinity import allowed_cores
 from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment
 from paceline.core.errors import Missing
-from paceline.core.plan import CollectivesChoice
 from paceline.core.plan_file import PlanFile
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import node_warnings, task_of_node
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.clock import Clock
+    from paceline.core.plan import CollectivesChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,8 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to
+            `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.

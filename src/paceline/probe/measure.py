@@ -82,7 +82,9 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     workers: list[WorkerMeasurement] = []
     allocator = allocator_setting("keep", environment())  # as paceline run gives it to the ranks
     for ranks in (1, PAIR):
-        on_progress("compute, one process alone" if ranks == 1 else "compute and collectives, two processes")
+        on_progress(
+            "compute, one process alone" if ranks == 1 else "compute and collectives, two processes"
+        )
         try:
             measured = _run_workers(ranks, allocator, quick=quick)
         except PacelineError as problem:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.core.machine import CollectiveCost, Disturbance, FrameworkOverhead
 from paceline.core.worker_process import serve
+from paceline.probe.communication import libraries, measure_collectives, measure_ddp
 from paceline.probe.compute import (
     Effort,
     framework_records,
@@ -26,7 +27,6 @@ from paceline.probe.compute import (
     measure_rates,
     overhead_records,
 )
-from paceline.probe.communication import libraries, measure_collectives, measure_ddp
 from paceline.probe.protocol import (
     CommunicationMeasurement,
     ComputeMeasurement,
@@ -133,9 +133,7 @@ def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
         collectives += costs
         ddp += parts.measure(
             f"DistributedDataParallel over {library.backend}",
-            functools.partial(
-                measure_ddp, library, costs[0], threads=threads, quick=request.quick
-            ),
+            functools.partial(measure_ddp, library, costs[0], threads=threads, quick=request.quick),
         )
     return WorkerMeasurement(
         torch=str(torch.__version__),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
+
+if TYPE_CHECKING:
+    from paceline.core.plan import CollectivesChoice
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
