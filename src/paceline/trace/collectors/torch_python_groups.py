@@ -99,7 +99,7 @@ class PythonGroupRecorder:
         def before(args: Arguments, _kwargs: Keywords) -> _OpenCall | None:
             if getattr(self._thread, "open", False) or internals.is_below_autograd():
                 return None  # part of a call that is recorded
-            if internals.is_traced(args[1:]):
+            if payload is not None and operators.payload_of(args[1 + payload]).is_traced:
                 return None
             self._thread.open = True
             in_main = threading.get_ident() == self.in_flight.loop.main_thread
@@ -119,10 +119,13 @@ class PythonGroupRecorder:
         """Note a call that has returned `work`, or nothing where it is over."""
         group, given = args[0], args[1:]
         record = self.in_flight.groups.record_of(group)
-        payload = () if call.payload is None else given[call.payload]
+        payload = operators.payload_of(() if call.payload is None else given[call.payload])
         peer, tag = _other_side(call.word, given, kwargs)
         issued = self.in_flight.issue(
-            *(call.word, self._names[call.word], record, operators.size_bytes(payload)),
+            operators.kind_of(call.word),
+            self._names[call.word],
+            record,
+            payload.size_bytes,
             call.begin_ns,
             peer=peer,
             tag=tag,
@@ -135,7 +138,7 @@ class PythonGroupRecorder:
                 self.in_flight.complete(issued, monotonic_ns())
             return
         self.in_flight.hold_work(work, issued)
-        if self.in_flight.groups.sees_completion(group, record, operators.device_type(given)):
+        if self.in_flight.groups.sees_completion(group, record, payload.device_type):
             self.in_flight.watch_future(work, issued)
         else:
             self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
