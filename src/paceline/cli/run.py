@@ -145,10 +145,7 @@ def run(
             warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
-    click.echo(f"paceline run: {job.allocator.note}", err=True)
-    if job.resolved.config.collectives == "paceline":
-        note = "collectives paceline (in place of gloo, and where the script names no backend)"
-        click.echo(f"paceline run: {note}", err=True)
+    click.echo("\n".join(f"paceline run: {note}" for note in job.notes), err=True)
     if dry_run:
         if as_json and job.task_number == 0:  # one object from all tasks together
             intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}
