@@ -12,6 +12,7 @@ SOURCE = Path(paceline.__file__).parent
 EXPORTS = {
     "": ["__version__", "record", "step"],
     "cli": [],
+    "collectives": ["DType", "HostGroup", "KeyValueStore", "ReduceOp", "find_hosts"],
     "core": [],
     "launch": [],
     "launch.startup": [],

@@ -6,8 +6,8 @@
 // chunks that it reads no more. It writes a slot again when all peers have finished the chunk that
 // was there. So there is no barrier; a rank may be slot_count chunks ahead of another.
 //
-// The order of a sum is that of the ranks, whatever path the data takes and in whatever order they come: the
-// result has the same bits in every run and on every rank.
+// The order of a sum is that of the ranks, whatever path the data takes and in whatever order they
+// come: the result has the same bits in every run and on every rank.
 //
 // Waiting: a rank polls its peer's counter for `spin` turns, then sleeps on it (futex), and wakes ten
 // times a second to look whether a peer is dead, has failed, or the deadline has passed. After a

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from paceline.launch.prepare import Job
 
 
 @click.command(
@@ -148,7 +144,8 @@ def run(
         if difference:
             warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
-    _announce(job)
+    click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
+    click.echo("\n".join(f"paceline run: {note}" for note in job.notes), err=True)
     if dry_run:
         if as_json and job.task_number == 0:  # one object from all tasks together
             intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}
@@ -168,12 +165,3 @@ def run(
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))
-
-
-def _announce(job: Job) -> None:
-    """Say where the run goes, and what it has that the script does not ask for."""
-    lines = [f"world size {job.ranks}, writing {job.run_folder}", job.allocator.note]
-    if job.collectives == "paceline":
-        lines.append("collectives paceline (in place of gloo, and where the script names none)")
-    for line in lines:
-        click.echo(f"paceline run: {line}", err=True)

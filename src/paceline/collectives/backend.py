@@ -1,4 +1,4 @@
-"""The backend ``paceline`` of torch.distributed: a process group that knows the ranks of a host.
+"""The backend ``paceline`` of torch.distributed: a group that knows which ranks share a host.
 
     DDP, FSDP2, DTensor, pipelining, checkpoints, dist.* calls
         |

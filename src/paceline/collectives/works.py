@@ -173,5 +173,9 @@ class CombinedWork(Work):
 
     def get_future(self) -> Future[list[Any]]:
         """Return a future that holds the works' tensors when all are over."""
-        futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda done: [tensor for one in done.value() for tensor in one.value()])
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(_joined)
+
+
+def _joined(futures: Future[list[Future[list[Any]]]]) -> list[Any]:
+    """Return what several futures hold as one list."""
+    return [tensor for future in futures.value() for tensor in future.value()]

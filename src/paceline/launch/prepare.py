@@ -73,6 +73,16 @@ class Job:
         return self.plan.plan.collectives if self.plan else self.resolved.config.collectives
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the settings in effect, a line each."""
+        if self.collectives == "torch":
+            return (self.allocator.note,)
+        return (
+            self.allocator.note,
+            "collectives paceline (in place of gloo, and where the script names no backend)",
+        )
+
+    @property
     def local_ranks(self) -> tuple[RankIds, ...]:
         """The ranks that this launcher starts."""
         task = self.task

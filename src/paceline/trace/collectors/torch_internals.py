@@ -144,7 +144,7 @@ def below_autograd() -> Any:
 
 def is_below_autograd() -> bool:
     """Return whether this thread is where `below_autograd` goes."""
-    key = torch._C.DispatchKey.AutogradCPU  # noqa: SLF001  # no public name
+    key = torch._C.DispatchKey.AutogradFunctionality  # noqa: SLF001  # no public name
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))  # noqa: SLF001  # no public name
 
 
