@@ -24,7 +24,10 @@ def then(*parts: Sequence[Transfer]) -> list[Transfer]:
     result: list[Transfer] = []
     start = 0
     for part in parts:
-        result += [Transfer(step + start, *ends_and_chunks) for step, *ends_and_chunks in part]
+        result += [
+            Transfer(step + start, source, destination, begin, end, reduce)
+            for step, source, destination, begin, end, reduce in part
+        ]
         start += length(part)
     return result
 

@@ -7,10 +7,10 @@ j begins when both have ended their previous step, and takes::
                    step, whichever sum is larger: a rank starts its messages one by one
                D   bytes of the step on the part of the link that is shared, over its bandwidth
 
-Reducing m bytes then takes m * gamma on rank j. The parts that are shared follow `Link.sharing`: the
-``pair`` alone; what a ``device`` or a ``node`` sends, and what it receives (links are full duplex);
-or ``all`` messages of the level. Messages share a link only with those of the same step: the model
-does not see that ranks which exchange no data drift apart.
+Reducing m bytes then takes m * gamma on rank j. `Link.sharing` says which part is shared: that of
+the ``pair`` alone; what a ``device`` or a ``node`` sends, and what it receives (links are full
+duplex); or ``all`` messages of the level. Messages share a link only with those of the same step:
+the model does not see that ranks which exchange no data drift apart.
 
 All terms but the latency are proportional to the size, so that one replay serves an array of sizes.
 It does not see small-message protocols, caches, or the network between hosts beyond their links;
@@ -22,73 +22,23 @@ practice, and experience, CCPE 19(13), 2007.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.errors import UsageError
-from paceline.schedules.compose import check_hosts
+from paceline.schedules.topology import host_indices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from paceline.core.machine import Device, Link, Machine
+    from paceline.core.machine import Link
     from paceline.schedules.schedule import Schedule
-
-ADD_BYTES = 3  # `a += b` reads two bytes and writes one for each byte of the result
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
-    """Where the ranks of a group are, and what connects them.
-
-    Attributes:
-        hosts: the ranks of each host.
-        inside: link between two ranks of a host; None if no host has two.
-        across: link between ranks of two hosts; None if there is one host.
-        devices: of each host, among which its ranks are divided in blocks.
-        reduction_s_per_byte: seconds that one rank takes to reduce a received byte.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    inside: Link | None = None
-    across: Link | None = None
-    devices: int = 1
-    reduction_s_per_byte: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        machine: Machine,
-        hosts: Sequence[Sequence[int]],
-        *,
-        inside: str = "shared-memory",
-        across: str = "network",
-    ) -> Topology:
-        """Return the topology of ranks on `hosts` of a Machine.
-
-        Args:
-            machine: its links of the two levels, and the memory bandwidth of its first device.
-            hosts: the ranks of each host.
-            inside: level of the link between ranks of one host.
-            across: level of the link between hosts.
-
-        Raises:
-            UsageError: the machine lacks a level that is needed, or a rank is on no host or two.
-        """
-        check_hosts(hosts)
-        most = max(len(host) for host in hosts)
-        return cls(
-            hosts=tuple(tuple(host) for host in hosts),
-            inside=_link(machine, inside) if most > 1 else None,
-            across=_link(machine, across) if len(hosts) > 1 else None,
-            devices=machine.devices[0].count if machine.devices else 1,
-            reduction_s_per_byte=_reduction_s_per_byte(machine.devices, most),
-        )
+    from paceline.schedules.topology import Topology
 
 
 def schedule_s(
@@ -99,8 +49,8 @@ def schedule_s(
     Args:
         schedule: correct, see `check`.
         topology: of the same ranks.
-        sizes_bytes: of the buffer of one rank, as in `CollectiveCost`: for an all_gather the
-            gathered one, for a reduce_scatter the one to be scattered.
+        sizes_bytes: of the buffer of one rank: for an all_gather that of the result, whereas a
+            `CollectiveCost` counts what a rank passes to the call.
 
     Returns:
         Seconds from the call on all ranks to the last rank's return, shape (sizes,).
@@ -116,13 +66,14 @@ def schedule_s(
             fix="Make the schedule for the ranks of these hosts",
         )
     sizes = np.asarray(sizes_bytes, float)
+    if not schedule.transfers:  # one rank
+        return np.zeros(len(sizes))
     at_s = np.zeros((schedule.ranks, len(sizes)))
-    if not schedule.transfers:
-        return at_s.max(axis=0)
-    messages = _Messages.of(schedule, topology)
+    messages = _MessageTable.of(schedule, topology)
     for begin, end in messages.steps:
         _replay(at_s, messages, slice(begin, end), sizes)
-    return at_s.max(axis=0)
+    last_s: NDArray[np.float64] = at_s.max(axis=0)
+    return last_s
 
 
 def level_volumes(
@@ -133,7 +84,7 @@ def level_volumes(
     Returns:
         By ``inside`` and ``across``: number of messages, and bytes per byte of the message's size.
     """
-    table, host_of = _table(schedule), _host_of(hosts)
+    table, host_of = _table(schedule), host_indices(hosts)
     crosses = host_of[table[:, 1]] != host_of[table[:, 2]]
     chunks = table[:, 4] - table[:, 3]
     return {
@@ -162,7 +113,7 @@ def best_chunks(hops: int, size_bytes: float, link: Link, *, most: int = 1024) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Messages:
+class _MessageTable:
     """The transfers of a schedule as columns, in order of steps.
 
     Attributes:
@@ -182,11 +133,11 @@ class _Messages:
     reduce_s_per_byte: NDArray[np.float64]
 
     @classmethod
-    def of(cls, schedule: Schedule, topology: Topology) -> _Messages:
+    def of(cls, schedule: Schedule, topology: Topology) -> _MessageTable:
         table = _table(schedule)
         step, source, destination = table[:, 0], table[:, 1], table[:, 2]
         share = (table[:, 4] - table[:, 3]) / schedule.chunks
-        host_of = _host_of(topology.hosts)
+        host_of = topology.host_of()
         crosses = host_of[source] != host_of[destination]
         latency_s, wire = np.zeros(len(table)), np.zeros(len(table))
         for link, mask in ((topology.inside, ~crosses), (topology.across, crosses)):
@@ -198,7 +149,7 @@ class _Messages:
         reduced = share * table[:, 5] * topology.reduction_s_per_byte
         bounds = [0, *(np.flatnonzero(np.diff(step)) + 1).tolist(), len(table)]
         return cls(
-            steps=list(zip(bounds[:-1], bounds[1:], strict=True)),
+            steps=list(itertools.pairwise(bounds)),
             source=source,
             destination=destination,
             latency_s=np.maximum(
@@ -210,7 +161,7 @@ class _Messages:
 
 
 def _replay(
-    at_s: NDArray[np.float64], messages: _Messages, rows: slice, sizes: NDArray[np.float64]
+    at_s: NDArray[np.float64], messages: _MessageTable, rows: slice, sizes: NDArray[np.float64]
 ) -> None:
     """Advance the ranks' times `at_s`, shape (ranks, sizes), by one step."""
     source, destination = messages.source[rows], messages.destination[rows]
@@ -232,7 +183,7 @@ def _shared_bytes(
         return _sum_by((step, source, destination), share)
     if link.sharing == "all":
         return _sum_by((step,), share)
-    place = _device_of(topology) if link.sharing == "device" else _host_of(topology.hosts)
+    place = topology.device_of() if link.sharing == "device" else topology.host_of()
     return np.maximum(
         _sum_by((step, place[source]), share), _sum_by((step, place[destination]), share)
     )
@@ -246,52 +197,9 @@ def _sum_by(
     for key in keys[1:]:
         joined = joined * (int(key.max()) + 1) + key
     _, group = np.unique(joined, return_inverse=True)
-    return np.bincount(group, weights=values)[group]
+    return np.bincount(group, weights=values).astype(float)[group]
 
 
 def _table(schedule: Schedule) -> NDArray[np.int64]:
     """Return the transfers as rows, with the columns of `Transfer`."""
     return np.array(schedule.transfers, np.int64).reshape(-1, 6)
-
-
-def _host_of(hosts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return the index of each rank's host."""
-    host_of = np.empty(sum(len(host) for host in hosts), np.int64)
-    for index, host in enumerate(hosts):
-        host_of[list(host)] = index
-    return host_of
-
-
-def _device_of(topology: Topology) -> NDArray[np.int64]:
-    """Return the index of each rank's device, counted over all hosts."""
-    device_of = np.empty(sum(len(host) for host in topology.hosts), np.int64)
-    for index, host in enumerate(topology.hosts):
-        places = np.arange(len(host)) * topology.devices // len(host)
-        device_of[list(host)] = index * topology.devices + places
-    return device_of
-
-
-def _link(machine: Machine, level: str) -> Link:
-    link = machine.link(level)
-    if link is None:
-        known = ", ".join(link.level for link in machine.links) or "none"
-        raise UsageError(
-            f"the machine has no link of level '{level}'",
-            where=machine.name,
-            why=f"its levels: {known}",
-            fix="Measure it with paceline probe, add it to the machine file, or name another level",
-        )
-    return link
-
-
-def _reduction_s_per_byte(devices: Sequence[Device], ranks_per_host: int) -> float:
-    """Return seconds per reduced byte at the memory bandwidth that one of the ranks gets.
-
-    0 if the bandwidth is not known: the reduction then counts as free.
-    """
-    if not devices:
-        return 0.0
-    device = devices[0]
-    shared = device.bandwidth_shared_bytes_per_s if ranks_per_host > device.count else None
-    bandwidth = shared or device.bandwidth_bytes_per_s
-    return ADD_BYTES / bandwidth.value if bandwidth else 0.0

@@ -4,8 +4,8 @@ As few bytes as the ring, in 2 log2(p) steps instead of 2 (p - 1): wins for medi
 is no power of two, the first ranks pair up before and after (`_fold`), which adds two steps that
 move the full message: 8 ranks are faster than 9. Recursive doubling exchanges the full message
 log2(p) times: the fewest steps of all, for small messages.
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH,
-IJHPCA 19(1), 2005.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
+MPICH, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def two_level_leader(hosts: Sequence[Sequence[int]], *, across: Across = "ring")
         hosts: the ranks of each host, as many as there are.
         across: how the leaders all-reduce.
 
-    Cost: ceil(log2 L) messages of n bytes inside each host before and after; 2 (H - 1)/H n bytes per
-    leader. Source: Goyal et al., Accurate, large minibatch SGD, arXiv 1706.02677, section 4.
+    Cost: ceil(log2 L) messages of n bytes inside each host before and after; 2 (H - 1)/H n bytes
+    per leader. Source: Goyal et al., Accurate, large minibatch SGD, arXiv 1706.02677, section 4.
     """
     ranks = check_hosts(hosts)
     chunks = len(hosts)
@@ -117,9 +117,7 @@ def _sharded(
     shards = split(begin, end, size)
     inside = together(ring_reduce_scatter(host, shards) for host in hosts)
     shard_parts = [
-        ALL_REDUCE[across](
-            [host[i] for host in hosts], split(shards[i], shards[i + 1], len(hosts))
-        )
+        ALL_REDUCE[across]([host[i] for host in hosts], split(shards[i], shards[i + 1], len(hosts)))
         for i in range(size)
     ]
     return then(inside, together(shard_parts), reverse(inside))

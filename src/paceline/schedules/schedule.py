@@ -13,8 +13,8 @@ The rules by which a rank follows a Schedule:
    Transfers of one step proceed at the same time; the rank begins its next step when all of them
    have ended. Steps in which it has no transfer do not exist for it: nothing synchronises ranks
    that exchange no data.
-2. A send transmits what the buffer held before the step. Received chunks are reduced after the sends
-   of the step, in the order of the transfers.
+2. A send transmits what the buffer held before the step. Received chunks are reduced after the
+   sends of the step, in the order of the transfers.
 
 Both ends of a message are one transfer with one step, hence **no Schedule can deadlock**, even if
 every send waits for its receive: among the ranks that are not done, take those at the lowest step.

@@ -17,8 +17,8 @@ message, and every rank on a link of its own:
                                                            from log2(p/k) heads in one step
     chain-chain k     (k - 2 + p/k - 1 + C) steps          the chain's bandwidth at fewer steps
 
-Source: Awan, Hamidouche, Hashmi and Panda, S-Caffe: co-designing MPI runtimes and Caffe for scalable
-deep learning on modern GPU clusters, PPoPP 2017 (hierarchical reduce). There the upper
+Source: Awan, Hamidouche, Hashmi and Panda, S-Caffe: co-designing MPI runtimes and Caffe for
+scalable deep learning on modern GPU clusters, PPoPP 2017 (hierarchical reduce). There the upper
 level begins when the lower one has ended; here each chunk goes on up as soon as it is there.
 """
 
@@ -50,9 +50,7 @@ class Edge(NamedTuple):
     height: int
 
 
-def binomial(
-    operation: TreeOperation, ranks: int, *, root: int = 0, chunks: int = 1
-) -> Schedule:
+def binomial(operation: TreeOperation, ranks: int, *, root: int = 0, chunks: int = 1) -> Schedule:
     """Return the binomial tree: log2(p) steps in which half of the ranks left over send.
 
     Cost: p - 1 messages of n bytes in all, ceil(log2 p) of them at the root.
@@ -164,9 +162,7 @@ def _two_levels(
     """Return the schedule of chains in `groups` whose heads form the tree `heads`."""
     longest = max(len(group) for group in groups)
     # A shorter chain begins later, so that all heads are ready in the same step.
-    edges = [
-        edge for group in groups for edge in chain_tree(group, height=longest - len(group))
-    ]
+    edges = [edge for group in groups for edge in chain_tree(group, height=longest - len(group))]
     edges += [edge._replace(height=edge.height + longest - 1) for edge in heads]
     ranks = sum(len(group) for group in groups)
     algorithm = f"{name}-{longest}"
