@@ -146,8 +146,12 @@ def _rotated(ranks: int, root: int) -> list[int]:
 
 def _rooted(groups: Sequence[Sequence[int]], root: int) -> list[list[int]]:
     """Return the groups with the root's first, and the root first in it."""
-    check_hosts(groups)
-    first = next((list(group) for group in groups if root in group), [])
+    ranks = check_hosts(groups)
+    if not 0 <= root < ranks:
+        raise UsageError(
+            f"root {root} is not among {ranks} ranks", fix=f"Give a root from 0 to {ranks - 1}"
+        )
+    first = next(group for group in groups if root in group)
     others = [list(group) for group in groups if root not in group]
     return [[root, *(rank for rank in first if rank != root)], *others]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class ThreadTransport:
         self.rank = rank
         self.ranks = group.ranks
         self._boxes = group.boxes
+        self._clock = SystemClock()
 
     def exchange(
         self,
@@ -70,7 +71,7 @@ class ThreadTransport:
         timeout_s: float,
     ) -> None:
         """Start all messages, and return when all of them have ended; see `Transport`."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._clock.now_s() + timeout_s
         posted = []
         for peer, array in sends:
             letter = _Letter(array, threading.Event())
@@ -78,14 +79,14 @@ class ThreadTransport:
             posted.append((peer, letter))
         for peer, array in receives:
             try:
-                remaining_s = max(deadline_s - time.monotonic(), 0.0)
+                remaining_s = max(deadline_s - self._clock.now_s(), 0.0)
                 letter = self._boxes[peer, self.rank].get(timeout=remaining_s)
             except queue.Empty:
                 raise _late(self.rank, f"rank {peer} did not send", timeout_s) from None
             array[:] = letter.array
             letter.copied.set()
         for peer, letter in posted:
-            if not letter.copied.wait(max(deadline_s - time.monotonic(), 0.0)):
+            if not letter.copied.wait(max(deadline_s - self._clock.now_s(), 0.0)):
                 raise _late(self.rank, f"rank {peer} did not receive", timeout_s)
 
 

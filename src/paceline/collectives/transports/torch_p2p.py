@@ -6,7 +6,6 @@ same time; gloo starts them one by one, and matches messages of one tag in their
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import DeadlineExceeded, RankLost, UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class TorchTransport:
         """
         self._group = group
         self._tag = tag
+        self._clock = SystemClock()
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._abandoned: list[Any] = []
@@ -50,7 +51,7 @@ class TorchTransport:
         timeout_s: float,
     ) -> None:
         """Start all messages, and return when all of them have ended; see `Transport`."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._clock.now_s() + timeout_s
         messages = [(dist.irecv, peer, array) for peer, array in receives]
         messages += [(dist.isend, peer, array) for peer, array in sends]
         waits = [
@@ -64,7 +65,7 @@ class TorchTransport:
         if len(works) < len(waits):  # a backend that makes one work of the batch
             waits = [", ".join(waits)]
         for work, wait in zip(works, waits, strict=True):
-            remaining_s = max(deadline_s - time.monotonic(), 0.001)
+            remaining_s = max(deadline_s - self._clock.now_s(), 0.001)
             try:
                 work.wait(timedelta(seconds=remaining_s))
             except RuntimeError as problem:
