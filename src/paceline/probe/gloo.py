@@ -3,6 +3,8 @@
 A collective is measured at several sizes, which become the curve of a CollectiveCost. What
 DistributedDataParallel adds is the difference between steps with and without it. Every figure is an
 array: the value over all rounds first, then that of each round alone (`figures`).
+
+Steps with DistributedDataParallel are recorded while they are measured, since those of a run are.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import nn
 
 from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
 from paceline.probe.figures import probed, typical_by_round
+from paceline.trace.collectors.torch import discarded_recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +133,8 @@ def measure_ddp(
 
 def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
     plain_s = _phases_s(module, inputs, steps)
-    ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
+    with discarded_recording(dist.get_rank(), dist.get_world_size()):
+        ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
     return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 
