@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS
+from launching import EXAMPLES, SCRIPTS
 from schedule_cases import schedules
 
 SCRIPT = SCRIPTS / "run_schedules.py"
@@ -110,3 +110,14 @@ def test_open_mpi_gives_the_reference_result():
         for suffix in ("", "_CONFIRM"):
             environ[f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}"] = "1"
     assert_all_right(run_mpi(mpirun, 3, environ, ("--oversubscribe",)), 3)
+
+
+def test_the_example_finds_the_crossovers():
+    command = [sys.executable, EXAMPLES / "collective_algorithms.py"]
+    done = subprocess.run(
+        command, env=ENVIRON, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["averages"] == [2.5] * 4
+    fastest = list(result["fastest"].values())
+    assert (fastest[0], fastest[-1]) == ("binomial", "chain-chain")

@@ -143,6 +143,37 @@ def test_the_volumes_of_a_level_are_those_of_the_algorithms():
     assert level_volumes(torus(hosts), hosts)["inside"][1] > 0
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps", "sent"),
+    [
+        (ring("all_reduce", 6), 10, 2 * 5 / 6),
+        (ring("all_gather", 6), 5, 5 / 6),
+        (halving_doubling("all_reduce", 8), 6, 2 * 7 / 8),
+        (halving_doubling("reduce_scatter", 8), 3, 7 / 8),
+        (halving_doubling("all_reduce", 6), 6, 2 * 3 / 4 + 1),
+        (halving_doubling("reduce_scatter", 6), 4, 1),
+        (recursive_doubling(8), 3, 3),
+        (recursive_doubling(6), 4, 3),
+        (binomial("reduce", 6), 3, 1),
+        (binomial("broadcast", 6), 3, 3),
+        (chain("reduce", 6, chunks=10), 6 - 2 + 10, 1),
+        (chain_binomial("reduce", groups_of(12, 3), chunks=10), 3 - 2 + 2 + 10, 1),
+        (chain_chain("reduce", groups_of(12, 3), chunks=10), 3 - 2 + 4 - 1 + 10, 1),
+        (two_level_sharded(groups_of(12, 3)), 2 * 2 + 2 * 3, 2 * 2 / 3 + 2 * 3 / 12),
+        (two_level_leader(groups_of(12, 3)), 2 * 2 + 2 * 3, 2 + 2 * 3 / 4),
+        (torus(groups_of(12, 3)), 2 * 2 + 2 * 3, 2 * 5 / 12 + 4 * 3 / 12),
+    ],
+    ids=lambda value: f"{value.algorithm}-{value.ranks}" if isinstance(value, Schedule) else "",
+)
+def test_steps_and_bytes_are_those_of_the_guide(schedule, steps, sent):
+    """Bytes as a multiple of the message, of the rank that sends most."""
+    assert schedule.steps == steps
+    chunks = np.zeros(schedule.ranks)
+    for transfer in schedule.transfers:
+        chunks[transfer.source] += transfer.end - transfer.begin
+    assert chunks.max() / schedule.chunks == pytest.approx(sent)
+
+
 def test_chains_win_for_long_messages_and_trees_for_short_ones():
     """S-Caffe's crossovers: binomial, then chain-binomial, then chain-chain as messages grow."""
     ranks, sizes = 160, np.geomspace(64, 1 << 28, 23)
@@ -243,7 +274,7 @@ def test_interleaved_hosts_cost_a_flat_ring_more():
     assert far > 3 * near > near > sharded
 
 
-@pytest.mark.parametrize("name", ["compose", "trees", "check"])
+@pytest.mark.parametrize("name", ["compose", "trees", "check", "halving"])
 def test_examples_hold(name):
     result = doctest.testmod(importlib.import_module(f"paceline.schedules.{name}"))
     assert result.attempted

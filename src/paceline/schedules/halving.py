@@ -10,7 +10,7 @@ MPICH, IJHPCA 19(1), 2005.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from paceline.schedules.compose import reverse, split, then
 from paceline.schedules.schedule import Schedule, Transfer
@@ -24,10 +24,11 @@ def halving_doubling(
 ) -> Schedule:
     """Return recursive halving (reduce_scatter), doubling (all_gather), or both, for any `ranks`.
 
-    Cost: with p a power of two, log2(p) messages and n (p-1)/p bytes per rank and half; otherwise
-    up to two more messages of n bytes each.
+    Cost: with p a power of two, log2(p) messages and n (p-1)/p bytes per rank for each of the two;
+    otherwise up to two more messages of n bytes each.
     """
-    bounds = split(0, ranks, ranks)
+    chunks = core_size(ranks) if operation == "all_reduce" else ranks
+    bounds = split(0, chunks, chunks)
     parts = {
         "reduce_scatter": lambda: halving_reduce_scatter(range(ranks), bounds),
         "all_gather": lambda: reverse(halving_reduce_scatter(range(ranks), bounds)),
@@ -37,7 +38,7 @@ def halving_doubling(
         operation=operation,
         algorithm="halving-doubling",
         ranks=ranks,
-        chunks=ranks,
+        chunks=chunks,
         transfers=tuple(parts[operation]()),
     )
 
@@ -47,14 +48,13 @@ def recursive_doubling(ranks: int) -> Schedule:
 
     Cost: log2(p) messages of n bytes per rank, and two more where p is no power of two.
     """
-    folded = _fold(range(ranks), split(0, ranks, ranks))
-    core, last = folded.members, len(folded.members).bit_length() - 1
+    core = _core(range(ranks))
     exchanges = [
         Transfer(step, source, core[i ^ (1 << step)], 0, 1, True)
-        for step in range(last)
+        for step in range(len(core).bit_length() - 1)
         for i, source in enumerate(core)
     ]
-    fold = [transfer._replace(begin=0, end=1) for transfer in folded.fold]
+    fold = _fold(range(ranks), 0, 1)
     return Schedule(
         operation="all_reduce",
         algorithm="recursive-doubling",
@@ -65,53 +65,60 @@ def recursive_doubling(ranks: int) -> Schedule:
 
 
 def halving_reduce_scatter(members: Sequence[int], bounds: Sequence[int]) -> list[Transfer]:
-    """Return the part after which member i holds block i; arguments as in `ring_reduce_scatter`."""
-    folded = _fold(members, bounds)
+    """Return the part after which member i holds block i; arguments as in `ring_reduce_scatter`.
+
+    A member that stands for a pair reduces the blocks of both, then hands one of them back.
+    """
+    pairs = _pairs(members)
+    core_bounds = [bound for i, bound in enumerate(bounds) if i % 2 == 0 or i > 2 * len(pairs)]
     hand_back = [
-        Transfer(0, kept, left_out, bounds[block], bounds[block + 1], False)
-        for block, (left_out, kept) in _pairs(members)
+        Transfer(0, standing, folded, bounds[2 * i], bounds[2 * i + 1], False)
+        for i, (folded, standing) in enumerate(pairs)
     ]
-    return then(folded.fold, _halve(folded.members, folded.bounds), hand_back)
+    fold = _fold(members, bounds[0], bounds[-1])
+    return then(fold, _halve(_core(members), core_bounds), hand_back)
 
 
 def halving_all_reduce(members: Sequence[int], bounds: Sequence[int]) -> list[Transfer]:
-    """Return the part after which all members hold all blocks."""
-    folded = _fold(members, bounds)
-    halves = _halve(folded.members, folded.bounds)
-    return then(folded.fold, halves, reverse(halves), reverse(folded.fold))
+    """Return the part after which all members hold all blocks.
 
-
-class _Folded(NamedTuple):
-    """The power of two of members that go on, their blocks, and the transfers that lead there."""
-
-    members: list[int]
-    bounds: list[int]
-    fold: list[Transfer]
-
-
-def _pairs(members: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    """Return (index of the first, (first, second)) of the pairs that must become one member each.
-
-    As many pairs from the front as members exceed a power of two.
+    Args:
+        members: ranks.
+        bounds: of `core_size(len(members))` equal blocks.
     """
-    excess = len(members) - (1 << (len(members).bit_length() - 1))
-    return [(2 * i, (members[2 * i], members[2 * i + 1])) for i in range(excess)]
+    fold = _fold(members, bounds[0], bounds[-1])
+    halves = _halve(_core(members), bounds)
+    return then(fold, halves, reverse(halves), reverse(fold))
 
 
-def _fold(members: Sequence[int], bounds: Sequence[int]) -> _Folded:
-    """Let the second member of each pair stand for both, with the blocks of both."""
-    pairs = _pairs(members)
-    fold = [
-        Transfer(0, left_out, kept, bounds[0], bounds[-1], True) for _, (left_out, kept) in pairs
-    ]
-    left_out = {index for index, _ in pairs}
-    kept = [member for index, member in enumerate(members) if index not in left_out]
-    joined = {index + 1 for index in left_out}  # bounds within a pair
-    return _Folded(kept, [bound for i, bound in enumerate(bounds) if i not in joined], fold)
+def core_size(count: int) -> int:
+    """Return the largest power of two that is not larger than `count`.
+
+    >>> core_size(6), core_size(8)
+    (4, 8)
+    """
+    return 1 << (count.bit_length() - 1)
+
+
+def _pairs(members: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (folded, standing) members: as many pairs from the front as exceed a power of two."""
+    excess = len(members) - core_size(len(members))
+    return [(members[2 * i], members[2 * i + 1]) for i in range(excess)]
+
+
+def _core(members: Sequence[int]) -> list[int]:
+    """Return the power of two of members that are left when each pair is one member."""
+    folded = {first for first, _ in _pairs(members)}
+    return [member for member in members if member not in folded]
+
+
+def _fold(members: Sequence[int], begin: int, end: int) -> list[Transfer]:
+    """Return the step in which the first member of each pair gives its data to the second."""
+    return [Transfer(0, folded, standing, begin, end, True) for folded, standing in _pairs(members)]
 
 
 def _halve(members: Sequence[int], bounds: Sequence[int]) -> list[Transfer]:
-    """Return recursive halving between a power of two of members.
+    """Return recursive halving between a power of two of members, one block each.
 
     In each step a member keeps the half of its range that holds its own block, and sends the other
     half to the partner at that distance.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
 from paceline.schedules.compose import check_hosts, reverse, split, then, together
-from paceline.schedules.halving import halving_all_reduce
+from paceline.schedules.halving import core_size, halving_all_reduce
 from paceline.schedules.ring import ring_all_reduce, ring_reduce_scatter
 from paceline.schedules.schedule import Schedule, Transfer
 from paceline.schedules.trees import binomial_tree, pipeline
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Across = Literal["ring", "halving"]
-ALL_REDUCE = {"ring": ring_all_reduce, "halving": halving_all_reduce}
 
 
 def two_level_sharded(hosts: Sequence[Sequence[int]], *, across: Across = "ring") -> Schedule:
@@ -42,14 +41,13 @@ def two_level_sharded(hosts: Sequence[Sequence[int]], *, across: Across = "ring"
     Source: Ueno and Yokota, Exhaustive study of hierarchical AllReduce patterns for large messages
     between GPUs, CCGRID 2019; the shards are those of Rabenseifner's algorithm.
     """
-    check_hosts(hosts)
+    ranks = check_hosts(hosts)
     _check_equal(hosts, "two-level sharded")
-    count, size = len(hosts), len(hosts[0])
-    chunks = count * size
+    chunks = len(hosts[0]) * _blocks(len(hosts), across)
     return Schedule(
         operation="all_reduce",
         algorithm=f"two-level-sharded-{across}",
-        ranks=chunks,
+        ranks=ranks,
         chunks=chunks,
         transfers=tuple(_sharded(hosts, 0, chunks, across)),
     )
@@ -66,9 +64,9 @@ def two_level_leader(hosts: Sequence[Sequence[int]], *, across: Across = "ring")
     per leader. Source: Goyal et al., Accurate, large minibatch SGD, arXiv 1706.02677, section 4.
     """
     ranks = check_hosts(hosts)
-    chunks = len(hosts)
+    chunks = _blocks(len(hosts), across)
     gather = together(pipeline(binomial_tree(host), [0, chunks]) for host in hosts)
-    leaders = ALL_REDUCE[across]([host[0] for host in hosts], split(0, chunks, chunks))
+    leaders = _all_reduce([host[0] for host in hosts], 0, chunks, across)
     return Schedule(
         operation="all_reduce",
         algorithm=f"two-level-leader-{across}",
@@ -91,9 +89,10 @@ def torus(rows: Sequence[Sequence[int]]) -> Schedule:
     Raises:
         UsageError: the rows have different lengths.
 
-    Cost: 2 (X - 1) + 2 (Y - 1) steps at least, for Y rows of X ranks; n (1 - 1/(X Y)) bytes per
-    rank and dimension. Source: Jain and Sabharwal, Optimal bucket algorithms for large MPI
-    collectives on torus interconnects, ICS 2010; Mikami et al., arXiv 1811.05233 (one half).
+    Cost: 2 (X - 1) + 2 (Y - 1) steps for Y rows of X ranks. Per rank n (X - 1)(Y + 1)/(X Y) bytes
+    along the rows and n (X + 1)(Y - 1)/(X Y) along the columns.
+    Source: Jain and Sabharwal, Optimal bucket algorithms for large MPI collectives on torus
+    interconnects, ICS 2010; Mikami et al., arXiv 1811.05233 (one half).
     """
     check_hosts(rows)
     _check_equal(rows, "the torus")
@@ -117,10 +116,21 @@ def _sharded(
     shards = split(begin, end, size)
     inside = together(ring_reduce_scatter(host, shards) for host in hosts)
     shard_parts = [
-        ALL_REDUCE[across]([host[i] for host in hosts], split(shards[i], shards[i + 1], len(hosts)))
+        _all_reduce([host[i] for host in hosts], shards[i], shards[i + 1], across)
         for i in range(size)
     ]
     return then(inside, together(shard_parts), reverse(inside))
+
+
+def _blocks(members: int, across: Across) -> int:
+    """Return into how many blocks the all-reduce divides its chunks."""
+    return members if across == "ring" else core_size(members)
+
+
+def _all_reduce(members: Sequence[int], begin: int, end: int, across: Across) -> list[Transfer]:
+    bounds = split(begin, end, _blocks(len(members), across))
+    make = ring_all_reduce if across == "ring" else halving_all_reduce
+    return make(members, bounds)
 
 
 def _check_equal(hosts: Sequence[Sequence[int]], name: str) -> None:
