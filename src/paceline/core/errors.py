@@ -6,6 +6,7 @@
     +-- UsageError (ValueError)                      2   the command or call is impossible
     |   +-- ConfigError                              2
     |   |   +-- NewerFormat                          2   a file of a newer Paceline
+    |   +-- InvalidSchedule                          2   a collective that would go wrong
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
@@ -92,6 +93,10 @@ class ConfigError(UsageError):
 
 class NewerFormat(ConfigError):
     """A file has a later format version than this Paceline reads."""
+
+
+class InvalidSchedule(UsageError):
+    """A schedule of messages does not perform the collective that it is for."""
 
 
 class DestinationExists(UsageError, FileExistsError):
