@@ -42,6 +42,38 @@ def test_prints_what_it_wrote(outcome):
     assert "gloo" in result.stderr
 
 
+def test_collectives_of_both_libraries_are_measured_and_more_of_them_are_added(outcome, tmp_path):
+    machine = Machine.from_text(outcome[1].read_text())
+    found = {(cost.backend, cost.operation, cost.ranks) for cost in machine.collectives}
+    assert found == {
+        (backend, operation, 2)
+        for backend in ("gloo", "paceline")
+        for operation in ("all_reduce", "broadcast")
+    }
+    small = machine.collective("all_reduce").points[1].seconds.value
+    assert machine.collective("all_reduce", collectives="paceline").points[1].seconds.value < small
+    path = tmp_path / "machine.json"
+    path.write_text(outcome[1].read_text())
+    arguments = ["--quick", "--collectives", "3", "--out", str(path)]
+    result = CliRunner().invoke(verb, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    more = Machine.from_text(path.read_text())
+    assert more.devices == machine.devices
+    assert more.collectives[: len(found)] == machine.collectives
+    added = more.collectives[len(found) :]
+    assert {cost.ranks for cost in added} == {3}
+    assert {cost.operation for cost in added if cost.backend == "paceline"} == {
+        *("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+    }
+
+
+@pytest.mark.parametrize("text", ["1", "two", "", "2,"])
+def test_numbers_of_ranks_that_are_none_are_refused(text):
+    result = CliRunner().invoke(verb, ["--collectives", text])
+    assert result.exit_code == 2
+    assert "numbers of ranks" in result.output
+
+
 def test_memory_is_touched_for_the_first_time_whatever_the_allocator_keeps():
     code = (
         "import resource; from paceline.probe.compute import touch\n"

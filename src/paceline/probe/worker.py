@@ -17,7 +17,12 @@ import torch.distributed as dist
 
 from paceline.core.machine import CollectiveCost, Disturbance, FrameworkOverhead
 from paceline.core.worker_process import serve
-from paceline.probe.communication import libraries, measure_collectives, measure_ddp
+from paceline.probe.collectives import (
+    OPERATIONS,
+    PREDICTED,
+    libraries,
+    measure_collectives,
+)
 from paceline.probe.compute import (
     Effort,
     framework_records,
@@ -27,6 +32,7 @@ from paceline.probe.compute import (
     measure_rates,
     overhead_records,
 )
+from paceline.probe.ddp import measure_ddp
 from paceline.probe.protocol import (
     CommunicationMeasurement,
     ComputeMeasurement,
@@ -121,29 +127,40 @@ def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
             own_cores=bool(request.cores),
         )
 
-    compute = _measure_compute(threads, request, dist.barrier, quiet_parts())
-    parts = quiet_parts()
+    compute: tuple[ComputeMeasurement, ...] = ()
+    if not request.only_collectives:
+        compute = (_measure_compute(threads, request, dist.barrier, quiet_parts()),)
+    return WorkerMeasurement(
+        torch=str(torch.__version__),
+        compute=compute,
+        communication=_measure_communication(threads, request, quiet_parts()),
+    )
+
+
+def _measure_communication(
+    threads: int, request: MeasureRequest, parts: QuietParts
+) -> CommunicationMeasurement:
+    operations = OPERATIONS if request.only_collectives else PREDICTED
     collectives: list[CollectiveCost] = []
     ddp: list[FrameworkOverhead] = []
     for library in libraries():
         costs = parts.measure(
             f"collectives of {library.backend}",
-            functools.partial(measure_collectives, library, quick=request.quick),
+            functools.partial(measure_collectives, library, operations, quick=request.quick),
         )
         collectives += costs
-        ddp += parts.measure(
-            f"DistributedDataParallel over {library.backend}",
-            functools.partial(measure_ddp, library, costs[0], threads=threads, quick=request.quick),
-        )
-    return WorkerMeasurement(
-        torch=str(torch.__version__),
-        compute=(compute,),
-        communication=CommunicationMeasurement(
-            collectives=tuple(collectives),
-            ddp=tuple(ddp),
-            disturbed=parts.disturbances(_where(threads, request.ranks)),
-            repeated=parts.repetitions(_where(threads, request.ranks)),
-        ),
+        if not request.only_collectives:
+            ddp += parts.measure(
+                f"DistributedDataParallel over {library.backend}",
+                functools.partial(
+                    measure_ddp, library, costs[0], threads=threads, quick=request.quick
+                ),
+            )
+    return CommunicationMeasurement(
+        collectives=tuple(collectives),
+        ddp=tuple(ddp),
+        disturbed=parts.disturbances(_where(threads, request.ranks)),
+        repeated=parts.repetitions(_where(threads, request.ranks)),
     )
 
 

@@ -1,36 +1,30 @@
-"""Measures the cost of communication in training between two ranks. Imports torch.
+"""Measures what DistributedDataParallel adds to a step of two ranks. Imports torch.
 
-Over gloo and, where the ranks share memory, over the backend ``paceline``. A collective is measured
-at several sizes, which become the curve of a CollectiveCost. What DistributedDataParallel adds is
-the difference between steps with and without it. Every figure is an
-array: the value over all rounds first, then that of each round alone (`figures`).
-
-Steps with DistributedDataParallel are recorded while they are measured, since those of a run are.
+It is the difference between steps with and without it, recorded as those of a run are. Every figure
+is an array: the value over all rounds first, then that of each round alone (`figures`).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.collectives.registration import NAME, register
-from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
+from paceline.core.machine import FrameworkOverhead
 from paceline.probe.figures import probed, typical_by_round
 from paceline.trace.collectors.torch import discarded_recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from paceline.core.machine import CollectiveCost
+    from paceline.probe.collectives import Library
 
-SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 LEAST_LATENCY_S, LEAST_S_PER_BYTE = 1e-7, 1e-13
 OTHER_BYTES = 16 << 20
-CALLS, STEPS = 16, 60  # both ranks must make the same number of calls: no budget of time decides
+STEPS = 60  # both ranks must make the same number of steps: no budget of time decides
 
 
 def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
@@ -38,78 +32,6 @@ def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float
     weighted = np.stack([np.ones_like(sizes_bytes), sizes_bytes], axis=1) / seconds[:, None]
     latency_s, per_byte = np.linalg.lstsq(weighted, np.ones_like(seconds), rcond=None)[0]
     return max(float(latency_s), LEAST_LATENCY_S), max(float(per_byte), LEAST_S_PER_BYTE)
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """Whose collectives are measured.
-
-    Attributes:
-        backend: its name for torch.
-        level: of the links that it uses between ranks of a host.
-        group: of both ranks.
-    """
-
-    backend: str
-    level: str
-    group: Any
-
-
-def libraries() -> list[Library]:
-    """Return gloo, and the backend ``paceline`` if the ranks share memory; both ranks call this."""
-    register()
-    ours = dist.new_group(backend=NAME)
-    found = [Library("gloo", "loopback", dist.group.WORLD)]
-    if ours.shares_memory:
-        found.append(Library(NAME, "shared-memory", ours))
-    return found
-
-
-def measure_collectives(library: Library, *, quick: bool) -> tuple[CollectiveCost, ...]:
-    """Return the costs of all-reduce and broadcast between two ranks."""
-    calls = CALLS // 2 if quick else CALLS
-    costs = []
-    for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
-        figures = []
-        for size in SIZES_BYTES:
-            data = torch.zeros(size // 4)
-            dist.barrier()
-            operation(data, library.group)
-            figures.append(
-                typical_by_round([_timed(operation, data, library.group) for _ in range(calls)])
-            )
-        # More bytes never take less time: what looks so is noise.
-        seconds = np.maximum.accumulate(np.asarray(figures) / per_call, axis=0)
-        costs.append(
-            CollectiveCost(
-                backend=library.backend,
-                operation=name,
-                level=library.level,
-                points=tuple(
-                    CollectivePoint(bytes=float(size), seconds=probed(row))
-                    for size, row in zip(SIZES_BYTES, seconds, strict=True)
-                ),
-            )
-        )
-    return tuple(costs)
-
-
-def _timed(
-    operation: Callable[[torch.Tensor, Any], object], data: torch.Tensor, group: Any
-) -> float:
-    begin = time.perf_counter()
-    operation(data, group)
-    return time.perf_counter() - begin
-
-
-def _all_reduce(data: torch.Tensor, group: Any) -> None:
-    dist.all_reduce(data, group=group)
-
-
-def _broadcast(data: torch.Tensor, group: Any) -> None:
-    # The two directions in turn: with one alone the root would run ahead of the other rank.
-    dist.broadcast(data, 0, group=group)
-    dist.broadcast(data, 1, group=group)
 
 
 def measure_ddp(
