@@ -83,7 +83,7 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     allocator = allocator_setting("keep", environment())  # as paceline run gives it to the ranks
     for ranks in (1, PAIR):
         on_progress(
-            "compute, one process alone" if ranks == 1 else "compute and collectives, two processes"
+            "compute, one process alone" if ranks == 1 else "compute, two processes; collectives"
         )
         try:
             measured = _run_workers(ranks, allocator, quick=quick)
