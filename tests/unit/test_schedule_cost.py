@@ -11,7 +11,8 @@ from machines import sheet
 from schedule_cases import interleaved, schedules
 
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.machine import Device, Link, Machine
+from paceline.core.machine import CollectiveCost, CollectivePoint, Device, Link, Machine
+from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.schedules import (
     Schedule,
     Topology,
@@ -259,6 +260,28 @@ def test_what_does_not_fit_is_refused():
         Schedule(operation="all_reduec", algorithm="x", ranks=2, chunks=3)
 
 
+def test_perf_extends_a_measured_curve_as_the_replay_does():
+    """The formulas of `perf.communication` for more ranks are those of the ring and of the tree."""
+
+    def measured(schedule):
+        points = zip(SIZES, schedule_s(schedule, flat(schedule.ranks), SIZES), strict=True)
+        return CollectiveCost(
+            backend="any",
+            operation=schedule.operation,
+            ranks=schedule.ranks,
+            level="network",
+            points=tuple(CollectivePoint(bytes=n, seconds=sheet(s)) for n, s in points),
+        )
+
+    for ranks in (2, 8, 64):
+        (ring_s,) = schedule_s(ring("all_reduce", ranks), flat(ranks), [3e7])
+        assert sum(all_reduce_s(measured(ring("all_reduce", 4)), 3e7, ranks)) == pytest.approx(
+            ring_s
+        )
+        (tree_s,) = schedule_s(binomial("broadcast", ranks), flat(ranks), [3e7])
+        assert broadcast_s(measured(binomial("broadcast", 4)), 3e7, ranks) == pytest.approx(tree_s)
+
+
 def test_one_rank_takes_no_time():
     for schedule in schedules(1):
         assert schedule_s(schedule, flat(1), [0, 1e9]).tolist() == [0, 0]
@@ -274,7 +297,7 @@ def test_interleaved_hosts_cost_a_flat_ring_more():
     assert far > 3 * near > near > sharded
 
 
-@pytest.mark.parametrize("name", ["compose", "trees", "check", "halving"])
+@pytest.mark.parametrize("name", ["compose", "groups", "check", "halving"])
 def test_examples_hold(name):
     result = doctest.testmod(importlib.import_module(f"paceline.schedules.{name}"))
     assert result.attempted

@@ -15,12 +15,13 @@ read the same data, so prediction and execution cannot differ in what is sent.
 
 from paceline.schedules.check import check
 from paceline.schedules.cost import best_chunks, level_volumes, schedule_s
+from paceline.schedules.groups import groups_of
 from paceline.schedules.halving import halving_doubling, recursive_doubling
 from paceline.schedules.hierarchy import torus, two_level_leader, two_level_sharded
 from paceline.schedules.ring import ring
 from paceline.schedules.schedule import Schedule, Transfer
 from paceline.schedules.topology import Topology
-from paceline.schedules.trees import binomial, chain, chain_binomial, chain_chain, groups_of
+from paceline.schedules.trees import binomial, chain, chain_binomial, chain_chain
 
 __all__ = [
     "Schedule",
