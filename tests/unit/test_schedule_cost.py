@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ from paceline.schedules import (
     Topology,
     best_chunks,
     binomial,
+    candidates,
     chain,
     chain_binomial,
     chain_chain,
+    check,
+    fastest,
     groups_of,
     halving_doubling,
     level_volumes,
@@ -31,6 +35,7 @@ from paceline.schedules import (
     two_level_leader,
     two_level_sharded,
 )
+from paceline.schedules.schedule import Operation
 
 A, B, GAMMA = 10e-6, 1e-9, 0.2e-9  # seconds a message, a byte, a reduced byte
 SIZES = np.array([0.0, 1000.0, 1e6, 1e9])
@@ -280,6 +285,27 @@ def test_perf_extends_a_measured_curve_as_the_replay_does():
         )
         (tree_s,) = schedule_s(binomial("broadcast", ranks), flat(ranks), [3e7])
         assert broadcast_s(measured(binomial("broadcast", 4)), 3e7, ranks) == pytest.approx(tree_s)
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+@pytest.mark.parametrize("hosts", [groups_of(8, 4), ((0, 1, 2), (3, 4)), groups_of(4, 4)])
+def test_the_fastest_is_no_slower_than_any_candidate(operation, hosts):
+    topology = two_levels(hosts)
+    chosen = fastest(operation, topology, SIZES)
+    found = candidates(operation, hosts)
+    for i, size in enumerate(SIZES):
+        times = [schedule_s(schedule, topology, [size])[0] for schedule in found]
+        assert schedule_s(chosen[i], topology, [size])[0] == min(times)
+    for schedule in found:
+        check(schedule)
+        assert schedule.operation == operation
+    assert len({(schedule.algorithm, schedule.chunks) for schedule in found}) == len(found)
+
+
+def test_the_choice_goes_from_few_messages_to_few_bytes():
+    first, *_, last = fastest("all_reduce", two_levels(groups_of(16, 4)), SIZES)
+    assert first.steps < last.steps
+    assert last.algorithm.startswith("two-level-sharded")
 
 
 def test_one_rank_takes_no_time():

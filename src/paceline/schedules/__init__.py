@@ -11,9 +11,12 @@ read the same data, so prediction and execution cannot differ in what is sent.
       chain_binomial, chain_chain
     two_level_sharded, two_level_leader,       all_reduce
       torus
+
+`fastest` compares all of them by their predicted time.
 """
 
 from paceline.schedules.check import check
+from paceline.schedules.choice import candidates, fastest
 from paceline.schedules.cost import best_chunks, level_volumes, schedule_s
 from paceline.schedules.groups import groups_of
 from paceline.schedules.halving import halving_doubling, recursive_doubling
@@ -29,10 +32,12 @@ __all__ = [
     "Transfer",
     "best_chunks",
     "binomial",
+    "candidates",
     "chain",
     "chain_binomial",
     "chain_chain",
     "check",
+    "fastest",
     "groups_of",
     "halving_doubling",
     "level_volumes",
