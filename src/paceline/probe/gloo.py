@@ -39,7 +39,7 @@ def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float
 
 def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
     """Return the costs of all-reduce and broadcast over gloo between two ranks."""
-    calls = CALLS // 4 if quick else CALLS
+    calls = CALLS // 2 if quick else CALLS
     costs = []
     for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
         figures = []
@@ -98,7 +98,7 @@ def measure_ddp(
     sizes = np.asarray([point.bytes for point in all_reduce.points[1:]])
     times = np.asarray([point.seconds.value for point in all_reduce.points[1:]])
     latency_s, bare_s_per_byte = fit_line(sizes, times)
-    steps = STEPS // 4 if quick else STEPS
+    steps = STEPS // 2 if quick else STEPS
     small = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     large = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
     normed = nn.Sequential(
@@ -106,7 +106,7 @@ def measure_ddp(
     )
     forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
     normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
-    _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
+    _, large_s = _added_s(large, torch.randn(8, 768), steps // 2)
     few, many = (sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large))
     s_per_byte = np.maximum(bare_s_per_byte, (large_s - backward_s) / (many - few))
     where = {"framework": "ddp", "threads": threads, "processes": 2}

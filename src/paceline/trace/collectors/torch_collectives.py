@@ -21,7 +21,7 @@ from paceline.trace.collectors import torch_operators as operators
 from paceline.trace.collectors.torch_hooks import RecordedKind, around
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.collectors.torch_internals import Capability
-from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, SEND, Kind
+from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.trace.collectors.torch_in_flight import InFlight, Issued
 
 _LOG = logging.getLogger(__name__)
-_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}  # all else is a collective
 
 
 class CollectiveRecorder:
@@ -97,7 +96,7 @@ class CollectiveRecorder:
     def _c10d_kernel(
         self, word: str, overload: Any, places: operators.Places
     ) -> Callable[..., Any]:
-        kind, name = _KINDS.get(word, Kind.COLLECTIVE), self.recorder.intern(word)
+        kind, name = operators.kind_of(word), self.recorder.intern(word)
         in_flight, groups = self.in_flight, self.in_flight.groups
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
@@ -152,7 +151,7 @@ class CollectiveRecorder:
     def _functional_kernel(
         self, word: str, overload: Any, places: operators.Places
     ) -> Callable[..., Any]:
-        kind, name = _KINDS.get(word, Kind.COLLECTIVE), self.recorder.intern(word)
+        kind, name = operators.kind_of(word), self.recorder.intern(word)
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
             payload = operators.payload_of(args[places.payload or 0])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
-from paceline.trace.format.events import RECV, SEND
+from paceline.trace.format.events import RECV, SEND, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +63,7 @@ NOT_COMMUNICATION = frozenset(
     {"check_for_nan", "wait_tensor", "_wrap_tensor_autograd", "batch_p2p_ops"}
 )
 _PEERS = ("root_rank", "dst", "src")
+_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors(item)
+
+
+def kind_of(word: str) -> Kind:
+    """Return the kind of event of an operation, by the field's word for it."""
+    return _KINDS.get(word, Kind.COLLECTIVE)
 
 
 class Payload(NamedTuple):
