@@ -67,9 +67,10 @@ Floats sum_of(int ranks, std::size_t count) {
   return sum;
 }
 
-// Around the eager limit, the chunk (16 KiB in these tests) and the slot.
+// Around the eager limit and the chunk (16 KiB in these tests).
 const std::size_t counts[] = {0, 1, 3, 17, 1000, 1025, 4096, 5001, 20000};
-const SegmentOptions small_segments{.slot_bytes = 16384, .packet_bytes = 8192, .heap_bytes = 1 << 20};
+const SegmentOptions small_segments{
+    .ring_bytes = 6 * 16384, .packet_bytes = 8192, .heap_bytes = 1 << 20};
 GroupOptions small_options() {
   GroupOptions options;
   options.eager_bytes = 4096;
