@@ -16,23 +16,27 @@ class CollectivesConfig(Configuration):
     """How collectives between hosts run; rank 0's values hold for all ranks.
 
     Changes results: `wire`.
-    Changes speed: `flat_below_bytes`.
+    Changes speed: `flat_below_bytes`, `chunk_bytes`.
 
     Attributes:
-        wire: ``bfloat16`` sends float32 sums between hosts in half the bytes: each host's sum is
-            rounded, the hosts' sums are added in float32, and the total is rounded; ``same`` sends
-            what the tensor has.
+        wire: ``bfloat16`` has float32 sums travel between hosts in half the bytes: each host's sum
+            is rounded to it, and so is each addition of another host's; ``same`` sends what the
+            tensor has.
         flat_below_bytes: an all-reduce of fewer bytes runs on one flat gloo group: there two levels
             take longer, for they have more messages one after the other (bench/hierarchy.py).
+        chunk_bytes: a tensor travels between H hosts in chunks of H times as many bytes: two are on
+            the wire while the host sums the next (bench/hierarchy.py).
     """
 
     section: ClassVar[str] = "collectives"
     wire: Literal["same", "bfloat16"] = "same"
-    flat_below_bytes: int = 256 * KIB
+    flat_below_bytes: int = 32 * KIB
+    chunk_bytes: int = 512 * KIB
 
     def __post_init__(self) -> None:
-        if self.flat_below_bytes < 0:
-            raise ConfigError(
-                f"flat_below_bytes must be at least 0, got {self.flat_below_bytes}",
-                fix="Give a number of bytes",
-            )
+        for name, least in (("flat_below_bytes", 0), ("chunk_bytes", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} must be at least {least}, got {getattr(self, name)}",
+                    fix="Give a number of bytes",
+                )

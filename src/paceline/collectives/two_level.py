@@ -8,7 +8,8 @@ All-reduce of n bytes, with L ranks on each of H hosts::
              rank 1 <----------------> rank 3     that hold the same shard, all at once
     3        all-gather  ...       shared memory: each rank has all n bytes
 
-A link carries 2 n (H-1)/H bytes each way; a flat ring that knows no hosts carries up to twice that.
+A tensor passes in chunks: the exchange of a chunk is under way while the host sums the next one. A
+link carries 2 n (H-1)/H bytes each way; a flat ring that knows no hosts carries up to twice that.
 All calls run on one communication thread, in the order in which they were made.
 
 Source: A. A. Awan et al., S-Caffe, PPoPP 2017 (hierarchical reduction); two-level sharding as in
@@ -18,6 +19,7 @@ Horovod's NCCLHierarchicalAllreduce.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +59,10 @@ _TYPES = frozenset(
 )
 
 
+_SUMS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.AVG})
+_CHUNKS_ON_WIRE = 2  # gloo has two threads
+
+
 class HostPlace(NamedTuple):
     """Where a group's ranks are.
 
@@ -76,6 +82,24 @@ class HostPlace(NamedTuple):
             if rank in ranks:
                 return host, ranks.index(rank)
         raise ValueError(rank)
+
+
+class _Chunk(NamedTuple):
+    """A part of a tensor that is being reduced.
+
+    Attributes:
+        target: the part, contiguous.
+        whole: the same, or a copy that the host's ranks can divide.
+        shard: this rank's share of it.
+        sent: the same, or a copy in the data type of the wire.
+        work: gloo's all-reduce of it over hosts.
+    """
+
+    target: torch.Tensor
+    whole: torch.Tensor
+    shard: torch.Tensor
+    sent: torch.Tensor
+    work: Any
 
 
 class TwoLevelPath:
@@ -132,61 +156,59 @@ class TwoLevelPath:
         """
         for tensor in tensors:
             dense = dense_of(tensor)
-            self._all_reduce_dense(dense.view(-1), op, timeout_s)
+            self._all_reduce_flat(dense.detach().view(-1), op, timeout_s)
             copy_back(dense, tensor)
 
-    def _all_reduce_dense(self, flat: torch.Tensor, op: Any, timeout_s: float) -> None:
+    def _all_reduce_flat(self, flat: torch.Tensor, op: Any, timeout_s: float) -> None:
+        """Reduce a tensor by chunks: while two are on the wire, the next is summed on the host."""
+        under_way: deque[_Chunk] = deque()
+        for chunk in flat.split(self._chunk_count(flat)):
+            under_way.append(self._start(chunk, op, timeout_s))
+            if len(under_way) > _CHUNKS_ON_WIRE:
+                self._finish(under_way.popleft(), op, timeout_s)
+        while under_way:
+            self._finish(under_way.popleft(), op, timeout_s)
+
+    def _chunk_count(self, flat: torch.Tensor) -> int:
+        """Return the elements of a chunk, a multiple of the ranks of a host."""
         ranks = self._group.ranks
-        count = -(-flat.numel() // ranks)
-        whole = flat
-        if count * ranks != flat.numel():  # what is added belongs to no tensor
-            whole = torch.zeros(count * ranks, dtype=flat.dtype)
-            whole[: flat.numel()] = flat
-        shard = torch.empty(count, dtype=flat.dtype)
-        dtype, factor = native_type(flat.dtype)
+        chunk_bytes = self._config.chunk_bytes * len(self._place.hosts)
+        return max(chunk_bytes // int(flat.element_size()) // ranks, 1) * ranks
+
+    def _start(self, chunk: torch.Tensor, op: Any, timeout_s: float) -> _Chunk:
+        """Sum a chunk on the host, and start the exchange of this rank's shard of it."""
+        ranks = self._group.ranks
+        count = -(-chunk.numel() // ranks)
+        whole = chunk
+        if count * ranks != chunk.numel():  # what is added belongs to no tensor
+            whole = torch.zeros(count * ranks, dtype=chunk.dtype)
+            whole[: chunk.numel()] = chunk
+        shard = torch.empty(count, dtype=chunk.dtype)
+        dtype, factor = native_type(chunk.dtype)
         self._group.reduce_scatter(
             *(whole.data_ptr(), shard.data_ptr(), count * factor, dtype),
             *(_REDUCTIONS[op.op], timeout_s),
         )
-        self._all_reduce_between_hosts(shard, op, timeout_s)
-        self._group.all_gather(
-            shard.data_ptr(), whole.data_ptr(), count * shard.element_size(), timeout_s
-        )
-        if whole is not flat:
-            flat.copy_(whole[: flat.numel()])
+        rounded = self._config.wire == "bfloat16" and shard.dtype == torch.float32
+        sent = shard.bfloat16() if rounded and op.op in _SUMS else shard
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if op.op in _SUMS else op
+        options.timeout = timedelta(seconds=timeout_s)
+        return _Chunk(chunk, whole, shard, sent, self._cross.allreduce([sent], options))
 
-    def _all_reduce_between_hosts(self, shard: torch.Tensor, op: Any, timeout_s: float) -> None:
-        is_sum = op.op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        if is_sum and shard.dtype == torch.float32 and self._config.wire == "bfloat16":
-            self._sum_in_bfloat16(shard, timeout_s)
-        else:
-            options = c10d.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.SUM if is_sum else op
-            options.timeout = timedelta(seconds=timeout_s)
-            self._cross.allreduce([shard], options).wait()
+    def _finish(self, chunk: _Chunk, op: Any, timeout_s: float) -> None:
+        """Wait for the hosts' sum of this rank's shard, and give it to the ranks of the host."""
+        shard = chunk.shard
+        chunk.work.wait()
+        if chunk.sent is not shard:
+            shard.copy_(chunk.sent)
         if op.op == dist.ReduceOp.AVG:
-            rounding = None if shard.is_floating_point() else "trunc"
-            shard.div_(self._size, rounding_mode=rounding)
-
-    def _sum_in_bfloat16(self, shard: torch.Tensor, timeout_s: float) -> None:
-        """Sum float32 shards over the hosts; send bfloat16, add in float32, in order of hosts.
-
-        Each host sums a part of the shard that it gets from all hosts, and sends the sum to all: as
-        many bytes as a ring sends. All hosts end with the same bits, of bfloat16.
-        """
-        hosts = len(self._place.hosts)
-        count = -(-shard.numel() // hosts)
-        sent = torch.zeros(count * hosts, dtype=torch.bfloat16)
-        sent[: shard.numel()] = shard
-        parts = torch.empty_like(sent)
-        exchange = c10d.AllToAllOptions()
-        exchange.timeout = timedelta(seconds=timeout_s)
-        self._cross.alltoall_base(parts, sent, [], [], exchange).wait()
-        total = parts.view(hosts, count).float().sum(0).bfloat16()
-        gather = c10d.AllgatherOptions()
-        gather.timeout = timedelta(seconds=timeout_s)
-        self._cross._allgather_base(sent, total, gather).wait()  # noqa: SLF001  # torch's name
-        shard.copy_(sent[: shard.numel()])
+            shard.div_(self._size, rounding_mode=None if shard.is_floating_point() else "trunc")
+        self._group.all_gather(
+            shard.data_ptr(), chunk.whole.data_ptr(), size_bytes(shard), timeout_s
+        )
+        if chunk.whole is not chunk.target:
+            chunk.target.copy_(chunk.whole[: chunk.target.numel()])
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, timeout_s: float) -> None:
         """Reduce a tensor over the ranks into that of `root`.

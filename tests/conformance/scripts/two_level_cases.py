@@ -24,7 +24,7 @@ COUNTS = (1, 2, 3, 1000, 65537)
 def pretend_hosts(store, rank, size, timeout_s):
     """Return a path as if each two ranks were on a host."""
     hosts = [list(range(first, first + 2)) for first in range(0, size, 2)]
-    config = CollectivesConfig(wire=WIRE, flat_below_bytes=0)
+    config = CollectivesConfig(wire=WIRE, flat_below_bytes=0, chunk_bytes=2048)
     own = dist.PrefixStore("pretended/", store)
     return paths.two_levels(own, hosts, rank, timeout_s, config)
 
@@ -76,7 +76,7 @@ def case_sums_on_the_wire_have_the_same_bits_everywhere():
     gloo = dist.new_group(backend="gloo")
     dist.all_reduce(exact, group=gloo)
     error = (tensor - exact).abs().max() / exact.abs().max()
-    assert error < (2**-8 if WIRE == "bfloat16" else 1e-6), error
+    assert error < (2**-7 if WIRE == "bfloat16" else 1e-6), error
     assert WIRE != "bfloat16" or error > 1e-6  # it was rounded indeed
 
 
