@@ -19,21 +19,18 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.collectives.host_path import check_parts, check_sizes
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME
+from paceline.collectives.tensors import check_parts, check_sizes
 from paceline.collectives.works import CombinedWork, CompletedWork
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
-
-if TYPE_CHECKING:
-    from paceline.collectives.path import Path
 
 _UNSET = timedelta(0)
 
@@ -79,7 +76,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():  # pragma: no cover - GPU
             self._register_nccl(store, rank, size)
-        self._path: Path | None = make_path(store, rank, size, timeout.total_seconds())
+        self._path = make_path(store, rank, size, timeout.total_seconds())
 
     def _register_nccl(self, store: Any, rank: int, size: int) -> None:  # pragma: no cover - GPU
         """Give tensors on a GPU to NCCL, which connects with the first of them."""
@@ -142,40 +139,36 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Reduce each tensor over the ranks, in place."""
         tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
         path = self._path
-        if path is None or not path.reduces(tensors, opts.reduceOp):
+        if path is None or not path.reduces("all_reduce", tensors, opts.reduceOp):
             return self._other(tensors[0]).allreduce(tensors, opts)
-        for tensor in tensors:
-            path.all_reduce(tensor, opts.reduceOp, self._seconds(opts))
-        return CompletedWork(tensors)
+        return path.run(tensors, path.all_reduce, tensors, opts.reduceOp, self._seconds(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce each of several tensors over the ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
         path = self._path
-        if path is None or not path.reduces(tensors, opts.reduceOp):
+        if path is None or not path.reduces("all_reduce", tensors, opts.reduceOp):
             return self._other(tensors[0]).allreduce_coalesced(tensors, opts)
-        for tensor in tensors:
-            path.all_reduce(tensor, opts.reduceOp, self._seconds(opts))
-        return CompletedWork(tensors)
+        return path.run(tensors, path.all_reduce, tensors, opts.reduceOp, self._seconds(opts))
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce a tensor over the ranks into that of the root."""
         tensors, opts = _listed(tensors), opts or c10d.ReduceOptions()
         path = self._path
-        if path is None or not path.reduces(tensors, opts.reduceOp):
+        if path is None or not path.reduces("reduce", tensors, opts.reduceOp):
             return self._other(tensors[0]).reduce(tensors, opts)
-        path.reduce(tensors[0], opts.reduceOp, opts.rootRank, self._seconds(opts))
-        return CompletedWork(tensors)
+        given = (tensors[0], opts.reduceOp, opts.rootRank)
+        return path.run(tensors, path.reduce, *given, self._seconds(opts))
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         """Reduce over the ranks; each rank gets its part of the result."""
         opts = opts or c10d.ReduceScatterOptions()
         path = self._path
         check_sizes("reduce_scatter", given, output, self.size())
-        if path is None or not path.reduces([output, given], opts.reduceOp):
+        if path is None or not path.reduces("reduce_scatter", [output, given], opts.reduceOp):
             return self._other(output)._reduce_scatter_base(output, given, opts)  # noqa: SLF001  # torch's name
-        path.reduce_scatter(output, given, opts.reduceOp, self._seconds(opts))
-        return CompletedWork([output])
+        op = opts.reduceOp
+        return path.run([output], path.reduce_scatter, output, given, op, self._seconds(opts))
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -195,11 +188,11 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         opts = opts or c10d.ReduceScatterOptions()
         path = self._path
         fits = len(outputs) == len(given) == 1 and self._is_list_for(given[0], outputs[0])
-        if path is None or not fits or not path.reduces(outputs, opts.reduceOp):
+        if path is None or not fits or not path.reduces("reduce_scatter", outputs, opts.reduceOp):
             return self._other(outputs[0]).reduce_scatter(outputs, given, opts)
         flat = torch.cat([tensor.reshape(-1) for tensor in given[0]])
-        path.reduce_scatter(outputs[0], flat, opts.reduceOp, self._seconds(opts))
-        return CompletedWork(outputs)
+        op = opts.reduceOp
+        return path.run(outputs, path.reduce_scatter, outputs[0], flat, op, self._seconds(opts))
 
     def _is_list_for(self, tensors: Any, tensor: torch.Tensor) -> bool:
         """Return whether `tensors` has a tensor for each rank, all like `tensor`."""
@@ -213,21 +206,18 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Copy the root's tensor to all ranks."""
         tensors, opts = _listed(tensors), opts or c10d.BroadcastOptions()
         path = self._path
-        if path is None or not path.moves(tensors):
+        if path is None or not path.moves("broadcast", tensors):
             return self._other(tensors[0]).broadcast(tensors, opts)
-        for tensor in tensors:
-            path.broadcast(tensor, opts.rootRank, self._seconds(opts))
-        return CompletedWork(tensors)
+        return path.run(tensors, path.broadcast, tensors, opts.rootRank, self._seconds(opts))
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         """Copy all ranks' tensors, one after the other, to each rank."""
         opts = opts or c10d.AllgatherOptions()
         path = self._path
         check_sizes("all_gather", output, given, self.size())
-        if path is None or not path.moves([output, given]):
+        if path is None or not path.moves("all_gather", [output, given]):
             return self._other(output)._allgather_base(output, given, opts)  # noqa: SLF001  # torch's name
-        path.all_gather(output, given, self._seconds(opts))
-        return CompletedWork([output])
+        return path.run([output], path.all_gather, output, given, self._seconds(opts))
 
     _allgather_base = all_gather_single
 
@@ -247,7 +237,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         opts = opts or c10d.AllgatherOptions()
         path = self._path
         fits = len(outputs) == len(given) == 1 and self._is_list_for(outputs[0], given[0])
-        if path is None or not fits or not path.moves(given):
+        if path is None or not fits or not path.moves("all_gather", given):
             return self._other(given[0]).allgather(outputs, given, opts)
         flat = given[0].new_empty(self.size() * given[0].numel())
         path.all_gather(flat, given[0], self._seconds(opts))
@@ -257,7 +247,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
     def allgather_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> Any:
         """Copy several tensors of all ranks to each rank; `outputs` has a list for each rank."""
         opts = opts or c10d.AllgatherOptions()
-        if self._path is None:
+        if self._path is None or not self._path.moves("all_gather", given):
             return self._gloo.allgather_coalesced(outputs, given, opts)
         columns = [list(column) for column in zip(*outputs, strict=True)]
         return CombinedWork(
@@ -275,7 +265,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         path = self._path
         is_root = opts.rootRank == self.rank()
         fits = not is_root or (len(outputs) == 1 and self._is_list_for(outputs[0], given[0]))
-        if path is None or not fits or not path.moves(given):
+        if path is None or not fits or not path.moves("gather", given):
             return self._other(given[0]).gather(outputs, given, opts)
         flat = given[0].new_empty(self.size() * given[0].numel() if is_root else 0)
         path.gather(flat, given[0], opts.rootRank, self._seconds(opts))
@@ -289,11 +279,11 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         path = self._path
         is_root = opts.rootRank == self.rank()
         fits = not is_root or (len(given) == 1 and self._is_list_for(given[0], outputs[0]))
-        if path is None or not fits or not path.moves(outputs):
+        if path is None or not fits or not path.moves("scatter", outputs):
             return self._other(outputs[0]).scatter(outputs, given, opts)
         flat = torch.cat([tensor.reshape(-1) for tensor in given[0]]) if is_root else outputs[0]
-        path.scatter(outputs[0], flat, opts.rootRank, self._seconds(opts))
-        return CompletedWork(outputs)
+        root = opts.rootRank
+        return path.run(outputs, path.scatter, outputs[0], flat, root, self._seconds(opts))
 
     def all_to_all_single(
         self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None
@@ -301,12 +291,12 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Exchange parts: each rank gives every rank one; sizes are along the first dimension."""
         opts = opts or c10d.AllToAllOptions()
         path = self._path
-        if path is None or not path.moves([output, given]):
+        if path is None or not path.moves("all_to_all", [output, given]):
             return self._other(output).alltoall_base(output, given, output_sizes, input_sizes, opts)
         check_parts(output, output_sizes, self.size())
         check_parts(given, input_sizes, self.size())
-        path.all_to_all(output, given, output_sizes, input_sizes, self._seconds(opts))
-        return CompletedWork([output])
+        sizes = (output_sizes, input_sizes)
+        return path.run([output], path.all_to_all, output, given, *sizes, self._seconds(opts))
 
     alltoall_base = all_to_all_single
 
@@ -314,7 +304,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Exchange tensors: each rank gives every rank one of a list."""
         opts = opts or c10d.AllToAllOptions()
         path = self._path
-        if path is None or not path.moves([*outputs, *given]):
+        if path is None or not path.moves("all_to_all", [*outputs, *given]):
             return self._other(outputs[0]).alltoall(outputs, given, opts)
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         filled = flat.new_empty(sum(tensor.numel() for tensor in outputs))
@@ -331,10 +321,9 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         device = opts.device
         if device is not None and device.type != "cpu":  # pragma: no cover - GPU
             return self._get_backend(device).barrier(opts)
-        if self._path is None:
+        if self._path is None or not self._path.moves("barrier", []):
             return self._gloo.barrier(opts)
-        self._path.barrier(self._seconds(opts))
-        return CompletedWork([])
+        return self._path.run([], self._path.barrier, self._seconds(opts))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 names those that do not come."""
