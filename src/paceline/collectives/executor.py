@@ -124,7 +124,8 @@ class ScheduleExecutor:
         Raises:
             DeadlineExceeded: a peer did not send or receive in time; names peer and step.
             RankLost: the connection to a peer failed; names peer and step.
-            UsageError: the buffer is not contiguous, `op` is unknown, or an earlier run failed.
+            UsageError: the buffer is not contiguous, `op` is unknown, an earlier run failed, or
+                ranks passed buffers of different sizes (as far as the transport notices it).
 
         After an error the buffer holds parts of the result, messages may still be on their way, and
         neither this executor nor its transport can be used again.

@@ -110,7 +110,7 @@ def chain_tree(members: Sequence[int], height: int = 0) -> list[Edge]:
 def binomial_tree(members: Sequence[int], height: int = 0) -> list[Edge]:
     """Return the binomial tree to the first member; its leaves send from `height` on.
 
-    Member i, whose lowest bit is bit s, sends in round s to the member without that bit.
+    Member i, whose lowest set bit is bit s, sends at height s to the member without that bit.
     """
     return [
         Edge(members[i], members[i & (i - 1)], height + (i & -i).bit_length() - 1)
