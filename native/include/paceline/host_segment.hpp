@@ -102,7 +102,7 @@ constexpr std::size_t packet_count = 4;
 struct SegmentOptions {
   // Larger than a level 2 cache: what a rank writes must not be in its peer's cache any more, and a
   // line that is modified in the cache of another core takes longest to read (bench/LOG.md).
-  std::size_t ring_bytes = std::size_t{4} << 20;
+  std::size_t ring_bytes = std::size_t{2} << 20;
   std::size_t packet_bytes = std::size_t{64} << 10;
   std::size_t heap_bytes = 0;
 };
