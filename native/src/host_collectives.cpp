@@ -1,6 +1,5 @@
 // The collectives of HostGroup, as chunks that go through slots or are read in place.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "host_call.hpp"
@@ -14,7 +13,9 @@ constexpr std::size_t in_place_block_bytes = std::size_t{32} << 10;
 std::size_t divided_up(std::size_t amount, std::size_t unit) { return (amount + unit - 1) / unit; }
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+  if (bytes == 0 || to == from) return;
+  static const CopyKernel kernel = copy_kernel();
+  kernel(to, from, bytes);
 }
 
 }  // namespace
@@ -46,45 +47,27 @@ void HostGroup::all_reduce(std::byte* data, std::size_t count, DType dtype, Redu
   const ReductionKernel reduction = kernel(dtype, op);
   const Call call(*this, {Operation::all_reduce, count, -1, dtype, op}, timeout_s);
   const std::size_t bytes = count * size_bytes(dtype);
-  if (bytes <= options_.eager_bytes) return all_reduce_eager(data, count, dtype, reduction);
+  if (bytes <= std::min(options_.eager_bytes, chunk_limit()))
+    return all_reduce_eager(data, count, dtype, reduction);
   const std::uint64_t number = announce(heap_offset_of(data, bytes));
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     if (announced(peer, number) == not_in_heap)
-      return peers_.size() <= options_.exchange_ranks
-                 ? all_reduce_eager(data, count, dtype, reduction)
-                 : all_reduce_staged(data, count, dtype, reduction);
+      return all_reduce_staged(data, count, dtype, reduction);
   all_reduce_in_place(data, count, dtype, reduction, number);
 }
 
-// Every rank stages all of its data and reduces everything: the fewest waits, and between two ranks
-// no more bytes from core to core than any other way.
+// Every rank stages all of its data and reduces everything: a single wait.
 void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype,
                                  ReductionKernel reduction) {
   const std::size_t bytes = count * size_bytes(dtype);
-  StagedPart part = stage_whole(data, bytes, 0);
-  for (std::size_t at = part.bytes; at < bytes; at += part.bytes) {
-    const StagedPart next = stage_whole(data, bytes, at);
-    reduce_whole(part, dtype, reduction);
-    finish(part.chunk);
-    part = next;
-  }
-  reduce_whole(part, dtype, reduction);
-}
-
-HostGroup::StagedPart HostGroup::stage_whole(std::byte* data, std::size_t bytes, std::size_t at) {
-  const std::size_t part_bytes = std::min(chunk_limit(), bytes - at);
-  const StagedPart part{data + at, part_bytes, next_chunk(part_bytes)};
-  copy_bytes(own_slot(part.chunk), part.data, part.bytes);
-  publish_staged(part.chunk);
-  return part;
-}
-
-void HostGroup::reduce_whole(const StagedPart& part, DType dtype, ReductionKernel reduction) {
-  await_all_staged(part.chunk);
+  const Chunk chunk = next_chunk(bytes);
+  copy_bytes(own_slot(chunk), data, bytes);
+  publish_staged(chunk);
+  await_all_staged(chunk);
   sources_.clear();
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    sources_.push_back(peer == index_ ? part.data : slot(peer, part.chunk));
-  reduction({sources_.data(), sources_.size(), &part.data, 1, part.bytes / size_bytes(dtype)});
+    sources_.push_back(peer == index_ ? data : slot(peer, chunk));
+  reduction({sources_.data(), sources_.size(), &data, 1, count});
 }
 
 // Each rank reduces its share of a chunk. The next chunk is staged before this one is reduced, and
@@ -92,17 +75,22 @@ void HostGroup::reduce_whole(const StagedPart& part, DType dtype, ReductionKerne
 void HostGroup::all_reduce_staged(std::byte* data, std::size_t count, DType dtype,
                                   ReductionKernel reduction) {
   const std::size_t bytes = count * size_bytes(dtype);
-  std::optional<StagedPart> previous;
-  StagedPart part = stage_for_all(data, bytes, 0);
-  for (std::size_t at = part.bytes; at < bytes; at += part.bytes) {
-    const StagedPart next = stage_for_all(data, bytes, at);
-    reduce_share(part, dtype, reduction);
-    if (previous) collect_shares(*previous);
-    previous = std::exchange(part, next);
+  std::deque<StagedPart> staged;
+  std::deque<StagedPart> reduced;
+  for (std::size_t at = 0; at < bytes || !staged.empty();) {
+    while (at < bytes && staged.size() <= options_.depth) {
+      staged.push_back(stage_for_all(data, bytes, at));
+      at += staged.back().bytes;
+    }
+    reduce_share(staged.front(), dtype, reduction);
+    reduced.push_back(staged.front());
+    staged.pop_front();
+    if (reduced.size() > options_.depth) {
+      collect_shares(reduced.front());
+      reduced.pop_front();
+    }
   }
-  reduce_share(part, dtype, reduction);
-  if (previous) collect_shares(*previous);
-  collect_shares(part);
+  for (const StagedPart& part : reduced) collect_shares(part);
 }
 
 HostGroup::StagedPart HostGroup::stage_for_all(std::byte* data, std::size_t bytes,

@@ -51,7 +51,7 @@ struct GroupError : std::runtime_error {
 struct GroupOptions {
   unsigned spin = 0;                 // turns of polling before a rank sleeps; 0: by ranks and cores
   std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
-  std::size_t exchange_ranks = 2;    // up to so many ranks, too
+  std::size_t depth = 1;
   std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
@@ -179,8 +179,6 @@ class HostGroup {
   void all_reduce_staged(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
   void all_reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel,
                            std::uint64_t number);
-  StagedPart stage_whole(std::byte* data, std::size_t bytes, std::size_t at);
-  void reduce_whole(const StagedPart& part, DType dtype, ReductionKernel kernel);
   StagedPart stage_for_all(std::byte* data, std::size_t bytes, std::size_t at);
   void reduce_share(const StagedPart& part, DType dtype, ReductionKernel kernel);
   void collect_shares(const StagedPart& part);

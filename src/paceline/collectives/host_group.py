@@ -66,7 +66,7 @@ class HostGroup(native.HostGroup):
         timeout_s: float,
         *,
         name: str = "host",
-        ring_bytes: int = 4096 * KIB,
+        ring_bytes: int = 2048 * KIB,
         packet_bytes: int = 64 * KIB,
         heap_bytes: int = 0,
     ) -> HostGroup:
