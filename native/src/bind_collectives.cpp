@@ -99,15 +99,12 @@ void bind_segment(nb::module_& module) {
   nb::class_<HostSegment>(module, "HostSegment")
       .def_static(
           "create",
-          [](std::uint32_t rank, std::uint32_t ranks, std::size_t slot_bytes,
+          [](std::uint32_t rank, std::uint32_t ranks, std::size_t ring_bytes,
              std::size_t packet_bytes, std::size_t heap_bytes) {
-            SegmentOptions options;
-            options.slot_bytes = slot_bytes;
-            options.packet_bytes = packet_bytes;
-            options.heap_bytes = heap_bytes;
-            return HostSegment::create(rank, ranks, options);
+            return HostSegment::create(rank, ranks, {ring_bytes, packet_bytes, heap_bytes});
           },
-          "rank"_a, "ranks"_a, "slot_bytes"_a, "packet_bytes"_a, "heap_bytes"_a)
+          "rank"_a, "ranks"_a, "ring_bytes"_a = SegmentOptions{}.ring_bytes,
+          "packet_bytes"_a = SegmentOptions{}.packet_bytes, "heap_bytes"_a = 0)
       .def_static(
           "open",
           [](const std::string& path, const nb::bytes& nonce) {
@@ -136,7 +133,7 @@ void bind_group(nb::module_& module) {
             new (self) HostGroup(rank, std::move(segments), options);
           },
           "rank"_a, "segments"_a, "spin"_a = 0, "eager_bytes"_a = GroupOptions{}.eager_bytes,
-          "chunk_bytes"_a = 0)
+          "chunk_bytes"_a = GroupOptions{}.chunk_bytes)
       .def_prop_ro("rank", &HostGroup::rank)
       .def_prop_ro("ranks", &HostGroup::ranks)
       .def(

@@ -10,8 +10,8 @@ bool reduces(Operation operation) noexcept {
          operation == Operation::reduce_scatter;
 }
 
-// Equal for equal calls; two different calls have one fingerprint with a chance of 2^-32.
-std::uint32_t fingerprint_of(const CallFields& fields, std::uint64_t sequence) noexcept {
+// Equal for equal calls; two different calls have one fingerprint with a chance of 2^-16.
+std::uint16_t fingerprint_of(const CallFields& fields, std::uint64_t sequence) noexcept {
   std::uint64_t mixed = sequence * 0x9e3779b97f4a7c15U ^ fields.amount;
   mixed = (mixed ^ mixed >> 32) * 0xd6e8feb86659fd93U;
   mixed ^= static_cast<std::uint64_t>(fields.operation) |
@@ -19,7 +19,7 @@ std::uint32_t fingerprint_of(const CallFields& fields, std::uint64_t sequence) n
            static_cast<std::uint64_t>(fields.op) << 16 |
            static_cast<std::uint64_t>(static_cast<std::uint32_t>(fields.root)) << 24;
   mixed = (mixed ^ mixed >> 32) * 0xd6e8feb86659fd93U;
-  return static_cast<std::uint32_t>(mixed >> 32);
+  return static_cast<std::uint16_t>(mixed >> 48);
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ HostGroup::Call::Call(HostGroup& group, const CallFields& fields, double timeout
 HostGroup::Call::~Call() {
   if (!group_.usable_.load(std::memory_order_relaxed)) return;
   // Everything of this call was read.
-  group_.publish(group_.own().progress.finished, group_.next_chunk_);
+  group_.publish(group_.own().progress.finished, group_.chunk_count_);
   group_.own().calls[group_.sequence_ % call_count].running.store(0, std::memory_order_relaxed);
 }
 

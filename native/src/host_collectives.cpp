@@ -1,6 +1,6 @@
 // The collectives of HostGroup, as chunks that go through slots or are read in place.
 #include <algorithm>
-#include <cstring>
+#include <utility>
 
 #include "host_call.hpp"
 
@@ -13,7 +13,9 @@ constexpr std::size_t in_place_block_bytes = std::size_t{32} << 10;
 std::size_t divided_up(std::size_t amount, std::size_t unit) { return (amount + unit - 1) / unit; }
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+  if (bytes == 0 || to == from) return;
+  static const CopyKernel kernel = copy_kernel();
+  kernel(to, from, bytes);
 }
 
 }  // namespace
@@ -26,10 +28,10 @@ HostGroup::Share HostGroup::share_of(std::size_t peer, std::size_t chunk_bytes) 
   return {offset, std::min(bytes, chunk_bytes - offset)};
 }
 
-std::size_t HostGroup::chunk_limit(std::size_t unit) const {
-  const std::size_t slot = peers_[index_].segment->slot_bytes();
-  const std::size_t wanted = options_.chunk_bytes == 0 ? slot : std::min(options_.chunk_bytes, slot);
-  return std::max(wanted / unit, std::size_t{1}) * unit;
+// The window, the chunk that is written, and what does not fit at the end of the ring.
+std::size_t HostGroup::chunk_limit() const {
+  const std::size_t most = peers_[index_].segment->ring().size() / (window_chunks + 2);
+  return std::min(options_.chunk_bytes, most) / cache_line_bytes * cache_line_bytes;
 }
 
 std::uint64_t HostGroup::heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept {
@@ -45,7 +47,7 @@ void HostGroup::all_reduce(std::byte* data, std::size_t count, DType dtype, Redu
   const ReductionKernel reduction = kernel(dtype, op);
   const Call call(*this, {Operation::all_reduce, count, -1, dtype, op}, timeout_s);
   const std::size_t bytes = count * size_bytes(dtype);
-  if (bytes <= std::min(options_.eager_bytes, chunk_limit(1)))
+  if (bytes <= std::min(options_.eager_bytes, chunk_limit()))
     return all_reduce_eager(data, count, dtype, reduction);
   const std::uint64_t number = announce(heap_offset_of(data, bytes));
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
@@ -54,17 +56,17 @@ void HostGroup::all_reduce(std::byte* data, std::size_t count, DType dtype, Redu
   all_reduce_in_place(data, count, dtype, reduction, number);
 }
 
-// Every rank stages everything and reduces everything: the fewest waits.
+// Every rank stages all of its data and reduces everything: a single wait.
 void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype,
                                  ReductionKernel reduction) {
-  const std::uint32_t chunk = next_chunk_++;
-  begin_chunk(chunk);
-  copy_bytes(own_slot(chunk), data, count * size_bytes(dtype));
+  const std::size_t bytes = count * size_bytes(dtype);
+  const Chunk chunk = next_chunk(bytes);
+  copy_bytes(own_slot(chunk), data, bytes);
   publish_staged(chunk);
   await_all_staged(chunk);
   sources_.clear();
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    sources_.push_back(peer == index_ ? data : peers_[peer].segment->slot(chunk));
+    sources_.push_back(peer == index_ ? data : slot(peer, chunk));
   reduction({sources_.data(), sources_.size(), &data, 1, count});
 }
 
@@ -73,32 +75,30 @@ void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype
 void HostGroup::all_reduce_staged(std::byte* data, std::size_t count, DType dtype,
                                   ReductionKernel reduction) {
   const std::size_t bytes = count * size_bytes(dtype);
-  const std::size_t limit = chunk_limit(cache_line_bytes);
-  const std::size_t chunks = divided_up(bytes, limit);
-  const std::uint32_t first = next_chunk_;
-  next_chunk_ += static_cast<std::uint32_t>(chunks);
-  const auto part = [&](std::size_t i) {
-    return StagedPart{data + i * limit, std::min(limit, bytes - i * limit),
-                      first + static_cast<std::uint32_t>(i)};
-  };
-  stage_for_all(part(0));
-  for (std::size_t i = 0; i < chunks; ++i) {
-    if (i + 1 < chunks) stage_for_all(part(i + 1));
-    reduce_share(part(i), dtype, reduction);
-    if (i > 0) collect_shares(part(i - 1));
+  std::optional<StagedPart> previous;
+  StagedPart part = stage_for_all(data, bytes, 0);
+  for (std::size_t at = part.bytes; at < bytes; at += part.bytes) {
+    const StagedPart next = stage_for_all(data, bytes, at);
+    reduce_share(part, dtype, reduction);
+    if (previous) collect_shares(*previous);
+    previous = std::exchange(part, next);
   }
-  collect_shares(part(chunks - 1));
+  reduce_share(part, dtype, reduction);
+  if (previous) collect_shares(*previous);
+  collect_shares(part);
 }
 
-void HostGroup::stage_for_all(const StagedPart& part) {
-  begin_chunk(part.chunk);
-  std::byte* slot = own_slot(part.chunk);
+HostGroup::StagedPart HostGroup::stage_for_all(std::byte* data, std::size_t bytes,
+                                               std::size_t at) {
+  const std::size_t part_bytes = std::min(chunk_limit(), bytes - at);
+  const StagedPart part{data + at, part_bytes, next_chunk(part_bytes)};
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     if (peer == index_) continue;
     const Share share = share_of(peer, part.bytes);
-    copy_bytes(slot + share.offset, part.data + share.offset, share.bytes);
+    copy_bytes(own_slot(part.chunk) + share.offset, part.data + share.offset, share.bytes);
   }
   publish_staged(part.chunk);
+  return part;
 }
 
 void HostGroup::reduce_share(const StagedPart& part, DType dtype, ReductionKernel reduction) {
@@ -107,12 +107,12 @@ void HostGroup::reduce_share(const StagedPart& part, DType dtype, ReductionKerne
   sources_.clear();
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     const std::byte* from =
-        peer == index_ ? part.data : peers_[peer].segment->slot(part.chunk);
+        peer == index_ ? part.data : slot(peer, part.chunk);
     sources_.push_back(from + share.offset);
   }
   std::byte* const targets[] = {part.data + share.offset, own_slot(part.chunk) + share.offset};
   reduction({sources_.data(), sources_.size(), targets, 2, share.bytes / size_bytes(dtype)});
-  publish(own().progress.reduced, part.chunk + 1);
+  publish(own().progress.reduced, part.chunk.number + 1);
 }
 
 void HostGroup::collect_shares(const StagedPart& part) {
@@ -120,10 +120,10 @@ void HostGroup::collect_shares(const StagedPart& part) {
     const std::size_t peer = (index_ + step) % peers_.size();
     await_reduced(peer, part.chunk);
     const Share share = share_of(peer, part.bytes);
-    copy_bytes(part.data + share.offset, peers_[peer].segment->slot(part.chunk) + share.offset,
+    copy_bytes(part.data + share.offset, slot(peer, part.chunk) + share.offset,
          share.bytes);
   }
-  publish(own().progress.finished, part.chunk + 1);
+  finish(part.chunk);
 }
 
 // Everybody's data lies in its segment: each rank reduces its share of all, into all.
@@ -155,11 +155,10 @@ void HostGroup::reduce(std::byte* data, std::size_t count, DType dtype, ReduceOp
   const ReductionKernel reduction = kernel(dtype, op);
   const Call call(*this, {Operation::reduce, count, root, dtype, op}, timeout_s);
   const std::size_t bytes = count * size_bytes(dtype);
-  const std::size_t limit = chunk_limit(cache_line_bytes);
+  const std::size_t limit = chunk_limit();
   for (std::size_t at = 0; at == 0 || at < bytes; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
     const std::size_t part = std::min(limit, bytes - at);
-    begin_chunk(chunk);
+    const Chunk chunk = next_chunk(part);
     if (rank_ != root) {
       copy_bytes(own_slot(chunk), data + at, part);
       publish_staged(chunk);
@@ -168,11 +167,11 @@ void HostGroup::reduce(std::byte* data, std::size_t count, DType dtype, ReduceOp
       await_all_staged(chunk);
       sources_.clear();
       for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-        sources_.push_back(peer == index_ ? data + at : peers_[peer].segment->slot(chunk));
+        sources_.push_back(peer == index_ ? data + at : slot(peer, chunk));
       std::byte* const target = data + at;
       reduction({sources_.data(), sources_.size(), &target, 1, part / size_bytes(dtype)});
     }
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
@@ -180,18 +179,17 @@ void HostGroup::broadcast(std::byte* data, std::size_t bytes, int root, double t
   need_root(root);
   const Call call(*this, {Operation::broadcast, bytes, root}, timeout_s);
   const auto source = static_cast<std::size_t>(root);
-  const std::size_t limit = chunk_limit(cache_line_bytes);
+  const std::size_t limit = chunk_limit();
   for (std::size_t at = 0; at == 0 || at < bytes; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
     const std::size_t part = std::min(limit, bytes - at);
-    begin_chunk(chunk);
+    const Chunk chunk = next_chunk(part);
     if (rank_ == root) copy_bytes(own_slot(chunk), data + at, part);
     publish_staged(chunk);
     if (rank_ != root) {
       await_staged(source, chunk);
-      copy_bytes(data + at, peers_[source].segment->slot(chunk), part);
+      copy_bytes(data + at, slot(source, chunk), part);
     }
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
@@ -203,48 +201,48 @@ void HostGroup::reduce_scatter(const std::byte* source, std::byte* target,
   const ReductionKernel reduction = kernel(dtype, op);
   const Call call(*this, {Operation::reduce_scatter, count_per_rank, -1, dtype, op}, timeout_s);
   const std::size_t bytes = count_per_rank * size_bytes(dtype);
-  const std::size_t limit = lane_limit();
-  for (std::size_t at = 0; at == 0 || at < bytes; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
-    const std::size_t part = std::min(limit, bytes - at);
-    begin_chunk(chunk);
+  const std::size_t lane = lane_bytes(bytes);
+  for (std::size_t at = 0; at == 0 || at < bytes; at += lane) {
+    const std::size_t part = std::min(lane, bytes - at);
+    const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * limit, source + peer * bytes + at, part);
+      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     await_all_staged(chunk);
     sources_.clear();
     for (std::size_t peer = 0; peer < peers_.size(); ++peer)
       sources_.push_back(peer == index_ ? source + index_ * bytes + at
-                                        : peers_[peer].segment->slot(chunk) + index_ * limit);
+                                        : slot(peer, chunk) + index_ * lane);
     std::byte* const to = target + at;
     reduction({sources_.data(), sources_.size(), &to, 1, part / size_bytes(dtype)});
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
-// Of a slot, for each rank.
-std::size_t HostGroup::lane_limit() const {
-  return std::max(chunk_limit(1) / peers_.size() / cache_line_bytes, std::size_t{1}) *
-         cache_line_bytes;
+// What of a chunk is for each rank, when each gets at most `bytes` in all.
+std::size_t HostGroup::lane_bytes(std::size_t bytes) const {
+  const std::size_t lines = std::max(chunk_limit() / peers_.size() / cache_line_bytes,
+                                     std::size_t{1});
+  const std::size_t needed = std::max(divided_up(bytes, cache_line_bytes), std::size_t{1});
+  return std::min(lines, needed) * cache_line_bytes;
 }
 
 void HostGroup::all_gather(const std::byte* source, std::byte* target, std::size_t bytes_per_rank,
                            double timeout_s) {
   const Call call(*this, {Operation::all_gather, bytes_per_rank}, timeout_s);
-  const std::size_t limit = chunk_limit(cache_line_bytes);
+  const std::size_t limit = chunk_limit();
   for (std::size_t at = 0; at == 0 || at < bytes_per_rank; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
     const std::size_t part = std::min(limit, bytes_per_rank - at);
-    begin_chunk(chunk);
+    const Chunk chunk = next_chunk(part);
     copy_bytes(own_slot(chunk), source + at, part);
     publish_staged(chunk);
     copy_bytes(target + index_ * bytes_per_rank + at, source + at, part);
     for (std::size_t step = 1; step < peers_.size(); ++step) {
       const std::size_t peer = (index_ + step) % peers_.size();
       await_staged(peer, chunk);
-      copy_bytes(target + peer * bytes_per_rank + at, peers_[peer].segment->slot(chunk), part);
+      copy_bytes(target + peer * bytes_per_rank + at, slot(peer, chunk), part);
     }
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
@@ -258,30 +256,29 @@ void HostGroup::all_to_all(const std::byte* source, std::byte* target,
                      "all_to_all takes one size per rank: the group has " +
                          std::to_string(peers_.size()) + " ranks");
   const Call call(*this, {Operation::all_to_all}, timeout_s);
-  const std::size_t limit = lane_limit();
   const std::uint64_t number = announce(*std::max_element(send_bytes.begin(), send_bytes.end()));
   std::size_t most = 0;
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     most = std::max<std::size_t>(most, announced(peer, number));
-  for (std::size_t at = 0; at < most; at += limit) {
+  const std::size_t lane = lane_bytes(most);
+  for (std::size_t at = 0; at < most; at += lane) {
     const auto part = [&](std::size_t bytes) {
-      return at < bytes ? std::min(limit, bytes - at) : std::size_t{0};
+      return at < bytes ? std::min(lane, bytes - at) : std::size_t{0};
     };
-    const std::uint32_t chunk = next_chunk_++;
-    begin_chunk(chunk);
+    const Chunk chunk = next_chunk(lane * peers_.size());
     const std::byte* from = source;
     for (std::size_t peer = 0; peer < peers_.size(); from += send_bytes[peer++])
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * limit, from + at, part(send_bytes[peer]));
+      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, from + at, part(send_bytes[peer]));
     publish_staged(chunk);
     from = source;
     for (std::size_t peer = 0; peer < index_; ++peer) from += send_bytes[peer];
     std::byte* to = target;
     for (std::size_t peer = 0; peer < peers_.size(); to += receive_bytes[peer++]) {
-      const std::byte* slot = peers_[peer].segment->slot(chunk) + index_ * limit;
+      const std::byte* lane_of_peer = slot(peer, chunk) + index_ * lane;
       if (peer != index_) await_staged(peer, chunk);
-      copy_bytes(to + at, peer == index_ ? from + at : slot, part(receive_bytes[peer]));
+      copy_bytes(to + at, peer == index_ ? from + at : lane_of_peer, part(receive_bytes[peer]));
     }
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
@@ -289,19 +286,18 @@ void HostGroup::gather(const std::byte* source, std::byte* target, std::size_t b
                        double timeout_s) {
   need_root(root);
   const Call call(*this, {Operation::gather, bytes, root}, timeout_s);
-  const std::size_t limit = chunk_limit(cache_line_bytes);
+  const std::size_t limit = chunk_limit();
   for (std::size_t at = 0; at == 0 || at < bytes; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
     const std::size_t part = std::min(limit, bytes - at);
-    begin_chunk(chunk);
+    const Chunk chunk = next_chunk(part);
     if (rank_ != root) copy_bytes(own_slot(chunk), source + at, part);
     publish_staged(chunk);
     for (std::size_t peer = 0; rank_ == root && peer < peers_.size(); ++peer) {
       if (peer != index_) await_staged(peer, chunk);
       copy_bytes(target + peer * bytes + at,
-           peer == index_ ? source + at : peers_[peer].segment->slot(chunk), part);
+           peer == index_ ? source + at : slot(peer, chunk), part);
     }
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 
@@ -310,20 +306,19 @@ void HostGroup::scatter(const std::byte* source, std::byte* target, std::size_t 
   need_root(root);
   const Call call(*this, {Operation::scatter, bytes, root}, timeout_s);
   const auto root_index = static_cast<std::size_t>(root);
-  const std::size_t limit = lane_limit();
-  for (std::size_t at = 0; at == 0 || at < bytes; at += limit) {
-    const std::uint32_t chunk = next_chunk_++;
-    const std::size_t part = std::min(limit, bytes - at);
-    begin_chunk(chunk);
+  const std::size_t lane = lane_bytes(bytes);
+  for (std::size_t at = 0; at == 0 || at < bytes; at += lane) {
+    const std::size_t part = std::min(lane, bytes - at);
+    const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; rank_ == root && peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * limit, source + peer * bytes + at, part);
+      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     if (rank_ != root) await_staged(root_index, chunk);
     copy_bytes(target + at,
          rank_ == root ? source + index_ * bytes + at
-                       : peers_[root_index].segment->slot(chunk) + index_ * limit,
+                       : slot(root_index, chunk) + index_ * lane,
          part);
-    publish(own().progress.finished, chunk + 1);
+    finish(chunk);
   }
 }
 

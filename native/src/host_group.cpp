@@ -22,6 +22,9 @@ constexpr std::uint64_t look_interval_ns = 100'000'000;
 // nothing where ranks share cores, because a rank that polls keeps its peer from running.
 constexpr unsigned spin_own_core = 1000;
 constexpr unsigned spin_shared_core = 30;
+// A peer that is known to be in the same call answers soon: sleeping would cost more than it takes,
+// and would make the peer sleep in its turn.
+constexpr unsigned spin_factor_in_call = 8;
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -113,7 +116,10 @@ HostGroup::~HostGroup() {
 void HostGroup::await(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                       std::size_t peer, std::atomic<std::uint32_t>& waiters, Wait& wait) {
   if (reached(word.load(std::memory_order_acquire), value)) return;
-  for (unsigned turn = 0; turn < spin_; ++turn) {
+  const bool in_call = &wait == &wait_ && spin_ > spin_shared_core &&
+                       peers_[peer].compared == sequence_;
+  const unsigned turns = in_call ? spin_ * spin_factor_in_call : spin_;
+  for (unsigned turn = 0; turn < turns; ++turn) {
     relax();
     if (reached(word.load(std::memory_order_acquire), value)) return;
   }
@@ -281,9 +287,19 @@ void HostGroup::advance(std::atomic<std::uint32_t>& word, std::uint32_t value,
   if (waiters.load(std::memory_order_seq_cst) != 0) futex_wake(word);
 }
 
-// Before a rank writes to its slot, or stages nothing: all have finished the chunk that was there.
-void HostGroup::begin_chunk(std::uint32_t chunk) {
-  const std::uint32_t needed = chunk + 1 - peers_[index_].segment->slot_count();
+// Takes the next place in the rings; returns when this rank may write there. `bytes` is equal on all
+// ranks.
+HostGroup::Chunk HostGroup::next_chunk(std::size_t bytes) {
+  const std::size_t room = (bytes + cache_line_bytes - 1) / cache_line_bytes * cache_line_bytes;
+  if (ring_offset_ + room > peers_[index_].segment->ring().size()) ring_offset_ = 0;
+  const Chunk chunk{chunk_count_++, ring_offset_};
+  ring_offset_ += room;
+  await_window(chunk.number);
+  return chunk;
+}
+
+void HostGroup::await_window(std::uint32_t chunk) {
+  const std::uint32_t needed = chunk + 1 - window_chunks;
   if (reached(all_finished_, needed)) return;
   std::uint32_t least = chunk;
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
@@ -296,22 +312,26 @@ void HostGroup::begin_chunk(std::uint32_t chunk) {
   all_finished_ = least;
 }
 
-void HostGroup::publish_staged(std::uint32_t chunk) noexcept {
-  publish(own().progress.staged, chunk + 1);
+void HostGroup::publish_staged(const Chunk& chunk) noexcept {
+  publish(own().progress.staged, chunk.number + 1);
 }
 
-void HostGroup::await_staged(std::size_t peer, std::uint32_t chunk) {
+void HostGroup::finish(const Chunk& chunk) {
+  publish(own().progress.finished, chunk.number + 1);
+}
+
+void HostGroup::await_staged(std::size_t peer, const Chunk& chunk) {
   Progress& progress = *peers_[peer].progress;
-  await(progress.staged, chunk + 1, peer, progress.waiters, wait_);
+  await(progress.staged, chunk.number + 1, peer, progress.waiters, wait_);
   if (peers_[peer].compared != sequence_) compare_call(peer);
 }
 
-void HostGroup::await_reduced(std::size_t peer, std::uint32_t chunk) {
+void HostGroup::await_reduced(std::size_t peer, const Chunk& chunk) {
   Progress& progress = *peers_[peer].progress;
-  await(progress.reduced, chunk + 1, peer, progress.waiters, wait_);
+  await(progress.reduced, chunk.number + 1, peer, progress.waiters, wait_);
 }
 
-void HostGroup::await_all_staged(std::uint32_t chunk) {
+void HostGroup::await_all_staged(const Chunk& chunk) {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     if (peer != index_) await_staged(peer, chunk);
 }
@@ -330,8 +350,7 @@ void HostGroup::compare_call(std::size_t peer) {
 
 // A chunk without data: no rank leaves before all have come.
 void HostGroup::synchronise() {
-  const std::uint32_t chunk = next_chunk_++;
-  begin_chunk(chunk);
+  const Chunk chunk = next_chunk(0);
   publish_staged(chunk);
   await_all_staged(chunk);
 }

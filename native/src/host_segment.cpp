@@ -7,7 +7,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -30,8 +29,8 @@ std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
 }
 
 std::size_t heap_offset(const SegmentHeader& header) {
-  const std::size_t front = page_bytes + header.slot_count * header.slot_bytes +
-                            header.ranks * header.channel_bytes;
+  const std::size_t front =
+      page_bytes + header.ring_bytes + header.ranks * header.channel_bytes;
   return rounded_up(front, huge_page_bytes);
 }
 
@@ -44,8 +43,7 @@ void set_cores(SegmentHeader& header) {
 
 bool plausible(const SegmentHeader& header, std::size_t bytes) {
   return std::memcmp(header.magic, segment_magic, sizeof segment_magic) == 0 &&
-         header.version == segment_version && std::has_single_bit(header.slot_count) &&
-         header.channel_bytes > page_bytes && heap_offset(header) + header.heap_bytes == bytes;
+         header.version == segment_version && header.channel_bytes > page_bytes && heap_offset(header) + header.heap_bytes == bytes;
 }
 
 }  // namespace
@@ -78,10 +76,9 @@ std::shared_ptr<HostSegment> HostSegment::map(int descriptor, std::size_t bytes)
 
 void HostSegment::read_layout() {
   const SegmentHeader& found = header();
-  slot_bytes_ = found.slot_bytes;
-  slot_count_ = found.slot_count;
+  ring_bytes_ = found.ring_bytes;
   channel_bytes_ = found.channel_bytes;
-  channels_ = base_ + page_bytes + slot_count_ * slot_bytes_;
+  channels_ = base_ + page_bytes + ring_bytes_;
   heap_ = base_ + heap_offset(found);
   heap_bytes_ = found.heap_bytes;
 }
@@ -93,8 +90,7 @@ std::shared_ptr<HostSegment> HostSegment::create(std::uint32_t rank, std::uint32
   layout.version = segment_version;
   layout.rank = rank;
   layout.ranks = ranks;
-  layout.slot_count = options.slot_count;
-  layout.slot_bytes = rounded_up(options.slot_bytes, page_bytes);
+  layout.ring_bytes = rounded_up(options.ring_bytes, page_bytes);
   layout.channel_bytes = page_bytes + packet_count * rounded_up(options.packet_bytes, page_bytes);
   layout.heap_bytes = rounded_up(options.heap_bytes, page_bytes);
   layout.process = getpid();

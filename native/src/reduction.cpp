@@ -69,4 +69,6 @@ ReductionKernel reduction_kernel(DType dtype, ReduceOp op, InstructionSet set) n
   return table_of(set).kernels[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }
 
+CopyKernel copy_kernel(InstructionSet set) noexcept { return table_of(set).copy; }
+
 }  // namespace paceline

@@ -186,6 +186,22 @@ struct BitXor {
   static Vector finish(Vector bits, std::size_t) { return bits; }
 };
 
+// How far ahead of its use a line is asked for. The hardware would stop at the end of each page, and
+// shared memory mostly has small ones.
+constexpr std::size_t prefetch_bytes = 1536;
+
+void copy_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
+  using Vector = VectorOf<std::uint64_t>::type;
+  std::size_t at = 0;
+  for (; at + sizeof(Vector) <= bytes; at += sizeof(Vector)) {
+    __builtin_prefetch(from + at + prefetch_bytes);
+    Vector values;
+    __builtin_memcpy(&values, from + at, sizeof values);
+    __builtin_memcpy(to + at, &values, sizeof values);
+  }
+  for (; at < bytes; ++at) to[at] = from[at];
+}
+
 // Whole vectors of two sources, for one or two targets: what two ranks need. The pointers are
 // locals, because for all the compiler knows a store through them may change the arrays.
 template <class Type, class Op, bool second_target>
@@ -194,6 +210,8 @@ std::size_t reduce_two(const std::byte* first, const std::byte* second, std::byt
   constexpr std::size_t vector_bytes = Type::lanes * Type::element_bytes;
   const std::size_t whole = count / Type::lanes * vector_bytes;
   for (std::size_t at = 0; at < whole; at += vector_bytes) {
+    __builtin_prefetch(first + at + prefetch_bytes);
+    __builtin_prefetch(second + at + prefetch_bytes);
     const auto result =
         Op::finish(Op::apply(Type::load(first + at), Type::load(second + at)), 2);
     Type::store(target + at, result);
@@ -287,6 +305,6 @@ const KernelTable KERNEL_TABLE = {{
      reduce<Plain<std::uint8_t>, BitOr>, reduce<Plain<std::uint8_t>, BitAnd>,
      reduce<Plain<std::uint8_t>, BitAnd>, reduce<Plain<std::uint8_t>, BitOr>,
      reduce<Plain<std::uint8_t>, BitXor>},
-}};
+}, copy_lines};
 
 }  // namespace paceline

@@ -7,6 +7,7 @@ namespace paceline {
 
 struct KernelTable {
   ReductionKernel kernels[dtype_count][reduce_op_count];
+  CopyKernel copy;
 };
 
 extern const KernelTable scalar_kernels;

@@ -1,10 +1,10 @@
 // Collectives of ranks that share memory (host_segment.hpp).
 //
 // Every rank calls the same collectives in the same order. A collective moves its data in chunks; all
-// ranks count the chunks alike, and chunk t lies in slot t % slot_count of the rank that writes it.
-// A rank publishes three counters: chunks staged in its slots, chunks of which it reduced its share,
-// chunks that it reads no more. It writes a slot again when all peers have finished the chunk that
-// was there. So there is no barrier; a rank may be slot_count chunks ahead of another.
+// ranks count the chunks alike, and a chunk has one place in the rings of all ranks. A rank publishes
+// three counters: chunks staged in its ring, chunks of which it reduced its share, chunks that it
+// reads no more. It writes chunk t when all peers have finished chunk t - window_chunks, and what was
+// at that place of the ring is older. So there is no barrier.
 //
 // The order of a sum is that of the ranks, whatever path the data takes and in whatever order they
 // come: the result has the same bits in every run and on every rank.
@@ -51,7 +51,7 @@ struct GroupError : std::runtime_error {
 struct GroupOptions {
   unsigned spin = 0;                 // turns of polling before a rank sleeps; 0: by ranks and cores
   std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
-  std::size_t chunk_bytes = 0;       // of a staged chunk; 0: a slot
+  std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
 
@@ -119,10 +119,14 @@ class HostGroup {
     std::size_t offset;
     std::size_t bytes;
   };
+  struct Chunk {
+    std::uint32_t number;
+    std::size_t offset;  // in the ring of each rank
+  };
   struct StagedPart {  // of the data of an all-reduce
     std::byte* data;
     std::size_t bytes;
-    std::uint32_t chunk;
+    Chunk chunk;
   };
   struct Message {
     std::int64_t tag;
@@ -131,9 +135,10 @@ class HostGroup {
   class Call;
 
   SegmentHeader& own() const noexcept { return peers_[index_].segment->header(); }
-  std::byte* own_slot(std::uint32_t chunk) const noexcept {
-    return peers_[index_].segment->slot(chunk);
+  std::byte* slot(std::size_t peer, const Chunk& chunk) const noexcept {
+    return peers_[peer].segment->ring().data() + chunk.offset;
   }
+  std::byte* own_slot(const Chunk& chunk) const noexcept { return slot(index_, chunk); }
 
   // Waiting (host_group.cpp)
   void await(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
@@ -151,14 +156,16 @@ class HostGroup {
   bool gone(std::size_t peer) const;
 
   // Chunks
-  void begin_chunk(std::uint32_t chunk);
+  Chunk next_chunk(std::size_t bytes);
+  void await_window(std::uint32_t chunk);
   void publish(std::atomic<std::uint32_t>& word, std::uint32_t value) noexcept;
   static void advance(std::atomic<std::uint32_t>& word, std::uint32_t value,
                       std::atomic<std::uint32_t>& waiters) noexcept;
-  void publish_staged(std::uint32_t chunk) noexcept;
-  void await_staged(std::size_t peer, std::uint32_t chunk);
-  void await_reduced(std::size_t peer, std::uint32_t chunk);
-  void await_all_staged(std::uint32_t chunk);
+  void publish_staged(const Chunk& chunk) noexcept;
+  void await_staged(std::size_t peer, const Chunk& chunk);
+  void await_reduced(std::size_t peer, const Chunk& chunk);
+  void await_all_staged(const Chunk& chunk);
+  void finish(const Chunk& chunk);
   void compare_call(std::size_t peer);
   void synchronise();
   std::uint64_t announce(std::uint64_t value);
@@ -171,13 +178,13 @@ class HostGroup {
   void all_reduce_staged(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
   void all_reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel,
                            std::uint64_t number);
-  void stage_for_all(const StagedPart& part);
+  StagedPart stage_for_all(std::byte* data, std::size_t bytes, std::size_t at);
   void reduce_share(const StagedPart& part, DType dtype, ReductionKernel kernel);
   void collect_shares(const StagedPart& part);
   Share share_of(std::size_t peer, std::size_t chunk_bytes) const;
   std::uint64_t heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept;
-  std::size_t chunk_limit(std::size_t unit) const;
-  std::size_t lane_limit() const;
+  std::size_t chunk_limit() const;
+  std::size_t lane_bytes(std::size_t bytes) const;
 
   // Messages (host_messages.cpp)
   PacketHeader next_message(std::size_t peer, Wait& wait);
@@ -197,10 +204,11 @@ class HostGroup {
   std::mutex collective_mutex_;
   // With the mutex: what the running collective counts.
   std::uint64_t sequence_ = 0;
-  std::uint32_t next_chunk_ = 0;
+  std::uint32_t chunk_count_ = 0;
+  std::size_t ring_offset_ = 0;
   std::uint32_t all_finished_ = 0;  // chunks that all peers are known to have finished
   std::uint64_t announcements_ = 0;
-  std::uint32_t fingerprint_ = 0;
+  std::uint16_t fingerprint_ = 0;
   std::vector<const std::byte*> sources_;  // of the running reduction
   std::vector<std::byte*> targets_;
   Wait wait_{};

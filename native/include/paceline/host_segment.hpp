@@ -2,11 +2,11 @@
 //
 // A segment is a memfd. Peers open it through /proc/PID/fd/N, or get the descriptor over a socket; no
 // file has a name, so nothing is left behind however a process ends. Memory is taken page by page as
-// it is first touched, by the rank that owns it: slots, channels and heap lie on its NUMA node.
+// it is first touched, by the rank that owns it: ring, channels and heap lie on its NUMA node.
 //
 //     offset             bytes
 //     0                  4096                          SegmentHeader
-//     4096               slot_count * slot_bytes       slots: chunks on their way to peers
+//     4096               ring_bytes                    ring: chunks on their way to peers
 //     channels_offset    ranks * channel_bytes         messages to each rank: ChannelHeader, packets
 //     heap_offset        heap_bytes                    symmetric heap: tensors that peers read in place
 //
@@ -24,8 +24,10 @@ namespace paceline {
 
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t cache_line_bytes = 64;
-constexpr std::size_t fingerprint_count = 8;  // more calls than a rank can be ahead of another
-constexpr std::size_t call_count = 8;
+// How many chunks a rank may be ahead of another; so of a ring, this and two more chunks are in use.
+constexpr std::uint32_t window_chunks = 4;
+constexpr std::size_t fingerprint_count = 16;  // more calls than a rank can be ahead of another
+constexpr std::size_t call_count = 16;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
@@ -49,18 +51,18 @@ struct alignas(2 * cache_line_bytes) Progress {
   std::atomic<std::uint32_t> reduced;   // chunks of which this rank reduced its share
   std::atomic<std::uint32_t> finished;  // chunks of which this rank reads nothing any more
   std::atomic<std::uint32_t> waiters;   // ranks that sleep until one of the three changes
-  std::atomic<std::uint32_t> fingerprints[fingerprint_count];  // of calls, by sequence number
+  std::atomic<std::uint16_t> fingerprints[fingerprint_count];  // of calls, by sequence number
   std::atomic<std::uint64_t> announced[2];  // an argument that peers need, by announcement
 };
-static_assert(sizeof(Progress) == 2 * cache_line_bytes);
+static_assert(offsetof(Progress, announced) + 16 == cache_line_bytes);
 
 struct SegmentHeader {
   char magic[8];  // "PACEHOST"
   std::uint32_t version;
   std::uint32_t rank;
   std::uint32_t ranks;
-  std::uint32_t slot_count;
-  std::uint64_t slot_bytes;
+  std::uint32_t reserved;
+  std::uint64_t ring_bytes;
   std::uint64_t channel_bytes;
   std::uint64_t heap_bytes;
   std::uint64_t nonce[2];   // random: tells this segment from any other that a descriptor may lead to
@@ -98,8 +100,9 @@ constexpr std::size_t packet_header_bytes = cache_line_bytes;
 constexpr std::size_t packet_count = 4;
 
 struct SegmentOptions {
-  std::size_t slot_bytes = std::size_t{256} << 10;
-  std::uint32_t slot_count = 4;  // a power of two
+  // Larger than a level 2 cache: what a rank writes must not be in its peer's cache any more, and a
+  // line that is modified in the cache of another core takes longest to read (bench/LOG.md).
+  std::size_t ring_bytes = std::size_t{2} << 20;
   std::size_t packet_bytes = std::size_t{64} << 10;
   std::size_t heap_bytes = 0;
 };
@@ -119,11 +122,7 @@ class HostSegment {
   HostSegment& operator=(const HostSegment&) = delete;
 
   SegmentHeader& header() const noexcept { return *reinterpret_cast<SegmentHeader*>(base_); }
-  std::byte* slot(std::uint32_t chunk) const noexcept {
-    return base_ + page_bytes + (chunk & (slot_count_ - 1)) * slot_bytes_;
-  }
-  std::size_t slot_bytes() const noexcept { return slot_bytes_; }
-  std::uint32_t slot_count() const noexcept { return slot_count_; }
+  std::span<std::byte> ring() const noexcept { return {base_ + page_bytes, ring_bytes_}; }
   ChannelHeader& channel(std::uint32_t peer) const noexcept {
     return *reinterpret_cast<ChannelHeader*>(channels_ + peer * channel_bytes_);
   }
@@ -149,8 +148,7 @@ class HostSegment {
   int descriptor_;
   std::byte* base_;
   std::size_t mapped_bytes_;
-  std::size_t slot_bytes_ = 0;
-  std::uint32_t slot_count_ = 0;
+  std::size_t ring_bytes_ = 0;
   std::size_t channel_bytes_ = 0;
   std::byte* channels_ = nullptr;
   std::byte* heap_ = nullptr;

@@ -47,4 +47,8 @@ using ReductionKernel = void (*)(const Reduction&);
 ReductionKernel reduction_kernel(DType dtype, ReduceOp op,
                                  InstructionSet set = best_instruction_set()) noexcept;
 
+// Copies like memcpy, for data that another core wrote: asks for lines ahead, across pages.
+using CopyKernel = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
+CopyKernel copy_kernel(InstructionSet set = best_instruction_set()) noexcept;
+
 }  // namespace paceline

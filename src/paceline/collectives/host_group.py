@@ -66,7 +66,7 @@ class HostGroup(native.HostGroup):
         timeout_s: float,
         *,
         name: str = "host",
-        slot_bytes: int = 256 * KIB,
+        ring_bytes: int = 2048 * KIB,
         packet_bytes: int = 64 * KIB,
         heap_bytes: int = 0,
     ) -> HostGroup:
@@ -78,7 +78,7 @@ class HostGroup(native.HostGroup):
             ranks: of the group.
             timeout_s: the longest wait for other ranks.
             name: of the group; each name can be used once per store.
-            slot_bytes: of each of the four slots through which data is staged.
+            ring_bytes: of the ring through which data is staged.
             packet_bytes: of each of the four packets of a channel for messages.
             heap_bytes: of the symmetric heap, for `allocate`; memory is taken when it is touched.
 
@@ -91,7 +91,7 @@ class HostGroup(native.HostGroup):
         segment = native.HostSegment.create(
             rank,
             ranks,
-            slot_bytes=slot_bytes,
+            ring_bytes=ring_bytes,
             packet_bytes=packet_bytes,
             heap_bytes=heap_bytes,
         )

@@ -141,7 +141,7 @@ def find_hosts(
     Raises:
         DeadlineExceeded: a rank did not take part; the error names it.
     """
-    probe = HostSegment.create(rank, ranks, slot_bytes=4096, packet_bytes=4096, heap_bytes=0)
+    probe = HostSegment.create(rank, ranks, ring_bytes=4096, packet_bytes=4096)
     addresses = exchange(
         store,
         f"paceline/{name}/address",
