@@ -265,9 +265,7 @@ def check_same_bits(group):
 
 
 def hosts(ranks):
-    return collect(
-        *start(ranks, lambda rank, store: find_hosts(store, rank, ranks, TIMEOUT_S))
-    )
+    return collect(*start(ranks, lambda rank, store: find_hosts(store, rank, ranks, TIMEOUT_S)))
 
 
 def absent(ranks):

@@ -12,6 +12,7 @@ from process_groups import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GROUP_CASES = SCRIPTS / "process_group_cases.py"
+TWO_LEVEL_CASES = SCRIPTS / "two_level_cases.py"
 FRAMEWORK_CASES = SCRIPTS / "framework_cases.py"
 
 
@@ -49,6 +50,19 @@ class TestThreeRanks(ProcessGroupCases):
 @pytest.mark.campaign("launchers")
 class TestGloo(ProcessGroupCases):
     backend = "gloo"
+
+
+def test_two_levels_sum_as_one(tmp_path):
+    case = "case_all_reduce_of_types_operations_and_sizes"
+    for results in run_ranks(TWO_LEVEL_CASES, tmp_path, 2, "same", case):
+        assert results == {case: ""}
+
+
+@pytest.mark.campaign("launchers")
+@pytest.mark.parametrize("wire", ["same", "bfloat16"])
+def test_all_of_two_levels(tmp_path, wire):
+    for results in run_ranks(TWO_LEVEL_CASES, tmp_path, 4, wire):
+        assert set(results.values()) == {""}, results
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ class CompletedWork(Work):
         source: group rank of a message's sender, for a receive.
     """
 
-    ran_inline = True  # the recorder asks: the caller was blocked for all of it
+    path = "shared memory"  # the recorder asks: which way the call took
+    ran_inline = True  # and whether the caller was blocked for all of it
 
     def __init__(self, result: list[Any], source: int = -1) -> None:
         super().__init__()
@@ -76,6 +77,8 @@ class PendingWork(Work):
     Args:
         result: the tensors that it fills; what its future holds.
     """
+
+    path = "two levels"
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()
@@ -143,6 +146,11 @@ class CombinedWork(Work):
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works
+
+    @property
+    def path(self) -> str:
+        """Which way the works went, which the recorder asks."""
+        return getattr(self._works[0], "path", "gloo")
 
     @property
     def ran_inline(self) -> bool:

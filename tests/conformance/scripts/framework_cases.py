@@ -5,6 +5,7 @@
 Prints {case: [numbers on paceline, numbers on gloo]}, or {case: what went wrong}.
 """
 
+import contextlib
 import json
 import sys
 import traceback
@@ -29,6 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+import paceline.collectives.horovod as hvd
 
 warnings.simplefilter("ignore")
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
@@ -231,6 +234,62 @@ def case_compiled_collectives(group):
 def case_compiled_ddp(group):
     model = DistributedDataParallel(mlp(), process_group=group)
     return train(torch.compile(model, backend="aot_eager"))
+
+
+def case_horovod_trains_as_ddp(group):
+    if dist.get_backend(group) == "gloo":
+        return [*train(DistributedDataParallel(mlp(), process_group=group)), 1e-4]
+    hvd.init()
+    model = mlp()
+    if RANK:
+        with torch.no_grad():
+            model[0].weight.fill_(5.0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(plain, STEPS)  # puts a step of its own into the optimizer
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert isinstance(optimizer, torch.optim.SGD)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS, 1e-3)
+    losses = train(model, optimizer=optimizer)
+    for _ in range(STEPS):
+        schedule.step()
+    return [*losses, optimizer.param_groups[0]["lr"]]
+
+
+def case_calls_of_horovod(group):
+    if dist.get_backend(group) == "gloo":
+        return [1.0]
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (RANK, RANKS)
+    assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
+        *(RANK, RANKS),
+        *(0, 1),
+    )
+    mine = torch.arange(4.0) + RANK
+    mean = torch.arange(4.0) + (RANKS - 1) / 2
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        assert torch.equal(hvd.allreduce(mine, compression=compression), mean)
+    assert torch.equal(mine, torch.arange(4.0) + RANK)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5), mean * RANKS / 2)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Max), torch.arange(4.0) + RANKS - 1)
+    handle = hvd.allreduce_async_(inside := mine.clone())
+    assert hvd.synchronize(handle) is inside
+    assert hvd.poll(handle)
+    assert torch.equal(inside, mean)
+    assert torch.equal(hvd.grouped_allreduce([mine, mine])[1], mean)
+    rows = hvd.allgather(torch.full((RANK + 1, 2), float(RANK)))
+    assert rows[:, 0].tolist() == [float(rank) for rank in range(RANKS) for _ in range(rank + 1)]
+    assert torch.equal(hvd.broadcast(mine, root_rank=1), torch.arange(4.0) + 1)
+    got, counts = hvd.alltoall(torch.arange(3.0), torch.tensor([1, 2]))
+    assert counts.tolist() == [RANK + 1] * RANKS
+    assert got.tolist() == [0.0] * RANKS if RANK == 0 else [1.0, 2.0] * RANKS
+    assert hvd.broadcast_object({"rank": RANK}, root_rank=1) == {"rank": 1}
+    assert hvd.allgather_object(RANK) == list(range(RANKS))
+    with contextlib.suppress(ValueError):
+        hvd.allreduce(mine, op=2)
+        raise AssertionError("Adasum was not refused")
+    return [1.0]
 
 
 def main():

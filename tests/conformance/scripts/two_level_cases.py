@@ -1,4 +1,4 @@
-"""The two-level path between pretended hosts: four ranks of one machine, two to a host.
+"""The two-level path between two pretended hosts, each with half of the ranks of this machine.
 
     two_level_cases.py STORE RANK RANKS WIRE [CASE ...]
 
@@ -22,8 +22,8 @@ COUNTS = (1, 2, 3, 1000, 65537)
 
 
 def pretend_hosts(store, rank, size, timeout_s):
-    """Return a path as if each two ranks were on a host."""
-    hosts = [list(range(first, first + 2)) for first in range(0, size, 2)]
+    """Return a path as if the first half of the ranks were on a host, and the others on another."""
+    hosts = [list(range(size // 2)), list(range(size // 2, size))]
     config = CollectivesConfig(wire=WIRE, flat_below_bytes=0, chunk_bytes=2048)
     own = dist.PrefixStore("pretended/", store)
     return paths.two_levels(own, hosts, rank, timeout_s, config)

@@ -22,6 +22,8 @@ from paceline.trace.collectors.torch_hooks import RAISED, RecordedKind, around
 from paceline.trace.collectors.torch_in_flight import ANY_SOURCE
 from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, SEND, Kind
 
+OTHER_PATH = "gloo"  # of a work that says no path: torch's own backend has made it
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -65,7 +67,7 @@ class _OpenCall(NamedTuple):
 
     begin_ns: int
     word: str
-    payload: int | None
+    payload: operators.Payload
 
 
 class PythonGroupRecorder:
@@ -99,12 +101,13 @@ class PythonGroupRecorder:
         def before(args: Arguments, _kwargs: Keywords) -> _OpenCall | None:
             if getattr(self._thread, "open", False) or internals.is_below_autograd():
                 return None  # part of a call that is recorded
-            if payload is not None and operators.payload_of(args[1 + payload]).is_traced:
+            given = operators.payload_of(args[1:] if payload is None else args[1 + payload])
+            if given.is_traced:
                 return None
             self._thread.open = True
             in_main = threading.get_ident() == self.in_flight.loop.main_thread
             begin_ns = self.recorder.begin(int(Kind.WAIT)) if in_main else monotonic_ns()
-            return _OpenCall(begin_ns, word, payload)
+            return _OpenCall(begin_ns, word, given)
 
         def after(state: _OpenCall, result: Any, args: Arguments, kwargs: Keywords) -> None:
             self._thread.open = False
@@ -119,13 +122,14 @@ class PythonGroupRecorder:
         """Note a call that has returned `work`, or nothing where it is over."""
         group, given = args[0], args[1:]
         record = self.in_flight.groups.record_of(group)
-        payload = operators.payload_of(() if call.payload is None else given[call.payload])
         peer, tag = _other_side(call.word, given, kwargs)
+        if call.word not in (SEND, RECV):
+            tag = self.recorder.intern(getattr(work, "path", OTHER_PATH))
         issued = self.in_flight.issue(
             operators.kind_of(call.word),
             self._names[call.word],
             record,
-            payload.size_bytes,
+            call.payload.size_bytes,
             call.begin_ns,
             peer=peer,
             tag=tag,
@@ -138,7 +142,7 @@ class PythonGroupRecorder:
                 self.in_flight.complete(issued, monotonic_ns())
             return
         self.in_flight.hold_work(work, issued)
-        if self.in_flight.groups.sees_completion(group, record, payload.device_type):
+        if self.in_flight.groups.sees_completion(group, record, call.payload.device_type):
             self.in_flight.watch_future(work, issued)
         else:
             self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
