@@ -17,6 +17,7 @@ import paceline
 from paceline.core.machine import Quantity
 from paceline.core.record import Record
 from paceline.core.worker_process import WorkerMessage
+from paceline.schedules import Transfer
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
 # Fields whose values are checked: what the type alone would give is refused.
@@ -35,6 +36,14 @@ VALUES = {
     "PackOptions": {},
     "LoaderOptions": {},
     "RunConfig": {"ranks": 2, "record": True, "bind": False},
+    "Schedule": {
+        "operation": "reduce",
+        "algorithm": "chain",
+        "ranks": 2,
+        "chunks": 2,
+        "root": 0,
+        "transfers": (Transfer(0, 1, 0, 0, 1, True), Transfer(1, 1, 0, 1, 2, True)),
+    },
 }
 # Classes that share their name with another one.
 NAMES = {("paceline.store.care.repair", "Finding"): "RepairFinding"}

@@ -22,7 +22,8 @@ from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors import torch_operators as operators
 from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
-from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+from paceline.trace.collectors.torch_hooks import Loop
+from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import COMPLETION_UNKNOWN, Kind
 from paceline.trace.format.files import read_trace
@@ -333,7 +334,7 @@ def test_a_recorder_that_fails_amid_a_collective_says_so_once_and_ends_nothing(
     kernel = collectives._c10d_kernel("all_reduce", overload, operators.places(overload, 0))
     library = torch.library.Library("c10d", "IMPL")
     library.impl("allreduce_", kernel, "AutogradCPU")
-    monkeypatch.setattr(operators, "size_bytes", lambda _: 1 / 0)
+    monkeypatch.setattr(operators, "payload_of", lambda _: 1 / 0)
     try:
         for _ in range(3):
             value = torch.ones(2)

@@ -49,7 +49,7 @@ def test_every_page_can_be_found_from_the_readme():
     "name",
     [
         *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md"),
-        *("guides/load.md", "guides/start.md"),
+        *("guides/load.md", "guides/start.md", "guides/collectives.md"),
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):

@@ -12,7 +12,7 @@ from traces import MS
 
 from paceline.native import Recorder
 from paceline.trace.collectors.sampler import NAMES_MAX, StackSampler
-from paceline.trace.collectors.torch_in_flight import Loop
+from paceline.trace.collectors.torch_hooks import Loop
 from paceline.trace.format.events import PYTHON_CODE, Kind
 from paceline.trace.format.files import read_trace
 

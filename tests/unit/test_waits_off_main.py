@@ -40,7 +40,7 @@ def test_a_functional_collective_that_another_thread_awaits(path, collector, mon
     wait = collector.collectives._wait_tensor_kernel(lambda tensor: tensor)
     name = collector.recorder.intern("all_reduce")
     result = torch.ones(1)
-    issued = collector.in_flight.issue("all_reduce", name, GroupRecord(0, (0,), {}), 4, 1)
+    issued = collector.in_flight.issue(Kind.COLLECTIVE, name, GroupRecord(0, (0,), {}), 4, 1)
     collector.in_flight.hold_result(result, issued)
     call(lambda: wait(result), thread)
     collector.recorder.close()

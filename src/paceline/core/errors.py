@@ -7,6 +7,7 @@
     |   +-- ConfigError                              2
     |   |   +-- NewerFormat                          2   a file of a newer Paceline
     |   +-- CollectiveMismatch                       2   ranks called different collectives
+    |   +-- InvalidSchedule                          2   a collective that would go wrong
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
@@ -97,6 +98,10 @@ class NewerFormat(ConfigError):
 
 class CollectiveMismatch(UsageError):
     """The ranks of a group called different collectives, or with different sizes."""
+
+
+class InvalidSchedule(UsageError):
+    """A schedule of messages does not perform the collective that it is for."""
 
 
 class DestinationExists(UsageError, FileExistsError):

@@ -1,9 +1,10 @@
 """Frozen dataclasses to JSON and back: how Machine, Workload, Plan and Estimate are stored.
 
 A record is a frozen, keyword-only, slotted dataclass whose fields are numbers, strings, booleans,
-None, other records, tuples of these, or dicts from strings to these. `to_json` writes it with the
-``version`` of its class; `from_json` refuses an unknown key, so that a misspelt key is an error
-that names the place instead of a value silently lost.
+None, other records, tuples of these, named tuples (rows of a long table, which JSON has as lists),
+or dicts from strings to these. `to_json` writes it with the ``version`` of its class; `from_json`
+refuses an unknown key, so that a misspelt key is an error that names the place instead of a value
+silently lost.
 
 Records grow older. When a class changes so that a file of yesterday no longer describes it, its
 ``version`` rises by one and `upgrade` learns the step from the version before; `from_json` takes as
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import types
@@ -191,6 +193,8 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         item = typing.get_args(hint)[0]
         return tuple(convert(entry, item, f"{where}[{i}]") for i, entry in enumerate(value))
+    if isinstance(value, list) and (fields := _row_fields(hint)):
+        return _convert_row(value, hint, fields, where)
     if origin is dict and isinstance(value, dict):
         item = typing.get_args(hint)[1]
         return {key: convert(entry, item, f"{where}.{key}") for key, entry in value.items()}
@@ -205,6 +209,25 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         return value
     name = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
     raise ConfigError(f"{value!r} is not {name}", where=where, fix="Give a value of that type")
+
+
+@functools.cache
+def _row_fields(hint: Any) -> dict[str, Any]:
+    """Return the types of a named tuple's fields by name; empty for any other type."""
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return typing.get_type_hints(hint)
+    return {}
+
+
+def _convert_row(value: list[Any], hint: Any, fields: dict[str, Any], where: str) -> Any:
+    if len(value) != len(fields):
+        raise ConfigError(
+            f"{value!r} has {len(value)} values",
+            where=where,
+            fix=f"Give {len(fields)}: {', '.join(fields)}",
+        )
+    items = zip(value, fields.items(), strict=True)
+    return hint(*(convert(item, kind, f"{where}.{name}") for item, (name, kind) in items))
 
 
 def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:

@@ -124,7 +124,7 @@ def measure_overheads(effort: Effort) -> Costs:
             steps[phase].append(np.maximum(0.0, short[phase] - slope_s / (LONG - SHORT)))
     for phase in PHASES:
         by_kernel = np.sort(np.stack(steps[phase]), axis=0)
-        costs["step", phase] = by_kernel[len(by_kernel) // 5]  # as `typical_s`, in every round
+        costs["step", phase] = by_kernel[len(by_kernel) // 5]  # of the kernels, in every round
     return costs
 
 

@@ -3,6 +3,8 @@
 A collective is measured at several sizes, which become the curve of a CollectiveCost. What
 DistributedDataParallel adds is the difference between steps with and without it. Every figure is an
 array: the value over all rounds first, then that of each round alone (`figures`).
+
+Steps with DistributedDataParallel are recorded while they are measured, since those of a run are.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import nn
 
 from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
 from paceline.probe.figures import probed, typical_by_round
+from paceline.trace.collectors.torch import discarded_recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +39,7 @@ def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float
 
 def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
     """Return the costs of all-reduce and broadcast over gloo between two ranks."""
-    calls = CALLS // 4 if quick else CALLS
+    calls = CALLS // 2 if quick else CALLS
     costs = []
     for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
         figures = []
@@ -95,7 +98,7 @@ def measure_ddp(
     sizes = np.asarray([point.bytes for point in all_reduce.points[1:]])
     times = np.asarray([point.seconds.value for point in all_reduce.points[1:]])
     latency_s, bare_s_per_byte = fit_line(sizes, times)
-    steps = STEPS // 4 if quick else STEPS
+    steps = STEPS // 2 if quick else STEPS
     small = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     large = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
     normed = nn.Sequential(
@@ -103,7 +106,7 @@ def measure_ddp(
     )
     forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
     normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
-    _, large_s = _added_s(large, torch.randn(8, 768), steps // 4)
+    _, large_s = _added_s(large, torch.randn(8, 768), steps // 2)
     few, many = (sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large))
     s_per_byte = np.maximum(bare_s_per_byte, (large_s - backward_s) / (many - few))
     where = {"framework": "ddp", "threads": threads, "processes": 2}
@@ -130,7 +133,8 @@ def measure_ddp(
 
 def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
     plain_s = _phases_s(module, inputs, steps)
-    ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
+    with discarded_recording(dist.get_rank(), dist.get_world_size()):
+        ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
     return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 

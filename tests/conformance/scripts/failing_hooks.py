@@ -71,8 +71,8 @@ GROUPS = {
     "end": {("end", int(kind)): kind.name.lower() for kind in PHASES},
     "callbacks": {
         ("end_step", None): "optimizer steps",
-        (TrainedParameters, "note_step"): "bytes of parameters",
-        (InFlight, "_completed"): "when collectives complete",
+        (TrainedParameters, "note_first_step"): "bytes of parameters",
+        (internals, "keep_thread_state"): "when collectives complete",
         (InFlight, "_computed"): "the wait at the end of a backward pass",
         (PhaseRecorder, "wrap_checkpoint"): "checkpoint",
         (InFlight, "close"): "had not completed",
@@ -83,9 +83,9 @@ GROUPS = {
         (PhaseRecorder, "install"): "phases of the loop",
     },
     "sizes": {
-        (operators, "size_bytes"): "collectives and messages",
+        (operators, "payload_of"): "collectives and messages",
         ("begin", int(Kind.WAIT)): "waits for collectives",
-        (PhaseRecorder, "opens"): "the phase forward",
+        (PhaseRecorder, "on_main_thread"): "the phase forward",
     },
 }
 

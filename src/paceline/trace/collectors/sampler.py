@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from paceline.native import Recorder
-    from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_hooks import Loop
 
 # The first samples name what a short run does, later ones only refine the shares.
 FIRST_INTERVAL_S, INTERVAL_S, FIRST_COUNT = 0.01, 0.05, 300

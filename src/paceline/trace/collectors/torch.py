@@ -13,19 +13,22 @@ loss. Times are the host's: work that a device still has queued counts where the
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.native import Recorder
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.hook_registry import HookRegistry
 from paceline.trace.collectors.on_import import on_import
 from paceline.trace.collectors.sampler import StackSampler
 from paceline.trace.collectors.torch_collectives import CollectiveRecorder
-from paceline.trace.collectors.torch_hooks import RecordedKind, phase_of
+from paceline.trace.collectors.torch_hooks import Loop, RecordedKind, phase_of
 from paceline.trace.collectors.torch_host import HostRecorder
-from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_marks import StepMarks
 from paceline.trace.collectors.torch_phases import PhaseRecorder
@@ -33,9 +36,9 @@ from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
 if TYPE_CHECKING:
-    from paceline.native import Recorder
+    from collections.abc import Iterator
 
-__all__ = ["TorchCollector", "phase_of"]
+__all__ = ["TorchCollector", "discarded_recording", "phase_of"]
 
 
 class TorchCollector:
@@ -102,3 +105,23 @@ class TorchCollector:
             now = self.recorder.begin(IDLE)
             peak = torch.cuda.max_memory_allocated()
             self.recorder.record(int(Kind.COUNTER), MAIN, name, now, now, peak)
+
+
+@contextlib.contextmanager
+def discarded_recording(rank: int, world_size: int) -> Iterator[None]:
+    """Record this process and discard the trace, so that what is timed costs as much as in a run.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(f"{folder}/rank-{rank:05}.trace", rank, world_size)
+        collector = TorchCollector(recorder)
+        collector.install()
+        try:
+            yield
+        finally:
+            collector.pause()
+            collector.close()
+            recorder.close()

@@ -96,32 +96,38 @@ class CollectiveRecorder:
     def _c10d_kernel(
         self, word: str, overload: Any, places: operators.Places
     ) -> Callable[..., Any]:
-        name = self.recorder.intern(word)
+        kind, name = operators.kind_of(word), self.recorder.intern(word)
+        in_flight, groups = self.in_flight, self.in_flight.groups
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+            payload = operators.payload_of(args if places.payload is None else args[places.payload])
+            if payload.is_traced:
+                return
             group = internals.unbox_group(args[places.group])
-            record = self.in_flight.groups.record_of(group)
-            payload = () if places.payload is None else args[places.payload]
+            record = groups.record_of(group)
             peer = ANY_SOURCE if word == RECV else -1
             if places.peer is not None:
                 peer = int(args[places.peer])
-            tag = int(args[places.tag]) if places.tag is not None else 0
             work = internals.work_of(result)
-            issued = self.in_flight.issue(
-                *(word, name, record, operators.size_bytes(payload), begin_ns),
+            issued = in_flight.issue(
+                kind,
+                name,
+                record,
+                0 if places.payload is None else payload.size_bytes,
+                begin_ns,
                 peer=peer,
-                tag=tag,
+                tag=0 if places.tag is None else int(args[places.tag]),
                 work=work,
             )
             if work is None:  # monitored_barrier returns when it is over
-                self.in_flight.record_wait(issued, begin_ns)
+                in_flight.record_wait(issued, begin_ns)
                 return
-            self.in_flight.hold_work(work, issued)
-            if self.in_flight.groups.sees_completion(group, record, operators.device_type(args)):
-                self.in_flight.watch_future(work, issued)
+            in_flight.hold_work(work, issued)
+            if groups.sees_completion(group, record, payload.device_type):
+                in_flight.watch_future(work, issued)
             else:
-                self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
-            self.in_flight.watch_backward()
+                in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
+            in_flight.watch_backward()
 
         return self._kernel(overload, note)
 
@@ -136,8 +142,7 @@ class CollectiveRecorder:
             begin_ns = monotonic_ns()
             with internals.below_autograd():
                 result = redispatch(*args, **kwargs)
-            if not internals.is_traced(args):
-                collectives.attempt(note, args, result, begin_ns)
+            collectives.attempt(note, args, result, begin_ns)
             return result
 
         internals.calls_the_script(kernel)
@@ -146,19 +151,20 @@ class CollectiveRecorder:
     def _functional_kernel(
         self, word: str, overload: Any, places: operators.Places
     ) -> Callable[..., Any]:
-        name = self.recorder.intern(word)
+        kind, name = operators.kind_of(word), self.recorder.intern(word)
 
         def note(args: tuple[Any, ...], result: Any, begin_ns: int) -> None:
+            payload = operators.payload_of(args[places.payload or 0])
+            if payload.is_traced:
+                return
             group = internals.unbox_group(args[places.group])
             record = self.in_flight.groups.record_of(group)
             issued = self.in_flight.issue(
-                *(word, name, record, operators.size_bytes(args[places.payload or 0]), begin_ns),
+                *(kind, name, record, payload.size_bytes, begin_ns),
                 peer=int(args[places.peer]) if places.peer is not None else -1,
                 tag=int(args[places.tag]) if places.tag is not None else 0,
             )
-            if not self.in_flight.groups.sees_completion(
-                group, record, operators.device_type(args)
-            ):
+            if not self.in_flight.groups.sees_completion(group, record, payload.device_type):
                 self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             for tensor in operators.tensors(result):
                 self.in_flight.hold_result(tensor, issued)
@@ -175,7 +181,7 @@ class CollectiveRecorder:
 
         def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
             (tensor,) = args
-            if internals.is_traced((tensor,)):
+            if operators.payload_of(tensor).is_traced:
                 return None
             issued = self.in_flight.tensors.pop(internals.tensor_identity(tensor), None)
             if threading.get_ident() != self.in_flight.loop.main_thread:
@@ -235,11 +241,12 @@ class CollectiveRecorder:
             process_group, tensors, src = given(*args, **kwargs)
             record = self.in_flight.groups.record_of(process_group)
             begin_ns = self.recorder.begin(int(Kind.WAIT))
+            payload = operators.payload_of(tensors)
             issued = self.in_flight.issue(
-                "broadcast", name, record, operators.size_bytes(tensors), begin_ns, peer=src
+                Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns, peer=src
             )
             if not self.in_flight.groups.sees_completion(
-                process_group, record, operators.device_type(tensors)
+                process_group, record, payload.device_type
             ):
                 self.in_flight.complete(issued, monotonic_ns(), COMPLETION_UNKNOWN)
             return issued, begin_ns

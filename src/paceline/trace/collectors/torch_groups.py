@@ -54,7 +54,8 @@ class Groups:
 
     def __init__(self, recorder: Recorder, available: frozenset[Capability]) -> None:
         self._recorder = recorder
-        self._available = available
+        self._knows_members = Capability.GROUP_MEMBERS in available
+        self._knows_backends = Capability.BACKENDS in available
         self._latest: dict[str, GroupRecord] = {}  # by the group's name
         self._defined: dict[int, GroupRecord] = {}  # by number: counts continue
 
@@ -62,7 +63,7 @@ class Groups:
         """Return the record of a process group."""
         name = group.group_name
         known = self._latest.get(name)
-        ranks = internals.members_of(group) if Capability.GROUP_MEMBERS in self._available else {}
+        ranks = internals.members_of(group) if self._knows_members else {}
         if known is not None and known.ranks is ranks:
             return known
         members = tuple(sorted(ranks, key=lambda rank: ranks[rank]))
@@ -79,7 +80,7 @@ class Groups:
         seen = record.completes.get(device_type)
         if seen is None:
             backend = ""
-            if device_type != "cpu" and Capability.BACKENDS in self._available:
+            if device_type != "cpu" and self._knows_backends:
                 backend = internals.backend_of(group, device_type)
             seen = record.completes[device_type] = internals.completion_is_seen(
                 backend, device_type

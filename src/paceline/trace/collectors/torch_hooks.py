@@ -19,13 +19,14 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
-from paceline.trace.format.events import Kind
+from paceline.trace.format.events import IDLE, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,14 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 F = TypeVar("F")
 S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class Loop:
+    """Where the training loop is; the main thread changes it, others only read."""
+
+    main_thread: int
+    phase: int = IDLE
 
 
 class OpenPhase(NamedTuple):
@@ -56,6 +65,8 @@ class OpenPhase(NamedTuple):
 
 
 RAISED = object()  # in place of the result of a call that raised
+_NO_LOOP = Loop(main_thread=0)
+_NEVER: frozenset[int] = frozenset()
 
 
 class RecordedKind:
@@ -106,6 +117,9 @@ def around(
     kind: RecordedKind,
     before: Callable[[Arguments, Keywords], S | None],
     after: Callable[[S, Any, Arguments, Keywords], None],
+    *,
+    loop: Loop = _NO_LOOP,
+    passes_in: frozenset[int] = _NEVER,
 ) -> Callable[..., F]:
     """Return `original` with a hook around it.
 
@@ -116,16 +130,21 @@ def around(
             passing them on as arguments costs as much as all else here. What it returns is given to
             `after`; None leaves the call unrecorded.
         after: called with the state, the call's result (RAISED if it raised) and its arguments.
+        loop: whose phase decides whether a call is passed on at once.
+        passes_in: the phases in which it is. A model calls its modules within its own call, where
+            each function of Python counts.
 
-    Cost: 0.3 us for a call that is not recorded (of a module within another), 1 us for others.
+    Cost: 0.2 us for a call that is passed on at once, 1 us for others in a loop of nothing else;
+        ten times as much amid a step, whose data have taken the caches.
     """
+    at_run_time = internals.at_run_time
     inner = internals.inside_disable(original)
     if inner is not None:
-        return internals.disable(around(inner, kind, before, after))
+        return internals.disable(around(inner, kind, before, after, loop=loop, passes_in=passes_in))
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> F:
-        if not internals.at_run_time() or not kind.on:
+        if not at_run_time() or not kind.on or loop.phase in passes_in:
             return original(*args, **kwargs)
         try:
             state = before(args, kwargs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.native import Recorder
-    from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_hooks import Loop
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
 # Shorter reads and collections are not recorded: their events would cost more than they tell.

@@ -23,16 +23,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.native import monotonic_ns
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_groups import GroupRecord, Groups
-from paceline.trace.collectors.torch_hooks import RecordedKind, callback
+from paceline.trace.collectors.torch_hooks import Loop, RecordedKind, callback
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     COMMUNICATION,
     COMPLETION_UNKNOWN,
     DRAIN,
-    IDLE,
     MAIN,
-    RECV,
-    SEND,
     Kind,
 )
 
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 ANY_SOURCE = -2  # peer of a receive until its source is known
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
 _SETTLE_S, _SETTLE_TRIES = 0.002, 100  # how long the end of a script waits for callbacks
-_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
 
 
 @dataclass(slots=True)
@@ -65,14 +61,6 @@ class Issued:
     done: bool = False
 
 
-@dataclass(slots=True)
-class Loop:
-    """Where the training loop is: what both sides of the collector must know."""
-
-    main_thread: int
-    phase: int = IDLE
-
-
 class InFlight:
     """What this process has issued and not seen to end, and the waits for it."""
 
@@ -82,7 +70,12 @@ class InFlight:
         self.available = available
         self.groups = Groups(recorder, available)
         self._on_completed = RecordedKind(Capability.FUTURES.value)
-        self._on_computed = RecordedKind(Capability.ENGINE_CALLBACK.value)
+        on_computed = RecordedKind(Capability.ENGINE_CALLBACK.value)
+        self._call_when_computed = callback(on_computed, self._computed)
+        # Asked once: that a member of an Enum is in a set costs three functions of Python.
+        self._has_futures = Capability.FUTURES in available
+        self._has_engine_callback = Capability.ENGINE_CALLBACK in available
+        self._keeps_thread_state = Capability.THREAD_STATE in available
         self.drain_name = recorder.intern(DRAIN)
         self.in_backward = False
         self.callback_queued = False
@@ -133,7 +126,7 @@ class InFlight:
 
     def issue(
         self,
-        word: str,
+        kind: Kind,
         name: int,
         group: GroupRecord,
         amount: int,
@@ -144,12 +137,14 @@ class InFlight:
         work: object = None,
     ) -> Issued:
         """Return the record of a call that was just issued; `peer` is a rank within the group."""
-        kind = _KINDS.get(word, Kind.COLLECTIVE)
-        peer = peer if peer == ANY_SOURCE else group.global_rank(peer)
+        if peer >= 0:
+            peer = group.global_rank(peer)
         if kind is Kind.COLLECTIVE:
             sequence = group.next_collective()
+        elif peer == ANY_SOURCE:
+            sequence = 0
         else:
-            sequence = 0 if peer == ANY_SOURCE else group.next_message(word == SEND, peer, tag)
+            sequence = group.next_message(kind is Kind.SEND, peer, tag)
         return Issued(
             kind=kind,
             name=name,
@@ -184,9 +179,10 @@ class InFlight:
         if issued.done:
             return
         issued.done = True
-        self._find_source(issued)
+        if issued.peer == ANY_SOURCE:
+            self._find_source(issued)
         self.recorder.record(
-            int(issued.kind),
+            issued.kind,
             COMMUNICATION,
             issued.name,
             issued.begin_ns,
@@ -202,17 +198,15 @@ class InFlight:
 
     def _find_source(self, issued: Issued) -> None:
         """Number a receive from any source, now that its source is known."""
-        if issued.peer != ANY_SOURCE:
-            return
         issued.peer = issued.group.global_rank(internals.source_of(issued.keep))
         if issued.peer >= 0:
             issued.sequence = issued.group.next_message(False, issued.peer, issued.tag)
 
     def watch_future(self, work: Any, issued: Issued) -> None:
         """Have the work's future tell when it ends; gloo's send and receive have none."""
-        if Capability.FUTURES not in self.available:
+        if not self._has_futures:
             return
-        completed = functools.partial(self._on_completed.attempt, self._completed, issued)
+        completed = functools.partial(self._completed, issued)
         try:  # a context manager would cost more than the rest of it
             work.get_future().add_done_callback(completed)
         except RuntimeError:
@@ -221,9 +215,15 @@ class InFlight:
         issued.has_future = True
 
     def _completed(self, issued: Issued, _: object) -> None:
-        self.complete(issued, monotonic_ns())
-        if Capability.THREAD_STATE in self.available:
-            internals.keep_thread_state()
+        """Record a call's completion; torch calls this on the backend's thread."""
+        if not self._on_completed.on:
+            return
+        try:
+            self.complete(issued, monotonic_ns())
+            if self._keeps_thread_state:
+                internals.keep_thread_state()
+        except Exception as problem:  # noqa: BLE001  # whatever it is, the script must not see it
+            self._on_completed.stop(problem)
 
     def record_wait(self, issued: Issued | None, begin_ns: int) -> None:
         """Record that the main thread was blocked until now, and for what."""
@@ -267,9 +267,9 @@ class InFlight:
         """Have the engine tell when computing ends; before DDP's own callback, queued later."""
         if not self.in_backward or self.callback_queued:
             return
-        self.callback_queued = Capability.ENGINE_CALLBACK in self.available
+        self.callback_queued = self._has_engine_callback
         if self.callback_queued:
             try:
-                internals.queue_engine_callback(callback(self._on_computed, self._computed))
+                internals.queue_engine_callback(self._call_when_computed)
             except RuntimeError:  # a thread without a running graph: then there is no drain
                 self.callback_queued = False

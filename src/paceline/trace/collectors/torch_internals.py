@@ -120,27 +120,16 @@ def redispatch_of(overload: Any) -> Callable[..., Any]:
     return call
 
 
-def is_traced(arguments: Any) -> bool:
-    """Return whether an operator is called while a graph is made: its tensors hold no data then.
-
-    Dynamo and AOTAutograd run the code that they compile on such tensors, here: nothing is sent.
-    """
-    kinds = _traced_types()
-    return any(_has_tensor_of(kinds, argument) for argument in arguments)
-
-
 @functools.cache
-def _traced_types() -> tuple[type, ...]:
+def traced_types() -> tuple[type, ...]:
+    """Return the types of tensors that stand for others while a graph is made: they hold no data.
+
+    Dynamo and AOTAutograd run the code that they compile on such tensors: nothing is sent.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return FakeTensor, FunctionalTensor
-
-
-def _has_tensor_of(kinds: tuple[type, ...], value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return type(value) is not torch.Tensor and isinstance(value, kinds)
-    return isinstance(value, (list, tuple)) and any(_has_tensor_of(kinds, item) for item in value)
 
 
 def argument_names(overload: Any) -> list[str]:
@@ -159,7 +148,12 @@ def queue_engine_callback(callback: Callable[[], None]) -> None:
     Raises:
         RuntimeError: this thread runs no backward pass.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP2 does
+    _engine().queue_callback(callback)
+
+
+@functools.cache
+def _engine() -> Any:
+    return torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
 
 
 def remove_kernels(library: torch.library.Library) -> None:
@@ -276,12 +270,14 @@ def keep_thread_state() -> None:
 # whatever that says; there, `at_run_time` is false.
 
 _calls_the_script: set[CodeType] = set()
-_is_compiling = torch.compiler.is_compiling
+_compiler: Any = torch.compiler
 
 
 def at_run_time() -> bool:
     """Return whether the caller runs, rather than being made into a graph."""
-    return not _is_compiling()
+    # `torch.compiler.is_compiling` is two more functions around the same flag: amid a step, whose
+    # data have taken the caches, a microsecond each.
+    return not _compiler._is_compiling_flag  # noqa: SLF001  # see above
 
 
 def _while_traced() -> bool:
@@ -377,7 +373,7 @@ def _check_functional_wait() -> None:
 
 
 def _check_engine_callback() -> None:
-    if not callable(torch.autograd.Variable._execution_engine.queue_callback):  # noqa: SLF001  # as FSDP2 does
+    if not callable(_engine().queue_callback):
         raise AttributeError("the engine takes no callbacks")
 
 

@@ -7,12 +7,12 @@ dispatch; ``_c10d_functional::*`` is what DTensor and compiled code do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from paceline.trace.collectors import torch_internals as internals
-from paceline.trace.format.events import RECV, SEND
+from paceline.trace.format.events import RECV, SEND, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +63,7 @@ NOT_COMMUNICATION = frozenset(
     {"check_for_nan", "wait_tensor", "_wrap_tensor_autograd", "batch_p2p_ops"}
 )
 _PEERS = ("root_rank", "dst", "src")
+_KINDS = {SEND: Kind.SEND, RECV: Kind.RECV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,38 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def size_bytes(value: Any) -> int:
-    """Return the bytes of the tensors in `value`."""
-    # Not by `tensors`: amid a step generators cost several times as much as plain calls.
-    if isinstance(value, torch.Tensor):
-        return int(value.numel() * value.element_size())
-    return sum(map(size_bytes, value)) if isinstance(value, (list, tuple)) else 0
+def kind_of(word: str) -> Kind:
+    """Return the kind of event of an operation, by the field's word for it."""
+    return _KINDS.get(word, Kind.COLLECTIVE)
 
 
-def device_type(value: Any) -> str:
-    """Return the type of device that the first tensor in `value` is on; cpu if there is none."""
-    return _first_device_type(value) or "cpu"
+class Payload(NamedTuple):
+    """What a call is given to communicate.
+
+    Attributes:
+        size_bytes: of all tensors.
+        device_type: of the device that the first tensor is on; cpu if there is none.
+        is_traced: whether they stand for other tensors while a graph is made.
+    """
+
+    size_bytes: int
+    device_type: str
+    is_traced: bool
 
 
-def _first_device_type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "cpu" if value.is_cpu else str(value.device.type)
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = _first_device_type(item)
-            if found:
-                return found
-    return ""
+def payload_of(value: Any) -> Payload:
+    """Return what is in an operator's argument: a tensor, or nested lists of them."""
+    # One function and no generator for what DDP calls amid a step, where the caches hold the data
+    # of the model: each further function of Python costs a microsecond or more there.
+    size_bytes, device_type, is_traced = 0, "", False
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if type(item) is torch.Tensor:
+            size_bytes += item.numel() * item.element_size()
+            if not device_type:
+                device_type = "cpu" if item.is_cpu else item.device.type
+            continue
+        for tensor in tensors(item):
+            size_bytes += tensor.numel() * tensor.element_size()
+            device_type = device_type or tensor.device.type
+            is_traced = is_traced or isinstance(tensor, internals.traced_types())
+    return Payload(size_bytes, device_type or "cpu", is_traced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 from paceline.native import monotonic_ns
@@ -18,20 +17,21 @@ class TrainedParameters:
     """Records the bytes of all parameters that optimizers stepped, when an optimizer first steps.
 
     Used by the main thread alone.
+
+    Attributes:
+        optimizers: the numbers of those that stepped.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._name = recorder.intern(TRAINED_BYTES)
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: set[int] = set()
         self._counted: set[int] = set()  # parameters by identity: one may be in two optimizers
         self._bytes = 0
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Count the parameters that this step updated, if it is the optimizer's first."""
-        if optimizer in self._optimizers:
-            return
-        self._optimizers.add(optimizer)
+    def note_first_step(self, optimizer: Optimizer, number: int) -> None:
+        """Count the parameters that an optimizer's first step updated."""
+        self.optimizers.add(number)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._counted:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from paceline.native import Recorder
     from paceline.trace.collectors.hook_registry import HookRegistry
-    from paceline.trace.collectors.torch_hooks import Arguments, Keywords
-    from paceline.trace.collectors.torch_in_flight import InFlight, Loop
+    from paceline.trace.collectors.torch_hooks import Arguments, Keywords, Loop
+    from paceline.trace.collectors.torch_in_flight import InFlight
     from paceline.trace.collectors.torch_marks import StepMarks
 
 _OPTIMIZER, _HOST = int(Kind.OPTIMIZER), int(Kind.HOST)
@@ -114,15 +114,8 @@ class PhaseRecorder:
         self._wrap_next(iterator, amount=delivered)
         self._wrap_iter(module.Loader, lambda loader: module.worker_count(loader.options))
 
-    def opens(self, number: int) -> bool:
-        """Return whether a call opens a phase, rather than being part of one that is open.
-
-        What a loader calls is input, and what is computed again inside backward is backward; but
-        an optimizer may call a closure that runs the model.
-        """
-        phase = self.loop.phase
-        if phase != IDLE and (phase != _OPTIMIZER or number == _OPTIMIZER):
-            return False
+    def on_main_thread(self) -> bool:
+        """Return whether the loop's thread calls: the phases of others are not recorded."""
         return threading.get_ident() == self.loop.main_thread
 
     def wrap(
@@ -146,7 +139,7 @@ class PhaseRecorder:
         recorder, number, name = self.recorder, int(kind), self.recorder.intern(label)
 
         def before(_args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
-            if not self.opens(number):
+            if not self.on_main_thread():
                 return None
             if number != _HOST:  # a loss that the script logs is still the loss
                 self.loss_begin_ns = 0
@@ -183,7 +176,7 @@ class PhaseRecorder:
         workers_name = recorder.intern(LOADER_WORKERS)
 
         def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
-            if not self.opens(number):
+            if not self.on_main_thread():
                 return None
             self.loss_begin_ns = 0
             now_ns, workers = monotonic_ns(), worker_count(args[0])
@@ -203,7 +196,7 @@ class PhaseRecorder:
         recorder, number, name = self.recorder, int(Kind.INPUT), self.recorder.intern(NEXT)
 
         def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
-            if not self.opens(number):
+            if not self.on_main_thread():
                 return None
             self.loss_begin_ns = 0
             if self.loop.phase == IDLE:
@@ -224,7 +217,7 @@ class PhaseRecorder:
         recorder, name = self.recorder, self.recorder.intern("forward")
 
         def before(args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
-            if not args or not self.opens(_FORWARD):
+            if not args or not self.on_main_thread():
                 return None
             module = args[0]
             flags = 0 if torch.is_grad_enabled() else WITHOUT_GRADIENTS
@@ -251,7 +244,7 @@ class PhaseRecorder:
         backward_name, loss_name = recorder.intern("backward"), recorder.intern(LOSS)
 
         def before(_args: Arguments, _kwargs: Keywords) -> OpenPhase | None:
-            if not self.opens(number):
+            if not self.on_main_thread():
                 return None
             self.in_flight.enter_backward()
             state = self._open(number)
@@ -280,16 +273,20 @@ class PhaseRecorder:
         before: Callable[[Arguments, Keywords], OpenPhase | None],
         after: Callable[[OpenPhase, Any, Arguments, Keywords], None],
     ) -> None:
-        hooked = around(getattr(owner, attribute), self.recorded(kind), before, after)
+        hooked = around(
+            *(getattr(owner, attribute), self.recorded(kind), before, after),
+            loop=self.loop,
+            passes_in=_part_of_phases(int(kind)),
+        )
         self.hooks.replace(owner, attribute, hooked)
 
     def _wrap_copy(self, attribute: str) -> None:
         """Record copies between devices; one within a device is not a copy in our sense."""
         recorder, name = self.recorder, self.recorder.intern(f"copy {attribute}")
-        number, passive = int(Kind.COPY), (int(Kind.COPY), int(Kind.INPUT))
+        number = int(Kind.COPY)
 
-        def before(_args: Arguments, _kwargs: Keywords) -> int | None:
-            return None if self.loop.phase in passive else monotonic_ns()
+        def before(_args: Arguments, _kwargs: Keywords) -> int:
+            return monotonic_ns()
 
         def after(begin_ns: int, result: Any, args: Arguments, kwargs: Keywords) -> None:
             if result is RAISED:
@@ -304,8 +301,22 @@ class PhaseRecorder:
                 recorder.end(number, name, begin_ns, size, self.loop.phase)
 
         original = getattr(torch.Tensor, attribute)
-        copied = around(original, self.recorded(Kind.COPY), before, after)
+        copied = around(
+            *(original, self.recorded(Kind.COPY), before, after),
+            loop=self.loop,
+            passes_in=frozenset({int(Kind.COPY), int(Kind.INPUT)}),
+        )
         self.hooks.replace(torch.Tensor, attribute, copied)
+
+
+def _part_of_phases(number: int) -> frozenset[int]:
+    """Return the phases within which a call is part of them, rather than a phase of its own.
+
+    What a loader calls is input, and what is computed again inside backward is backward; but an
+    optimizer may call a closure that runs the model.
+    """
+    apart = {IDLE} if number == _OPTIMIZER else {IDLE, _OPTIMIZER}
+    return frozenset(map(int, Kind)) - apart
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

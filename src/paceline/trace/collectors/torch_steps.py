@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.native import Recorder
     from paceline.trace.collectors.hook_registry import HookRegistry
-    from paceline.trace.collectors.torch_in_flight import Loop
+    from paceline.trace.collectors.torch_hooks import Loop
     from paceline.trace.collectors.torch_marks import StepMarks
     from paceline.trace.collectors.torch_phases import PhaseRecorder
 
@@ -80,11 +80,12 @@ class StepRecorder:
     def _after(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self.loop.main_thread or not self.open:
             return
-        self.trains.attempt(self.trained.note_step, optimizer)
+        number = self.optimizers.number_of(optimizer)
+        if number not in self.trained.optimizers:
+            self.trains.attempt(self.trained.note_first_step, optimizer, number)
         begin_ns, self.loop.phase = self.open.pop()
         if self.open:
             return
-        number = self.optimizers.number_of(optimizer)
         self.recorder.end(_OPTIMIZER, self.name, begin_ns, 0, self.loop.phase, number)
         if self.loop.phase == int(Kind.BACKWARD):  # a step per parameter, as gradients come
             self.phases.stepped_in_backward = True

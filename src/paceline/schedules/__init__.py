@@ -1,0 +1,44 @@
+"""Collective algorithms as plain data: who sends which chunks to whom, and in which order.
+
+Generators are pure functions to a `Schedule`; `check` proves that it performs its operation;
+`schedule_s` predicts how long it takes on a Machine; `paceline.collectives.executor` runs it. All
+read the same data, so prediction and execution cannot differ in what is sent.
+
+    generator                                  operations
+    ring, halving_doubling                     all_reduce, reduce_scatter, all_gather
+    recursive_doubling                         all_reduce
+    binomial, chain,                           reduce, broadcast
+      chain_binomial, chain_chain
+    two_level_sharded, two_level_leader,       all_reduce
+      torus
+"""
+
+from paceline.schedules.check import check
+from paceline.schedules.cost import best_chunks, level_volumes, schedule_s
+from paceline.schedules.halving import halving_doubling, recursive_doubling
+from paceline.schedules.hierarchy import torus, two_level_leader, two_level_sharded
+from paceline.schedules.ring import ring
+from paceline.schedules.schedule import Schedule, Transfer
+from paceline.schedules.topology import Topology
+from paceline.schedules.trees import binomial, chain, chain_binomial, chain_chain, groups_of
+
+__all__ = [
+    "Schedule",
+    "Topology",
+    "Transfer",
+    "best_chunks",
+    "binomial",
+    "chain",
+    "chain_binomial",
+    "chain_chain",
+    "check",
+    "groups_of",
+    "halving_doubling",
+    "level_volumes",
+    "recursive_doubling",
+    "ring",
+    "schedule_s",
+    "torus",
+    "two_level_leader",
+    "two_level_sharded",
+]
