@@ -75,22 +75,17 @@ void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype
 void HostGroup::all_reduce_staged(std::byte* data, std::size_t count, DType dtype,
                                   ReductionKernel reduction) {
   const std::size_t bytes = count * size_bytes(dtype);
-  std::deque<StagedPart> staged;
-  std::deque<StagedPart> reduced;
-  for (std::size_t at = 0; at < bytes || !staged.empty();) {
-    while (at < bytes && staged.size() <= options_.depth) {
-      staged.push_back(stage_for_all(data, bytes, at));
-      at += staged.back().bytes;
-    }
-    reduce_share(staged.front(), dtype, reduction);
-    reduced.push_back(staged.front());
-    staged.pop_front();
-    if (reduced.size() > options_.depth) {
-      collect_shares(reduced.front());
-      reduced.pop_front();
-    }
+  std::optional<StagedPart> previous;
+  StagedPart part = stage_for_all(data, bytes, 0);
+  for (std::size_t at = part.bytes; at < bytes; at += part.bytes) {
+    const StagedPart next = stage_for_all(data, bytes, at);
+    reduce_share(part, dtype, reduction);
+    if (previous) collect_shares(*previous);
+    previous = std::exchange(part, next);
   }
-  for (const StagedPart& part : reduced) collect_shares(part);
+  reduce_share(part, dtype, reduction);
+  if (previous) collect_shares(*previous);
+  collect_shares(part);
 }
 
 HostGroup::StagedPart HostGroup::stage_for_all(std::byte* data, std::size_t bytes,

@@ -51,7 +51,6 @@ struct GroupError : std::runtime_error {
 struct GroupOptions {
   unsigned spin = 0;                 // turns of polling before a rank sleeps; 0: by ranks and cores
   std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
-  std::size_t depth = 1;
   std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
