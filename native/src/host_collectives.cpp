@@ -20,6 +20,14 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 
 }  // namespace
 
+// Into a target of `total` bytes of which nothing is in the cache: not read before it is written.
+void HostGroup::copy_out(std::byte* to, const std::byte* from, std::size_t bytes,
+                         std::size_t total) const {
+  if (total < options_.past_cache_bytes) return copy_bytes(to, from, bytes);
+  static const CopyKernel kernel = copy_kernel_past_cache();
+  if (bytes != 0 && to != from) kernel(to, from, bytes);
+}
+
 // Whole cache lines for each rank, so that no two ranks write to one.
 HostGroup::Share HostGroup::share_of(std::size_t peer, std::size_t chunk_bytes) const {
   const std::size_t lines = divided_up(chunk_bytes, cache_line_bytes);
@@ -75,22 +83,17 @@ void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype
 void HostGroup::all_reduce_staged(std::byte* data, std::size_t count, DType dtype,
                                   ReductionKernel reduction) {
   const std::size_t bytes = count * size_bytes(dtype);
-  std::deque<StagedPart> staged;
-  std::deque<StagedPart> reduced;
-  for (std::size_t at = 0; at < bytes || !staged.empty();) {
-    while (at < bytes && staged.size() <= options_.depth) {
-      staged.push_back(stage_for_all(data, bytes, at));
-      at += staged.back().bytes;
-    }
-    reduce_share(staged.front(), dtype, reduction);
-    reduced.push_back(staged.front());
-    staged.pop_front();
-    if (reduced.size() > options_.depth) {
-      collect_shares(reduced.front());
-      reduced.pop_front();
-    }
+  std::optional<StagedPart> previous;
+  StagedPart part = stage_for_all(data, bytes, 0);
+  for (std::size_t at = part.bytes; at < bytes; at += part.bytes) {
+    const StagedPart next = stage_for_all(data, bytes, at);
+    reduce_share(part, dtype, reduction);
+    if (previous) collect_shares(*previous);
+    previous = std::exchange(part, next);
   }
-  for (const StagedPart& part : reduced) collect_shares(part);
+  reduce_share(part, dtype, reduction);
+  if (previous) collect_shares(*previous);
+  collect_shares(part);
 }
 
 HostGroup::StagedPart HostGroup::stage_for_all(std::byte* data, std::size_t bytes,
@@ -192,7 +195,7 @@ void HostGroup::broadcast(std::byte* data, std::size_t bytes, int root, double t
     publish_staged(chunk);
     if (rank_ != root) {
       await_staged(source, chunk);
-      copy_bytes(data + at, slot(source, chunk), part);
+      copy_out(data + at, slot(source, chunk), part, bytes);
     }
     finish(chunk);
   }
@@ -236,16 +239,17 @@ void HostGroup::all_gather(const std::byte* source, std::byte* target, std::size
                            double timeout_s) {
   const Call call(*this, {Operation::all_gather, bytes_per_rank}, timeout_s);
   const std::size_t limit = chunk_limit();
+  const std::size_t total = bytes_per_rank * peers_.size();
   for (std::size_t at = 0; at == 0 || at < bytes_per_rank; at += limit) {
     const std::size_t part = std::min(limit, bytes_per_rank - at);
     const Chunk chunk = next_chunk(part);
     copy_bytes(own_slot(chunk), source + at, part);
     publish_staged(chunk);
-    copy_bytes(target + index_ * bytes_per_rank + at, source + at, part);
+    copy_out(target + index_ * bytes_per_rank + at, source + at, part, total);
     for (std::size_t step = 1; step < peers_.size(); ++step) {
       const std::size_t peer = (index_ + step) % peers_.size();
       await_staged(peer, chunk);
-      copy_bytes(target + peer * bytes_per_rank + at, slot(peer, chunk), part);
+      copy_out(target + peer * bytes_per_rank + at, slot(peer, chunk), part, total);
     }
     finish(chunk);
   }

@@ -25,7 +25,7 @@ namespace paceline {
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t cache_line_bytes = 64;
 // How many chunks a rank may be ahead of another; so of a ring, this and two more chunks are in use.
-constexpr std::uint32_t window_chunks = 8;
+constexpr std::uint32_t window_chunks = 4;
 constexpr std::size_t fingerprint_count = 16;  // more calls than a rank can be ahead of another
 constexpr std::size_t call_count = 16;
 
@@ -83,6 +83,10 @@ struct SegmentHeader {
   SharedCall receive_call;
 };
 static_assert(sizeof(SegmentHeader) <= page_bytes);
+// As docs/guides/collectives.md has them.
+static_assert(offsetof(SegmentHeader, progress) == 256);
+static_assert(offsetof(SegmentHeader, failure_kind) == 384);
+static_assert(offsetof(SegmentHeader, calls) == 640);
 
 // Messages from the owner to one peer: a ring of packets, one writer and one reader.
 struct ChannelHeader {
@@ -102,7 +106,7 @@ constexpr std::size_t packet_count = 4;
 struct SegmentOptions {
   // Larger than a level 2 cache: what a rank writes must not be in its peer's cache any more, and a
   // line that is modified in the cache of another core takes longest to read (bench/LOG.md).
-  std::size_t ring_bytes = std::size_t{5} << 19;
+  std::size_t ring_bytes = std::size_t{2} << 20;
   std::size_t packet_bytes = std::size_t{64} << 10;
   std::size_t heap_bytes = 0;
 };
