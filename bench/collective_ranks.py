@@ -1,7 +1,7 @@
 """A rank of one contender of collectives.py; runs in the contender's own environment.
 
 It gets its contender's name and a Unix socket, connects, says its rank, and then measures what it
-is asked to: a line of JSON in, one out. While other contenders are measured it blocks on the socket.
+is asked to: a line of JSON in, one out. It blocks on the socket while others are measured.
 Only numpy and the contender's library are imported.
 """
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from multiprocessing.connection import Pipe, wait
+from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def run(scenario, ranks, **arguments):
     """Return what each rank of a scenario reported, in a process of its own."""
     command = [sys.executable, "-m", "host_ranks", scenario, str(ranks), json.dumps(arguments)]
     result = subprocess.run(
-        command, cwd=os.path.dirname(__file__), stdout=subprocess.PIPE, timeout=120, check=True
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, timeout=120, check=True
     )
     return json.loads(result.stdout)
 
@@ -123,7 +124,7 @@ def outcome(work, rank, store):
         return {"value": work(rank, store)}
     except PacelineError as error:
         return {"error": type(error).__name__, "where": error.where, "text": str(error)}
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # reported to the parent, which fails the test
         print(f"rank {rank}: {error!r}", file=sys.stderr)
         return {"error": type(error).__name__, "where": "", "text": str(error)}
 

@@ -193,6 +193,9 @@ constexpr std::size_t prefetch_bytes = 1536;
 void copy_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
   using Vector = VectorOf<std::uint64_t>::type;
   std::size_t at = 0;
+  // A vector that crosses a line is stored at half the rate.
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % sizeof(Vector);
+  for (; at < head && at < bytes; ++at) to[at] = from[at];
   for (; at + sizeof(Vector) <= bytes; at += sizeof(Vector)) {
     __builtin_prefetch(from + at + prefetch_bytes);
     Vector values;

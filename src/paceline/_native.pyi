@@ -62,7 +62,11 @@ def set_group_error_maker(make: Callable[..., Exception]) -> None: ...
 class HostSegment:
     @staticmethod
     def create(
-        rank: int, ranks: int, slot_bytes: int, packet_bytes: int, heap_bytes: int
+        rank: int,
+        ranks: int,
+        ring_bytes: int = 2097152,
+        packet_bytes: int = 65536,
+        heap_bytes: int = 0,
     ) -> HostSegment: ...
     @staticmethod
     def open(path: str, nonce: bytes) -> HostSegment: ...
@@ -81,7 +85,7 @@ class HostGroup:
         segments: Sequence[HostSegment],
         spin: int = 0,
         eager_bytes: int = 16384,
-        chunk_bytes: int = 0,
+        chunk_bytes: int = 262144,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
