@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 DEADLINE_S = 120
 
@@ -47,3 +44,19 @@ def run_ranks(
     assert not hung, f"a rank hangs; {everything}"
     assert codes == [0] * ranks, f"exit codes {codes}; {everything}"
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def lost_peer(folder: Path, ranks: int, how: str, deadline_s: float = DEADLINE_S):
+    """Run conformance/scripts/lost_peer.py; return the error of the first rank that got one."""
+    script = Path(__file__).parent / "conformance/scripts/lost_peer.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder / "store"), str(rank), str(ranks), how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=deadline_s)[0] for process in processes]
+    return [json.loads(out.splitlines()[-1]) for out in said if out][:1]

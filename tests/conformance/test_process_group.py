@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from process_groups import run_ranks
+from process_groups import lost_peer, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GROUP_CASES = SCRIPTS / "process_group_cases.py"
@@ -63,6 +63,32 @@ def test_two_levels_sum_as_one(tmp_path):
 def test_all_of_two_levels(tmp_path, wire):
     for results in run_ranks(TWO_LEVEL_CASES, tmp_path, 4, wire):
         assert set(results.values()) == {""}, results
+
+
+@pytest.mark.parametrize("how", ["backward", "other_size"])
+def test_a_rank_that_is_killed_or_calls_something_else_is_named(tmp_path, how):
+    (error,) = lost_peer(tmp_path, 2, how)
+    if how == "backward":
+        assert error["kind"] == "RankLost"
+        assert "rank 1 is gone, while rank 0 waited for it in all_reduce" in error["text"]
+    else:
+        assert error["kind"] == "CollectiveMismatch"
+        assert "all_reduce of 10 float32" in error["text"]
+        assert "all_reduce of 11 float32" in error["text"]
+
+
+@pytest.mark.campaign("faults")
+@pytest.mark.parametrize("how", ["all_reduce", "other_call"])
+def test_a_rank_is_named_whatever_it_was_waited_for(tmp_path, how):
+    (error,) = lost_peer(tmp_path, 2, how)
+    assert error["kind"] in ("RankLost", "CollectiveMismatch")
+    assert "rank 1" in error["text"]
+
+
+@pytest.mark.campaign("faults")
+def test_a_lost_rank_of_a_subgroup_has_its_global_rank(tmp_path):
+    (error,) = lost_peer(tmp_path, 3, "in_subgroup")
+    assert "global ranks: 0 is 1, 1 is 2" in error["text"]
 
 
 @pytest.fixture(scope="module")

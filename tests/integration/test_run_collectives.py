@@ -1,4 +1,4 @@
-"""`paceline run --collectives paceline`: an unchanged script on the backend, recorded as on gloo."""
+"""`paceline run --collectives paceline`: an unchanged script on the backend, and its trace."""
 
 import json
 

@@ -50,6 +50,7 @@ def make_group(options: Any) -> PacelineGroup:
         options.group_rank,
         options.group_size,
         options.timeout,
+        tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
     )
 
 
@@ -63,11 +64,14 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         rank: this rank within the group.
         size: number of ranks.
         timeout: the longest wait for another rank; torch's default for the group.
+        members: the global ranks of the group, in order of their rank in it.
     """
 
     serves_monitored_barrier = True
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, members: tuple[int, ...]
+    ) -> None:
         super().__init__(rank, size)  # torch lets a subclass not pass the store
         self._store = store
         self._timeout = timeout
@@ -76,7 +80,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():  # pragma: no cover - GPU
             self._register_nccl(store, rank, size)
-        self._path = make_path(store, rank, size, timeout.total_seconds())
+        self._path = make_path(store, rank, members, timeout.total_seconds())
 
     def _register_nccl(self, store: Any, rank: int, size: int) -> None:  # pragma: no cover - GPU
         """Give tensors on a GPU to NCCL, which connects with the first of them."""

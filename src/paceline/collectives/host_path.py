@@ -16,6 +16,7 @@ from paceline.collectives.tensors import (
     dense_of,
     is_defined,
     is_plain,
+    naming_members,
     native_type,
     part_bytes,
     room_for,
@@ -47,16 +48,17 @@ class HostPath:
 
     Args:
         group: the ranks' shared memory.
+        members: the ranks' numbers in the job, for errors.
     """
 
-    name = "shared memory"
-
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: HostGroup, members: tuple[int, ...]) -> None:
         self._group = group
+        self._members = members
 
     def run(self, result: list[Any], call: Callable[..., None], *args: Any) -> CompletedWork:
         """Run one of the calls below, here and now; return a work that is over."""
-        call(*args)
+        with naming_members(self._members):
+            call(*args)
         return CompletedWork(result)
 
     def reduces(self, call: str, tensors: Sequence[torch.Tensor], op: Any) -> bool:

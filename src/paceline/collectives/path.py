@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-def make_path(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+def make_path(store: Any, rank: int, members: tuple[int, ...], timeout_s: float) -> Any:
     """Return the way of a group's calls, a HostPath or TwoLevelPath; None where gloo has all.
 
     Every rank of the group calls this; all get the same kind of path.
@@ -35,21 +35,21 @@ def make_path(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     Args:
         store: torch's store, where the ranks find each other.
         rank: this rank within the group.
-        size: number of ranks.
+        members: the global ranks of the group, in order of their rank in it.
         timeout_s: the longest wait for another rank.
 
     Raises:
         DeadlineExceeded: a rank did not come; the error names it.
         ConfigError: a setting of rank 0 is not valid.
     """
-    own = dist.PrefixStore("paceline/", store)
+    own, size = dist.PrefixStore("paceline/", store), len(members)
     hosts = find_hosts(own, rank, size, timeout_s)
     if len(hosts) == 1:
-        return HostPath(HostGroup.form(own, rank, size, timeout_s))
+        return HostPath(HostGroup.form(own, rank, size, timeout_s), members)
     config = _common_config(own, rank, timeout_s)
     lengths = {len(host) for host in hosts}
     if len(lengths) == 1 and (lengths != {1} or config.wire != "same"):
-        return two_levels(own, hosts, rank, timeout_s, config)
+        return two_levels(own, hosts, rank, members, timeout_s, config)
     if rank == 0:
         _say_gloo(hosts)
     return None
@@ -59,6 +59,7 @@ def two_levels(
     store: Any,
     hosts: Sequence[Sequence[int]],
     rank: int,
+    members: tuple[int, ...],
     timeout_s: float,
     config: CollectivesConfig,
 ) -> TwoLevelPath:
@@ -68,6 +69,7 @@ def two_levels(
         store: where the ranks find each other.
         hosts: the group ranks of each host, all of one length.
         rank: this rank within the group.
+        members: the global ranks of the group, in order of their rank in it.
         timeout_s: the longest wait for another rank.
         config: sizes and data types on the wire.
     """
@@ -83,7 +85,8 @@ def two_levels(
         len(hosts),
         timedelta(seconds=timeout_s),
     )
-    return TwoLevelPath(place, group, cross, config)
+    own_members = tuple(members[peer] for peer in ranks)
+    return TwoLevelPath(place, group, own_members, cross, config)
 
 
 def _common_config(store: Any, rank: int, timeout_s: float) -> CollectivesConfig:

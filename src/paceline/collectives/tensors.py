@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.host_group import DType
-from paceline.core.errors import UsageError
+from paceline.core.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,25 @@ _TYPES = {
 }
 _OF_BITS = frozenset({dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.AVG})
+
+
+class naming_members:  # noqa: N801  # used as a function; a generator would cost 2 us a call
+    """A context in which an error that numbers the ranks of a group also gives their global ranks.
+
+    Args:
+        members: global ranks of the group, in order of their rank in it.
+    """
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self._members = members
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, problem: object, _: object) -> None:
+        members = self._members
+        if isinstance(problem, PacelineError) and members != tuple(range(len(members))):
+            known = ", ".join(f"{rank} is {member}" for rank, member in enumerate(members))
+            problem.where = f"{problem.where}; global ranks: {known}"
 
 
 def native_type(dtype: torch.dtype) -> tuple[DType, int]:

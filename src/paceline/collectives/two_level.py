@@ -18,7 +18,6 @@ Horovod's NCCLHierarchicalAllreduce.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +28,14 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.collectives.communication_thread import CommunicationThread
 from paceline.collectives.host_group import ReduceOp
-from paceline.collectives.tensors import copy_back, dense_of, is_plain, native_type, size_bytes
+from paceline.collectives.tensors import (
+    copy_back,
+    dense_of,
+    is_plain,
+    naming_members,
+    native_type,
+    size_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,17 +116,22 @@ class TwoLevelPath:
     Args:
         place: where the ranks are.
         group: shared memory of this host's ranks.
+        members: the numbers of this host's ranks in the job, for errors.
         cross: gloo between the ranks with this rank's index, by host.
         config: sizes and data types on the wire.
     """
 
-    name = "two levels"
-
     def __init__(
-        self, place: HostPlace, group: HostGroup, cross: Any, config: CollectivesConfig
+        self,
+        place: HostPlace,
+        group: HostGroup,
+        members: tuple[int, ...],
+        cross: Any,
+        config: CollectivesConfig,
     ) -> None:
         self._place = place
         self._group = group
+        self._members = members
         self._cross = cross
         self._config = config
         self._size = sum(map(len, place.hosts))
@@ -128,7 +139,12 @@ class TwoLevelPath:
 
     def run(self, result: list[Any], call: Callable[..., None], *args: Any) -> Any:
         """Have the communication thread run one of the calls below; return its work."""
-        return self._thread.submit(result, functools.partial(call, *args))
+
+        def named() -> None:
+            with naming_members(self._members):
+                call(*args)
+
+        return self._thread.submit(result, named)
 
     def reduces(self, call: str, tensors: Sequence[torch.Tensor], op: Any) -> bool:
         """Return whether a reduction of tensors like these runs here; the same on all ranks."""

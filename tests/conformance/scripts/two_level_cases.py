@@ -21,12 +21,13 @@ WIRE = sys.argv[4]
 COUNTS = (1, 2, 3, 1000, 65537)
 
 
-def pretend_hosts(store, rank, size, timeout_s):
+def pretend_hosts(store, rank, members, timeout_s):
     """Return a path as if the first half of the ranks were on a host, and the others on another."""
+    size = len(members)
     hosts = [list(range(size // 2)), list(range(size // 2, size))]
     config = CollectivesConfig(wire=WIRE, flat_below_bytes=0, chunk_bytes=2048)
     own = dist.PrefixStore("pretended/", store)
-    return paths.two_levels(own, hosts, rank, timeout_s, config)
+    return paths.two_levels(own, hosts, rank, members, timeout_s, config)
 
 
 def values(rank, count=1000, dtype=torch.float32):
