@@ -5,6 +5,7 @@
 
 #include "bindings.hpp"
 #include "paceline/crc32c.hpp"
+#include "paceline/host_group.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/recorder.hpp"
 
@@ -100,6 +101,8 @@ NB_MODULE(_native, module) {
       std::rethrow_exception(pointer);
     } catch (const PackError& error) {
       paceline::raise_pack_error(error);
+    } catch (const paceline::GroupError& error) {
+      paceline::raise_group_error(error);
     } catch (const std::system_error& error) {
       nb::object exception = nb::handle(PyExc_OSError)(error.code().value(), error.what());
       PyErr_SetObject(PyExc_OSError, exception.ptr());
@@ -108,6 +111,7 @@ NB_MODULE(_native, module) {
   module.def("crc32c", &crc32c, "data"_a, "crc"_a = 0);
   module.def("monotonic_ns", &paceline::monotonic_ns);
   bind_recorder(module);
+  paceline::bind_collectives(module);
   paceline::bind_pack_reader(module);
   paceline::bind_pack_writer(module);
 }

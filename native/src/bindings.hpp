@@ -27,6 +27,12 @@ struct PackError;
 // Sets Python's error to what paceline.native makes of `error`.
 void raise_pack_error(const PackError& error) noexcept;
 
+struct GroupError;
+
+// Sets Python's error to what paceline.native makes of `error`.
+void raise_group_error(const GroupError& error) noexcept;
+
+void bind_collectives(nanobind::module_& module);
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
 

@@ -15,9 +15,12 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import (
+    CollectiveMismatch,
     CorruptPack,
+    DeadlineExceeded,
     MemoryExceeded,
     PacelineError,
+    RankLost,
     StorageError,
     UsageError,
 )
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
+HostGroup = _native.HostGroup
+HostSegment = _native.HostSegment
 Recorder = _native.Recorder
 crc32c = _native.crc32c
 gather = _native.gather
@@ -57,6 +62,8 @@ __all__ = [
     "FileProblem",
     "FilesRead",
     "FolderListing",
+    "HostGroup",
+    "HostSegment",
     "MergedNames",
     "NameMerger",
     "PackEntry",
@@ -343,3 +350,30 @@ def encode(
         threads: that share the work.
     """
     return EncodedSamples(*_native.encode(source, positions, lengths, level, keep_ratio, threads))
+
+
+# Collectives of the ranks of one host (host_group.hpp)
+
+_GROUP_ERRORS: dict[str, tuple[type[PacelineError], str]] = {
+    "lost": (RankLost, "Look at the output of that rank; start the job again"),
+    "deadline": (
+        DeadlineExceeded,
+        "Look at what that rank does (py-spy dump), or give a longer timeout",
+    ),
+    "mismatch": (
+        CollectiveMismatch,
+        "Call the same collectives with the same sizes and dtypes in the same order on all ranks",
+    ),
+    "aborted": (RankLost, "Look at the output of that rank"),
+    "usage": (UsageError, ""),
+}
+
+
+def _group_error(kind: str, rank: int, text: str) -> PacelineError:
+    """Return our error for a GroupError of the core; the core raises what this returns."""
+    error_class, fix = _GROUP_ERRORS[kind]
+    what, _, why = text.partition(": ")
+    return error_class(what, where=f"rank {rank}" if rank >= 0 else "", why=why, fix=fix)
+
+
+_native.set_group_error_maker(_group_error)

@@ -50,6 +50,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "defaults [default: keep].",
 )
 @click.option(
+    "--collectives",
+    type=click.Choice(["torch", "paceline"]),
+    help="paceline: where the script asks for gloo or for no backend, its process group uses the "
+    "memory that ranks of a host share; torch: as the script says [default: torch].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -76,6 +82,7 @@ def run(
     record: bool | None,
     bind: bool | None,
     allocator: str | None,
+    collectives: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -119,6 +126,7 @@ def run(
         "record": record,
         "bind": bind,
         "allocator": allocator,
+        "collectives": collectives,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,
@@ -137,7 +145,7 @@ def run(
             warn([f"the report will not compare this run with its plan: {difference}"])
     job = job if dry_run else claim_folder(job)
     click.echo(f"paceline run: world size {job.ranks}, writing {job.run_folder}", err=True)
-    click.echo(f"paceline run: {job.allocator.note}", err=True)
+    click.echo("\n".join(f"paceline run: {note}" for note in job.notes), err=True)
     if dry_run:
         if as_json and job.task_number == 0:  # one object from all tasks together
             intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}

@@ -6,6 +6,7 @@
     +-- UsageError (ValueError)                      2   the command or call is impossible
     |   +-- ConfigError                              2
     |   |   +-- NewerFormat                          2   a file of a newer Paceline
+    |   +-- CollectiveMismatch                       2   ranks called different collectives
     |   +-- InvalidSchedule                          2   a collective that would go wrong
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
@@ -93,6 +94,10 @@ class ConfigError(UsageError):
 
 class NewerFormat(ConfigError):
     """A file has a later format version than this Paceline reads."""
+
+
+class CollectiveMismatch(UsageError):
+    """The ranks of a group called different collectives, or with different sizes."""
 
 
 class InvalidSchedule(UsageError):

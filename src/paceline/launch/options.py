@@ -8,6 +8,7 @@ from typing import ClassVar
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
 from paceline.core.errors import UsageError
+from paceline.core.plan import CollectivesChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 
@@ -15,7 +16,8 @@ from paceline.launch.rendezvous.root import Deadlines
 class RunConfig(Configuration):
     """How to run a script.
 
-    Changes results: `ranks`, since the script divides its data by them.
+    Changes results: `ranks`, since the script divides its data by them; `collectives`, in the last
+    bits of sums.
     Changes speed: `record`, `bind`, `allocator`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
@@ -29,6 +31,8 @@ class RunConfig(Configuration):
         allocator: ``keep`` leaves freed memory with the ranks, ``system`` with the C library. On
             seven models a step took 0.78 to 1.02 times the CPU time with ``keep`` (median 0.81), 1
             to 9 MiB more memory, and gave equal weights (bench/allocator.py): hence the default.
+        collectives: ``paceline`` has init_process_group make a group of that backend where a script
+            asks for gloo or for no backend; ``torch`` leaves it what the script says.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -46,6 +50,7 @@ class RunConfig(Configuration):
     record: bool = True
     bind: bool = True
     allocator: AllocatorChoice = "keep"
+    collectives: CollectivesChoice = "torch"
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None

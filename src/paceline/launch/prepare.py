@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.clock import Clock
+    from paceline.core.plan import CollectivesChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,21 @@ class Job:
         """What the ranks' memory allocator becomes."""
         chosen = self.plan.plan.allocator if self.plan else self.resolved.config.allocator
         return allocator_setting(chosen, environment())
+
+    @property
+    def collectives(self) -> CollectivesChoice:
+        """The backend that replaces gloo, or torch's own."""
+        return self.plan.plan.collectives if self.plan else self.resolved.config.collectives
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the settings in effect, a line each."""
+        if self.collectives == "torch":
+            return (self.allocator.note,)
+        return (
+            self.allocator.note,
+            "collectives paceline (in place of gloo, and where the script names no backend)",
+        )
 
     @property
     def local_ranks(self) -> tuple[RankIds, ...]:
@@ -106,7 +122,8 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to
+            `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _BUCKETS = "paceline.launch.ddp_buckets"
+_COLLECTIVES = "paceline.collectives.registration"
 
 
 def main(argv: list[str]) -> int:
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
         config["tempdir"] = options.temporary
     if options.buckets:  # importlib, because this module imports torch
         importlib.import_module(_BUCKETS).set_bucket_bytes(*options.buckets)
+    if options.collectives == "paceline":  # likewise
+        importlib.import_module(_COLLECTIVES).replace_gloo()
     if options.record == "on":
         try:
             attach.start(options.run, rank, int(environ["WORLD_SIZE"]))
@@ -85,6 +88,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--temporary", help="folder for multiprocessing's files")
     parser.add_argument("--record", choices=("on", "off"), default="on")
+    parser.add_argument("--collectives", choices=("torch", "paceline"), default="torch")
     parser.add_argument("--threads", type=int, help="compute threads of the plan")
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"

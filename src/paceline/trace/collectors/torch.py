@@ -32,6 +32,7 @@ from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_marks import StepMarks
 from paceline.trace.collectors.torch_phases import PhaseRecorder
+from paceline.trace.collectors.torch_python_groups import PythonGroupRecorder
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
 
@@ -51,6 +52,9 @@ class TorchCollector:
         self.hooks = HookRegistry()
         self.in_flight = InFlight(recorder, self.loop, self.available)
         self.collectives = CollectiveRecorder(self.in_flight, self.hooks)
+        self.python_groups = PythonGroupRecorder(
+            self.in_flight, self.hooks, self.collectives.collectives
+        )
         self.marks = StepMarks(recorder)
         self.phases = PhaseRecorder(
             recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
@@ -70,6 +74,11 @@ class TorchCollector:
         RecordedKind(Capability.DISPATCHER.value).attempt(self.collectives.install)
         on_import("torch.distributed.checkpoint", self.phases.wrap_checkpoint, checkpoints)
         on_import("paceline.store.feed.loader", self.phases.wrap_loader, waits)
+        on_import(
+            "paceline.collectives.backend",
+            self.python_groups.see_groups,
+            self.collectives.collectives,
+        )
         if Capability.DYNAMO_FRAMES in self.available:
             hidden = RecordedKind(Capability.DYNAMO_FRAMES.value)
             hidden.attempt(internals.hide_from_dynamo, __package__)

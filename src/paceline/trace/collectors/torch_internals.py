@@ -142,6 +142,12 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001  # no public name
 
 
+def is_below_autograd() -> bool:
+    """Return whether this thread is where `below_autograd` goes."""
+    key = torch._C.DispatchKey.AutogradFunctionality  # noqa: SLF001  # no public name
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))  # noqa: SLF001  # no public name
+
+
 def queue_engine_callback(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback` when the running backward pass has computed all.
 
@@ -362,7 +368,8 @@ def _check_dispatcher() -> None:
     if "process_group" not in argument_names(allreduce):
         raise AttributeError("c10d::allreduce_ has no argument process_group")
     with below_autograd():
-        pass
+        if not is_below_autograd():
+            raise AttributeError("below_autograd excludes no key")
     _ = torch.library.Library, c10d().ProcessGroup.unbox, c10d().Work.unbox
 
 

@@ -84,7 +84,8 @@ MAIN, COMMUNICATION = 0, 1
 # are indices into the rank's tables. `sequence` counts from 1: a group's collectives, or the
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
 # the other side, -1 for none. `tag` is that of a message; of an optimizer's step, a loader's batch
-# and a forward pass it is the number of the optimizer, loader or module, from 1; 0 for none.
+# and a forward pass it is the number of the optimizer, loader or module, from 1; of a collective it
+# is the name of the path that its bytes took (an index like `name`); 0 for none.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),

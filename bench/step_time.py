@@ -1,0 +1,218 @@
+"""What does communication cost a training step, on gloo and on the backend ``paceline``?
+
+Two ranks, a core each, train a residual CNN (11 M parameters, 32 x 32 images) and a transformer
+(5 M, 64 tokens) with DistributedDataParallel, batch 4, in one pair of processes and three forms:
+
+    none      a communication hook that communicates nothing: no backend can be faster
+    gloo      torch's backend for CPUs
+    paceline  the memory that the ranks share
+
+A step is forward and backward pass, all gradients reduced when it ends. Blocks of steps of the
+three forms take turns, in an order drawn for each round, between barriers; a block counts with its
+slower rank. `efficiency` is the time of "none" over that of the form, the median over rounds, with
+its bootstrapped 95 % interval. The gradients after the last step must agree between both backends.
+
+    python bench/step_time.py --json [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from harness import Report, median_interval, options, tell
+
+from paceline.core.allocator import KEEP
+
+RANKS, BATCH, WARM = 2, 4, 3
+FORMS = ("none", "gloo", "paceline")
+BARS = {"cnn": 0.88, "transformer": 0.92}
+
+
+def main():
+    given = options(__doc__, "--rank")
+    if given.rank:
+        rank, folder, quick = given.rank
+        return train(int(rank), Path(folder), quick == "quick")
+    report = Report("step_time", given.json)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [sys.executable, __file__, "--rank"]
+        ranks = [
+            subprocess.Popen(
+                [*arguments, str(rank), folder, "quick" if given.quick else "full"],
+                env={**os.environ, **KEEP, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(RANKS)
+        ]
+        codes = [rank.wait(timeout=1200) for rank in ranks]
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    for model, found in measured.items():
+        times = found["step_s"]
+        for form in FORMS:
+            median, low, high = median_interval([times[form]])
+            ratios = [none / own for none, own in zip(times["none"], times[form], strict=True)]
+            efficiency, worst, best = median_interval([ratios])
+            report.row(
+                model=model,
+                parameters=found["parameters"],
+                form=form,
+                step_ms=median * 1e3,
+                step_ms_interval=[low * 1e3, high * 1e3],
+                efficiency=efficiency,
+                efficiency_interval=[worst, best],
+                rounds=len(ratios),
+            )
+            if form == "paceline":
+                report.bar(f"{model}: efficiency", efficiency, BARS[model], at_least=True)
+        report.bar(f"{model}: gradients differ, relative", found["gradient_error"], 1e-5)
+    return report.print()
+
+
+def train(rank, folder, quick):
+    """Train all models in all forms as one rank; rank 0 writes what was measured."""
+    import torch
+    import torch.distributed as dist
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group(
+        "paceline", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300)
+    )
+    gloo = dist.new_group(backend="gloo")
+    measured = {}
+    for name in ("cnn", "transformer"):
+        measured[name] = measure(name, rank, gloo, rounds=5 if quick else 20)
+    dist.destroy_process_group()
+    if rank == 0:
+        (folder / "measured.json").write_text(json.dumps(measured))
+    return 0
+
+
+def measure(name, rank, gloo, rounds):
+    """Return the parameters of a model, and the seconds of its steps by form."""
+    import torch
+    import torch.distributed as dist
+
+    make, given, loss_of = workload(name, rank)
+    groups = {"none": gloo, "gloo": gloo, "paceline": dist.group.WORLD}
+    models = {form: wrapped(make(), groups[form], form == "none") for form in FORMS}
+
+    def steps(form, count):
+        model = models[form]
+        for _ in range(count):
+            model.zero_grad()
+            loss_of(model(given)).backward()
+
+    for form in FORMS:
+        steps(form, WARM)
+    count, times = 4, {form: [] for form in FORMS}
+    order = random.Random(0)
+    for number in range(rounds):
+        for form in order.sample(FORMS, len(FORMS)):
+            dist.barrier()
+            begin = time.perf_counter()
+            steps(form, count)
+            took = torch.tensor([(time.perf_counter() - begin) / count])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            times[form].append(took.item())
+        if rank == 0:
+            tell(f"{name}: round {number + 1} of {rounds}")
+    ours, theirs = (
+        torch.cat([parameter.grad.flatten() for parameter in models[form].parameters()])
+        for form in ("paceline", "gloo")
+    )
+    return {
+        "parameters": sum(parameter.numel() for parameter in models["none"].parameters()),
+        "step_s": times,
+        "gradient_error": float((ours - theirs).norm() / theirs.norm()),
+    }
+
+
+def wrapped(model, group, silent):
+    """Return the model under DistributedDataParallel; a silent one communicates nothing."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    parallel = DistributedDataParallel(
+        model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+    if silent:
+
+        def keep(_state, bucket):
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        parallel.register_comm_hook(None, keep)
+    return parallel
+
+
+def workload(name, rank):
+    """Return what makes a model, a batch of a rank, and the loss of the model's output."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(rank)
+    if name == "cnn":
+        wanted = torch.randint(0, 10, (BATCH,))
+        loss = nn.CrossEntropyLoss()
+        return cnn, torch.randn(BATCH, 3, 32, 32), lambda output: loss(output, wanted)
+    given, wanted = torch.randint(0, 4096, (2, BATCH, 64))
+    loss = nn.CrossEntropyLoss()
+    return transformer, given, lambda output: loss(output.flatten(0, 1), wanted.flatten())
+
+
+def cnn():
+    """Return a residual network as ResNet-18, for images of 32 x 32."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, inputs, outputs, stride):
+            super().__init__()
+            self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+            self.first_norm = nn.BatchNorm2d(outputs)
+            self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+            self.second_norm = nn.BatchNorm2d(outputs)
+            self.skip = (
+                nn.Identity()
+                if (inputs, stride) == (outputs, 1)
+                else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            )
+
+        def forward(self, given):
+            hidden = self.first_norm(self.first(given)).relu()
+            return (self.second_norm(self.second(hidden)) + self.skip(given)).relu()
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    for inputs, outputs, stride in ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)):
+        layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def transformer():
+    """Return an encoder of four layers, 256 wide, between an embedding and a projection."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(4096, 256), encoder, nn.Linear(256, 4096))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

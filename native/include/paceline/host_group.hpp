@@ -1,0 +1,237 @@
+// Collectives of ranks that share memory (host_segment.hpp).
+//
+// Every rank calls the same collectives in the same order. A collective moves its data in chunks; all
+// ranks count the chunks alike, and a chunk has one place in the rings of all ranks. A rank publishes
+// three counters: chunks staged in its ring, chunks of which it reduced its share, chunks that it
+// reads no more. It writes chunk t when all peers have finished chunk t - window_chunks, and what was
+// at that place of the ring is older. So there is no barrier.
+//
+// The order of a sum is that of the ranks, whatever path the data takes and in whatever order they
+// come: the result has the same bits in every run and on every rank.
+//
+// Waiting: a rank polls its peer's counter for `spin` turns, then sleeps on it (futex), and wakes ten
+// times a second to look whether a peer is dead, has failed, or the deadline has passed. After a
+// failure the group is unusable, and all peers that wait are woken and told the reason.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "paceline/host_segment.hpp"
+#include "paceline/reduction.hpp"
+
+namespace paceline {
+
+enum class Operation : std::uint8_t {
+  none, all_reduce, reduce, broadcast, reduce_scatter, all_gather, all_to_all, gather, scatter,
+  barrier, send, receive
+};
+std::string_view name_of(Operation operation) noexcept;
+
+enum class GroupFailure : std::uint8_t { none, lost, deadline, mismatch, aborted, usage };
+
+struct GroupError : std::runtime_error {
+  GroupError(GroupFailure failure, int culprit, const std::string& what)
+      : std::runtime_error(what), kind(failure), rank(culprit) {}
+  GroupFailure kind;
+  int rank;  // that is to blame; -1: none
+};
+
+struct GroupOptions {
+  unsigned spin = 0;                 // turns of polling before a rank sleeps; 0: by ranks and cores
+  std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
+  std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
+  std::size_t past_cache_bytes = std::size_t{8} << 20;  // from here on targets are not cached
+  std::function<void()> check_signals;  // called ten times a second while waiting; may throw
+};
+
+// Collectives may be called by one thread at a time (a mutex sees to it); messages by one thread per
+// peer and direction, at the same time as collectives. Not usable in a forked child.
+class HostGroup {
+ public:
+  // segments: of all ranks, by rank; this rank's own included.
+  HostGroup(int rank, std::vector<std::shared_ptr<HostSegment>> segments,
+            const GroupOptions& options = {});
+  ~HostGroup();
+  HostGroup(const HostGroup&) = delete;
+  HostGroup& operator=(const HostGroup&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int ranks() const noexcept { return static_cast<int>(peers_.size()); }
+  unsigned spin() const noexcept { return spin_; }
+
+  // Collectives. Each throws GroupError; `timeout_s` is the longest wait for other ranks.
+  void all_reduce(std::byte* data, std::size_t count, DType dtype, ReduceOp op, double timeout_s);
+  void reduce(std::byte* data, std::size_t count, DType dtype, ReduceOp op, int root,
+              double timeout_s);
+  void broadcast(std::byte* data, std::size_t bytes, int root, double timeout_s);
+  void reduce_scatter(const std::byte* source, std::byte* target, std::size_t count_per_rank,
+                      DType dtype, ReduceOp op, double timeout_s);
+  void all_gather(const std::byte* source, std::byte* target, std::size_t bytes_per_rank,
+                  double timeout_s);
+  void all_to_all(const std::byte* source, std::byte* target,
+                  std::span<const std::size_t> send_bytes,
+                  std::span<const std::size_t> receive_bytes, double timeout_s);
+  void gather(const std::byte* source, std::byte* target, std::size_t bytes, int root,
+              double timeout_s);
+  void scatter(const std::byte* source, std::byte* target, std::size_t bytes, int root,
+               double timeout_s);
+  void barrier(double timeout_s);
+
+  // Messages. A send returns when the last packet is in the channel. Messages of a peer with one tag
+  // arrive in their order; one with another tag than the receiver wants is kept until it is wanted.
+  void send(const std::byte* data, std::size_t bytes, int peer, std::int64_t tag, double timeout_s);
+  void receive(std::byte* data, std::size_t bytes, int peer, std::int64_t tag, double timeout_s);
+
+  // Makes the group unusable for all ranks. Thread-safe.
+  void abort(const std::string& reason) noexcept;
+  // Leaves the group: peers that wait for this rank fail.
+  void close() noexcept;
+
+  // Memory in this rank's segment, which peers read in place; nullptr if the heap is full. Aligned to
+  // pages; thread-safe.
+  std::byte* allocate(std::size_t bytes);
+  void release(std::byte* data);
+
+ private:
+  struct Peer {
+    std::shared_ptr<HostSegment> segment;
+    Progress* progress = nullptr;
+    std::uint64_t compared = 0;  // the call up to which its fingerprint was compared
+    int process_descriptor = -1;
+  };
+  struct Wait {  // for one deadline
+    double timeout_s;
+    std::uint64_t deadline_ns = 0;  // set when the rank first sleeps
+    const SharedCall* call;
+  };
+  struct Share {  // of a chunk that a rank reduces, in bytes
+    std::size_t offset;
+    std::size_t bytes;
+  };
+  struct Chunk {
+    std::uint32_t number;
+    std::size_t offset;  // in the ring of each rank
+  };
+  struct StagedPart {  // of the data of an all-reduce
+    std::byte* data;
+    std::size_t bytes;
+    Chunk chunk;
+  };
+  struct Message {
+    std::int64_t tag;
+    std::vector<std::byte> data;
+  };
+  class Call;
+
+  SegmentHeader& own() const noexcept { return peers_[index_].segment->header(); }
+  std::byte* slot(std::size_t peer, const Chunk& chunk) const noexcept {
+    return peers_[peer].segment->ring().data() + chunk.offset;
+  }
+  std::byte* own_slot(const Chunk& chunk) const noexcept { return slot(index_, chunk); }
+
+  // Waiting (host_group.cpp)
+  void await(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
+             std::atomic<std::uint32_t>& waiters, Wait& wait);
+  void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
+             std::atomic<std::uint32_t>& waiters, Wait& wait);
+  void look_around();
+  [[noreturn]] void fail_deadline(std::size_t peer, const Wait& wait);
+  void check_failures();
+  void check_usable();
+  [[noreturn]] void fail(GroupFailure kind, int culprit, const std::string& what);
+  void publish_failure(GroupFailure kind, int culprit, const std::string& what) noexcept;
+  void wake_all() noexcept;
+  std::string state_of(std::size_t peer) const;
+  bool gone(std::size_t peer) const;
+
+  // Chunks
+  Chunk next_chunk(std::size_t bytes);
+  void await_window(std::uint32_t chunk);
+  void publish(std::atomic<std::uint32_t>& word, std::uint32_t value) noexcept;
+  static void advance(std::atomic<std::uint32_t>& word, std::uint32_t value,
+                      std::atomic<std::uint32_t>& waiters) noexcept;
+  void publish_staged(const Chunk& chunk) noexcept;
+  void await_staged(std::size_t peer, const Chunk& chunk);
+  void await_reduced(std::size_t peer, const Chunk& chunk);
+  void await_all_staged(const Chunk& chunk);
+  void finish(const Chunk& chunk);
+  void compare_call(std::size_t peer);
+  void synchronise();
+  std::uint64_t announce(std::uint64_t value);
+  std::uint64_t announced(std::size_t peer, std::uint64_t number) const;
+  void need_root(int root) const;
+  ReductionKernel kernel(DType dtype, ReduceOp op) const;
+
+  // All-reduce by size and path (host_collectives.cpp)
+  void all_reduce_eager(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
+  void all_reduce_staged(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
+  void all_reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel,
+                           std::uint64_t number);
+  StagedPart stage_for_all(std::byte* data, std::size_t bytes, std::size_t at);
+  void reduce_share(const StagedPart& part, DType dtype, ReductionKernel kernel);
+  void collect_shares(const StagedPart& part);
+  Share share_of(std::size_t peer, std::size_t chunk_bytes) const;
+  std::uint64_t heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept;
+  std::size_t chunk_limit() const;
+  void copy_out(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
+  std::size_t lane_bytes(std::size_t bytes) const;
+
+  // Messages (host_messages.cpp)
+  PacketHeader next_message(std::size_t peer, Wait& wait);
+  void read_message(std::size_t peer, std::byte* data, std::size_t bytes, Wait& wait);
+  bool take_kept(std::deque<Message>& kept, std::byte* data, std::size_t bytes, std::int64_t tag,
+                 int peer);
+  void check_length(std::size_t sent, std::size_t expected, int peer, std::int64_t tag);
+  void need_peer(int peer) const;
+
+  std::size_t index_;
+  int rank_;
+  std::vector<Peer> peers_;
+  GroupOptions options_;
+  unsigned spin_ = 0;
+  std::atomic<bool> usable_{true};
+
+  std::mutex collective_mutex_;
+  // With the mutex: what the running collective counts.
+  std::uint64_t sequence_ = 0;
+  std::uint32_t chunk_count_ = 0;
+  std::size_t ring_offset_ = 0;
+  std::uint32_t all_finished_ = 0;  // chunks that all peers are known to have finished
+  std::uint64_t announcements_ = 0;
+  std::uint16_t fingerprint_ = 0;
+  std::vector<const std::byte*> sources_;  // of the running reduction
+  std::vector<std::byte*> targets_;
+  Wait wait_{};
+
+  std::mutex failure_mutex_;
+  std::string failure_;
+  GroupFailure failure_kind_ = GroupFailure::none;
+  int failure_rank_ = -1;
+
+  struct Channel {
+    std::mutex sending;
+    std::mutex receiving;
+    std::uint64_t sent = 0;      // messages; with `sending`
+    std::uint64_t received = 0;  // with `receiving`, as is `kept`
+    std::deque<Message> kept;    // received, but with another tag than was wanted
+  };
+  std::vector<std::unique_ptr<Channel>> channels_;
+
+  std::mutex heap_mutex_;
+  std::map<std::size_t, std::size_t> heap_free_;  // offset -> bytes
+  std::map<std::size_t, std::size_t> heap_used_;
+};
+
+}  // namespace paceline

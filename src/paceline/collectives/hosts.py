@@ -1,0 +1,182 @@
+"""Which ranks share memory: found by mapping each other's segments, not by environment variables.
+
+Each rank publishes the address of its segment: boot id, user, process, descriptor, a random nonce.
+A rank that finds another's boot id and user equal to its own opens the segment through
+``/proc/PID/fd/N`` and compares the nonce. Equal boot ids alone prove nothing: the containers of a
+node may have PID namespaces of their own, and then a process id names another process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.core.errors import DeadlineExceeded, PacelineError
+from paceline.native import HostSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class KeyValueStore(Protocol):
+    """The part of ``torch.distributed.Store`` by which ranks find each other."""
+
+    def set(self, key: str, value: bytes, /) -> object:
+        """Publish a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; wait for it."""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> object:
+        """Return when all keys are set; raise when the time is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentAddress:
+    """Where peers find the segment of a rank."""
+
+    boot_id: str
+    user: int
+    process: int
+    descriptor: int
+    nonce: str  # hexadecimal
+
+    @staticmethod
+    def of(segment: HostSegment) -> SegmentAddress:
+        """Return the address of this process's segment, whose descriptor is open."""
+        return SegmentAddress(
+            boot_id=_BOOT_ID.read_text().strip(),
+            user=os.getuid(),
+            process=os.getpid(),
+            descriptor=segment.descriptor,
+            nonce=segment.nonce.hex(),
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SegmentAddress:
+        """Return the address that `to_bytes` wrote."""
+        return SegmentAddress(**json.loads(data))
+
+    def to_bytes(self) -> bytes:
+        """Return the address as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    def open(self) -> HostSegment:
+        """Map the segment.
+
+        Raises:
+            OSError: it cannot be opened from this process.
+            ValueError: another process has that id, or that descriptor is another file.
+        """
+        own_boot_id = _BOOT_ID.read_text().strip()
+        if (self.boot_id, self.user) != (own_boot_id, os.getuid()):
+            raise ValueError("another host or user")
+        path = f"/proc/{self.process}/fd/{self.descriptor}"
+        return HostSegment.open(path, bytes.fromhex(self.nonce))
+
+
+def exchange(
+    store: KeyValueStore, topic: str, rank: int, ranks: int, value: bytes, timeout_s: float
+) -> list[bytes]:
+    """Return the values that all ranks give for a topic, by rank.
+
+    Args:
+        store: that all ranks share.
+        topic: a name that was not used in this store before.
+        rank: of this process.
+        ranks: of the group.
+        value: of this rank.
+        timeout_s: the longest wait for other ranks.
+
+    Raises:
+        DeadlineExceeded: a rank gave nothing; the error names it.
+    """
+    store.set(f"{topic}/{rank}", value)
+    keys = [f"{topic}/{peer}" for peer in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except Exception as problem:  # torch raises RuntimeErrors of its own
+        if isinstance(problem, PacelineError):
+            raise
+        silent = [peer for peer in range(ranks) if not _is_set(store, keys[peer])]
+        raise DeadlineExceeded(
+            f"ranks did not come to the forming of a group within {timeout_s:g} s",
+            where=f"rank {rank} waited for ranks {silent}",
+            why=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            fix="Look at the output of those ranks",
+        ) from problem
+    return [store.get(key) for key in keys]
+
+
+def _is_set(store: KeyValueStore, key: str) -> bool:
+    try:
+        store.wait([key], timedelta(milliseconds=1))
+    except Exception:  # noqa: BLE001  # whatever the store raises for "not set"
+        return False
+    return True
+
+
+def find_hosts(
+    store: KeyValueStore, rank: int, ranks: int, timeout_s: float, *, name: str = "hosts"
+) -> list[list[int]]:
+    """Return the ranks of each host, ascending, hosts by their first rank; equal on all ranks.
+
+    Ranks are of one host here if each can map the other's memory. Ranks of two containers on a node
+    that cannot are of two hosts.
+
+    Args:
+        store: that all ranks share, for example torch's.
+        rank: of this process.
+        ranks: of the group.
+        timeout_s: the longest wait for other ranks.
+        name: of the search; each name can be used once per store.
+
+    Raises:
+        DeadlineExceeded: a rank did not take part; the error names it.
+    """
+    probe = HostSegment.create(rank, ranks, ring_bytes=4096, packet_bytes=4096)
+    addresses = exchange(
+        store,
+        f"paceline/{name}/address",
+        rank,
+        ranks,
+        SegmentAddress.of(probe).to_bytes(),
+        timeout_s,
+    )
+    reachable = [peer for peer in range(ranks) if peer == rank or _can_open(addresses[peer])]
+    lists = exchange(
+        store, f"paceline/{name}/reachable", rank, ranks, json.dumps(reachable).encode(), timeout_s
+    )
+    probe.close_descriptor()
+    return group_by_reach([json.loads(data) for data in lists])
+
+
+def _can_open(address: bytes) -> bool:
+    with suppress(OSError, ValueError):
+        SegmentAddress.from_bytes(address).open()
+        return True
+    return False
+
+
+def group_by_reach(reachable: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return groups of ranks that all reach each other, from the ranks that each rank reaches.
+
+    A rank joins the first group all of whose ranks it reaches and is reached by.
+    """
+    sets = [set(peers) for peers in reachable]
+    hosts: list[list[int]] = []
+    for rank, own in enumerate(sets):
+        for host in hosts:
+            if all(peer in own and rank in sets[peer] for peer in host):
+                host.append(rank)
+                break
+        else:
+            hosts.append([rank])
+    return hosts

@@ -1,0 +1,99 @@
+"""Makes the backend ``paceline`` known to torch, without loading what implements it.
+
+torch calls `register` at the end of its own import: it is listed in pyproject.toml under the entry
+points ``torch.backends``. So it must be cheap and must not fail. The implementation (`backend`) is
+loaded when the first group is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "paceline"
+_DEVICES = ["cpu", "cuda"]
+_REPLACED = ("gloo", NAME)
+
+
+def register() -> None:
+    """Let ``torch.distributed.init_process_group("paceline")`` find the backend.
+
+    Nothing happens where torch has no distributed package, or on a second call.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
+    _allow_monitored_barrier(dist)
+
+
+def _make_group(options: Any, backend_options: Any) -> Any:
+    """Return a group; importlib, because `register` must not load it."""
+    del backend_options  # those of other backends
+    return importlib.import_module("paceline.collectives.backend").make_group(options)
+
+
+def _allow_monitored_barrier(dist: Any) -> None:
+    """Have ``torch.distributed.monitored_barrier`` ask a group of ours, too.
+
+    torch refuses every backend whose name is not gloo (2.10 to 2.14).
+    """
+    original: Callable[..., Any] = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
+        asked = dist.group.WORLD if group is None else group
+        if hasattr(asked, "serves_monitored_barrier"):
+            return asked.monitored_barrier(timeout, wait_all_ranks)
+        return original(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+    dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def replace_gloo() -> None:
+    """Have ``init_process_group`` make a group of ours where a script asks for gloo, or for none.
+
+    Other backends stay: of ``cpu:gloo,cuda:nccl`` the part for the CPU is replaced. For a script
+    that is not changed; `torch.distributed.get_backend` then says "paceline".
+    """
+    import torch.distributed as dist
+
+    register()
+    module = sys.modules["torch.distributed.distributed_c10d"]
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return original(replacement(backend, kwargs.get("device_id")), *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    module.init_process_group = init_process_group  # type: ignore[attr-defined]  # torch's own
+
+
+def replacement(backend: str | None, device_id: Any = None) -> str | None:
+    """Return the backend to use where a script asks for `backend`.
+
+    >>> replacement("gloo"), replacement(None), replacement("nccl")
+    ('paceline', 'paceline', 'nccl')
+    >>> replacement("cpu:gloo,cuda:nccl")
+    'cpu:paceline,cuda:nccl'
+    """
+    if backend is None:
+        return NAME if device_id is None else None
+    parts = [part.partition(":") for part in str(backend).lower().split(",")]
+    names = [
+        f"{device}:{NAME if name in _REPLACED and device == 'cpu' else name}"
+        if colon
+        else (NAME if device in _REPLACED else device)
+        for device, colon, name in parts
+    ]
+    return ",".join(names)

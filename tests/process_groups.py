@@ -1,0 +1,62 @@
+"""Starts the ranks of a process group for a test, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+DEADLINE_S = 120
+
+
+def run_ranks(
+    script: Path, folder: Path, ranks: int, *args, deadline_s: float = DEADLINE_S, env=None
+):
+    """Run `script STORE RANK RANKS ARGS...` on each rank; return what each printed as JSON.
+
+    Raises:
+        AssertionError: a rank failed, or hangs; the message has what all ranks printed.
+    """
+    store = folder / "store"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(store), str(rank), str(ranks), *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(ranks)
+    ]
+    said, hung = [], False
+    for process in processes:
+        try:
+            said.append(process.communicate(timeout=deadline_s))
+        except subprocess.TimeoutExpired:
+            hung = True
+            process.kill()
+            said.append(process.communicate())
+    codes = [process.returncode for process in processes]
+    everything = "\n".join(f"rank {rank}: {out}\n{err}" for rank, (out, err) in enumerate(said))
+    assert not hung, f"a rank hangs; {everything}"
+    assert codes == [0] * ranks, f"exit codes {codes}; {everything}"
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def lost_peer(folder: Path, ranks: int, how: str, deadline_s: float = DEADLINE_S):
+    """Run conformance/scripts/lost_peer.py; return the error of the first rank that got one."""
+    script = Path(__file__).parent / "conformance/scripts/lost_peer.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder / "store"), str(rank), str(ranks), how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=deadline_s)[0] for process in processes]
+    return [json.loads(out.splitlines()[-1]) for out in said if out][:1]
