@@ -24,8 +24,8 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 void HostGroup::copy_out(std::byte* to, const std::byte* from, std::size_t bytes,
                          std::size_t total) const {
   if (total < options_.past_cache_bytes) return copy_bytes(to, from, bytes);
-  static const CopyKernel kernel = copy_kernel_past_cache();
-  if (bytes != 0 && to != from) kernel(to, from, bytes);
+  static const CopyKernel copy = copy_kernel_past_cache();
+  if (bytes != 0 && to != from) copy(to, from, bytes);
 }
 
 // Whole cache lines for each rank, so that no two ranks write to one.
@@ -214,7 +214,8 @@ void HostGroup::reduce_scatter(const std::byte* source, std::byte* target,
     const std::size_t part = std::min(lane, bytes - at);
     const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     await_all_staged(chunk);
     sources_.clear();
@@ -277,7 +278,8 @@ void HostGroup::all_to_all(const std::byte* source, std::byte* target,
     const Chunk chunk = next_chunk(lane * peers_.size());
     const std::byte* from = source;
     for (std::size_t peer = 0; peer < peers_.size(); from += send_bytes[peer++])
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, from + at, part(send_bytes[peer]));
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, from + at, part(send_bytes[peer]));
     publish_staged(chunk);
     from = source;
     for (std::size_t peer = 0; peer < index_; ++peer) from += send_bytes[peer];
@@ -320,7 +322,8 @@ void HostGroup::scatter(const std::byte* source, std::byte* target, std::size_t 
     const std::size_t part = std::min(lane, bytes - at);
     const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; rank_ == root && peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     if (rank_ != root) await_staged(root_index, chunk);
     copy_bytes(target + at,
