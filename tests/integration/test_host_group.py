@@ -11,8 +11,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_files():
-    """Return our names; other programs' come and go."""
-    return [path.name for path in SHARED_MEMORY.iterdir() if "paceline" in path.name]
+    """Return the files that bear our name; those of other programs come and go."""
+    return sorted(path.name for path in SHARED_MEMORY.glob("*paceline*") if path.is_file())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
