@@ -56,7 +56,9 @@ class Torch:
         import torch.distributed as dist
 
         if backend == "paceline":
-            import paceline.collectives.backend  # noqa: F401  # registers itself
+            from paceline.collectives.registration import register
+
+            register()  # torch does so itself, where Paceline is installed as a package
         torch.set_num_threads(1)
         self.torch, self.dist = torch, dist
         store = _tcp_store(rank, ranks, port)
