@@ -229,7 +229,7 @@ def add_bars(report, points, skipped):
             value = ratio(seconds, "gloo", "paceline")
             report.bar(f"{place}: paceline against gloo", value, least, at_least=True)
         least = mpi_bar(operation, size_bytes)
-        values = [ratio(seconds, mpi, "native") for mpi in MPIS if mpi in seconds]
+        values = [ratio(seconds, mpi, "native") for mpi in MPIS if {mpi, "native"} <= seconds.keys()]
         if least is not None and values:
             report.bar(f"{place}: native against MPI", min(values), least, at_least=True)
         if operation == "all_reduce" and size_bytes >= 16 * MIB and limit_s is not None:
