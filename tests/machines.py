@@ -20,7 +20,11 @@ def sheet(value: float) -> Quantity:
 
 
 def collective(
-    operation: str, latency_s: float = 1e-3, bandwidth_bytes_per_s: float = 1e9, ranks: int = 2
+    operation: str,
+    latency_s: float = 1e-3,
+    bandwidth_bytes_per_s: float = 1e9,
+    ranks: int = 2,
+    backend: str = "gloo",
 ) -> CollectiveCost:
     """Return a collective whose cost is a line."""
     far = 1e9
@@ -29,7 +33,7 @@ def collective(
         CollectivePoint(bytes=far, seconds=sheet(latency_s + far / bandwidth_bytes_per_s)),
     )
     return CollectiveCost(
-        backend="gloo", operation=operation, ranks=ranks, level="loopback", points=points
+        backend=backend, operation=operation, ranks=ranks, level="loopback", points=points
     )
 
 

@@ -52,7 +52,8 @@ NAMES = {("paceline.store.care.repair", "Finding"): "RepairFinding"}
 def record_classes() -> list[type[Record]]:
     """Return every record class of the package, by qualified name."""
     for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if module.name.rpartition(".")[2] != "__main__":
+        # Importing the transport would start MPI in this process.
+        if module.name.rpartition(".")[2] not in ("__main__", "mpi"):
             try:
                 importlib.import_module(module.name)
             except ImportError:  # needs torch, or another framework that is not installed

@@ -128,12 +128,15 @@ void bind_group(nb::module_& module) {
       .def(
           "__init__",
           [](HostGroup* self, int rank, std::vector<std::shared_ptr<HostSegment>> segments,
-             unsigned spin, std::size_t eager_bytes, std::size_t chunk_bytes) {
-            GroupOptions options{spin, eager_bytes, chunk_bytes, &check_python_signals};
+             unsigned spin, std::size_t eager_bytes, std::size_t chunk_bytes,
+             std::size_t past_cache_bytes) {
+            GroupOptions options{spin, eager_bytes, chunk_bytes, past_cache_bytes,
+                                 &check_python_signals};
             new (self) HostGroup(rank, std::move(segments), options);
           },
           "rank"_a, "segments"_a, "spin"_a = 0, "eager_bytes"_a = GroupOptions{}.eager_bytes,
-          "chunk_bytes"_a = GroupOptions{}.chunk_bytes)
+          "chunk_bytes"_a = GroupOptions{}.chunk_bytes,
+          "past_cache_bytes"_a = GroupOptions{}.past_cache_bytes)
       .def_prop_ro("rank", &HostGroup::rank)
       .def_prop_ro("ranks", &HostGroup::ranks)
       .def(

@@ -20,6 +20,14 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 
 }  // namespace
 
+// Into a target of `total` bytes of which nothing is in the cache: not read before it is written.
+void HostGroup::copy_out(std::byte* to, const std::byte* from, std::size_t bytes,
+                         std::size_t total) const {
+  if (total < options_.past_cache_bytes) return copy_bytes(to, from, bytes);
+  static const CopyKernel copy = copy_kernel_past_cache();
+  if (bytes != 0 && to != from) copy(to, from, bytes);
+}
+
 // Whole cache lines for each rank, so that no two ranks write to one.
 HostGroup::Share HostGroup::share_of(std::size_t peer, std::size_t chunk_bytes) const {
   const std::size_t lines = divided_up(chunk_bytes, cache_line_bytes);
@@ -187,7 +195,7 @@ void HostGroup::broadcast(std::byte* data, std::size_t bytes, int root, double t
     publish_staged(chunk);
     if (rank_ != root) {
       await_staged(source, chunk);
-      copy_bytes(data + at, slot(source, chunk), part);
+      copy_out(data + at, slot(source, chunk), part, bytes);
     }
     finish(chunk);
   }
@@ -206,7 +214,8 @@ void HostGroup::reduce_scatter(const std::byte* source, std::byte* target,
     const std::size_t part = std::min(lane, bytes - at);
     const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     await_all_staged(chunk);
     sources_.clear();
@@ -231,16 +240,17 @@ void HostGroup::all_gather(const std::byte* source, std::byte* target, std::size
                            double timeout_s) {
   const Call call(*this, {Operation::all_gather, bytes_per_rank}, timeout_s);
   const std::size_t limit = chunk_limit();
+  const std::size_t total = bytes_per_rank * peers_.size();
   for (std::size_t at = 0; at == 0 || at < bytes_per_rank; at += limit) {
     const std::size_t part = std::min(limit, bytes_per_rank - at);
     const Chunk chunk = next_chunk(part);
     copy_bytes(own_slot(chunk), source + at, part);
     publish_staged(chunk);
-    copy_bytes(target + index_ * bytes_per_rank + at, source + at, part);
+    copy_out(target + index_ * bytes_per_rank + at, source + at, part, total);
     for (std::size_t step = 1; step < peers_.size(); ++step) {
       const std::size_t peer = (index_ + step) % peers_.size();
       await_staged(peer, chunk);
-      copy_bytes(target + peer * bytes_per_rank + at, slot(peer, chunk), part);
+      copy_out(target + peer * bytes_per_rank + at, slot(peer, chunk), part, total);
     }
     finish(chunk);
   }
@@ -268,7 +278,8 @@ void HostGroup::all_to_all(const std::byte* source, std::byte* target,
     const Chunk chunk = next_chunk(lane * peers_.size());
     const std::byte* from = source;
     for (std::size_t peer = 0; peer < peers_.size(); from += send_bytes[peer++])
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, from + at, part(send_bytes[peer]));
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, from + at, part(send_bytes[peer]));
     publish_staged(chunk);
     from = source;
     for (std::size_t peer = 0; peer < index_; ++peer) from += send_bytes[peer];
@@ -311,7 +322,8 @@ void HostGroup::scatter(const std::byte* source, std::byte* target, std::size_t 
     const std::size_t part = std::min(lane, bytes - at);
     const Chunk chunk = next_chunk(lane * peers_.size());
     for (std::size_t peer = 0; rank_ == root && peer < peers_.size(); ++peer)
-      if (peer != index_) copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
+      if (peer != index_)
+        copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     if (rank_ != root) await_staged(root_index, chunk);
     copy_bytes(target + at,

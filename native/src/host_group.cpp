@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 
 #include "host_call.hpp"
 
@@ -90,9 +89,8 @@ HostGroup::HostGroup(int rank, std::vector<std::shared_ptr<HostSegment>> segment
     for (const auto& segment : segments) bits |= segment->header().cores[word];
     cores += static_cast<std::size_t>(std::popcount(bits));
   }
-  spin_ = options.spin != 0               ? options.spin
-          : segments.size() <= cores ? spin_own_core
-                                          : spin_shared_core;
+  spin_ = segments.size() <= cores ? spin_own_core : spin_shared_core;
+  if (options.spin != 0) spin_ = options.spin;
   for (auto& segment : segments) {
     Peer peer;
     peer.progress = &segment->header().progress;
@@ -378,42 +376,6 @@ ReductionKernel HostGroup::kernel(DType dtype, ReduceOp op) const {
   throw GroupError(GroupFailure::usage, -1,
                    "there is no " + std::string(name_of(op)) + " of " +
                        std::string(name_of(dtype)) + " values");
-}
-
-// The symmetric heap
-
-std::byte* HostGroup::allocate(std::size_t bytes) {
-  const std::lock_guard lock(heap_mutex_);
-  const std::size_t needed = std::max<std::size_t>((bytes + page_bytes - 1) / page_bytes, 1) *
-                             page_bytes;
-  const auto fits = std::find_if(heap_free_.begin(), heap_free_.end(),
-                                 [&](const auto& range) { return range.second >= needed; });
-  if (fits == heap_free_.end()) return nullptr;
-  const auto [offset, free_bytes] = *fits;
-  heap_free_.erase(fits);
-  if (free_bytes > needed) heap_free_[offset + needed] = free_bytes - needed;
-  heap_used_[offset] = needed;
-  return peers_[index_].segment->heap().data() + offset;
-}
-
-void HostGroup::release(std::byte* data) {
-  const std::lock_guard lock(heap_mutex_);
-  const auto used =
-      heap_used_.find(static_cast<std::size_t>(data - peers_[index_].segment->heap().data()));
-  if (used == heap_used_.end())
-    throw GroupError(GroupFailure::usage, -1, "the address is not of an allocated buffer");
-  auto [offset, bytes] = *used;
-  heap_used_.erase(used);
-  const auto next = heap_free_.find(offset + bytes);
-  if (next != heap_free_.end()) {
-    bytes += next->second;
-    heap_free_.erase(next);
-  }
-  const auto after = heap_free_.lower_bound(offset);
-  if (after != heap_free_.begin() && std::prev(after)->first + std::prev(after)->second == offset)
-    std::prev(after)->second += bytes;
-  else
-    heap_free_[offset] = bytes;
 }
 
 }  // namespace paceline

@@ -71,4 +71,8 @@ ReductionKernel reduction_kernel(DType dtype, ReduceOp op, InstructionSet set) n
 
 CopyKernel copy_kernel(InstructionSet set) noexcept { return table_of(set).copy; }
 
+CopyKernel copy_kernel_past_cache(InstructionSet set) noexcept {
+  return table_of(set).copy_past_cache;
+}
+
 }  // namespace paceline

@@ -8,7 +8,7 @@
 
 #include "reduction_tables.hpp"
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -190,19 +190,35 @@ struct BitXor {
 // shared memory mostly has small ones.
 constexpr std::size_t prefetch_bytes = 1536;
 
+using Words64 = VectorOf<std::uint64_t>::type;
+
+// Past the cache where there is such a store.
+template <bool past_cache>
+void store_words(std::byte* to, Words64 words) {
+#if defined(__AVX512F__)
+  if constexpr (past_cache) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)words);
+#elif defined(__AVX2__)
+  if constexpr (past_cache) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)words);
+#endif
+  __builtin_memcpy(to, &words, sizeof words);
+}
+
+template <bool past_cache>
 void copy_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
-  using Vector = VectorOf<std::uint64_t>::type;
   std::size_t at = 0;
   // A vector that crosses a line is stored at half the rate.
-  const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % sizeof(Vector);
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % sizeof(Words64);
   for (; at < head && at < bytes; ++at) to[at] = from[at];
-  for (; at + sizeof(Vector) <= bytes; at += sizeof(Vector)) {
+  for (; at + sizeof(Words64) <= bytes; at += sizeof(Words64)) {
     __builtin_prefetch(from + at + prefetch_bytes);
-    Vector values;
-    __builtin_memcpy(&values, from + at, sizeof values);
-    __builtin_memcpy(to + at, &values, sizeof values);
+    Words64 words;
+    __builtin_memcpy(&words, from + at, sizeof words);
+    store_words<past_cache>(to + at, words);
   }
   for (; at < bytes; ++at) to[at] = from[at];
+#if defined(__x86_64__)
+  if constexpr (past_cache) _mm_sfence();  // such stores are not ordered with those that follow
+#endif
 }
 
 // Whole vectors of two sources, for one or two targets: what two ranks need. The pointers are
@@ -308,6 +324,6 @@ const KernelTable KERNEL_TABLE = {{
      reduce<Plain<std::uint8_t>, BitOr>, reduce<Plain<std::uint8_t>, BitAnd>,
      reduce<Plain<std::uint8_t>, BitAnd>, reduce<Plain<std::uint8_t>, BitOr>,
      reduce<Plain<std::uint8_t>, BitXor>},
-}, copy_lines};
+}, copy_lines<false>, copy_lines<true>};
 
 }  // namespace paceline

@@ -8,6 +8,7 @@ namespace paceline {
 struct KernelTable {
   ReductionKernel kernels[dtype_count][reduce_op_count];
   CopyKernel copy;
+  CopyKernel copy_past_cache;
 };
 
 extern const KernelTable scalar_kernels;

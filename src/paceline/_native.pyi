@@ -86,6 +86,7 @@ class HostGroup:
         spin: int = 0,
         eager_bytes: int = 16384,
         chunk_bytes: int = 262144,
+        past_cache_bytes: int = 8388608,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

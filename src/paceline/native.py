@@ -365,7 +365,7 @@ _GROUP_ERRORS: dict[str, tuple[type[PacelineError], str]] = {
         "Call the same collectives with the same sizes and dtypes in the same order on all ranks",
     ),
     "aborted": (RankLost, "Look at the output of that rank"),
-    "usage": (UsageError, ""),
+    "usage": (UsageError, "Change the call; the group is as it was"),
 }
 
 

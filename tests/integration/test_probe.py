@@ -39,7 +39,33 @@ def test_prints_what_it_wrote(outcome):
     result, out = outcome
     machine = Machine.from_text(out.read_text())
     assert json.loads(result.stdout) == machine.to_json()
-    assert "gloo" in result.stderr
+    assert "two processes; collectives" in result.stderr
+
+
+def test_shared_memory_is_faster_and_collectives_of_more_ranks_are_added(outcome, tmp_path):
+    machine = Machine.from_text(outcome[1].read_text())
+    small = machine.collective("all_reduce").points[1].seconds.value
+    assert machine.collective("all_reduce", collectives="paceline").points[1].seconds.value < small
+    path = tmp_path / "machine.json"
+    path.write_text(outcome[1].read_text())
+    arguments = ["--quick", "--collectives", "3", "--out", str(path)]
+    result = CliRunner().invoke(verb, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    more = Machine.from_text(path.read_text())
+    assert more.devices == machine.devices
+    assert more.collectives[:4] == machine.collectives
+    added = more.collectives[4:]
+    assert {cost.ranks for cost in added} == {3}
+    assert {cost.operation for cost in added if cost.backend == "paceline"} == {
+        *("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+    }
+
+
+@pytest.mark.parametrize("text", ["1", "two", "", "2,"])
+def test_numbers_of_ranks_that_are_none_are_refused(text):
+    result = CliRunner().invoke(verb, ["--collectives", text])
+    assert result.exit_code == 2
+    assert "numbers of ranks" in result.output
 
 
 def test_memory_is_touched_for_the_first_time_whatever_the_allocator_keeps():
@@ -72,20 +98,24 @@ def test_measures_compute_links_and_storage(outcome):
     for key in (("matmul", "forward"), ("elementwise", "optimizer")):
         assert overheads[key] > 0
     frameworks = {
-        (overhead.framework, overhead.what, overhead.phase)
+        (overhead.framework, overhead.what, overhead.phase, overhead.backend)
         for overhead in device.framework_overheads
     }
     assert frameworks == {
-        *(("torch", "phase", phase) for phase in ("forward", "backward", "optimizer")),
-        ("ddp", "wrapper", "forward"),
-        ("ddp", "wrapper", "backward"),
-        ("ddp", "reduction", "backward"),
-        ("ddp", "buffer_broadcast", "forward"),
+        *(("torch", "phase", phase, "gloo") for phase in ("forward", "backward", "optimizer")),
+        *(("ddp", "wrapper", "forward", backend) for backend in ("gloo", "paceline")),
+        *(("ddp", "wrapper", "backward", backend) for backend in ("gloo", "paceline")),
+        *(("ddp", "reduction", "backward", backend) for backend in ("gloo", "paceline")),
+        *(("ddp", "buffer_broadcast", "forward", backend) for backend in ("gloo", "paceline")),
     }
     assert device.bandwidth_shared_bytes_per_s.value > 0
     assert {link.level for link in machine.links} == {"shared-memory", "loopback"}
     costs = {(cost.backend, cost.operation, cost.ranks) for cost in machine.collectives}
-    assert costs == {("gloo", "all_reduce", 2), ("gloo", "broadcast", 2)}
+    assert costs == {
+        (backend, operation, 2)
+        for backend in ("gloo", "paceline")
+        for operation in ("all_reduce", "broadcast")
+    }
     for cost in machine.collectives:
         seconds = [point.seconds.value for point in cost.points]
         assert len(seconds) >= 5

@@ -71,10 +71,10 @@ def test_gloo_gives_the_reference_result(tmp_path, ranks):
     assert_all_right(run_gloo(tmp_path, ranks, "finish"), ranks)
 
 
-def run_mpi(mpiexec, ranks, environ=ENVIRON, options=()):
+def run_mpi(mpiexec, ranks, environ=ENVIRON, options=(), how="finish"):
     command = [mpiexec, "-n", str(ranks), *options, sys.executable, SCRIPT]
     done = subprocess.run(
-        [*command, "mpi", "-", "-", "-", "finish"],
+        [*command, "mpi", "-", "-", "-", how],
         env=environ,
         capture_output=True,
         text=True,
@@ -88,6 +88,14 @@ def run_mpi(mpiexec, ranks, environ=ENVIRON, options=()):
 def test_mpi_gives_the_reference_result():
     pytest.importorskip("mpi4py")
     assert_all_right(run_mpi(BIN / "mpiexec", 3), 3)
+
+
+@pytest.mark.campaign("mpi")
+def test_mpi_names_the_rank_that_sends_too_much():
+    lines = {line["rank"]: line["error"] for line in run_mpi(BIN / "mpiexec", 2, how="differ")}
+    assert lines[0] == ""
+    assert lines[1].startswith("rank 0 sent more bytes than rank 1 expected (rank 1")
+    assert "same size and dtype" in lines[1]
 
 
 @pytest.mark.campaign("mpi")
@@ -121,3 +129,16 @@ def test_the_example_finds_the_crossovers():
     assert result["averages"] == [2.5] * 4
     fastest = list(result["fastest"].values())
     assert (fastest[0], fastest[-1]) == ("binomial", "chain-chain")
+
+
+def test_without_an_mpi_library_the_error_says_what_to_install():
+    done = subprocess.run(
+        [sys.executable, "-c", "import paceline.collectives.transports.mpi"],
+        env={**ENVIRON, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "Missing: mpi4py cannot be loaded" in done.stderr
+    assert "pip install mpi4py mpich" in done.stderr

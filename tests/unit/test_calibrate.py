@@ -224,6 +224,17 @@ def test_a_collective_that_took_longer_costs_more():
     assert transfer.fitted_s == pytest.approx(transfer.measured_s, rel=0.1)
 
 
+def test_a_run_says_nothing_of_the_collectives_that_it_did_not_use():
+    fast = collective("all_reduce", backend="paceline")
+    machine = dataclasses.replace(MACHINE, collectives=(*MACHINE.collectives, fast))
+    slow = ObservedCollective(
+        operation="all_reduce", ranks=2, bytes=MIB, duration=Observed(seconds=4e-3, error_s=1e-6)
+    )
+    better, _ = calibrate(machine, WORKLOAD, PLAN, evidence(collectives=(slow,)))
+    assert better.collective("all_reduce") != machine.collective("all_reduce")
+    assert better.collective("all_reduce", collectives="paceline") == fast
+
+
 def test_without_an_undisturbed_step_there_is_nothing_to_fit():
     with pytest.raises(UsageError, match="no step to calibrate from"):
         calibrate(MACHINE, WORKLOAD, PLAN, evidence(steps=0))

@@ -1,5 +1,6 @@
 """The estimate at its limits, where the answer is known without a machine."""
 
+import dataclasses
 import math
 
 import pytest
@@ -160,6 +161,26 @@ def test_beyond_the_cache_memory_limits():
     result = estimate(slow, large, Plan())
     assert result.breakdown.forward == pytest.approx(1.0)
     assert result.limit == "memory bandwidth"
+
+
+def test_a_plan_names_the_collectives_that_it_is_predicted_with():
+    gloo = FrameworkOverhead.from_json(
+        {**framework("ddp", "reduction", "backward", 0).to_json(), "seconds": None}
+        | {"processes": 2, "seconds_per_byte": sheet(1e-9).to_json()}
+    )
+    ours = dataclasses.replace(gloo, backend="paceline", seconds_per_byte=sheet(0.0))
+    machine = make_machine([gloo, ours])
+    fast = collective("all_reduce", 1e-5, 1e10, backend="paceline")
+    both = dataclasses.replace(machine, collectives=(*machine.collectives, fast))
+    workload, plan = make_workload(STEP), Plan(mesh=Mesh(data=2))
+    transfer_s = estimate(both, workload, plan).breakdown.transfer
+    assert transfer_s == pytest.approx(1e-3 + MIB / 1e9 + MIB * 1e-9)
+    paceline = dataclasses.replace(plan, collectives="paceline")
+    planned = estimate(both, workload, paceline)
+    assert planned.breakdown.transfer == pytest.approx(1e-5 + MIB / 1e10)
+    assert planned.sources["transfer"].startswith("paceline")
+    with pytest.raises(UsageError, match="no cost of all_reduce by paceline"):
+        estimate(machine, workload, paceline)
 
 
 def test_memory_that_the_process_gives_back_is_touched_again():

@@ -16,6 +16,7 @@ from paceline.launch.options import RunConfig
 from paceline.launch.planned import plan_warnings
 from paceline.launch.prepare import prepare
 from paceline.launch.program import ProgramKind, find_program
+from paceline.launch.run import describe
 
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 NAMES = ("PMI_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "OMP_NUM_THREADS")
@@ -50,6 +51,12 @@ def test_a_run_takes_its_allocator_from_the_plan(ready):
     assert ready(system, allocator="system").allocator.in_effect == "system"
 
 
+def test_a_run_takes_its_collectives_from_the_plan(ready):
+    assert ready(TWO).collectives == "torch"
+    job = ready(dataclasses.replace(TWO, collectives="paceline"))
+    assert job.collectives == describe(job)["collectives"] == "paceline"
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [
@@ -62,6 +69,7 @@ def test_a_run_takes_its_allocator_from_the_plan(ready):
         ),
         (TWO, {}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS is 1, the plan's threads is 3"),
         (TWO, {"allocator": "system"}, {}, "--allocator is system, the plan's allocator is keep"),
+        (TWO, {"collectives": "paceline"}, {}, "the plan's collectives is torch"),
         (
             TWO,
             {},

@@ -422,6 +422,10 @@ def test_the_allocator_in_effect_is_named_and_not_only_the_setting(tmp_path):
             {"plan": Plan(mesh=Mesh(data=2), allocator="system")},
             "the prediction is for allocator system, the run had keep",
         ),
+        (
+            {"plan": Plan(mesh=Mesh(data=2), collectives="paceline")},
+            "the prediction is for collectives paceline, the run had torch",
+        ),
         ({"plan": Plan(mesh=Mesh(data=2), nodes=2)}, "the prediction is of 2 nodes, the run had 1"),
         (
             {"machine_digest": "sha256:0"},
@@ -435,6 +439,7 @@ def test_a_prediction_of_something_else_is_not_compared(tmp_path, changes, words
     run = _run(tmp_path)
     config = json.loads((run / "config.json").read_text())
     config |= {"threads": 1, "allocator": {"in_effect": "keep", "variables": {}}}
+    config["collectives"] = "torch"
     (run / "config.json").write_text(json.dumps(config))
     assert gather(run).comparison.step_time_error is not None
     other = dataclasses.replace(_estimate(), **changes)

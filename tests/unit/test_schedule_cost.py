@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,15 +12,19 @@ from machines import sheet
 from schedule_cases import interleaved, schedules
 
 from paceline.core.errors import ConfigError, UsageError
-from paceline.core.machine import Device, Link, Machine
+from paceline.core.machine import CollectiveCost, CollectivePoint, Device, Link, Machine
+from paceline.perf.communication import all_reduce_s, broadcast_s
 from paceline.schedules import (
     Schedule,
     Topology,
     best_chunks,
     binomial,
+    candidates,
     chain,
     chain_binomial,
     chain_chain,
+    check,
+    fastest,
     groups_of,
     halving_doubling,
     level_volumes,
@@ -30,6 +35,7 @@ from paceline.schedules import (
     two_level_leader,
     two_level_sharded,
 )
+from paceline.schedules.schedule import Operation
 
 A, B, GAMMA = 10e-6, 1e-9, 0.2e-9  # seconds a message, a byte, a reduced byte
 SIZES = np.array([0.0, 1000.0, 1e6, 1e9])
@@ -259,6 +265,49 @@ def test_what_does_not_fit_is_refused():
         Schedule(operation="all_reduec", algorithm="x", ranks=2, chunks=3)
 
 
+def test_perf_extends_a_measured_curve_as_the_replay_does():
+    """The formulas of `perf.communication` for more ranks are those of the ring and of the tree."""
+
+    def measured(schedule):
+        points = zip(SIZES, schedule_s(schedule, flat(schedule.ranks), SIZES), strict=True)
+        return CollectiveCost(
+            backend="any",
+            operation=schedule.operation,
+            ranks=schedule.ranks,
+            level="network",
+            points=tuple(CollectivePoint(bytes=n, seconds=sheet(s)) for n, s in points),
+        )
+
+    for ranks in (2, 8, 64):
+        (ring_s,) = schedule_s(ring("all_reduce", ranks), flat(ranks), [3e7])
+        assert sum(all_reduce_s(measured(ring("all_reduce", 4)), 3e7, ranks)) == pytest.approx(
+            ring_s
+        )
+        (tree_s,) = schedule_s(binomial("broadcast", ranks), flat(ranks), [3e7])
+        assert broadcast_s(measured(binomial("broadcast", 4)), 3e7, ranks) == pytest.approx(tree_s)
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+@pytest.mark.parametrize("hosts", [groups_of(8, 4), ((0, 1, 2), (3, 4)), groups_of(4, 4)])
+def test_the_fastest_is_no_slower_than_any_candidate(operation, hosts):
+    topology = two_levels(hosts)
+    chosen = fastest(operation, topology, SIZES)
+    found = candidates(operation, hosts)
+    for i, size in enumerate(SIZES):
+        times = [schedule_s(schedule, topology, [size])[0] for schedule in found]
+        assert schedule_s(chosen[i], topology, [size])[0] == min(times)
+    for schedule in found:
+        check(schedule)
+        assert schedule.operation == operation
+    assert len({(schedule.algorithm, schedule.chunks) for schedule in found}) == len(found)
+
+
+def test_the_choice_goes_from_few_messages_to_few_bytes():
+    first, *_, last = fastest("all_reduce", two_levels(groups_of(16, 4)), SIZES)
+    assert first.steps < last.steps
+    assert last.algorithm.startswith("two-level-sharded")
+
+
 def test_one_rank_takes_no_time():
     for schedule in schedules(1):
         assert schedule_s(schedule, flat(1), [0, 1e9]).tolist() == [0, 0]
@@ -274,7 +323,7 @@ def test_interleaved_hosts_cost_a_flat_ring_more():
     assert far > 3 * near > near > sharded
 
 
-@pytest.mark.parametrize("name", ["compose", "trees", "check", "halving"])
+@pytest.mark.parametrize("name", ["compose", "groups", "check", "halving"])
 def test_examples_hold(name):
     result = doctest.testmod(importlib.import_module(f"paceline.schedules.{name}"))
     assert result.attempted

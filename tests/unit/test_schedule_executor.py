@@ -1,5 +1,8 @@
 """The executor of schedules: reductions by dtype, bounded scratch memory, and what goes wrong."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -191,6 +194,18 @@ def test_a_wrong_schedule_does_not_run():
             ScheduleExecutor(wrong, transport)
 
     ThreadGroup(2).run(work)
+
+
+def test_torch_and_mpi_are_loaded_only_where_they_are_needed():
+    program = (
+        "import sys, paceline.schedules, paceline.collectives.transports.threads\n"
+        "import paceline.collectives.executor\n"
+        "print({'torch', 'mpi4py'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"
 
 
 def _lonely():

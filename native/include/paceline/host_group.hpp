@@ -52,6 +52,7 @@ struct GroupOptions {
   unsigned spin = 0;                 // turns of polling before a rank sleeps; 0: by ranks and cores
   std::size_t eager_bytes = 16384;   // up to here every rank reduces everything
   std::size_t chunk_bytes = std::size_t{256} << 10;  // at most
+  std::size_t past_cache_bytes = std::size_t{8} << 20;  // from here on targets are not cached
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
 
@@ -184,6 +185,7 @@ class HostGroup {
   Share share_of(std::size_t peer, std::size_t chunk_bytes) const;
   std::uint64_t heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept;
   std::size_t chunk_limit() const;
+  void copy_out(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
   std::size_t lane_bytes(std::size_t bytes) const;
 
   // Messages (host_messages.cpp)

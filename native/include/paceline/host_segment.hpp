@@ -83,6 +83,10 @@ struct SegmentHeader {
   SharedCall receive_call;
 };
 static_assert(sizeof(SegmentHeader) <= page_bytes);
+// As docs/guides/collectives.md has them.
+static_assert(offsetof(SegmentHeader, progress) == 256);
+static_assert(offsetof(SegmentHeader, failure_kind) == 384);
+static_assert(offsetof(SegmentHeader, calls) == 640);
 
 // Messages from the owner to one peer: a ring of packets, one writer and one reader.
 struct ChannelHeader {

@@ -50,5 +50,8 @@ ReductionKernel reduction_kernel(DType dtype, ReduceOp op,
 // Copies like memcpy, for data that another core wrote: asks for lines ahead, across pages.
 using CopyKernel = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
 CopyKernel copy_kernel(InstructionSet set = best_instruction_set()) noexcept;
+// The same with stores past the cache: for targets that are too large to stay there, and of which
+// nothing is in the cache yet.
+CopyKernel copy_kernel_past_cache(InstructionSet set = best_instruction_set()) noexcept;
 
 }  // namespace paceline

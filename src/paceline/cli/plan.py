@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.plan import CollectivesChoice
 
 
 @click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     "defaults [default: keep].",
 )
 @click.option(
+    "--collectives",
+    type=click.Choice(["torch", "paceline"]),
+    default="torch",
+    help="Backend of the ranks' collectives, as for paceline run [default: torch].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -39,6 +46,7 @@ def plan(
     machine: Path | None,
     threads: int | None,
     allocator: AllocatorChoice,
+    collectives: CollectivesChoice,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -57,7 +65,12 @@ def plan(
     if out is not None:
         prepare_output(out, FileKind.PLAN)
     planned = predict(
-        target, ranks=ranks, threads=threads, machine_path=machine, allocator=allocator
+        target,
+        ranks=ranks,
+        threads=threads,
+        machine_path=machine,
+        allocator=allocator,
+        collectives=collectives,
     )
     assert planned.estimate is not None
     if out is not None:

@@ -91,6 +91,11 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
 
     # --- what torch asks about a group ------------------------------------------------------------
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share memory, through which CPU tensors then go."""
+        return self._path is not None
+
     def getBackendName(self) -> str:  # noqa: N802  # the name that torch calls
         """Return the name under which the backend is registered."""
         return NAME

@@ -124,7 +124,8 @@ class ScheduleExecutor:
         Raises:
             DeadlineExceeded: a peer did not send or receive in time; names peer and step.
             RankLost: the connection to a peer failed; names peer and step.
-            UsageError: the buffer is not contiguous, `op` is unknown, or an earlier run failed.
+            UsageError: the buffer is not contiguous, `op` is unknown, an earlier run failed, or
+                ranks passed buffers of different sizes (as far as the transport notices it).
 
         After an error the buffer holds parts of the result, messages may still be on their way, and
         neither this executor nor its transport can be used again.
@@ -144,12 +145,16 @@ class ScheduleExecutor:
             )
         arrays = arrays_for(buffer)
         flat = arrays.flat(buffer)
+        self._broken = "it was interrupted"  # until it has ended, whatever is raised
+        self._execute(arrays, flat, op, self._clock.now_s() + timeout_s)
+        self._broken = ""
+
+    def _execute(self, arrays: Arrays, flat: Any, op: ReductionName, deadline_s: float) -> None:
         segment = self._share_bytes // flat.itemsize
         needed = max(
             (self._scratch_count(step, len(flat), segment) for step in self._steps), default=0
         )
         work = _Work(arrays, flat, arrays.scratch(flat, needed), segment, op)
-        deadline_s = self._clock.now_s() + timeout_s
         for step in self._steps:
             try:
                 self._run_step(step, work, deadline_s)

@@ -87,7 +87,10 @@ class HostGroup(native.HostGroup):
             UsageError: ranks of the group do not share memory; the error names them.
         """
         if not 0 <= rank < ranks:
-            raise UsageError(f"rank must be in [0, {ranks}), got {rank}")
+            raise UsageError(
+                f"rank must be in [0, {ranks}), got {rank}",
+                fix="Give the number of the rank in the group, from 0 on",
+            )
         segment = native.HostSegment.create(
             rank,
             ranks,

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.machine_v1 import split_links, split_overheads
 from paceline.core.record import Record
+
+if TYPE_CHECKING:
+    from paceline.core.plan import CollectivesChoice
 
 Source = Literal["datasheet", "probe", "fit"]
 Phase = Literal["forward", "backward", "optimizer"]
@@ -149,6 +152,7 @@ class FrameworkOverhead(Record):
         phase: of the training step.
         threads: compute threads of the process.
         processes: processes that compute at the same time on the node, this one included.
+        backend: of the collectives, on which what DDP adds depends.
         seconds: per occurrence.
         seconds_per_byte: per byte.
     """
@@ -158,6 +162,7 @@ class FrameworkOverhead(Record):
     phase: StepPhase
     threads: int
     processes: int
+    backend: str = "gloo"
     seconds: Quantity | None = None
     seconds_per_byte: Quantity | None = None
 
@@ -254,7 +259,7 @@ class CollectiveCost(Record):
     """Duration of a library's collective operation over a link, as a curve over bytes.
 
     Attributes:
-        backend: the library, for example ``gloo``, ``nccl`` or ``mpi``.
+        backend: the library, for example ``gloo``, ``paceline``, ``nccl`` or ``mpi``.
         operation: for example ``all_reduce`` or ``broadcast``.
         algorithm: for example ``ring``; empty where the backend chooses and does not say.
         ranks: that took part.
@@ -354,9 +359,22 @@ class Machine(Record):
         """Return the link of that level, if the machine has one."""
         return next((link for link in self.links if link.level == level), None)
 
-    def collective(self, operation: str, ranks: int = 2) -> CollectiveCost | None:
-        """Return the operation's cost that was measured with the nearest number of ranks."""
-        costs = [cost for cost in self.collectives if cost.operation == operation]
+    def collective(
+        self, operation: str, ranks: int = 2, *, collectives: CollectivesChoice = "torch"
+    ) -> CollectiveCost | None:
+        """Return the operation's cost that was measured with the nearest number of ranks.
+
+        Args:
+            operation: for example ``all_reduce``.
+            ranks: that are to take part.
+            collectives: of which library; ``torch`` is any but Paceline's.
+        """
+        costs = [
+            cost
+            for cost in self.collectives
+            if cost.operation == operation
+            and (cost.backend == "paceline") == (collectives == "paceline")
+        ]
         return min(costs, key=lambda cost: abs(cost.ranks - ranks), default=None)
 
     @classmethod

@@ -9,6 +9,8 @@ from paceline.core.allocator import AllocatorChoice
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
+CollectivesChoice = Literal["torch", "paceline"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh(Record):
@@ -48,6 +50,8 @@ class Plan(Record):
         loader_workers: processes per rank that prepare batches; 0 prepares them in the loop.
         allocator: what becomes of memory that a rank frees: ``keep`` leaves it with the rank,
             ``system`` with the C library, which gives much of it back; the next step pays for that.
+        collectives: ``torch`` leaves the backend to the script (gloo on CPUs), ``paceline`` takes
+            Paceline's in its place.
     """
 
     mesh: Mesh = Mesh()
@@ -58,6 +62,7 @@ class Plan(Record):
     first_bucket_bytes: int = 1024 * 1024
     loader_workers: int = 0
     allocator: AllocatorChoice = "keep"
+    collectives: CollectivesChoice = "torch"
 
     def __post_init__(self) -> None:
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):

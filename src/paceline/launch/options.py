@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
 from paceline.core.errors import UsageError
+from paceline.core.plan import CollectivesChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 
@@ -49,7 +50,7 @@ class RunConfig(Configuration):
     record: bool = True
     bind: bool = True
     allocator: AllocatorChoice = "keep"
-    collectives: Literal["torch", "paceline"] = "torch"
+    collectives: CollectivesChoice = "torch"
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None

@@ -50,7 +50,8 @@ def check_plan(
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
         place = _place(resolved, "ranks")
         raise _conflict(place, ranks, "number of ranks (mesh.data)", plan.mesh.data)
-    _check_allocator(plan, resolved)
+    _check_same(plan, resolved, "allocator")
+    _check_same(plan, resolved, "collectives")
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if threads and threads != str(plan.threads):
         raise _conflict("OMP_NUM_THREADS", threads, "threads", plan.threads)
@@ -66,11 +67,11 @@ def check_plan(
         raise _conflict(here, task.node_ranks, "ranks_per_node", plan.ranks_per_node)
 
 
-def _check_allocator(plan: Plan, resolved: Resolved[Any]) -> None:
-    chosen = resolved.config.allocator
-    if resolved.provenance["allocator"] != "default" and chosen != plan.allocator:
-        place = _place(resolved, "allocator")
-        raise _conflict(place, chosen, "allocator", plan.allocator)
+def _check_same(plan: Plan, resolved: Resolved[Any], name: str) -> None:
+    """Raise an error if a setting that the user gave is not the plan's."""
+    chosen, planned = getattr(resolved.config, name), getattr(plan, name)
+    if resolved.provenance[name] != "default" and chosen != planned:
+        raise _conflict(_place(resolved, name), chosen, name, planned)
 
 
 def _place(resolved: Resolved[Any], name: str) -> str:

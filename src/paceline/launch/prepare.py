@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.clock import Clock
+    from paceline.core.plan import CollectivesChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +68,14 @@ class Job:
         return allocator_setting(chosen, environment())
 
     @property
+    def collectives(self) -> CollectivesChoice:
+        """The backend that replaces gloo, or torch's own."""
+        return self.plan.plan.collectives if self.plan else self.resolved.config.collectives
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the settings in effect, a line each."""
-        if self.resolved.config.collectives == "torch":
+        if self.collectives == "torch":
             return (self.allocator.note,)
         return (
             self.allocator.note,
@@ -116,7 +122,8 @@ def prepare(
         resolved: the configuration with the provenance of its values.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
-        plan: gives ranks, threads, bucket sizes and allocator; None leaves them to `resolved`.
+        plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to
+            `resolved`.
 
     Raises:
         DestinationExists: the folder is there and not empty.

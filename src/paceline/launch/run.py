@@ -219,7 +219,7 @@ class _Starter:
             *("--cores", cores),
             *("--share", str(share_index), str(share_count)),
             *("--record", "on" if config.record else "off"),
-            *("--collectives", config.collectives),
+            *("--collectives", self.job.collectives),
             *_plan_options(self.job.plan),
             *("--kind", self.job.program.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
@@ -261,6 +261,7 @@ def describe(job: Job) -> dict[str, Any]:
         "world_size": job.ranks,
         "threads": _threads(job),
         "allocator": job.allocator.to_json(),
+        "collectives": job.collectives,
     }
 
 

@@ -255,7 +255,8 @@ class _Fitter:
 
     def fit_collective(self, observed: ObservedCollective) -> None:
         """Scale the cost of an operation to the duration of the run's collectives."""
-        cost = self.machine.collective(observed.operation, observed.ranks)
+        collectives = self.plan.collectives
+        cost = self.machine.collective(observed.operation, observed.ranks, collectives=collectives)
         if cost is None or observed.operation not in ("all_reduce", "broadcast"):
             return
         if observed.operation == "all_reduce":
@@ -266,6 +267,7 @@ class _Fitter:
         if target.weight > 0:
             self.machine = scale_collectives(
                 self.machine,
+                self.plan,
                 observed.operation,
                 target.seconds / predicted_s,
                 interval=(target.low, target.high),
@@ -285,7 +287,9 @@ class _Fitter:
         def collectives_scaled(factor: float) -> Machine:
             machine = self.machine
             for operation in ("all_reduce", "broadcast"):
-                machine = scale_collectives(machine, operation, factor, interval=interval)
+                machine = scale_collectives(
+                    machine, self.plan, operation, factor, interval=interval
+                )
             return machine
 
         self._solve(framework_scaled, "transfer", target.seconds)

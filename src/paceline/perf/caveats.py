@@ -133,7 +133,7 @@ def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
             f"{device.cores} cores; compute is taken to be {slower}, and waiting for a core is not "
             "predicted"
         )
-    cost = machine.collective("all_reduce", plan.mesh.data)
+    cost = machine.collective("all_reduce", plan.mesh.data, collectives=plan.collectives)
     if plan.mesh.data > 1 and cost is not None and cost.ranks != plan.mesh.data:
         found.append(
             f"extrapolated: collectives of {plan.mesh.data} ranks from those between {cost.ranks}"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Quantity,
         Rate,
     )
+    from paceline.core.plan import CollectivesChoice
     from paceline.core.workload import Operation
 
 
@@ -69,7 +70,14 @@ class CostModel:
     """Costs on one device for a number of threads per process and of busy processes."""
 
     def __init__(
-        self, device: Device, *, threads: int, processes: int, step_bytes: float, precision: str
+        self,
+        device: Device,
+        *,
+        threads: int,
+        processes: int,
+        step_bytes: float,
+        precision: str,
+        collectives: CollectivesChoice = "torch",
     ) -> None:
         """Make the model.
 
@@ -80,6 +88,7 @@ class CostModel:
             step_bytes: bytes that a step touches; if they exceed the cache, memory bandwidth bounds
                 the operators.
             precision: the dtype in which float32 operators run.
+            collectives: over which DistributedDataParallel reduces.
 
         Raises:
             UsageError: the device has no rates.
@@ -94,6 +103,7 @@ class CostModel:
         self._threads = threads
         self._processes = processes
         self._precision = precision
+        self._is_ours = collectives == "paceline"
         self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
         self._overheads: dict[tuple[str, str], float] = {}
         shared = processes > 1 and device.bandwidth_shared_bytes_per_s
@@ -148,6 +158,7 @@ class CostModel:
             overhead
             for overhead in self._device.framework_overheads
             if (overhead.framework, overhead.what, overhead.phase) == (framework, what, phase)
+            and (framework != "ddp" or (overhead.backend == "paceline") == self._is_ours)
         ]
         return min(same, key=self._distance, default=None)
 

@@ -119,6 +119,7 @@ def cost_model(machine: Machine, workload: Workload, plan: Plan) -> CostModel:
         processes=plan.ranks_per_node,
         step_bytes=workload.saved_bytes + parameters + workload.optimizer_bytes,
         precision=plan.precision,
+        collectives=plan.collectives,
     )
 
 
@@ -212,7 +213,7 @@ def _communication_s(
     transfer_s = exposed_s(
         buckets,
         compute.phases["backward"].total_s,
-        _collective(machine, "all_reduce", ranks),
+        _collective(machine, "all_reduce", plan),
         ranks,
         added_s_per_byte=costs.framework_overhead_s("ddp", "reduction", "backward"),
         cpu_moves=plan.ranks_per_node > 1,
@@ -220,17 +221,18 @@ def _communication_s(
     if not workload.buffer_bytes:
         return transfer_s, 0.0
     # Running means and their integer counters go in one broadcast per dtype.
-    cost = _collective(machine, "broadcast", ranks)
+    cost = _collective(machine, "broadcast", plan)
     empty_s = costs.framework_overhead_s("ddp", "buffer_broadcast", "forward") or None
     counters_s = broadcast_s(cost, 0, ranks, empty_s)
     return transfer_s, counters_s + broadcast_s(cost, workload.buffer_bytes, ranks, empty_s)
 
 
-def _collective(machine: Machine, operation: str, ranks: int) -> CollectiveCost:
-    cost = machine.collective(operation, ranks)
+def _collective(machine: Machine, operation: str, plan: Plan) -> CollectiveCost:
+    cost = machine.collective(operation, plan.mesh.data, collectives=plan.collectives)
     if cost is None:
+        library = "" if plan.collectives == "torch" else f" by {plan.collectives}"
         raise UsageError(
-            f"the machine has no cost of {operation}",
+            f"the machine has no cost of {operation}{library}",
             where=machine.name,
             why="; ".join(machine.missing),
             fix="Run `paceline probe` on a node with two cores and torch",
@@ -313,7 +315,7 @@ def _sources(machine: Machine, workload: Workload, plan: Plan) -> dict[str, str]
         residual = "a residual measured in a run"
         sources[phase] = f"{sources[phase]}, plus {residual}" if phase in sources else residual
     if plan.mesh.data > 1:
-        cost = _collective(machine, "all_reduce", plan.mesh.data)
+        cost = _collective(machine, "all_reduce", plan)
         source = cost.points[0].seconds.source
         sources["transfer"] = f"{cost.backend}: {source}, {cost.ranks} ranks"
         if factor > 1:  # 4 ranks on 2 cores: 8 times as long as the links promise

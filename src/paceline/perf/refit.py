@@ -106,9 +106,13 @@ def scale_ddp(
 
 
 def scale_collectives(
-    machine: Machine, operation: str, factor: float, *, interval: Interval
+    machine: Machine, plan: Plan, operation: str, factor: float, *, interval: Interval
 ) -> Machine:
-    """Return the machine with an operation's collectives taking `factor` times as long."""
+    """Return the machine with the collectives of an operation taking `factor` times as long.
+
+    Those of the library that the plan uses.
+    """
+    is_ours = plan.collectives == "paceline"
     costs = tuple(
         dataclasses.replace(
             cost,
@@ -117,7 +121,7 @@ def scale_collectives(
                 for point in cost.points
             ),
         )
-        if cost.operation == operation
+        if cost.operation == operation and (cost.backend == "paceline") == is_ours
         else cost
         for cost in machine.collectives
     )
@@ -209,7 +213,7 @@ def _key(figure: Rate | Overhead | FrameworkOverhead) -> tuple[object, ...]:
         return (figure.operator, figure.dtype, figure.unit, *place)
     if isinstance(figure, Overhead):
         return (figure.operator, *place)
-    return (figure.framework, figure.what, *place)
+    return (figure.framework, figure.what, figure.backend, *place)
 
 
 def _replaced(figures: tuple[F, ...], changed: list[F]) -> tuple[F, ...]:

@@ -82,7 +82,9 @@ def _measure(folder: Path, *, quick: bool, on_progress: Callable[[str], None]) -
     workers: list[WorkerMeasurement] = []
     allocator = allocator_setting("keep", environment())  # as paceline run gives it to the ranks
     for ranks in (1, PAIR):
-        on_progress("compute, one process alone" if ranks == 1 else "compute, two processes; gloo")
+        on_progress(
+            "compute, one process alone" if ranks == 1 else "compute, two processes; collectives"
+        )
         try:
             measured = _run_workers(ranks, allocator, quick=quick)
         except PacelineError as problem:
@@ -135,7 +137,7 @@ def _tiers(folder: Path, missing: list[str], *, quick: bool) -> tuple[Tier, ...]
 
 
 def _run_workers(
-    ranks: int, allocator: AllocatorSetting, *, quick: bool
+    ranks: int, allocator: AllocatorSetting, *, quick: bool, only_collectives: bool = False
 ) -> tuple[WorkerMeasurement, ...]:
     """Run `ranks` workers at once and return what they measured, in order of rank.
 
@@ -166,6 +168,7 @@ def _run_workers(
                 repeat_s=QUICK_REPEAT_S if quick else REPEAT_S,
                 store=str(Path(folder) / "store"),
                 deadline_s=DEADLINE_S,
+                only_collectives=only_collectives,
             )
             requests.append(request)
         works = [
@@ -224,6 +227,44 @@ def _mean(overheads: tuple[FrameworkOverhead, ...]) -> FrameworkOverhead:
     if per_call:
         return dataclasses.replace(overheads[0], seconds=mean)
     return dataclasses.replace(overheads[0], seconds_per_byte=mean)
+
+
+def measure_collectives(
+    ranks: Sequence[int], *, quick: bool = False, on_progress: Callable[[str], None]
+) -> tuple[CollectiveCost, ...]:
+    """Return the costs of collectives between ranks of this host: a tuning table.
+
+    Of gloo and of the backend ``paceline``: all-reduce, broadcast, reduce, reduce-scatter and
+    all-gather.
+
+    Args:
+        ranks: numbers of ranks, each of which is measured.
+        quick: with fewer calls.
+        on_progress: called with what is being measured.
+
+    Raises:
+        Missing: torch is not installed.
+        WorkerFailed: a worker crashed, or torch raised.
+        DeadlineExceeded: a worker did not answer in time.
+    """
+    allocator = allocator_setting("keep", environment())
+    found: list[CollectiveCost] = []
+    with ended_on_signal(SystemClock()):
+        for count in ranks:
+            on_progress(f"collectives of {count} ranks")
+            workers = _run_workers(count, allocator, quick=quick, only_collectives=True)
+            found += _collectives(workers)
+    return tuple(found)
+
+
+def with_collectives(machine: Machine, costs: Sequence[CollectiveCost]) -> Machine:
+    """Return the machine with these costs in place of those of the same kind and ranks."""
+
+    def key(cost: CollectiveCost) -> tuple[object, ...]:
+        return cost.backend, cost.operation, cost.algorithm, cost.ranks, cost.level
+
+    by_key = {key(cost): cost for cost in (*machine.collectives, *costs)}
+    return dataclasses.replace(machine, collectives=tuple(by_key.values()))
 
 
 def _collectives(pair: Sequence[WorkerMeasurement]) -> tuple[CollectiveCost, ...]:

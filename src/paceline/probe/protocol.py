@@ -30,6 +30,7 @@ class MeasureRequest(WorkerMessage):
         repeat_s: that measuring disturbed parts again may take, for each number of threads.
         store: path of the file through which the ranks find each other; unused for one rank.
         deadline_s: for each collective.
+        only_collectives: all operations, for two and more ranks, and nothing else.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class MeasureRequest(WorkerMessage):
     repeat_s: float
     store: str
     deadline_s: float
+    only_collectives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,7 @@ class ComputeMeasurement(WorkerMessage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationMeasurement(WorkerMessage):
-    """Collectives of two ranks over gloo, and what DDP adds on top of them.
+    """Collectives of the ranks by library, and what DDP adds on top of them.
 
     `repeated` says what was measured again.
     """

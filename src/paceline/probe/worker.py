@@ -7,6 +7,7 @@ and can be ended when it hangs. It answers a MeasureRequest with a WorkerMeasure
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,8 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.core.machine import Disturbance
+from paceline.core.machine import CollectiveCost, Disturbance, FrameworkOverhead
 from paceline.core.worker_process import serve
+from paceline.probe.collectives import (
+    OPERATIONS,
+    PREDICTED,
+    libraries,
+    measure_collectives,
+)
 from paceline.probe.compute import (
     Effort,
     framework_records,
@@ -25,7 +32,7 @@ from paceline.probe.compute import (
     measure_rates,
     overhead_records,
 )
-from paceline.probe.gloo import measure_collectives, measure_ddp
+from paceline.probe.ddp import measure_ddp
 from paceline.probe.protocol import (
     CommunicationMeasurement,
     ComputeMeasurement,
@@ -120,22 +127,40 @@ def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
             own_cores=bool(request.cores),
         )
 
-    compute = _measure_compute(threads, request, dist.barrier, quiet_parts())
-    parts = quiet_parts()
-    collectives = parts.measure("collectives", lambda: measure_collectives(quick=request.quick))
-    ddp = parts.measure(
-        "DistributedDataParallel",
-        lambda: measure_ddp(collectives[0], threads=threads, quick=request.quick),
-    )
+    compute: tuple[ComputeMeasurement, ...] = ()
+    if not request.only_collectives:
+        compute = (_measure_compute(threads, request, dist.barrier, quiet_parts()),)
     return WorkerMeasurement(
         torch=str(torch.__version__),
-        compute=(compute,),
-        communication=CommunicationMeasurement(
-            collectives=collectives,
-            ddp=ddp,
-            disturbed=parts.disturbances(_where(threads, request.ranks)),
-            repeated=parts.repetitions(_where(threads, request.ranks)),
-        ),
+        compute=compute,
+        communication=_measure_communication(threads, request, quiet_parts()),
+    )
+
+
+def _measure_communication(
+    threads: int, request: MeasureRequest, parts: QuietParts
+) -> CommunicationMeasurement:
+    operations = OPERATIONS if request.only_collectives else PREDICTED
+    collectives: list[CollectiveCost] = []
+    ddp: list[FrameworkOverhead] = []
+    for library in libraries():
+        costs = parts.measure(
+            f"collectives of {library.backend}",
+            functools.partial(measure_collectives, library, operations, quick=request.quick),
+        )
+        collectives += costs
+        if not request.only_collectives:
+            ddp += parts.measure(
+                f"DistributedDataParallel over {library.backend}",
+                functools.partial(
+                    measure_ddp, library, costs[0], threads=threads, quick=request.quick
+                ),
+            )
+    return CommunicationMeasurement(
+        collectives=tuple(collectives),
+        ddp=tuple(ddp),
+        disturbed=parts.disturbances(_where(threads, request.ranks)),
+        repeated=parts.repetitions(_where(threads, request.ranks)),
     )
 
 

@@ -59,6 +59,9 @@ def difference(
     if isinstance(used, str) and plan.allocator != used:
         had = _ALLOCATOR.get(used, used)
         return f"the prediction is for allocator {plan.allocator}, the run had {had}"
+    collectives = config.get("collectives")
+    if isinstance(collectives, str) and plan.collectives != collectives:
+        return f"the prediction is for collectives {plan.collectives}, the run had {collectives}"
     nodes = len({rank.status.boot_id for rank in trace.ranks})
     if not trace.missing_ranks and plan.nodes != nodes:
         return f"the prediction is of {plural(plan.nodes, 'node')}, the run had {nodes}"

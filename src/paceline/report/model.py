@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
+
+if TYPE_CHECKING:
+    from paceline.core.plan import CollectivesChoice
 
 MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
@@ -118,6 +121,11 @@ class Report:
     def total(self) -> Breakdown:
         """Seconds of the whole loop by phase, the mean over ranks."""
         return mean_of(self.rank_phases)
+
+    @property
+    def collectives(self) -> CollectivesChoice:
+        """Whose collectives the run used in place of the script's; ``torch`` for none."""
+        return "paceline" if self.config.get("collectives") == "paceline" else "torch"
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -260,14 +268,21 @@ def mean_of(rank_phases: tuple[RankPhases, ...]) -> Breakdown:
     return total.scaled(1 / max(1, len(rank_phases)))
 
 
-def modelled_s(traffic: Traffic, machine: Machine | None) -> float | None:
+def modelled_s(
+    traffic: Traffic, machine: Machine | None, collectives: CollectivesChoice = "torch"
+) -> float | None:
     """Return what one of these collectives costs on the machine, as `perf` predicts it.
 
     None for an operation whose cost the machine does not hold.
+
+    Args:
+        traffic: the run's collectives of one kind.
+        machine: that the run was on; None if that is not known.
+        collectives: whose cost counts.
     """
     if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
         return None
-    cost = machine.collective(traffic.operation, traffic.ranks)
+    cost = machine.collective(traffic.operation, traffic.ranks, collectives=collectives)
     if cost is None:
         return None
     if traffic.operation == "all_reduce":
@@ -317,7 +332,7 @@ def to_json(report: Report) -> dict[str, Any]:
             {
                 **_plain(line),
                 "bandwidth_bytes_per_s": line.bandwidth_bytes_per_s,
-                "modelled_s": modelled_s(line, report.machine),
+                "modelled_s": modelled_s(line, report.machine, report.collectives),
             }
             for line in report.traffic
         ],

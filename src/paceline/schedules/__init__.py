@@ -11,16 +11,20 @@ read the same data, so prediction and execution cannot differ in what is sent.
       chain_binomial, chain_chain
     two_level_sharded, two_level_leader,       all_reduce
       torus
+
+`fastest` compares all of them by their predicted time.
 """
 
 from paceline.schedules.check import check
+from paceline.schedules.choice import candidates, fastest
 from paceline.schedules.cost import best_chunks, level_volumes, schedule_s
+from paceline.schedules.groups import groups_of
 from paceline.schedules.halving import halving_doubling, recursive_doubling
 from paceline.schedules.hierarchy import torus, two_level_leader, two_level_sharded
 from paceline.schedules.ring import ring
 from paceline.schedules.schedule import Schedule, Transfer
 from paceline.schedules.topology import Topology
-from paceline.schedules.trees import binomial, chain, chain_binomial, chain_chain, groups_of
+from paceline.schedules.trees import binomial, chain, chain_binomial, chain_chain
 
 __all__ = [
     "Schedule",
@@ -28,10 +32,12 @@ __all__ = [
     "Transfer",
     "best_chunks",
     "binomial",
+    "candidates",
     "chain",
     "chain_binomial",
     "chain_chain",
     "check",
+    "fastest",
     "groups_of",
     "halving_doubling",
     "level_volumes",

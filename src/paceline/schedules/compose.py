@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import UsageError
 from paceline.schedules.schedule import Transfer
 
 if TYPE_CHECKING:
@@ -60,18 +59,3 @@ def split(begin: int, end: int, parts: int) -> list[int]:
     """
     size = (end - begin) // parts
     return [begin + i * size for i in range(parts + 1)]
-
-
-def check_hosts(hosts: Sequence[Sequence[int]]) -> int:
-    """Return the number of ranks on `hosts`.
-
-    Raises:
-        UsageError: a host is empty, or not each rank from 0 on is on exactly one host.
-    """
-    ranks = sorted(rank for host in hosts for rank in host)
-    if not ranks or not all(hosts) or ranks != list(range(len(ranks))):
-        raise UsageError(
-            f"hosts must hold each rank from 0 on once, got {[list(host) for host in hosts]}",
-            fix="Number the ranks of the group from 0, and give each to one host",
-        )
-    return len(ranks)

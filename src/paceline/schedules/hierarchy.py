@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import UsageError
-from paceline.schedules.compose import check_hosts, reverse, split, then, together
+from paceline.schedules.compose import reverse, split, then, together
+from paceline.schedules.groups import check_groups
 from paceline.schedules.halving import core_size, halving_all_reduce
 from paceline.schedules.ring import ring_all_reduce, ring_reduce_scatter
 from paceline.schedules.schedule import Schedule, Transfer
@@ -41,7 +42,7 @@ def two_level_sharded(hosts: Sequence[Sequence[int]], *, across: Across = "ring"
     Source: Ueno and Yokota, Exhaustive study of hierarchical AllReduce patterns for large messages
     between GPUs, CCGRID 2019; the shards are those of Rabenseifner's algorithm.
     """
-    ranks = check_hosts(hosts)
+    ranks = check_groups(hosts)
     _check_equal(hosts, "two-level sharded")
     chunks = len(hosts[0]) * _blocks(len(hosts), across)
     return Schedule(
@@ -63,7 +64,7 @@ def two_level_leader(hosts: Sequence[Sequence[int]], *, across: Across = "ring")
     Cost: ceil(log2 L) messages of n bytes inside each host before and after; 2 (H - 1)/H n bytes
     per leader. Source: Goyal et al., Accurate, large minibatch SGD, arXiv 1706.02677, section 4.
     """
-    ranks = check_hosts(hosts)
+    ranks = check_groups(hosts)
     chunks = _blocks(len(hosts), across)
     gather = together(pipeline(binomial_tree(host), [0, chunks]) for host in hosts)
     leaders = _all_reduce([host[0] for host in hosts], 0, chunks, across)
@@ -94,7 +95,7 @@ def torus(rows: Sequence[Sequence[int]]) -> Schedule:
     Source: Jain and Sabharwal, Optimal bucket algorithms for large MPI collectives on torus
     interconnects, ICS 2010; Mikami et al., arXiv 1811.05233 (one half).
     """
-    check_hosts(rows)
+    check_groups(rows)
     _check_equal(rows, "the torus")
     columns = list(zip(*rows, strict=True))
     ranks = len(rows) * len(columns)

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Link
-from paceline.schedules.compose import check_hosts
+from paceline.schedules.groups import check_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Topology:
         Raises:
             UsageError: the machine lacks a level that is needed, or a rank is on no host or two.
         """
-        check_hosts(hosts)
+        check_groups(hosts)
         most = max(len(host) for host in hosts)
         return cls(
             hosts=tuple(tuple(host) for host in hosts),

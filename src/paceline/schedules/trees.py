@@ -27,7 +27,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from paceline.core.errors import UsageError
-from paceline.schedules.compose import check_hosts, reverse
+from paceline.schedules.compose import reverse
+from paceline.schedules.groups import check_groups
 from paceline.schedules.schedule import Schedule, Transfer
 
 if TYPE_CHECKING:
@@ -100,19 +101,6 @@ def chain_chain(
     return _two_levels(operation, "chain-chain", ordered, heads, chunks)
 
 
-def groups_of(ranks: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `size` neighbouring ranks; the last one may be smaller.
-
-    >>> groups_of(5, 2)
-    ((0, 1), (2, 3), (4,))
-    """
-    if ranks < 1 or size < 1:
-        raise UsageError(
-            f"{ranks} ranks cannot be put into groups of {size}", fix="Give 1 or more of both"
-        )
-    return tuple(tuple(range(i, min(i + size, ranks))) for i in range(0, ranks, size))
-
-
 def chain_tree(members: Sequence[int], height: int = 0) -> list[Edge]:
     """Return the chain that ends in the first member; its farthest rank sends at `height`."""
     last = len(members) - 1
@@ -122,7 +110,7 @@ def chain_tree(members: Sequence[int], height: int = 0) -> list[Edge]:
 def binomial_tree(members: Sequence[int], height: int = 0) -> list[Edge]:
     """Return the binomial tree to the first member; its leaves send from `height` on.
 
-    Member i, whose lowest bit is bit s, sends in round s to the member without that bit.
+    Member i, whose lowest set bit is bit s, sends at height s to the member without that bit.
     """
     return [
         Edge(members[i], members[i & (i - 1)], height + (i & -i).bit_length() - 1)
@@ -146,7 +134,7 @@ def _rotated(ranks: int, root: int) -> list[int]:
 
 def _rooted(groups: Sequence[Sequence[int]], root: int) -> list[list[int]]:
     """Return the groups with the root's first, and the root first in it."""
-    ranks = check_hosts(groups)
+    ranks = check_groups(groups)
     if not 0 <= root < ranks:
         raise UsageError(
             f"root {root} is not among {ranks} ranks", fix=f"Give a root from 0 to {ranks - 1}"

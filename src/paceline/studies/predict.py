@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.plan import CollectivesChoice
 
 
 def predict(
@@ -23,6 +24,7 @@ def predict(
     threads: int | None = None,
     machine_path: Path | None = None,
     allocator: AllocatorChoice = "keep",
+    collectives: CollectivesChoice = "torch",
 ) -> PlanFile:
     """Return the plan of a model on one node, with its estimate and the model's Workload.
 
@@ -32,6 +34,7 @@ def predict(
         threads: of each; by default an equal share of the machine's cores.
         machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
         allocator: of the ranks, as ``paceline run`` will set it.
+        collectives: of the ranks, likewise.
 
     Raises:
         NotFound: there is no such file, or no machine was probed.
@@ -42,6 +45,9 @@ def predict(
     workload = capture_file(target)
     cores = machine.devices[0].cores if machine.devices else 1
     plan = Plan(
-        mesh=Mesh(data=ranks), threads=threads or max(1, cores // ranks), allocator=allocator
+        mesh=Mesh(data=ranks),
+        threads=threads or max(1, cores // ranks),
+        allocator=allocator,
+        collectives=collectives,
     )
     return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)

@@ -10,15 +10,22 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpi4py import MPI
-
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineExceeded, RankLost
+from paceline.core.errors import DeadlineExceeded, Missing, PacelineError, RankLost, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.clock import Clock
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as problem:  # RuntimeError: it finds no MPI library
+    raise Missing(
+        "mpi4py cannot be loaded",
+        why=str(problem),
+        fix="Install it with an MPI library: pip install mpi4py mpich, or load your site's MPI",
+    ) from problem
 
 EAGER_POLLS = 200  # without a pause: some 50 microseconds
 FIRST_PAUSE_S, LAST_PAUSE_S = 20e-6, 1e-3
@@ -74,12 +81,7 @@ class MpiTransport:
             raise
         except MPI.Exception as problem:
             self._abandon(started)
-            raise RankLost(
-                f"communication with rank {peer} failed",
-                where=f"rank {self.rank}",
-                why=problem.Get_error_string(),
-                fix="See why that rank ended, in its own output",
-            ) from problem
+            raise self._translated(problem, peer) from problem
 
     def _wait(self, request: MPI.Request, deadline_s: float) -> bool:
         """Return whether the request ended before the deadline."""
@@ -93,6 +95,22 @@ class MpiTransport:
             self._clock.wait(self._never, pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return True
+
+    def _translated(self, problem: MPI.Exception, peer: int) -> PacelineError:
+        where, why = f"rank {self.rank}", problem.Get_error_string()
+        if problem.Get_error_class() == MPI.ERR_TRUNCATE:
+            return UsageError(
+                f"rank {peer} sent more bytes than rank {self.rank} expected",
+                where=where,
+                why=why,
+                fix="Pass buffers of the same size and dtype on all ranks",
+            )
+        return RankLost(
+            f"communication with rank {peer} failed",
+            where=where,
+            why=why,
+            fix="See why that rank ended, in its own output",
+        )
 
     def _abandon(self, started: list[_Started]) -> None:
         """Cancel what is to be received, and keep the memory of what cannot be cancelled."""

@@ -38,7 +38,8 @@ def collectives(report: Report) -> str:
         "arrival is the median time between the first and the last rank. Bandwidth is bytes that "
         "one rank gives, over transfer."
     )
-    if any(modelled_s(line, report.machine) is not None for line in report.traffic):
+    modelled = [modelled_s(line, report.machine, report.collectives) for line in report.traffic]
+    if any(model_s is not None for model_s in modelled):
         note += (
             " The model is the machine's measured latency and bandwidth of this operation; '-' "
             "where it has none."
@@ -47,7 +48,7 @@ def collectives(report: Report) -> str:
 
 
 def _row(report: Report, line: Traffic) -> list[str]:
-    model_s = modelled_s(line, report.machine)
+    model_s = modelled_s(line, report.machine, report.collectives)
     promised = line.typical_bytes / model_s if model_s and line.typical_bytes else None
     return [
         line.operation,

@@ -1,10 +1,7 @@
-"""Measures the cost of communication in training between two ranks. Imports torch.
+"""Measures what DistributedDataParallel adds to a step of two ranks. Imports torch.
 
-A collective is measured at several sizes, which become the curve of a CollectiveCost. What
-DistributedDataParallel adds is the difference between steps with and without it. Every figure is an
-array: the value over all rounds first, then that of each round alone (`figures`).
-
-Steps with DistributedDataParallel are recorded while they are measured, since those of a run are.
+It is the difference between steps with and without it, recorded as those of a run are. Every figure
+is an array: the value over all rounds first, then that of each round alone (`figures`).
 """
 
 from __future__ import annotations
@@ -17,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.machine import CollectiveCost, CollectivePoint, FrameworkOverhead
+from paceline.core.machine import FrameworkOverhead
 from paceline.probe.figures import probed, typical_by_round
 from paceline.trace.collectors.torch import discarded_recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from paceline.core.machine import CollectiveCost
+    from paceline.probe.collectives import Library
 
-SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 LEAST_LATENCY_S, LEAST_S_PER_BYTE = 1e-7, 1e-13
 OTHER_BYTES = 16 << 20
-CALLS, STEPS = 16, 60  # both ranks must make the same number of calls: no budget of time decides
+STEPS = 60  # both ranks must make the same number of steps: no budget of time decides
 
 
 def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
@@ -37,51 +34,8 @@ def fit_line(sizes_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float
     return max(float(latency_s), LEAST_LATENCY_S), max(float(per_byte), LEAST_S_PER_BYTE)
 
 
-def measure_collectives(*, quick: bool) -> tuple[CollectiveCost, ...]:
-    """Return the costs of all-reduce and broadcast over gloo between two ranks."""
-    calls = CALLS // 2 if quick else CALLS
-    costs = []
-    for name, operation, per_call in (("all_reduce", _all_reduce, 1), ("broadcast", _broadcast, 2)):
-        figures = []
-        for size in SIZES_BYTES:
-            data = torch.zeros(size // 4)
-            dist.barrier()
-            operation(data)
-            figures.append(typical_by_round([_timed(operation, data) for _ in range(calls)]))
-        # More bytes never take less time: what looks so is noise.
-        seconds = np.maximum.accumulate(np.asarray(figures) / per_call, axis=0)
-        costs.append(
-            CollectiveCost(
-                backend="gloo",
-                operation=name,
-                level="loopback",
-                points=tuple(
-                    CollectivePoint(bytes=float(size), seconds=probed(row))
-                    for size, row in zip(SIZES_BYTES, seconds, strict=True)
-                ),
-            )
-        )
-    return tuple(costs)
-
-
-def _timed(operation: Callable[[torch.Tensor], object], data: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    operation(data)
-    return time.perf_counter() - begin
-
-
-def _all_reduce(data: torch.Tensor) -> None:
-    dist.all_reduce(data)
-
-
-def _broadcast(data: torch.Tensor) -> None:
-    # The two directions in turn: with one alone the root would run ahead of the other rank.
-    dist.broadcast(data, 0)
-    dist.broadcast(data, 1)
-
-
 def measure_ddp(
-    all_reduce: CollectiveCost, *, threads: int, quick: bool
+    library: Library, all_reduce: CollectiveCost, *, threads: int, quick: bool
 ) -> tuple[FrameworkOverhead, ...]:
     """Return what DistributedDataParallel adds to a step on two ranks.
 
@@ -91,7 +45,8 @@ def measure_ddp(
     buffers (running means, and the counters of batches) before a forward pass.
 
     Args:
-        all_reduce: the bare collective.
+        library: over which gradients are reduced.
+        all_reduce: its bare collective.
         threads: compute threads of each rank.
         quick: with fewer steps.
     """
@@ -104,12 +59,17 @@ def measure_ddp(
     normed = nn.Sequential(
         *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(4))
     )
-    forward_s, backward_s = _added_s(small, torch.randn(8, 32), steps)
-    normed_s, _ = _added_s(normed, torch.randn(8, 32), steps)
-    _, large_s = _added_s(large, torch.randn(8, 768), steps // 2)
+    forward_s, backward_s = _added_s(library, small, torch.randn(8, 32), steps)
+    normed_s, _ = _added_s(library, normed, torch.randn(8, 32), steps)
+    _, large_s = _added_s(library, large, torch.randn(8, 768), steps // 2)
     few, many = (sum(tensor.nbytes for tensor in module.parameters()) for module in (small, large))
     s_per_byte = np.maximum(bare_s_per_byte, (large_s - backward_s) / (many - few))
-    where = {"framework": "ddp", "threads": threads, "processes": 2}
+    where = {
+        "framework": "ddp",
+        "backend": library.backend,
+        "threads": threads,
+        "processes": 2,
+    }
     return tuple(
         FrameworkOverhead.from_json({**where, "what": what, "phase": phase, unit: figure.to_json()})
         for what, phase, unit, figure in (
@@ -131,10 +91,13 @@ def measure_ddp(
     )
 
 
-def _added_s(module: nn.Module, inputs: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _added_s(
+    library: Library, module: nn.Module, inputs: torch.Tensor, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
     plain_s = _phases_s(module, inputs, steps)
     with discarded_recording(dist.get_rank(), dist.get_world_size()):
-        ddp_s = _phases_s(nn.parallel.DistributedDataParallel(module), inputs, steps)
+        model = nn.parallel.DistributedDataParallel(module, process_group=library.group)
+        ddp_s = _phases_s(model, inputs, steps)
     return ddp_s[0] - plain_s[0], ddp_s[1] - plain_s[1]
 
 

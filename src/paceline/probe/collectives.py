@@ -1,0 +1,135 @@
+"""Measures collectives between ranks of this host, by library. Imports torch.
+
+Over gloo and, where the ranks share memory, over the backend ``paceline``. A collective is measured
+at several sizes, which become the curve of a CollectiveCost. Every figure is an array: the value
+over all rounds first, then that of each round alone (`figures`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.registration import NAME, register
+from paceline.core.machine import CollectiveCost, CollectivePoint
+from paceline.probe.figures import ROUNDS, probed, typical_by_round
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+LARGE_BYTES = 4 << 20  # beyond, half as many calls
+CALLS = 16  # all ranks must make the same number of calls: no budget of time decides
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Whose collectives are measured.
+
+    Attributes:
+        backend: its name for torch.
+        level: of the links that it uses between ranks of a host.
+        group: of all ranks.
+    """
+
+    backend: str
+    level: str
+    group: Any
+
+
+def libraries() -> list[Library]:
+    """Return gloo, and the backend ``paceline`` if the ranks share memory; all ranks call this."""
+    register()
+    ours = dist.new_group(backend=NAME)
+    found = [Library("gloo", "loopback", dist.group.WORLD)]
+    if ours.shares_memory:
+        found.append(Library(NAME, "shared-memory", ours))
+    return found
+
+
+def measure_collectives(
+    library: Library, operations: Iterable[str], *, quick: bool
+) -> tuple[CollectiveCost, ...]:
+    """Return the costs of operations between all ranks; names are keys of `OPERATIONS`.
+
+    The bytes of a point are those that each rank gives to the call.
+    """
+    costs = []
+    for name in operations:
+        operation, per_rank = OPERATIONS[name]
+        figures = [_seconds(operation, size, library.group, quick=quick) for size in SIZES_BYTES]
+        ranks = dist.get_world_size(library.group)
+        # More bytes never take less time: what looks so is noise.
+        seconds = np.maximum.accumulate(np.asarray(figures), axis=0) / (ranks if per_rank else 1)
+        costs.append(
+            CollectiveCost(
+                backend=library.backend,
+                operation=name,
+                ranks=ranks,
+                level=library.level,
+                points=tuple(
+                    CollectivePoint(bytes=float(size), seconds=probed(row))
+                    for size, row in zip(SIZES_BYTES, seconds, strict=True)
+                ),
+            )
+        )
+    return tuple(costs)
+
+
+def _seconds(
+    operation: Callable[[torch.Tensor, Any], object], size_bytes: int, group: Any, *, quick: bool
+) -> list[float]:
+    calls = CALLS // 2 if quick else CALLS
+    if size_bytes > LARGE_BYTES:
+        calls = max(ROUNDS, calls // 2)
+    data = torch.zeros(size_bytes // 4)
+    dist.barrier()
+    operation(data, group)
+    samples = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        operation(data, group)
+        samples.append(time.perf_counter() - begin)
+    return typical_by_round(samples)
+
+
+def _all_reduce(data: torch.Tensor, group: Any) -> None:
+    dist.all_reduce(data, group=group)
+
+
+def _broadcast(data: torch.Tensor, group: Any) -> None:
+    # From each rank in turn: with one root alone it would run ahead of the other ranks.
+    for root in range(dist.get_world_size(group)):
+        dist.broadcast(data, root, group=group)
+
+
+def _reduce(data: torch.Tensor, group: Any) -> None:
+    for root in range(dist.get_world_size(group)):
+        dist.reduce(data, root, group=group)
+
+
+def _reduce_scatter(data: torch.Tensor, group: Any) -> None:
+    ranks = dist.get_world_size(group)
+    whole = data.new_zeros(max(1, data.numel() // ranks) * ranks)
+    dist.reduce_scatter_tensor(whole.new_empty(whole.numel() // ranks), whole, group=group)
+
+
+def _all_gather(data: torch.Tensor, group: Any) -> None:
+    gathered = data.new_empty(data.numel() * dist.get_world_size(group))
+    dist.all_gather_into_tensor(gathered, data, group=group)
+
+
+# Of each operation its call, and whether it is called once with each rank as the root.
+OPERATIONS: dict[str, tuple[Callable[[torch.Tensor, Any], object], bool]] = {
+    "all_reduce": (_all_reduce, False),
+    "broadcast": (_broadcast, True),
+    "reduce": (_reduce, True),
+    "reduce_scatter": (_reduce_scatter, False),
+    "all_gather": (_all_gather, False),
+}
+PREDICTED = ("all_reduce", "broadcast")  # what data parallelism calls, and `plan` needs
