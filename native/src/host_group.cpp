@@ -17,13 +17,14 @@ namespace paceline {
 namespace {
 
 constexpr std::uint64_t look_interval_ns = 100'000'000;
-// About 20 us where every rank has a core, so that the usual wait needs no system call; next to
-// nothing where ranks share cores, because a rank that polls keeps its peer from running.
-constexpr unsigned spin_own_core = 1000;
+// About 0.1 ms where every rank has a core: longer than a sleeping rank takes to wake up (30 to 50 us
+// in a virtual machine). With less, a rank that wakes up late makes its peer fall asleep, which then
+// wakes up late in its turn, and so on in every call. Next to nothing where ranks share cores,
+// because a rank that polls keeps its peer from running.
+constexpr unsigned spin_own_core = 4000;
 constexpr unsigned spin_shared_core = 30;
-// A peer that is known to be in the same call answers soon: sleeping would cost more than it takes,
-// and would make the peer sleep in its turn.
-constexpr unsigned spin_factor_in_call = 8;
+// A peer that is known to be in the same call answers soon.
+constexpr unsigned spin_factor_in_call = 4;
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -127,19 +128,47 @@ void HostGroup::await(const std::atomic<std::uint32_t>& word, std::uint32_t valu
 void HostGroup::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                       std::size_t peer, std::atomic<std::uint32_t>& waiters, Wait& wait) {
   struct Announced {  // as a waiter, for as long as it sleeps
-    Announced(std::atomic<std::uint32_t>& count, std::atomic<std::int32_t>& whom, std::size_t rank)
-        : waiters(count), waits_for(whom) {
+    explicit Announced(std::atomic<std::uint32_t>& count) : waiters(count) {
       waiters.fetch_add(1, std::memory_order_seq_cst);
-      waits_for.store(static_cast<std::int32_t>(rank), std::memory_order_relaxed);
     }
-    ~Announced() {
-      waits_for.store(-1, std::memory_order_relaxed);
-      waiters.fetch_sub(1, std::memory_order_relaxed);
-    }
+    ~Announced() { waiters.fetch_sub(1, std::memory_order_relaxed); }
     std::atomic<std::uint32_t>& waiters;
-    std::atomic<std::int32_t>& waits_for;
   };
-  const Announced announced(waiters, own().waits_for, peer);
+  const Announced announced_here(waiters);
+  const bool collective = &wait == &wait_;
+  if (collective) publish_wait(word, value, peer);
+  sleep_until(word, value, peer, wait);
+  if (collective) own().waits_for.store(-1, std::memory_order_relaxed);
+}
+
+// For peers whose deadline passes while they wait for this rank.
+void HostGroup::publish_wait(const std::atomic<std::uint32_t>& word, std::uint32_t value,
+                             std::size_t peer) noexcept {
+  const Progress& progress = *peers_[peer].progress;
+  SegmentHeader& header = own();
+  const std::uint32_t counter = &word == &progress.staged ? 0 : &word == &progress.reduced ? 1 : 2;
+  header.waits_counter.store(counter, std::memory_order_relaxed);
+  header.waits_value.store(value, std::memory_order_relaxed);
+  header.waits_for.store(static_cast<std::int32_t>(peer), std::memory_order_release);
+}
+
+// The rank that a peer waits for, if it does: not one that was stopped when its wait was over.
+std::optional<std::size_t> HostGroup::awaited_by(std::size_t peer) const noexcept {
+  const SegmentHeader& header = peers_[peer].segment->header();
+  const std::int32_t awaited = header.waits_for.load(std::memory_order_acquire);
+  if (awaited < 0 || awaited >= ranks()) return std::nullopt;
+  const Progress& progress = *peers_[static_cast<std::size_t>(awaited)].progress;
+  const std::atomic<std::uint32_t>* counters[] = {&progress.staged, &progress.reduced,
+                                                  &progress.finished};
+  const std::uint32_t counter = header.waits_counter.load(std::memory_order_relaxed);
+  const std::uint32_t value = header.waits_value.load(std::memory_order_relaxed);
+  if (counter > 2 || reached(counters[counter]->load(std::memory_order_acquire), value))
+    return std::nullopt;
+  return static_cast<std::size_t>(awaited);
+}
+
+void HostGroup::sleep_until(const std::atomic<std::uint32_t>& word, std::uint32_t value,
+                            std::size_t peer, Wait& wait) {
   if (wait.deadline_ns == 0)
     wait.deadline_ns = now_ns() + static_cast<std::uint64_t>(std::max(wait.timeout_s, 0.0) * 1e9);
   std::uint64_t look_ns = now_ns() + look_interval_ns;
@@ -179,11 +208,9 @@ void HostGroup::look_around() {
 void HostGroup::fail_deadline(std::size_t peer, const Wait& wait) {
   std::size_t culprit = peer;
   for (std::size_t step = 0; step < peers_.size(); ++step) {
-    const std::int32_t next = peers_[culprit].segment->header().waits_for.load();
-    if (next < 0 || static_cast<std::size_t>(next) >= peers_.size() ||
-        static_cast<std::size_t>(next) == index_)
-      break;
-    culprit = static_cast<std::size_t>(next);
+    const std::optional<std::size_t> next = awaited_by(culprit);
+    if (!next || *next == index_) break;
+    culprit = *next;
   }
   std::string what = "rank " + std::to_string(culprit) + " did not answer within " +
                      seconds_text(wait.timeout_s) + ": rank " + std::to_string(rank_) +
@@ -197,7 +224,7 @@ void HostGroup::fail_deadline(std::size_t peer, const Wait& wait) {
 bool HostGroup::gone(std::size_t peer) const {
   if (peers_[peer].segment->header().closed.load() != 0) return true;
   const int descriptor = peers_[peer].process_descriptor;
-  if (descriptor < 0) return false;  // an old kernel, or another PID namespace: the deadline decides
+  if (descriptor < 0) return false;  // an old kernel: the deadline decides
   pollfd process{descriptor, POLLIN, 0};
   return poll(&process, 1, 0) > 0;
 }
@@ -220,9 +247,8 @@ void HostGroup::check_failures() {
     const SegmentHeader& header = peers_[peer].segment->header();
     const std::uint32_t kind = header.failure_kind.load(std::memory_order_acquire);
     if (kind == 0) continue;
-    const std::string text = read_text(header.failure_text, sizeof header.failure_text);
     fail(static_cast<GroupFailure>(kind), header.failure_rank.load(),
-         peer == index_ ? text : text + " (found by rank " + std::to_string(peer) + ")");
+         read_text(header.failure_text, sizeof header.failure_text));
   }
 }
 

@@ -43,7 +43,8 @@ void set_cores(SegmentHeader& header) {
 
 bool plausible(const SegmentHeader& header, std::size_t bytes) {
   return std::memcmp(header.magic, segment_magic, sizeof segment_magic) == 0 &&
-         header.version == segment_version && header.channel_bytes > page_bytes && heap_offset(header) + header.heap_bytes == bytes;
+         header.version == segment_version && header.channel_bytes > page_bytes &&
+         heap_offset(header) + header.heap_bytes == bytes;
 }
 
 }  // namespace

@@ -146,6 +146,11 @@ class HostGroup {
              std::atomic<std::uint32_t>& waiters, Wait& wait);
   void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
              std::atomic<std::uint32_t>& waiters, Wait& wait);
+  void sleep_until(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
+                   Wait& wait);
+  void publish_wait(const std::atomic<std::uint32_t>& word, std::uint32_t value,
+                    std::size_t peer) noexcept;
+  std::optional<std::size_t> awaited_by(std::size_t peer) const noexcept;
   void look_around();
   [[noreturn]] void fail_deadline(std::size_t peer, const Wait& wait);
   void check_failures();

@@ -1,8 +1,8 @@
-// The memory that the ranks of one host share: one segment per rank, mapped by every rank of a group.
+// The memory that the ranks of one host share: a segment per rank, mapped by all ranks of a group.
 //
-// A segment is a memfd. Peers open it through /proc/PID/fd/N, or get the descriptor over a socket; no
-// file has a name, so nothing is left behind however a process ends. Memory is taken page by page as
-// it is first touched, by the rank that owns it: ring, channels and heap lie on its NUMA node.
+// A segment is a memfd that peers open through /proc/PID/fd/N. No file has a name, so nothing is left
+// behind however a process ends. Memory is taken page by page as it is first touched, by the rank
+// that owns it: ring, channels and heap lie on its NUMA node.
 //
 //     offset             bytes
 //     0                  4096                          SegmentHeader
@@ -24,7 +24,7 @@ namespace paceline {
 
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t cache_line_bytes = 64;
-// How many chunks a rank may be ahead of another; so of a ring, this and two more chunks are in use.
+// How many chunks a rank may be ahead of another: of a ring, this and two more chunks are in use.
 constexpr std::uint32_t window_chunks = 4;
 constexpr std::size_t fingerprint_count = 16;  // more calls than a rank can be ahead of another
 constexpr std::size_t call_count = 16;
@@ -75,8 +75,12 @@ struct SegmentHeader {
   alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> failure_kind;
   std::atomic<std::int32_t> failure_rank;  // that is to blame
   std::atomic<std::uint32_t> closed;       // the owner left the group
-  std::atomic<std::int32_t> waits_for;     // the rank that the owner sleeps for, -1: none
-  std::atomic<char> failure_text[240];
+  // What the owner sleeps for in a collective: a rank (-1: none), its counter (0 staged, 1 reduced,
+  // 2 finished) and the value. A rank that is stopped in its sleep leaves them as they were.
+  std::atomic<std::int32_t> waits_for;
+  std::atomic<std::uint32_t> waits_counter;
+  std::atomic<std::uint32_t> waits_value;
+  std::atomic<char> failure_text[232];
 
   alignas(2 * cache_line_bytes) SharedCall calls[call_count];  // by sequence number
   SharedCall send_call;
