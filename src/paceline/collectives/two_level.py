@@ -185,6 +185,11 @@ class TwoLevelPath:
         while under_way:
             self._finish(under_way.popleft(), op, timeout_s)
 
+    def _wire_type(self, dtype: torch.dtype, op: Any) -> torch.dtype:
+        """Return the data type in which a reduction's tensors travel between hosts."""
+        rounded = self._config.wire == "bfloat16" and dtype == torch.float32 and op.op in _SUMS
+        return torch.bfloat16 if rounded else dtype
+
     def _chunk_count(self, flat: torch.Tensor) -> int:
         """Return the elements of a chunk, a multiple of the ranks of a host."""
         ranks = self._group.ranks
@@ -205,8 +210,7 @@ class TwoLevelPath:
             *(whole.data_ptr(), shard.data_ptr(), count * factor, dtype),
             *(_REDUCTIONS[op.op], timeout_s),
         )
-        rounded = self._config.wire == "bfloat16" and shard.dtype == torch.float32
-        sent = shard.bfloat16() if rounded and op.op in _SUMS else shard
+        sent = shard.to(self._wire_type(shard.dtype, op))  # the shard itself where that is its type
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op.op in _SUMS else op
         options.timeout = timedelta(seconds=timeout_s)
