@@ -24,10 +24,9 @@ class Native:
     def __init__(self, rank, ranks, port, *, heap=False):
         from paceline.collectives import HostGroup
 
-        store = _tcp_store(rank, ranks, port)
-        self.rank = rank
+        self.store = _tcp_store(rank, ranks, port)  # kept: rank 0's is the server of all
         heap_bytes = MOST_BYTES if heap else 0
-        self.group = HostGroup.form(store, rank, ranks, 60.0, heap_bytes=heap_bytes)
+        self.group = HostGroup.form(self.store, rank, ranks, 60.0, heap_bytes=heap_bytes)
         if heap:
             self.address = self.group.allocate(MOST_BYTES)
         else:
