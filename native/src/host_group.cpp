@@ -3,7 +3,6 @@
 
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -135,28 +134,11 @@ void HostGroup::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t valu
     ~Announced() { waiters.fetch_sub(1, std::memory_order_relaxed); }
     std::atomic<std::uint32_t>& waiters;
   };
-  leave_shared_core(peer);
   const Announced announced_here(waiters);
   const bool collective = &wait == &wait_;
   if (collective) publish_wait(word, value, peer);
   sleep_until(word, value, peer, wait);
   if (collective) own().waits_for.store(-1, std::memory_order_relaxed);
-}
-
-// Two ranks on one core, where each could have its own, take turns: as one of them always sleeps, the
-// kernel sees no core with two runnable threads and moves neither. So the one that is about to sleep
-// goes to another core of those that it may run on.
-void HostGroup::leave_shared_core(std::size_t peer) noexcept {
-  const int core = sched_getcpu();
-  own().core.store(core + 1, std::memory_order_relaxed);
-  if (spin_ <= spin_shared_core || peers_[peer].segment->header().core.load() != core + 1) return;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
-  cpu_set_t others = allowed;
-  CPU_CLR(static_cast<std::size_t>(core), &others);
-  if (sched_setaffinity(0, sizeof others, &others) != 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);
-  own().core.store(sched_getcpu() + 1, std::memory_order_relaxed);
 }
 
 // For peers whose deadline passes while they wait for this rank.

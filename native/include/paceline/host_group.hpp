@@ -151,7 +151,6 @@ class HostGroup {
   void publish_wait(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                     std::size_t peer) noexcept;
   std::optional<std::size_t> awaited_by(std::size_t peer) const noexcept;
-  void leave_shared_core(std::size_t peer) noexcept;
   void look_around();
   [[noreturn]] void fail_deadline(std::size_t peer, const Wait& wait);
   void check_failures();

@@ -80,8 +80,7 @@ struct SegmentHeader {
   std::atomic<std::int32_t> waits_for;
   std::atomic<std::uint32_t> waits_counter;
   std::atomic<std::uint32_t> waits_value;
-  std::atomic<std::int32_t> core;  // on which the owner last fell asleep, and 1; 0: never
-  std::atomic<char> failure_text[228];
+  std::atomic<char> failure_text[232];
 
   alignas(2 * cache_line_bytes) SharedCall calls[call_count];  // by sequence number
   SharedCall send_call;
