@@ -18,9 +18,9 @@ namespace {
 
 constexpr std::uint64_t look_interval_ns = 100'000'000;
 // About 0.1 ms where every rank has a core: longer than a sleeping rank takes to wake up (30 to 50 us
-// in a virtual machine). With less, a rank that wakes up late makes its peer fall asleep, which then
-// wakes up late in its turn, and so on in every call. Next to nothing where ranks share cores,
-// because a rank that polls keeps its peer from running.
+// in a virtual machine). With less, a rank that wakes up late might make its peer fall asleep in its
+// turn; not shown by a measurement (bench/LOG.md). Next to nothing where ranks share cores, because a
+// rank that polls keeps its peer from running.
 constexpr unsigned spin_own_core = 4000;
 constexpr unsigned spin_shared_core = 30;
 // A peer that is known to be in the same call answers soon.
