@@ -1,5 +1,6 @@
 """The executor of schedules: reductions by dtype, bounded scratch memory, and what goes wrong."""
 
+import re
 import subprocess
 import sys
 
@@ -155,8 +156,10 @@ def test_a_peer_that_does_not_come_is_named_with_the_step():
         return str(caught.value)
 
     messages = ThreadGroup(3).run(work)
-    assert messages[0].startswith(
-        "rank 1 did not receive within 0.05 s (rank 0, step 0 of chain broadcast)"
+    # The seconds are what the step had left of the deadline: less than that on a busy machine.
+    assert re.match(
+        r"rank 1 did not receive within 0\.0\d+ s \(rank 0, step 0 of chain broadcast\)",
+        messages[0],
     )
     assert "rank 1 did not send" in messages[2]
     assert "(rank 2, step 1 of chain broadcast)" in messages[2]
