@@ -67,3 +67,14 @@ def test_the_thread_that_made_a_call_waited_for_it(trace):
         named = {rank.names[name] for name in waits["name"]}
         assert {"all_reduce", "all_gather", "reduce_scatter"} <= named
         assert (waits["end_ns"] >= waits["begin_ns"]).all()
+
+
+def test_the_report_names_the_path_of_every_all_reduce_and_of_ddps_broadcasts(done):
+    report = paceline(done.folder, "report", "RUN", "--json")
+    lines = last_json(report.out)["collectives"]
+    paths = {(line["operation"], line["path"]) for line in lines}
+    assert {path for operation, path in paths if operation == "all_reduce"} == {"shared memory"}
+    assert {path for operation, path in paths if operation == "broadcast"} == {"shared memory"}
+    assert {path for operation, path in paths if operation in ("send", "recv")} <= {""}
+    shown = paceline(done.folder, "report", "RUN")
+    assert "shared memory" in shown.out + shown.err

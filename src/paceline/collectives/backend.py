@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from paceline.collectives.host_path import HostPath
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME
 from paceline.collectives.tensors import check_parts, check_sizes
-from paceline.collectives.works import CombinedWork, CompletedWork
+from paceline.collectives.works import CombinedWork, CompletedWork, PendingWork
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
 
@@ -94,7 +95,14 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks share memory, through which CPU tensors then go."""
-        return self._path is not None
+        return isinstance(self._path, HostPath)
+
+    @property
+    def broadcast_path(self) -> str:
+        """Which way broadcasts of CPU tensors go, as their works say it; the recorder asks."""
+        if self._path is None:
+            return "gloo"
+        return CompletedWork.path if self.shares_memory else PendingWork.path
 
     def getBackendName(self) -> str:  # noqa: N802  # the name that torch calls
         """Return the name under which the backend is registered."""

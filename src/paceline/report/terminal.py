@@ -319,11 +319,21 @@ def _comparison(comparison: Comparison) -> FittingTable:
 
 
 def _traffic(traffic: Iterable[Traffic]) -> FittingTable:
-    heads = ("collective", "group", "ranks", "size, up to", "count", "transfer", "bandwidth")
+    heads = (
+        "collective",
+        "group",
+        "path",
+        "ranks",
+        "size, up to",
+        "count",
+        "transfer",
+        "bandwidth",
+    )
     rows = [
         (
             printable(line.operation),
             printable(line.group.removeprefix("group ")),
+            printable(line.path) or "-",
             f"{line.ranks:,}",
             format_size_class(line.size_class_bytes),
             f"{line.count:,}",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HEADS = [
     "operation",
     "group",
+    "path",
     "ranks",
     "size, up to",
     "count",
@@ -53,6 +54,7 @@ def _row(report: Report, line: Traffic) -> list[str]:
     return [
         line.operation,
         line.group.removeprefix("group "),
+        line.path or "-",
         f"{line.ranks:,}",
         format_size_class(line.size_class_bytes),
         f"{line.count:,}",

@@ -2,8 +2,8 @@
 
 The transfer of a collective lasts from the time at which its last rank entered to the time at which
 the last rank had its result. Time that a collective is queued after earlier collectives counts as
-transfer, since no rank can tell the two apart. Collectives are grouped by operation, process group
-and size, so that each group can be compared with the bandwidth of the machine's links.
+transfer, since no rank can tell the two apart. Collectives are grouped by operation, path, process
+group and size, so that each of these can be compared with the bandwidth of the machine's links.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Traffic(Record):
         spread_s: time from the first rank's entry to the last rank's entry, the median.
         untimed_count: number of collectives whose completion was not seen, because the backend
             reports it when work is queued on a device.
+        path: by which a backend that says so moved the data, for example ``shared memory``.
     """
 
     operation: str
@@ -52,6 +53,7 @@ class Traffic(Record):
     transfer_s: float
     spread_s: float
     untimed_count: int = 0
+    path: str = ""
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
@@ -70,6 +72,7 @@ _TRANSFER = np.dtype(
         ("mean", "<f8"),
         ("group", "<i4"),
         ("operation", "<i4"),
+        ("path", "<i4"),
         ("ranks", "<i4"),
         ("timed", "?"),
     ]
@@ -77,7 +80,9 @@ _TRANSFER = np.dtype(
 
 
 def traffic(matches: Matches) -> tuple[Traffic, ...]:
-    """Return the run's collectives and messages by operation, group and size, costliest first.
+    """Return the run's collectives and messages by operation, path, group and size.
+
+    The costliest come first.
 
     Collectives on which ranks do not agree are left out.
     """
@@ -86,13 +91,14 @@ def traffic(matches: Matches) -> tuple[Traffic, ...]:
     if not len(rows):
         return ()
     sizes = size_classes_bytes(rows["largest"])
-    ids = row_ids(rows["operation"], rows["group"], sizes)
+    ids = row_ids(rows["operation"], rows["path"], rows["group"], sizes)
     order = np.argsort(ids, kind="stable")
     classes = np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
     found = [
         _of_class(
             rows[members],
             operations[rows["operation"][members[0]]],
+            matches.paths[rows["path"][members[0]]],
             matches.groups[rows["group"][members[0]]].name,
             int(sizes[members[0]]),
         )
@@ -116,7 +122,7 @@ def _collectives(matches: Matches) -> np.ndarray:
     rows = np.zeros(len(instances), _TRANSFER)
     rows["transfer_ns"] = np.maximum(0, instances["complete_ns"] - instances["last_ns"])
     rows["spread_ns"] = instances["last_ns"] - instances["first_ns"]
-    for field in ("largest", "mean", "group", "operation", "ranks", "timed"):
+    for field in ("largest", "mean", "group", "operation", "path", "ranks", "timed"):
         rows[field] = instances[field]
     return rows
 
@@ -140,10 +146,11 @@ def _messages(matches: Matches, first_operation: int) -> np.ndarray:
     return rows
 
 
-def _of_class(rows: np.ndarray, operation: str, group: str, size: int) -> Traffic:
+def _of_class(rows: np.ndarray, operation: str, path: str, group: str, size: int) -> Traffic:
     timed = rows["transfer_ns"][rows["timed"]]
     return Traffic(
         operation=operation,
+        path=path,
         group=group,
         ranks=int(rows["ranks"].max()),
         size_class_bytes=size,

@@ -243,7 +243,9 @@ class CollectiveRecorder:
             begin_ns = self.recorder.begin(int(Kind.WAIT))
             payload = operators.payload_of(tensors)
             issued = self.in_flight.issue(
-                Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns, peer=src
+                *(Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns),
+                peer=src,
+                tag=self._path_of(process_group) if payload.device_type == "cpu" else 0,
             )
             if not self.in_flight.groups.sees_completion(
                 process_group, record, payload.device_type
@@ -257,6 +259,11 @@ class CollectiveRecorder:
         internals.calls_the_script(broadcast)
         hooked = around(broadcast, self.collectives, before, after)
         self.hooks.replace(dist, "_broadcast_coalesced", hooked)
+
+    def _path_of(self, process_group: Any) -> int:
+        """Return the name of the path that a group's broadcasts take; 0 if it does not say."""
+        path = getattr(process_group, "broadcast_path", None)
+        return self.recorder.intern(path) if path else 0
 
 
 def _autograd_keys() -> list[str]:

@@ -35,7 +35,7 @@ _SHARED = [
     ("group", "<i4"),
     ("timed", "?"),  # whether `exit_ns` is the time of completion
 ]
-CALL = np.dtype([*_SHARED, ("operation", "<i4"), ("instance", "<i4")])
+CALL = np.dtype([*_SHARED, ("operation", "<i4"), ("path", "<i4"), ("instance", "<i4")])
 MESSAGE = np.dtype([*_SHARED, ("tag", "<i4"), ("sends", "?"), ("partner", "<i4")])
 
 
@@ -53,6 +53,7 @@ INSTANCE = np.dtype(
         ("sequence", "<i8"),
         ("group", "<i4"),
         ("operation", "<i4"),
+        ("path", "<i4"),  # of its first rank
         ("ranks", "<i4"),  # number of ranks that took part
         ("agrees", "?"),  # whether these ranks agree on operation and bytes
         ("timed", "?"),  # whether the completion was seen on each of these ranks
@@ -88,6 +89,8 @@ class Matches:
         groups: process groups; the field `group` of calls, messages and instances is an index here.
         operations: names of operations; the field `operation` of calls and instances is an index
             here.
+        paths: by which collectives went (shared memory, ...), an empty one first, for those of
+            which that is not known; the field `path` of calls and instances is an index here.
         local_groups: for each trace, the index in `groups` for each of its own group numbers.
         calls: array of `CALL`; traces in order, each trace's calls ordered by time of entry.
         call_starts: row of the first call of each trace, shape (traces + 1,).
@@ -102,6 +105,7 @@ class Matches:
     ranks: np.ndarray
     groups: tuple[Group, ...]
     operations: tuple[str, ...]
+    paths: tuple[str, ...]
     local_groups: tuple[np.ndarray, ...]
     calls: np.ndarray
     call_starts: np.ndarray

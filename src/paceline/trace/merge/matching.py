@@ -32,8 +32,9 @@ def match(ranks: Sequence[RankTrace]) -> Matches:
     """Return the ranks' matched collectives and messages, with times on each rank's own clock."""
     groups, local_groups = _unified_groups(ranks)
     operations: dict[str, int] = {}
+    paths = {"": 0}
     calls = [
-        _calls(trace_index, rank, local_groups[trace_index], groups, operations)
+        _calls(trace_index, rank, local_groups[trace_index], groups, operations, paths)
         for trace_index, rank in enumerate(ranks)
     ]
     messages = [
@@ -49,6 +50,7 @@ def match(ranks: Sequence[RankTrace]) -> Matches:
         ranks=numbers,
         groups=groups,
         operations=tuple(operations),
+        paths=tuple(paths),
         local_groups=local_groups,
         calls=joined,
         call_starts=_starts(calls),
@@ -106,15 +108,23 @@ def _calls(
     local_groups: np.ndarray,
     groups: tuple[Group, ...],
     operations: dict[str, int],
+    paths: dict[str, int],
 ) -> np.ndarray:
     events = rank.events_of(Kind.COLLECTIVE)
     rows = np.zeros(len(events), CALL)
     _fill(rows, trace_index, rank, events, local_groups, groups)
-    numbers = np.zeros(max(1, len(rank.names)), dtype=np.int32)
-    for name in np.unique(events["name"]).tolist():
-        numbers[name] = operations.setdefault(rank.names[name], len(operations))
-    rows["operation"] = numbers[events["name"]]
+    rows["operation"] = _numbers(events["name"], rank, operations)
+    with_path = events["tag"] > 0  # the name of a path; 0 where the recorder knows none
+    rows["path"][with_path] = _numbers(events["tag"][with_path], rank, paths)
     return rows
+
+
+def _numbers(names: np.ndarray, rank: RankTrace, known: dict[str, int]) -> np.ndarray:
+    """Return the run's number of each of a rank's names; new names are added to `known`."""
+    numbers = np.zeros(max(1, len(rank.names)), dtype=np.int32)
+    for name in np.unique(names).tolist():
+        numbers[name] = known.setdefault(rank.names[name], len(known))
+    return np.asarray(numbers[names])
 
 
 def _messages(
@@ -205,7 +215,7 @@ def _check_agreement(matches: Matches) -> None:
         & (all_equal("amount") | ~of_equal_sizes)
         & ~np.logical_or.reduceat(twice, first)
     )
-    for field in ("group", "sequence", "operation"):
+    for field in ("group", "sequence", "operation", "path"):
         instances[field] = calls[field][first]
     instances["ranks"] = np.diff(matches.instance_starts)
 
