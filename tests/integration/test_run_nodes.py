@@ -1,6 +1,8 @@
 """Several nodes without Slurm or MPI: two launchers on this host, at an endpoint on loopback."""
 
+import contextlib
 import json
+import random
 import socket
 
 import pytest
@@ -17,9 +19,12 @@ print(*(os.environ[name] for name in names))
 
 
 def free_endpoint():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    # Not one that the system would give out: another test's connection may have it in the meantime.
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
 
 
 def nodes(folder, endpoint, *args, ranks=1, outs=("RUN", "RUN"), env=None):
