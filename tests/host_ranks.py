@@ -239,6 +239,17 @@ def check_messages(group, own):
     np.testing.assert_array_equal(answer, values_of(partner, own.size, np.float32))
 
 
+def send_around(group, array, timeout_s):
+    """Send to the next rank, and receive from the one before."""
+    received = np.zeros_like(array)
+    before, following = ((group.rank + step) % group.ranks for step in (-1, 1))
+    receive = group.post_receive(received.ctypes.data, received.nbytes, before, 0)
+    send = group.post_send(array.ctypes.data, array.nbytes, following, 0)
+    for message in (receive, send):
+        group.wait(message, timeout_s)
+    np.testing.assert_array_equal(received, array)
+
+
 def check_bfloat16(group):
     """Sums of small whole numbers, as the upper halves of float32."""
     count = 10_001
@@ -274,7 +285,7 @@ def absent(ranks):
 
     def work(rank, store):
         if rank < ranks - 1:
-            HostGroup.form(store, rank, ranks, 0.2)
+            HostGroup.form(store, rank, ranks, 1.0)
 
     return collect(*start(ranks, work))
 
@@ -291,6 +302,38 @@ def differing(ranks):
     return collect(*start(ranks, work))
 
 
+def forked(ranks):
+    """A child of each rank tries the group, and ends; the rank goes on, a message under way."""
+
+    def work(rank, store):
+        group = HostGroup.form(store, rank, ranks, TIMEOUT_S)
+        array, received = np.full(200_000, 7.0), np.zeros(200_000)
+        other = 1 - rank
+        send = group.post_send(array.ctypes.data, array.nbytes, other, 0)
+        said = outcome_of_child(group)
+        receive = group.post_receive(received.ctypes.data, received.nbytes, other, 0)
+        for message in (send, receive):
+            group.wait(message, TIMEOUT_S)
+        group.barrier(TIMEOUT_S)
+        assert received.tolist() == array.tolist()
+        return said
+
+    return collect(*start(ranks, work))
+
+
+def outcome_of_child(group):
+    """Return what a forked child of this process gets from a group that it then closes."""
+    own, theirs = Pipe()
+    process = os.fork()
+    if process == 0:
+        theirs.send(outcome(lambda rank, store: group.barrier(TIMEOUT_S), 0, None))
+        group.close()
+        os._exit(0)
+    said = own.recv()
+    os.waitpid(process, 0)
+    return said
+
+
 def disturbed(ranks, number, victim, deadline_s, seed):
     """A signal hits a rank in the middle of collectives; the others go on until they fail."""
     rng = random.Random(seed)
@@ -302,13 +345,15 @@ def disturbed(ranks, number, victim, deadline_s, seed):
         draw = random.Random(seed)  # equal on all ranks
         while True:
             array = np.ones(draw.choice((8, 3000, 200_000, 1_000_000)), np.float32)
-            call = draw.choice(("all_reduce", "broadcast", "reduce", "barrier"))
+            call = draw.choice(("all_reduce", "broadcast", "reduce", "barrier", "ring"))
             if call == "all_reduce":
                 group.all_reduce_array(array, timeout_s=deadline_s)
             elif call == "broadcast":
                 group.broadcast_array(array, draw.randrange(ranks), timeout_s=deadline_s)
             elif call == "reduce":
                 group.reduce_array(array, draw.randrange(ranks), timeout_s=deadline_s)
+            elif call == "ring":
+                send_around(group, array, deadline_s)
             else:
                 group.barrier(deadline_s)
             store.pipe.send(("report", call, None))
@@ -334,6 +379,7 @@ SCENARIOS = {
     "absent": absent,
     "correctness": correctness,
     "differing": differing,
+    "forked": forked,
     "disturbed": disturbed,
     "hosts": hosts,
 }

@@ -122,6 +122,12 @@ void bind_segment(nb::module_& module) {
       .def("close_descriptor", &HostSegment::close_descriptor);
 }
 
+void bind_message(nb::module_& module) {
+  nb::class_<Message>(module, "HostMessage")
+      .def_prop_ro("over", [](const Message& self) { return self.over.load(); })
+      .def_prop_ro("peer", [](const Message& self) { return self.peer; });
+}
+
 void bind_group(nb::module_& module) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<HostGroup>(module, "HostGroup")
@@ -198,6 +204,18 @@ void bind_group(nb::module_& module) {
           "source"_a, "target"_a, "size_bytes"_a, "root"_a, "timeout_s"_a, Released())
       .def("barrier", &HostGroup::barrier, "timeout_s"_a, Released())
       .def(
+          "post_send",
+          [](HostGroup& self, Address address, std::size_t size_bytes, int peer,
+             std::int64_t tag) { return self.post_send(at(address), size_bytes, peer, tag); },
+          "address"_a, "size_bytes"_a, "peer"_a, "tag"_a, Released())
+      .def(
+          "post_receive",
+          [](HostGroup& self, Address address, std::size_t size_bytes, int peer,
+             std::int64_t tag) { return self.post_receive(at(address), size_bytes, peer, tag); },
+          "address"_a, "size_bytes"_a, "peer"_a, "tag"_a, Released())
+      .def("wait", &HostGroup::wait, "message"_a, "timeout_s"_a, Released())
+      .def("test", &HostGroup::test, "message"_a, Released())
+      .def(
           "send",
           [](HostGroup& self, Address address, std::size_t size_bytes, int peer, std::int64_t tag,
              double timeout_s) { self.send(at(address), size_bytes, peer, tag, timeout_s); },
@@ -240,6 +258,7 @@ void bind_collectives(nb::module_& module) {
     group_error_maker = nb::object(make).release().ptr();
   }, "make"_a);
   bind_segment(module);
+  bind_message(module);
   bind_group(module);
 }
 

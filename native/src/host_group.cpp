@@ -1,7 +1,6 @@
 // How ranks wait for each other, and how they fail together.
 #include "paceline/host_group.hpp"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -11,7 +10,9 @@
 #include <bit>
 #include <cerrno>
 
+#include "futex.hpp"
 #include "host_call.hpp"
+#include "paceline/fork.hpp"
 
 namespace paceline {
 namespace {
@@ -46,18 +47,6 @@ bool reached(std::uint32_t counter, std::uint32_t value) noexcept {
   return static_cast<std::int32_t>(counter - value) >= 0;
 }
 
-// Not private to the process: the word lies in memory that processes share.
-void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
-                std::uint64_t duration_ns) noexcept {
-  const timespec duration{static_cast<time_t>(duration_ns / 1'000'000'000),
-                          static_cast<long>(duration_ns % 1'000'000'000)};
-  syscall(SYS_futex, &word, FUTEX_WAIT, expected, &duration, nullptr, 0);
-}
-
-void futex_wake(const std::atomic<std::uint32_t>& word) noexcept {
-  syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-}
-
 int open_process(std::int64_t process) noexcept {
   return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(process), 0));
 }
@@ -83,7 +72,8 @@ std::string_view name_of(Operation operation) noexcept {
 
 HostGroup::HostGroup(int rank, std::vector<std::shared_ptr<HostSegment>> segments,
                      const GroupOptions& options)
-    : index_(static_cast<std::size_t>(rank)), rank_(rank), options_(options) {
+    : index_(static_cast<std::size_t>(rank)), rank_(rank), options_(options),
+      fork_generation_(fork_generation()) {
   std::size_t cores = 0;
   for (std::size_t word = 0; word < 16; ++word) {
     std::uint64_t bits = 0;
@@ -98,14 +88,15 @@ HostGroup::HostGroup(int rank, std::vector<std::shared_ptr<HostSegment>> segment
     if (peers_.size() != index_) peer.process_descriptor = open_process(segment->header().process);
     peer.segment = std::move(segment);
     peers_.push_back(std::move(peer));
-    channels_.push_back(std::make_unique<Channel>());
   }
+  channels_.resize(peers_.size());
   const std::size_t heap_bytes = peers_[index_].segment->heap().size();
   if (heap_bytes > 0) heap_free_[0] = heap_bytes;
 }
 
 HostGroup::~HostGroup() {
   close();
+  if (forked()) static_cast<void>(progress_thread_.release());
   for (const Peer& peer : peers_)
     if (peer.process_descriptor >= 0) ::close(peer.process_descriptor);
 }
@@ -135,10 +126,10 @@ void HostGroup::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t valu
     std::atomic<std::uint32_t>& waiters;
   };
   const Announced announced_here(waiters);
-  const bool collective = &wait == &wait_;
-  if (collective) publish_wait(word, value, peer);
+  const bool is_known = peer != any_peer;
+  if (is_known) publish_wait(word, value, peer);
   sleep_until(word, value, peer, wait);
-  if (collective) own().waits_for.store(-1, std::memory_order_relaxed);
+  if (is_known) own().waits_for.store(-1, std::memory_order_relaxed);
 }
 
 // For peers whose deadline passes while they wait for this rank.
@@ -146,7 +137,10 @@ void HostGroup::publish_wait(const std::atomic<std::uint32_t>& word, std::uint32
                              std::size_t peer) noexcept {
   const Progress& progress = *peers_[peer].progress;
   SegmentHeader& header = own();
-  const std::uint32_t counter = &word == &progress.staged ? 0 : &word == &progress.reduced ? 1 : 2;
+  const std::uint32_t counter = &word == &progress.staged    ? 0
+                                : &word == &progress.reduced ? 1
+                                : &word == &header.arrivals  ? 3
+                                                             : 2;
   header.waits_counter.store(counter, std::memory_order_relaxed);
   header.waits_value.store(value, std::memory_order_relaxed);
   header.waits_for.store(static_cast<std::int32_t>(peer), std::memory_order_release);
@@ -159,10 +153,10 @@ std::optional<std::size_t> HostGroup::awaited_by(std::size_t peer) const noexcep
   if (awaited < 0 || awaited >= ranks()) return std::nullopt;
   const Progress& progress = *peers_[static_cast<std::size_t>(awaited)].progress;
   const std::atomic<std::uint32_t>* counters[] = {&progress.staged, &progress.reduced,
-                                                  &progress.finished};
+                                                  &progress.finished, &header.arrivals};
   const std::uint32_t counter = header.waits_counter.load(std::memory_order_relaxed);
   const std::uint32_t value = header.waits_value.load(std::memory_order_relaxed);
-  if (counter > 2 || reached(counters[counter]->load(std::memory_order_acquire), value))
+  if (counter > 3 || reached(counters[counter]->load(std::memory_order_acquire), value))
     return std::nullopt;
   return static_cast<std::size_t>(awaited);
 }
@@ -178,12 +172,9 @@ void HostGroup::sleep_until(const std::atomic<std::uint32_t>& word, std::uint32_
     const std::uint64_t now = now_ns();
     if (now >= look_ns || now >= wait.deadline_ns || own().failure_kind.load() != 0) {
       look_around();
+      const bool lost = gone(peer);  // first: a rank may leave when it has done what is awaited
       if (reached(word.load(std::memory_order_acquire), value)) return;
-      if (gone(peer)) {
-        fail(GroupFailure::lost, static_cast<int>(peer),
-             "rank " + std::to_string(peer) + " is gone, while rank " + std::to_string(rank_) +
-                 " waited for it in " + describe(*wait.call) + "; " + state_of(peer));
-      }
+      if (lost) fail_lost(peer, wait);
       if (now >= wait.deadline_ns) fail_deadline(peer, wait);
       look_ns = now + look_interval_ns;
     }
@@ -204,8 +195,23 @@ void HostGroup::look_around() {
   check_failures();
 }
 
+void HostGroup::fail_lost(std::size_t peer, const Wait& wait) {
+  check_failures();  // a rank that has failed and ended since the last look says whose fault it was
+  if (peer == any_peer)
+    fail(GroupFailure::lost, any_rank,
+         "all other ranks are gone, while rank " + std::to_string(rank_) + " waited in " +
+             describe(*wait.call));
+  fail(GroupFailure::lost, static_cast<int>(peer),
+       "rank " + std::to_string(peer) + " is gone, while rank " + std::to_string(rank_) +
+           " waited for it in " + describe(*wait.call) + "; " + state_of(peer));
+}
+
 // The rank to blame is at the end of the chain: rank 0 waits for rank 1, which waits for rank 2.
 void HostGroup::fail_deadline(std::size_t peer, const Wait& wait) {
+  if (peer == any_peer)
+    fail(GroupFailure::deadline, any_rank,
+         "no rank answered within " + seconds_text(wait.timeout_s) + ": rank " +
+             std::to_string(rank_) + " waited in " + describe(*wait.call));
   std::size_t culprit = peer;
   for (std::size_t step = 0; step < peers_.size(); ++step) {
     const std::optional<std::size_t> next = awaited_by(culprit);
@@ -222,6 +228,11 @@ void HostGroup::fail_deadline(std::size_t peer, const Wait& wait) {
 }
 
 bool HostGroup::gone(std::size_t peer) const {
+  if (peer == any_peer) {
+    for (std::size_t other = 0; other < peers_.size(); ++other)
+      if (other != index_ && !gone(other)) return false;
+    return true;
+  }
   if (peers_[peer].segment->header().closed.load() != 0) return true;
   const int descriptor = peers_[peer].process_descriptor;
   if (descriptor < 0) return false;  // an old kernel: the deadline decides
@@ -253,6 +264,8 @@ void HostGroup::check_failures() {
 }
 
 void HostGroup::check_usable() {
+  if (forked())
+    throw GroupError(GroupFailure::usage, rank_, "the group belongs to the parent of this process");
   if (own().closed.load(std::memory_order_relaxed) != 0)
     throw GroupError(GroupFailure::usage, rank_, "the group is closed");
   if (usable_.load(std::memory_order_relaxed)) return;
@@ -286,16 +299,32 @@ void HostGroup::wake_all() noexcept {
     futex_wake(peer.progress->staged);
     futex_wake(peer.progress->reduced);
     futex_wake(peer.progress->finished);
+    futex_wake(peer.segment->header().arrivals);
   }
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
+  if (forked()) return;
   publish_failure(GroupFailure::aborted, rank_,
                   "rank " + std::to_string(rank_) + " aborted the group: " + reason);
 }
 
+bool HostGroup::forked() const noexcept { return fork_generation() != fork_generation_; }
+
 void HostGroup::close() noexcept {
-  if (own().closed.exchange(1) == 0) wake_all();
+  if (forked()) return;  // the segment is the parent's, which goes on
+  if (own().closed.exchange(1) != 0) return;
+  wake_all();
+  {
+    const std::lock_guard lock(messages_mutex_);
+    stopping_ = true;
+  }
+  if (!progress_thread_) return;
+  wake_ups_.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(wake_ups_);
+  signal(index_);
+  progress_thread_->join();
+  progress_thread_.reset();
 }
 
 // Chunks

@@ -17,7 +17,7 @@ namespace paceline {
 namespace {
 
 constexpr char segment_magic[8] = {'P', 'A', 'C', 'E', 'H', 'O', 'S', 'T'};
-constexpr std::uint32_t segment_version = 1;
+constexpr std::uint32_t segment_version = 2;
 constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
 
 [[noreturn]] void fail(const char* what) {

@@ -10,7 +10,9 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <map>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -125,7 +127,7 @@ void check_copies(HostGroup& group) {
   const auto ranks = static_cast<std::size_t>(group.ranks());
   const auto rank = static_cast<std::size_t>(group.rank());
   for (const std::size_t count : counts) {
-    const Floats own = values_of(group.rank(), count);
+    Floats own = values_of(group.rank(), count);
     Floats expected;
     for (std::size_t peer = 0; peer < ranks; ++peer) {
       const Floats values = values_of(static_cast<int>(peer), count);
@@ -188,6 +190,48 @@ void check_messages(HostGroup& group) {
     group.receive(bytes_of(from_left), count * 4, left, 1, timeout_s);
     CHECK(from_left == values_of(left, count));
     sender.join();
+  }
+}
+
+// Everyone sends to everyone, posts receives in another order, and looks at them in a third; sends of
+// several packets only end when their receiver reads, here while it is in a collective.
+void check_posted_messages(HostGroup& group) {
+  const int ranks = group.ranks();
+  constexpr std::size_t count = 9000;
+  std::map<int, Floats> received;
+  std::vector<std::shared_ptr<Message>> posted;
+  Floats own = values_of(group.rank(), count);
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == group.rank()) continue;
+    received[peer] = Floats(count);
+    posted.push_back(group.post_receive(bytes_of(received[peer]), count * 4, peer, 3));
+    posted.push_back(group.post_send(bytes_of(own), count * 4, peer, 3));
+  }
+  group.barrier(timeout_s);
+  for (const auto& message : posted)
+    while (!group.test(*message)) std::this_thread::yield();
+  for (const auto& [peer, values] : received) CHECK(values == values_of(peer, count));
+}
+
+// The last rank's sends end without it: it enters the barrier with the receives still to come.
+void check_messages_from_any_rank(HostGroup& group) {
+  constexpr std::size_t count = 9000;
+  Floats own = values_of(group.rank(), count);
+  if (group.rank() == 0) {
+    std::set<int> sources;
+    for (int turn = 1; turn < group.ranks(); ++turn) {
+      Floats values(count);
+      const auto message = group.post_receive(bytes_of(values), count * 4, any_rank, 5);
+      group.wait(*message, timeout_s);
+      CHECK(values == values_of(message->peer, count));
+      sources.insert(message->peer);
+    }
+    CHECK(sources.size() + 1 == static_cast<std::size_t>(group.ranks()));
+    group.barrier(timeout_s);
+  } else {
+    const auto message = group.post_send(bytes_of(own), count * 4, 0, 5);
+    group.barrier(timeout_s);  // the group's thread sends what is left
+    group.wait(*message, timeout_s);
   }
 }
 
@@ -273,6 +317,54 @@ void an_abort_reaches_all() {
   });
 }
 
+void what_a_rank_sent_before_it_left_is_received() {
+  run_threads(2, [](HostGroup& group) {
+    Floats values = values_of(1, 8);
+    if (group.rank() == 1) {
+      group.send(bytes_of(values), 32, 0, 0, timeout_s);
+      group.close();
+      return;
+    }
+    Floats received(8);
+    group.receive(bytes_of(received), 32, 1, 0, timeout_s);
+    CHECK(received == values);
+    const auto posted = group.post_receive(bytes_of(received), 32, any_rank, 0);
+    const auto error = failure_of([&] { group.wait(*posted, timeout_s); });
+    CHECK(error.kind == GroupFailure::lost);
+    CHECK(std::string(error.what()).find("all other ranks are gone") != std::string::npos);
+  });
+}
+
+void a_receive_that_nobody_answers_ends_by_its_deadline() {
+  run_threads(2, [](HostGroup& group) {
+    static std::atomic<bool> failed;
+    if (group.rank() == 0) failed = false;
+    group.barrier(timeout_s);
+    if (group.rank() == 1) {
+      while (!failed) std::this_thread::yield();
+      return;
+    }
+    Floats received(8);
+    const auto error = failure_of([&] { group.receive(bytes_of(received), 32, 1, 0, 0.05); });
+    CHECK(error.kind == GroupFailure::deadline && error.rank == 1);
+    failed = true;
+  });
+}
+
+void a_message_of_another_size_is_shown() {
+  run_threads(2, [](HostGroup& group) {
+    Floats values(8);
+    if (group.rank() == 1) {
+      group.send(bytes_of(values), 32, 0, 6, timeout_s);
+      failure_of([&] { group.barrier(timeout_s); });  // until the other has noticed
+      return;
+    }
+    const auto error = failure_of([&] { group.receive(bytes_of(values), 28, 1, 6, timeout_s); });
+    CHECK(error.kind == GroupFailure::mismatch && error.rank == 1);
+    CHECK(std::string(error.what()).find("32 bytes with tag 6") != std::string::npos);
+  });
+}
+
 void impossible_calls_leave_the_group_usable() {
   run_threads(2, [](HostGroup& group) {
     Floats values(8);
@@ -288,11 +380,15 @@ void impossible_calls_leave_the_group_usable() {
 std::vector<int> run_processes(int ranks, const std::function<void(HostGroup&)>& work) {
   const auto segments = make_segments(static_cast<std::uint32_t>(ranks), small_segments);
   std::vector<pid_t> processes;
+  int gate[2];  // closed when the segments say whose they are: a group asks when it is made
+  CHECK(pipe(gate) == 0);
   for (int rank = 0; rank < ranks; ++rank) {
     const pid_t process = fork();
     CHECK(process >= 0);
     if (process == 0) {
-      segments[static_cast<std::size_t>(rank)]->header().process = getpid();
+      close(gate[1]);
+      char none = 0;
+      if (read(gate[0], &none, 1) != 0) _exit(2);
       try {
         HostGroup group(rank, segments, small_chunks);
         work(group);
@@ -302,8 +398,11 @@ std::vector<int> run_processes(int ranks, const std::function<void(HostGroup&)>&
       }
       _exit(0);
     }
+    segments[static_cast<std::size_t>(rank)]->header().process = process;
     processes.push_back(process);
   }
+  close(gate[0]);
+  close(gate[1]);
   std::vector<int> statuses;
   for (const pid_t process : processes) {
     int status = 0;
@@ -348,11 +447,16 @@ int main() {
     run_threads(ranks, check_heap, small_segments, small_chunks);
     run_threads(ranks, check_all_to_all, small_segments, small_chunks);
     run_threads(ranks, check_messages, small_segments, small_chunks);
+    run_threads(ranks, check_posted_messages, small_segments, small_chunks);
+    run_threads(ranks, check_messages_from_any_rank, small_segments, small_chunks);
     run_threads(ranks, check_mixture, small_segments, small_chunks);
   }
   a_late_rank_is_named();
   differing_calls_are_shown();
   an_abort_reaches_all();
+  what_a_rank_sent_before_it_left_is_received();
+  a_receive_that_nobody_answers_ends_by_its_deadline();
+  a_message_of_another_size_is_shown();
   impossible_calls_leave_the_group_usable();
   check_processes(3);
   a_killed_rank_is_named();

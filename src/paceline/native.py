@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
 HostGroup = _native.HostGroup
+HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 Recorder = _native.Recorder
 crc32c = _native.crc32c
@@ -63,6 +64,7 @@ __all__ = [
     "FilesRead",
     "FolderListing",
     "HostGroup",
+    "HostMessage",
     "HostSegment",
     "MergedNames",
     "NameMerger",

@@ -37,6 +37,13 @@ def test_different_collectives_are_shown_from_both_sides():
         assert "broadcast of 12 bytes" in outcome["text"]
 
 
+def test_a_forked_child_gets_an_error_and_leaves_the_group_to_its_parent():
+    for rank, outcome in enumerate(host_ranks.run("forked", 2)):
+        assert outcome["value"]["error"] == "UsageError", outcome
+        assert "belongs to the parent of this process" in outcome["value"]["text"]
+        assert outcome["value"]["where"] == f"rank {rank}"
+
+
 def check_survivors(ranks, number, victim, seed):
     outcomes = host_ranks.run(
         "disturbed", ranks, number=number, victim=victim, deadline_s=1.0, seed=seed

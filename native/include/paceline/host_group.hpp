@@ -26,6 +26,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "paceline/host_segment.hpp"
@@ -56,8 +57,22 @@ struct GroupOptions {
   std::function<void()> check_signals;  // called ten times a second while waiting; may throw
 };
 
-// Collectives may be called by one thread at a time (a mutex sees to it); messages by one thread per
-// peer and direction, at the same time as collectives. Not usable in a forked child.
+// A send or receive that was posted. Its memory stays until it is over, or the group is closed.
+struct Message {
+  const std::byte* source = nullptr;  // of a send
+  std::byte* target = nullptr;        // of a receive
+  std::size_t bytes = 0;
+  std::size_t moved = 0;
+  std::int64_t tag = 0;
+  int peer = 0;  // of a receive from any rank: any_rank until a message is found for it
+  std::atomic<bool> over{false};
+  SharedCall call{};
+};
+constexpr int any_rank = -1;
+
+// Collectives may be called by one thread at a time (a mutex sees to it); messages by any thread, at
+// the same time as collectives. In a forked child every call throws, and the end of the group does
+// nothing: it is the parent's.
 class HostGroup {
  public:
   // segments: of all ranks, by rank; this rank's own included.
@@ -89,8 +104,15 @@ class HostGroup {
                double timeout_s);
   void barrier(double timeout_s);
 
-  // Messages. A send returns when the last packet is in the channel. Messages of a peer with one tag
-  // arrive in their order; one with another tag than the receiver wants is kept until it is wanted.
+  // Messages (host_messages.cpp). A send is over when its last packet is in the channel. Messages of
+  // a peer with one tag arrive in their order; one with a tag that no receive wants is kept until a
+  // receive wants it. What was posted makes progress in every call here, and in a thread of the group.
+  std::shared_ptr<Message> post_send(const std::byte* data, std::size_t bytes, int peer,
+                                     std::int64_t tag);
+  std::shared_ptr<Message> post_receive(std::byte* data, std::size_t bytes, int peer,
+                                        std::int64_t tag);  // peer: may be any_rank
+  void wait(const Message& message, double timeout_s);
+  bool test(const Message& message);
   void send(const std::byte* data, std::size_t bytes, int peer, std::int64_t tag, double timeout_s);
   void receive(std::byte* data, std::size_t bytes, int peer, std::int64_t tag, double timeout_s);
 
@@ -127,13 +149,23 @@ class HostGroup {
   struct StagedPart {  // of the data of an all-reduce
     std::byte* data;
     std::size_t bytes;
+    std::size_t total;  // of all parts
     Chunk chunk;
   };
-  struct Message {
-    std::int64_t tag;
-    std::vector<std::byte> data;
+  struct Incoming {  // a message of which packets have come
+    PacketHeader header;
+    std::shared_ptr<Message> receive;  // that gets it; nullptr: none so far, it is kept
+    std::vector<std::byte> kept;
+    std::size_t moved = 0;
+    bool complete = false;
+  };
+  struct Channel {  // with messages_mutex_
+    std::deque<std::shared_ptr<Message>> sends;  // in their order
+    std::deque<Incoming> arrived;  // in their order; only the last may be incomplete
   };
   class Call;
+  class Attendance;
+  static constexpr std::size_t any_peer = static_cast<std::size_t>(-1);
 
   SegmentHeader& own() const noexcept { return peers_[index_].segment->header(); }
   std::byte* slot(std::size_t peer, const Chunk& chunk) const noexcept {
@@ -152,6 +184,7 @@ class HostGroup {
                     std::size_t peer) noexcept;
   std::optional<std::size_t> awaited_by(std::size_t peer) const noexcept;
   void look_around();
+  [[noreturn]] void fail_lost(std::size_t peer, const Wait& wait);
   [[noreturn]] void fail_deadline(std::size_t peer, const Wait& wait);
   void check_failures();
   void check_usable();
@@ -160,6 +193,7 @@ class HostGroup {
   void wake_all() noexcept;
   std::string state_of(std::size_t peer) const;
   bool gone(std::size_t peer) const;
+  bool forked() const noexcept;
 
   // Chunks
   Chunk next_chunk(std::size_t bytes);
@@ -191,14 +225,23 @@ class HostGroup {
   std::uint64_t heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept;
   std::size_t chunk_limit() const;
   void copy_out(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
+  void copy_part(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
   std::size_t lane_bytes(std::size_t bytes) const;
 
-  // Messages (host_messages.cpp)
-  PacketHeader next_message(std::size_t peer, Wait& wait);
-  void read_message(std::size_t peer, std::byte* data, std::size_t bytes, Wait& wait);
-  bool take_kept(std::deque<Message>& kept, std::byte* data, std::size_t bytes, std::int64_t tag,
-                 int peer);
-  void check_length(std::size_t sent, std::size_t expected, int peer, std::int64_t tag);
+  // Messages (host_messages.cpp); all but the last two with messages_mutex_.
+  void make_progress();
+  void write_packets(std::size_t peer);
+  void read_packets(std::size_t peer);
+  bool begin_message(std::size_t peer, const PacketHeader& header);
+  void read_packet(std::size_t peer, Incoming& incoming, const std::byte* packet);
+  void give(Incoming& incoming, std::shared_ptr<Message> receive, std::size_t peer);
+  bool take_arrived(std::size_t peer, const std::shared_ptr<Message>& receive);
+  bool has_receive_for(std::size_t peer) const;
+  void finish(Message& message);
+  void check_length(const PacketHeader& header, const Message& receive, std::size_t peer);
+  void watch_in_background();
+  void signal(std::size_t peer) noexcept;
+  void attend_messages() noexcept;  // what the thread of the group runs
   void need_peer(int peer) const;
 
   std::size_t index_;
@@ -206,6 +249,7 @@ class HostGroup {
   std::vector<Peer> peers_;
   GroupOptions options_;
   unsigned spin_ = 0;
+  std::uint64_t fork_generation_;
   std::atomic<bool> usable_{true};
 
   std::mutex collective_mutex_;
@@ -225,14 +269,17 @@ class HostGroup {
   GroupFailure failure_kind_ = GroupFailure::none;
   int failure_rank_ = -1;
 
-  struct Channel {
-    std::mutex sending;
-    std::mutex receiving;
-    std::uint64_t sent = 0;      // messages; with `sending`
-    std::uint64_t received = 0;  // with `receiving`, as is `kept`
-    std::deque<Message> kept;    // received, but with another tag than was wanted
-  };
-  std::vector<std::unique_ptr<Channel>> channels_;
+  std::mutex messages_mutex_;
+  // With the mutex: what was posted, what has come, and who makes progress.
+  std::vector<Channel> channels_;
+  std::deque<std::shared_ptr<Message>> receives_;  // in the order in which they were posted
+  std::uint64_t message_count_ = 0;
+  std::size_t under_way_ = 0;  // messages that are not over
+  unsigned attending_ = 0;     // threads that wait, and so make progress
+  bool watching_ = false;      // the thread looks at the messages by itself
+  bool stopping_ = false;
+  std::unique_ptr<std::thread> progress_thread_;  // a forked child has none, and must not join it
+  std::atomic<std::uint32_t> wake_ups_{0};  // of that thread
 
   std::mutex heap_mutex_;
   std::map<std::size_t, std::size_t> heap_free_;  // offset -> bytes

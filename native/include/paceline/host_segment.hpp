@@ -10,7 +10,7 @@
 //     channels_offset    ranks * channel_bytes         messages to each rank: ChannelHeader, packets
 //     heap_offset        heap_bytes                    symmetric heap: tensors that peers read in place
 //
-// A counter in a header is written by one rank only; the counters of waiters by all.
+// A counter in a header is written by one rank only; `arrivals` and the counters of waiters by all.
 #pragma once
 
 #include <atomic>
@@ -75,29 +75,31 @@ struct SegmentHeader {
   alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> failure_kind;
   std::atomic<std::int32_t> failure_rank;  // that is to blame
   std::atomic<std::uint32_t> closed;       // the owner left the group
-  // What the owner sleeps for in a collective: a rank (-1: none), its counter (0 staged, 1 reduced,
-  // 2 finished) and the value. A rank that is stopped in its sleep leaves them as they were.
+  // What the owner sleeps for: a rank (-1: none), a counter and its value. The counter is that rank's
+  // (0 staged, 1 reduced, 2 finished), or for a message the owner's own (3 arrivals). A rank that is
+  // stopped in its sleep leaves them as they were.
   std::atomic<std::int32_t> waits_for;
   std::atomic<std::uint32_t> waits_counter;
   std::atomic<std::uint32_t> waits_value;
   std::atomic<char> failure_text[232];
 
   alignas(2 * cache_line_bytes) SharedCall calls[call_count];  // by sequence number
-  SharedCall send_call;
-  SharedCall receive_call;
+
+  // Counts what peers do to the channels from and to the owner: a packet written, a packet read.
+  alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> arrivals;
+  std::atomic<std::uint32_t> arrival_waiters;  // threads of the owner that sleep until it changes
 };
 static_assert(sizeof(SegmentHeader) <= page_bytes);
 // As docs/guides/collectives.md has them.
 static_assert(offsetof(SegmentHeader, progress) == 256);
 static_assert(offsetof(SegmentHeader, failure_kind) == 384);
 static_assert(offsetof(SegmentHeader, calls) == 640);
+static_assert(offsetof(SegmentHeader, arrivals) == 1152);
 
 // Messages from the owner to one peer: a ring of packets, one writer and one reader.
 struct ChannelHeader {
   alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> written;  // packets, by the owner
-  std::atomic<std::uint32_t> written_waiters;
-  alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> read;  // packets, by the peer
-  std::atomic<std::uint32_t> read_waiters;
+  alignas(2 * cache_line_bytes) std::atomic<std::uint32_t> read;     // packets, by the peer
 };
 
 struct PacketHeader {  // in the first packet of a message

@@ -44,3 +44,4 @@ class CommunicationThread:
         while (entry := self._calls.get()) is not None:
             work, call = entry
             work.run(call)
+            del entry, work, call  # the tensors of a call that is over are not kept until the next

@@ -22,7 +22,7 @@ from paceline.collectives.tensors import (
     room_for,
     size_bytes,
 )
-from paceline.collectives.works import CompletedWork
+from paceline.collectives.works import CompletedWork, MessageWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.collectives.host_group import HostGroup
+    from paceline.native import HostMessage
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -43,8 +44,13 @@ _REDUCTIONS = {
 }
 
 
+_ANY_RANK = -1
+
+
 class HostPath:
-    """The collectives of a group whose ranks all share memory; any thread, one call at a time.
+    """The collectives and messages of a group whose ranks all share memory.
+
+    Any thread may call; collectives run one at a time.
 
     Args:
         group: the ranks' shared memory.
@@ -54,6 +60,7 @@ class HostPath:
     def __init__(self, group: HostGroup, members: tuple[int, ...]) -> None:
         self._group = group
         self._members = members
+        self._posted: set[MessageWork] = set()  # the tensors of what is under way must stay
 
     def run(self, result: list[Any], call: Callable[..., None], *args: Any) -> CompletedWork:
         """Run one of the calls below, here and now; return a work that is over."""
@@ -201,6 +208,42 @@ class HostPath:
             RankLost: a rank did not call this before the deadline, or ended.
         """
         self._group.barrier(timeout_s)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> Any:
+        """Send a tensor to a rank; return the work of the message.
+
+        Raises:
+            RankLost: the group is unusable since a rank ended.
+        """
+        dense = dense_of(tensor)
+        with naming_members(self._members):
+            message = self._group.post_send(dense.data_ptr(), size_bytes(dense), peer, tag)
+        return self._work_of(dense, dense, message, timeout_s)  # nothing to copy back
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> Any:
+        """Receive a tensor from a rank, or with `peer` None from any; return the work.
+
+        Raises:
+            RankLost: the group is unusable since a rank ended.
+            CollectiveMismatch: the message has another size.
+        """
+        dense = room_for(tensor)
+        sender = _ANY_RANK if peer is None else peer
+        with naming_members(self._members):
+            message = self._group.post_receive(dense.data_ptr(), size_bytes(dense), sender, tag)
+        if message.over:
+            copy_back(dense, tensor)
+        return self._work_of(tensor, dense, message, timeout_s)
+
+    def _work_of(
+        self, tensor: torch.Tensor, dense: torch.Tensor, message: HostMessage, timeout_s: float
+    ) -> CompletedWork | MessageWork:
+        if message.over:
+            return CompletedWork([tensor], message.peer)
+        self._posted = {work for work in self._posted if not work.is_success()}
+        work = MessageWork(tensor, dense, message, self._group, self._members, timeout_s)
+        self._posted.add(work)
+        return work
 
     def abort(self, reason: str) -> None:
         """End what the ranks have under way with an error that gives the reason."""

@@ -1,8 +1,8 @@
 """The works that the backend's calls return: what torch waits for, or asks for a future.
 
-Two kinds. A `CompletedWork` is over when it is returned: the call ran in the thread that made it.
-A `PendingWork` runs on the communication thread of its group, which completes it; any thread may
-wait for it.
+A `CompletedWork` is over when it is returned: the call ran in the thread that made it. A
+`PendingWork` runs on the communication thread of its group, which completes it; any thread may wait
+for it. A `MessageWork` is a message on its way through shared memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from paceline.collectives.tensors import copy_back, naming_members
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+    from paceline.native import HostGroup, HostMessage
 
 
 class CompletedWork(Work):
@@ -134,6 +138,91 @@ class PendingWork(Work):
     def get_future(self) -> Future[list[Any]]:
         """Return the future that holds the tensors when the call is over."""
         return self._future
+
+
+class MessageWork(Work):
+    """A send or receive in shared memory that was posted.
+
+    The native group moves its data when somebody waits for any message, or in a thread of its own.
+
+    Args:
+        tensor: that is sent or filled.
+        dense: its contiguous stand-in, or the tensor itself; the memory of the message.
+        message: as the group calls it.
+        group: that moves it.
+        members: the ranks' numbers in the job, for errors.
+        timeout_s: the longest wait, from the call of `wait` on.
+    """
+
+    path = CompletedWork.path
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        dense: torch.Tensor,
+        message: HostMessage,
+        group: HostGroup,
+        members: tuple[int, ...],
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._dense = dense
+        self._message = message
+        self._group = group
+        self._members = members
+        self._timeout_s = timeout_s
+        self._problem: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message is sent, or received.
+
+        Raises:
+            RankLost: the other rank ended.
+            DeadlineExceeded: it did nothing before the deadline.
+        """
+        seconds = self._timeout_s if not timeout else timeout.total_seconds()
+        try:
+            with naming_members(self._members):
+                self._group.wait(self._message, seconds)
+        except BaseException as problem:
+            self._problem = problem
+            raise
+        self._copy_back()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the message is sent, or received."""
+        if not self._group.test(self._message):
+            return False
+        self._copy_back()
+        return True
+
+    def _copy_back(self) -> None:
+        dense, self._dense = self._dense, self._tensor
+        copy_back(dense, self._tensor)
+
+    def is_success(self) -> bool:
+        """Return whether the message is sent, or received."""
+        return self._message.over
+
+    def exception(self) -> BaseException | None:
+        """Return why a wait failed; none if none did."""
+        return self._problem
+
+    def synchronize(self) -> None:
+        """Wait until the message is sent, or received."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """Return the tensor."""
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        """Return the group rank of the other side; -1 while a receive from any rank goes on."""
+        return self._message.peer
+
+    _source_rank = source_rank
 
 
 class CombinedWork(Work):
