@@ -25,6 +25,8 @@ def collective(
     bandwidth_bytes_per_s: float = 1e9,
     ranks: int = 2,
     backend: str = "gloo",
+    algorithm: str = "",
+    hosts: int = 1,
 ) -> CollectiveCost:
     """Return a collective whose cost is a line."""
     far = 1e9
@@ -33,7 +35,13 @@ def collective(
         CollectivePoint(bytes=far, seconds=sheet(latency_s + far / bandwidth_bytes_per_s)),
     )
     return CollectiveCost(
-        backend=backend, operation=operation, ranks=ranks, level="loopback", points=points
+        backend=backend,
+        operation=operation,
+        algorithm=algorithm,
+        ranks=ranks,
+        hosts=hosts,
+        level="loopback" if hosts == 1 else "network",
+        points=points,
     )
 
 

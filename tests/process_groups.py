@@ -46,6 +46,33 @@ def run_ranks(
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+def run_mpi_ranks(mpiexec: Path, script: Path, folder: Path, ranks: int, *args, options=()):
+    """Run `script STORE mpi RANKS ARGS...` on each rank; return what each printed as JSON.
+
+    Raises:
+        AssertionError: a rank failed; the message has what the ranks printed.
+    """
+    command = [str(mpiexec), "-n", str(ranks), *options, sys.executable, str(script)]
+    done = subprocess.run(
+        [*command, str(folder / "store"), "mpi", str(ranks), *map(str, args)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return list(_objects_in(done.stdout))
+
+
+def _objects_in(text: str):
+    """Yield the JSON objects in a text: a launcher may join lines of several ranks."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        value, end = decoder.raw_decode(text, at)
+        yield value
+        at = text.find("{", end)
+
+
 def lost_peer(folder: Path, ranks: int, how: str, deadline_s: float = DEADLINE_S):
     """Run conformance/scripts/lost_peer.py; return the error of the first rank that got one."""
     script = Path(__file__).parent / "conformance/scripts/lost_peer.py"

@@ -406,14 +406,19 @@ def test_what_is_waited_for_after_backward_is_known_and_no_drain(tmp_path):
 # --- messages before each collective --------------------------------------------------------------
 
 
-def test_messages_between_two_of_three_ranks_make_nobody_wait_or_late(tmp_path):
+@pytest.mark.parametrize("collectives", ["torch", "paceline"])
+def test_messages_between_two_of_three_ranks_make_nobody_wait_or_late(tmp_path, collectives):
     """Rank 0 sends to rank 1 before each all-reduce; ranks 1 and 2 send in a group of their own.
 
     Joined by a common numbering, collectives of rank 2 would meet others of ranks 0 and 1.
     """
-    done = paceline(tmp_path, "run", "-n", 3, "--out", "RUN", SCRIPTS / "messages.py")
+    given = ("-n", 3, "--out", "RUN", "--collectives", collectives)
+    done = paceline(tmp_path, "run", *given, SCRIPTS / "messages.py")
     assert done.code == 0, done.err
     trace = load_run(tmp_path / "RUN")
+    for rank, receives in enumerate((0, 20, 20)):
+        waits = trace.ranks[rank].events_of(Kind.WAIT)["name"]
+        assert Counter(trace.ranks[rank].names[name] for name in waits)["recv"] == receives
     matches, analysis = trace.matches, analyse(trace)
     assert matches.mismatches() == ()
     names = [matches.operations[number] for number in matches.instances["operation"]]

@@ -1,6 +1,8 @@
 """`paceline run --collectives paceline`: an unchanged script on the backend, and its trace."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from launching import SCRIPTS, last_json, paceline
@@ -9,6 +11,7 @@ from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run
 
 PATHS = {"shared memory", "gloo"}
+TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +81,46 @@ def test_the_report_names_the_path_of_every_all_reduce_and_of_ddps_broadcasts(do
     assert {path for operation, path in paths if operation in ("send", "recv")} <= {""}
     shown = paceline(done.folder, "report", "RUN")
     assert "shared memory" in shown.out + shown.err
+
+
+# --- ranks that Paceline does not start itself ----------------------------------------------------
+
+
+def paths_of_all_reduces(run):
+    """The paths of each rank's all-reduces."""
+    found = []
+    for rank in load_run(run).ranks:
+        events = rank.events_of(Kind.COLLECTIVE)
+        reductions = events[[rank.names[name] == "all_reduce" for name in events["name"]]]
+        found.append({rank.names[tag] for tag in reductions["tag"]})
+    return found
+
+
+@pytest.mark.campaign("launchers")
+def test_ranks_that_a_script_spawns_get_the_backend(tmp_path):
+    options = ("--collectives", "paceline", "--out", "RUN")
+    done = paceline(tmp_path, "run", *options, SCRIPTS / "spawns.py", 10)
+    assert done.code == 0, done.err
+    assert paths_of_all_reduces(tmp_path / "RUN") == [{"shared memory"}] * 2
+
+
+@pytest.mark.campaign("launchers")
+def test_ranks_below_a_program_that_is_not_python_get_the_backend(tmp_path):
+    (tmp_path / "train.sh").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "train.sh").chmod(0o755)
+    options = ("-n", 2, "--collectives", "paceline", "--out", "RUN")
+    script = (SCRIPTS / "collectives.py", "plain")
+    done = paceline(tmp_path, "run", *options, "./train.sh", *script)
+    assert done.code == 0, done.err
+    assert paths_of_all_reduces(tmp_path / "RUN") == [{"shared memory"}] * 2
+
+
+@pytest.mark.campaign("launchers")
+def test_ranks_of_a_recorded_torchrun_get_the_backend(tmp_path):
+    options = ("--collectives", "paceline", "--out", "RUN")
+    torchrun = (TORCHRUN, "--standalone", "--nproc-per-node", 2)
+    script = (SCRIPTS / "collectives.py", "plain")
+    done = paceline(tmp_path, "record", *options, "--", *torchrun, *script)
+    assert done.code == 0, done.err
+    assert paths_of_all_reduces(tmp_path / "RUN") == [{"shared memory"}] * 2
+    assert json.loads((tmp_path / "RUN/config.json").read_text())["collectives"] == "paceline"

@@ -202,6 +202,26 @@ def test_a_machine_finds_links_by_level_and_collectives_by_operation_and_ranks()
     assert machine.collective("broadcast") is None
 
 
+def test_costs_between_hosts_and_inside_one_are_kept_apart():
+    inside = collective("all_reduce", ranks=8)
+    between = tuple(
+        collective("all_reduce", ranks=2 * hosts, hosts=hosts, algorithm="flat") for hosts in (2, 8)
+    )
+    machine = Machine(name="m", devices=(), collectives=(*between, inside))
+    assert machine.collective("all_reduce", 2) == inside
+    assert machine.collective("all_reduce", 8, hosts=2) == between[0]
+    assert machine.collective("all_reduce", 8, hosts=9) == between[1]
+    alone = Machine(name="m", devices=(), collectives=(inside,))
+    assert alone.collective("all_reduce", 8, hosts=2) == inside  # an extrapolation, which is said
+    only = Machine(name="m", devices=(), collectives=between)
+    assert only.collective("all_reduce", 8) is None
+
+
+def test_more_hosts_than_ranks_are_refused():
+    with pytest.raises(ConfigError, match="2 ranks cannot be on 3 hosts"):
+        collective("all_reduce", ranks=2, hosts=3)
+
+
 def test_a_curve_without_rising_points_is_refused():
     low, high = (CollectivePoint(bytes=size, seconds=sheet(1)) for size in (1.0, 2.0))
     for points in ((), (high, low), (low, low)):

@@ -1,14 +1,20 @@
 """Settings of the backend, the replacement of gloo, and what Horovod's shim asks of launchers."""
 
+import dataclasses
+
 import pytest
 import torch.distributed as dist
+from machines import collective, small_machine
 
+from paceline.collectives import settings
 from paceline.collectives.horovod import ranks
-from paceline.collectives.options import CollectivesConfig
+from paceline.collectives.options import FLAT_BELOW_BYTES, CollectivesConfig
 from paceline.collectives.path import make_path
-from paceline.collectives.registration import NAME, register, replacement
+from paceline.collectives.registration import NAME, REPLACES_GLOO, register, replacement
+from paceline.collectives.settings import choose
 from paceline.core.config import resolve
 from paceline.core.errors import ConfigError, UsageError
+from paceline.core.machine_file import machine_path
 
 
 def test_torch_knows_the_backend_without_an_import_of_paceline():
@@ -46,9 +52,56 @@ def test_sizes_that_make_no_sense_are_refused(name):
         resolve(CollectivesConfig, environ={f"PACELINE_COLLECTIVES__{name}": "-1"})
 
 
+def test_what_a_run_sets_for_its_ranks_is_not_taken_for_a_setting():
+    """Rank 0 of `run --collectives paceline` on two hosts raised: an unknown variable."""
+    assert resolve(CollectivesConfig, environ={REPLACES_GLOO: "1"}).config == CollectivesConfig()
+
+
 def test_an_unknown_type_on_the_wire_is_refused():
     with pytest.raises(ConfigError, match="WIRE"):
         resolve(CollectivesConfig, environ={"PACELINE_COLLECTIVES__WIRE": "float8"})
+
+
+def test_a_number_of_bytes_holds_whatever_was_measured(probed):
+    choice = choose(CollectivesConfig(flat_below_bytes=0), 2, 4)
+    assert choice.takes_two_levels("all_reduce", 0)
+
+
+def test_the_probed_machine_of_the_host_is_read_by_default(probed):
+    choice = choose(CollectivesConfig(), 2, 4)
+    assert not choice.takes_two_levels("all_reduce", 999)
+    assert choice.takes_two_levels("all_reduce", 1001)
+    assert choice.takes_two_levels("broadcast", FLAT_BELOW_BYTES)
+    assert not choice.takes_two_levels("broadcast", FLAT_BELOW_BYTES - 1)
+
+
+def test_a_damaged_probed_machine_is_a_warning_and_a_damaged_named_one_an_error(probed, caplog):
+    probed.write_text("{")
+    assert choose(CollectivesConfig(), 2, 4).measured == {}
+    assert "not valid JSON" in caplog.text
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        choose(CollectivesConfig(machine=str(probed)), 2, 4)
+
+
+@pytest.fixture
+def probed(tmp_path, monkeypatch):
+    """Return the machine file of this host, with a table that changes at 1000 bytes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget_tables()
+    path = machine_path()
+    path.parent.mkdir()
+    shape = {"ranks": 4, "hosts": 2}
+    line = collective("all_reduce", 1.0, 1e3, algorithm="flat", **shape)
+    level = collective("all_reduce", 2.0, 1e15, backend="paceline", algorithm="two_level", **shape)
+    machine = dataclasses.replace(small_machine(), collectives=(line, level))
+    path.write_text(machine.to_text())
+    yield path
+    forget_tables()
+
+
+def forget_tables():
+    settings._named_table.cache_clear()
+    settings._own_table.cache_clear()
 
 
 def test_one_rank_is_a_host_of_its_own():

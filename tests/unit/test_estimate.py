@@ -27,7 +27,6 @@ from paceline.perf.communication import (
     Bucket,
     all_reduce_s,
     broadcast_s,
-    curve_s,
     exposed_s,
     make_buckets,
 )
@@ -364,17 +363,17 @@ def curve(*points, ranks=2):
 def test_a_curve_is_followed_by_lines_and_goes_on_with_the_last_one():
     cost = curve((100.0, 1.0), (200.0, 2.0), (300.0, 5.0))
     sizes = (0, 100, 150, 250, 400)
-    assert [curve_s(cost, size) for size in sizes] == pytest.approx([1.0, 1.0, 1.5, 3.5, 8.0])
+    assert [cost.seconds_at(size) for size in sizes] == pytest.approx([1.0, 1.0, 1.5, 3.5, 8.0])
     alone = curve((100.0, 1.0))
-    assert [curve_s(alone, size) for size in (10, 100, 300)] == pytest.approx([1.0, 1.0, 3.0])
+    assert [alone.seconds_at(size) for size in (10, 100, 300)] == pytest.approx([1.0, 1.0, 3.0])
 
 
 @given(st.integers(2, 512), st.floats(1, 1e8), st.floats(0, 1e-6))
 def test_between_as_many_ranks_as_were_measured_the_curve_itself_holds(ranks, size, added):
     cost = curve((1.0, 1e-4), (1e6, 1e-2), (1e7, 5e-2), ranks=ranks)
-    expected_s = curve_s(cost, size) + size * added
+    expected_s = cost.seconds_at(size) + size * added
     assert sum(all_reduce_s(cost, size, ranks, added)) == pytest.approx(expected_s)
-    assert broadcast_s(cost, size, ranks) == pytest.approx(curve_s(cost, size))
+    assert broadcast_s(cost, size, ranks) == pytest.approx(cost.seconds_at(size))
     assert broadcast_s(cost, 0, ranks, 7e-3) == pytest.approx(7e-3)
     more = sum(all_reduce_s(cost, size, 2 * ranks, added))
     assert more > expected_s

@@ -111,7 +111,8 @@ def test_after_a_stop_signal_who_does_not_answer_is_killed():
 def test_the_first_stop_signal_stops_and_the_second_does_not_disturb(name):
     run(f"""
     number = signal.{name}
-    before = signal.getsignal(number)
+    before = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    signal.signal(number, before)  # nohup, and a shell's background, have it ignored
     try:
         with ended_on_signal(SystemClock()):
             try:

@@ -2,7 +2,7 @@
 
     torch.distributed.init_process_group("paceline")     `registration`, `backend`
         ranks of one host        `host_path` -> `host_group` -> native/src/host_*.cpp
-        several hosts            `two_level`
+        several hosts            `two_level`: `sharded`, `leader`
 
 `HostGroup` is a group of ranks that share memory; `find_hosts` finds which ranks do. What is
 imported from here is loaded when it is first accessed: torch imports `registration` in every

@@ -3,7 +3,7 @@
     DDP, FSDP2, DTensor, pipelining, checkpoints, dist.* calls
         |
     PacelineGroup          one method per call of torch's ProcessGroup
-        |-- path           memory that the ranks share (`host_path`): float, integer, CPU
+        |-- path           CPU tensors: shared memory (`host_path`), or two levels (`two_level`)
         `-- gloo           everything else, and everything where ranks share no memory
             NCCL           tensors on a GPU
 
@@ -26,24 +26,24 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from paceline.collectives.host_path import HostPath
+from paceline.collectives.options import CollectivesConfig
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME
-from paceline.collectives.tensors import check_parts, check_sizes
+from paceline.collectives.tensors import check_parts, check_sizes, joined, spread
 from paceline.collectives.works import CombinedWork, CompletedWork, PendingWork
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
 
-_UNSET = timedelta(0)
 
-
-def make_group(options: Any) -> PacelineGroup:
+def make_group(options: Any, backend_options: Any = None) -> PacelineGroup:
     """Return the group that torch asks for; every one of its ranks calls this.
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout.
+        backend_options: a CollectivesConfig, in place of file and environment; others do nothing.
 
     Raises:
-        RankLost: a rank did not come within the timeout.
+        RankLost, UsageError: a rank did not come in time, or rank 0's settings are not valid.
     """
     _hide_from_dynamo()
     return PacelineGroup(
@@ -52,6 +52,7 @@ def make_group(options: Any) -> PacelineGroup:
         options.group_size,
         options.timeout,
         tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        backend_options if isinstance(backend_options, CollectivesConfig) else None,
     )
 
 
@@ -66,12 +67,19 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         size: number of ranks.
         timeout: the longest wait for another rank; torch's default for the group.
         members: the global ranks of the group, in order of their rank in it.
+        config: in place of what file and environment say.
     """
 
     serves_monitored_barrier = True
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, members: tuple[int, ...]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        members: tuple[int, ...],
+        config: CollectivesConfig | None = None,
     ) -> None:
         super().__init__(rank, size)  # torch lets a subclass not pass the store
         self._store = store
@@ -81,7 +89,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():  # pragma: no cover - GPU
             self._register_nccl(store, rank, size)
-        self._path = make_path(store, rank, members, timeout.total_seconds())
+        self._path = make_path(store, rank, members, timeout.total_seconds(), config)
 
     def _register_nccl(self, store: Any, rank: int, size: int) -> None:  # pragma: no cover - GPU
         """Give tensors on a GPU to NCCL, which connects with the first of them."""
@@ -138,7 +146,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
 
     def _seconds(self, opts: Any) -> float:
         """Return the deadline of a call: its own, or that of the group."""
-        timeout = opts.timeout if opts.timeout > _UNSET else self._timeout
+        timeout = opts.timeout if opts.timeout > timedelta(0) else self._timeout
         return float(timeout.total_seconds())
 
     def _other(self, tensor: torch.Tensor) -> Any:
@@ -202,7 +210,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         fits = len(outputs) == len(given) == 1 and self._is_list_for(given[0], outputs[0])
         if path is None or not fits or not path.reduces("reduce_scatter", outputs, opts.reduceOp):
             return self._other(outputs[0]).reduce_scatter(outputs, given, opts)
-        flat = torch.cat([tensor.reshape(-1) for tensor in given[0]])
+        flat = joined(given[0])
         op = opts.reduceOp
         return path.run(outputs, path.reduce_scatter, outputs[0], flat, op, self._seconds(opts))
 
@@ -251,10 +259,14 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         fits = len(outputs) == len(given) == 1 and self._is_list_for(outputs[0], given[0])
         if path is None or not fits or not path.moves("all_gather", given):
             return self._other(given[0]).allgather(outputs, given, opts)
-        flat = given[0].new_empty(self.size() * given[0].numel())
-        path.all_gather(flat, given[0], self._seconds(opts))
-        _spread(flat, outputs[0])
-        return CompletedWork(outputs[0])
+        timeout_s = self._seconds(opts)
+
+        def gather() -> None:
+            flat = given[0].new_empty(self.size() * given[0].numel())
+            path.all_gather(flat, given[0], timeout_s)
+            spread(flat, outputs[0])
+
+        return path.run(outputs[0], gather)
 
     def allgather_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> Any:
         """Copy several tensors of all ranks to each rank; `outputs` has a list for each rank."""
@@ -279,11 +291,15 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         fits = not is_root or (len(outputs) == 1 and self._is_list_for(outputs[0], given[0]))
         if path is None or not fits or not path.moves("gather", given):
             return self._other(given[0]).gather(outputs, given, opts)
-        flat = given[0].new_empty(self.size() * given[0].numel() if is_root else 0)
-        path.gather(flat, given[0], opts.rootRank, self._seconds(opts))
-        if is_root:
-            _spread(flat, outputs[0])
-        return CompletedWork(outputs[0] if is_root else [])
+        root, timeout_s = opts.rootRank, self._seconds(opts)
+
+        def gather() -> None:
+            flat = given[0].new_empty(self.size() * given[0].numel() if is_root else 0)
+            path.gather(flat, given[0], root, timeout_s)
+            if is_root:
+                spread(flat, outputs[0])
+
+        return path.run(outputs[0] if is_root else [], gather)
 
     def scatter(self, outputs: Any, given: Any, opts: Any = None) -> Any:
         """Give each rank one tensor of the root's list."""
@@ -293,7 +309,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         fits = not is_root or (len(given) == 1 and self._is_list_for(given[0], outputs[0]))
         if path is None or not fits or not path.moves("scatter", outputs):
             return self._other(outputs[0]).scatter(outputs, given, opts)
-        flat = torch.cat([tensor.reshape(-1) for tensor in given[0]]) if is_root else outputs[0]
+        flat = joined(given[0]) if is_root else outputs[0]
         root = opts.rootRank
         return path.run(outputs, path.scatter, outputs[0], flat, root, self._seconds(opts))
 
@@ -318,12 +334,16 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         path = self._path
         if path is None or not path.moves("all_to_all", [*outputs, *given]):
             return self._other(outputs[0]).alltoall(outputs, given, opts)
-        flat = torch.cat([tensor.reshape(-1) for tensor in given])
+        flat = joined(given)
         filled = flat.new_empty(sum(tensor.numel() for tensor in outputs))
         receives, sends = ([tensor.numel() for tensor in tensors] for tensors in (outputs, given))
-        path.all_to_all(filled, flat, receives, sends, self._seconds(opts))
-        _spread(filled, outputs)
-        return CompletedWork(outputs)
+        timeout_s = self._seconds(opts)
+
+        def exchange() -> None:
+            path.all_to_all(filled, flat, receives, sends, timeout_s)
+            spread(filled, outputs)
+
+        return path.run(outputs, exchange)
 
     # --- barriers and messages --------------------------------------------------------------------
 
@@ -342,16 +362,25 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     def send(self, tensors: Any, rank: int, tag: int) -> Any:
-        """Send a tensor; gloo's own threads do it, so that any order of messages is right."""
-        return self._other(tensors[0]).send(tensors, rank, tag)
+        """Send a tensor."""
+        path, seconds = self._path, self._timeout.total_seconds()
+        if path is None or not path.moves("message", tensors):
+            return self._other(tensors[0]).send(tensors, rank, tag)
+        return path.send(tensors[0], rank, tag, seconds)
 
     def recv(self, tensors: Any, rank: int, tag: int) -> Any:
         """Receive a tensor."""
-        return self._other(tensors[0]).recv(tensors, rank, tag)
+        path, seconds = self._path, self._timeout.total_seconds()
+        if path is None or not path.moves("message", tensors):
+            return self._other(tensors[0]).recv(tensors, rank, tag)
+        return path.receive(tensors[0], rank, tag, seconds)
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         """Receive a tensor from whichever rank sends one."""
-        return self._other(tensors[0]).recv_anysource(tensors, tag)
+        path, seconds = self._path, self._timeout.total_seconds()
+        if path is None or not path.moves("message", tensors):
+            return self._other(tensors[0]).recv_anysource(tensors, tag)
+        return path.receive(tensors[0], None, tag, seconds)
 
 
 @functools.cache
@@ -369,10 +398,3 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _spread(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copy what stands in `flat`, one after the other, to `tensors`."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for part, tensor in zip(parts, tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))

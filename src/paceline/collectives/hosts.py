@@ -16,11 +16,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.core.errors import DeadlineExceeded, PacelineError
+from paceline.core.errors import DeadlineExceeded, PacelineError, UsageError, first_line
 from paceline.native import HostSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -105,19 +105,63 @@ def exchange(
     except Exception as problem:  # torch raises RuntimeErrors of its own
         if isinstance(problem, PacelineError):
             raise
-        silent = [peer for peer in range(ranks) if not _is_set(store, keys[peer])]
+        silent = [peer for peer in range(ranks) if peer != rank and not _is_set(store, keys[peer])]
         raise DeadlineExceeded(
             f"ranks did not come to the forming of a group within {timeout_s:g} s",
             where=f"rank {rank} waited for ranks {silent}",
-            why=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            why=first_line(problem),
             fix="Look at the output of those ranks",
         ) from problem
     return [store.get(key) for key in keys]
 
 
+def from_first_rank(
+    store: KeyValueStore, topic: str, rank: int, decide: Callable[[], str], timeout_s: float
+) -> str:
+    """Return what rank 0 decides; where that raises, all ranks raise.
+
+    Args:
+        store: that all ranks share.
+        topic: a name that was not used in this store before.
+        rank: of this process.
+        decide: called on rank 0 alone.
+        timeout_s: the longest wait for rank 0.
+
+    Raises:
+        PacelineError: what `decide` raises; on other ranks a UsageError with its text.
+        DeadlineExceeded: rank 0 did not come.
+    """
+    key = f"{topic}/decided"
+    if rank == 0:
+        try:
+            text = decide()
+        except PacelineError as problem:
+            store.set(key, json.dumps({"problem": str(problem)}).encode())
+            raise
+        store.set(key, json.dumps({"text": text}).encode())
+        return text
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except Exception as problem:  # torch raises RuntimeErrors of its own
+        raise DeadlineExceeded(
+            f"rank 0 did not say its {topic} within {timeout_s:g} s",
+            where=f"rank {rank} waited for rank 0",
+            why=first_line(problem),
+            fix="Look at the output of rank 0",
+        ) from problem
+    decided = json.loads(store.get(key))
+    if "problem" in decided:
+        raise UsageError(
+            f"rank 0 failed: {decided['problem']}",
+            where=f"{topic}, rank {rank}",
+            fix="Correct it where rank 0 runs",
+        )
+    return str(decided["text"])
+
+
 def _is_set(store: KeyValueStore, key: str) -> bool:
     try:
-        store.wait([key], timedelta(milliseconds=1))
+        store.wait([key], timedelta(milliseconds=20))  # to ask: busy machines answer late
     except Exception:  # noqa: BLE001  # whatever the store raises for "not set"
         return False
     return True

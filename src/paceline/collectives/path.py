@@ -1,13 +1,16 @@
 """Chooses the way of a group's calls, by where its ranks are.
 
-all ranks on one host                     HostPath        shared memory
-hosts with as many ranks each, above 1    TwoLevelPath    shared memory, then gloo between hosts
-anything else                             none            gloo
+all ranks on one host              HostPath       shared memory
+hosts with as many ranks each      ShardedPath    shared memory, then gloo between all ranks
+hosts with different numbers       LeaderPath     shared memory, then gloo between first ranks
+one rank per host                  none           gloo; with another type on the wire: ShardedPath
+
+With ``between_hosts = mpi``, MPI takes gloo's place, with one rank per host too.
 """
 
 from __future__ import annotations
 
-import logging
+import importlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +19,30 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.collectives.host_group import HostGroup
 from paceline.collectives.host_path import HostPath
-from paceline.collectives.hosts import find_hosts
-from paceline.collectives.options import CollectivesConfig
-from paceline.collectives.two_level import HostPlace, TwoLevelPath
-from paceline.core.config import resolve
+from paceline.collectives.hosts import exchange, find_hosts
+from paceline.collectives.leader import LeaderPath
+from paceline.collectives.settings import common_settings
+from paceline.collectives.sharded import ShardedPath
+from paceline.collectives.two_level import HostPlace
+from paceline.core.errors import Missing, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
-_LOG = logging.getLogger(__name__)
+    from paceline.collectives.options import CollectivesConfig
+    from paceline.collectives.settings import GroupSettings
+    from paceline.collectives.two_level import TwoLevelPath
 
 
-def make_path(store: Any, rank: int, members: tuple[int, ...], timeout_s: float) -> Any:
-    """Return the way of a group's calls, a HostPath or TwoLevelPath; None where gloo has all.
+def make_path(
+    store: Any,
+    rank: int,
+    members: tuple[int, ...],
+    timeout_s: float,
+    config: CollectivesConfig | None = None,
+) -> Any:
+    """Return the way of a group's calls, a HostPath or TwoLevelPath; none where gloo has all.
 
     Every rank of the group calls this; all get the same kind of path.
 
@@ -37,22 +51,21 @@ def make_path(store: Any, rank: int, members: tuple[int, ...], timeout_s: float)
         rank: this rank within the group.
         members: the global ranks of the group, in order of their rank in it.
         timeout_s: the longest wait for another rank.
+        config: in place of what file and environment say; rank 0's holds for all ranks.
 
     Raises:
         DeadlineExceeded: a rank did not come; the error names it.
-        ConfigError: a setting of rank 0 is not valid.
+        UsageError: a setting of rank 0, or its machine file, is not valid.
     """
     own, size = dist.PrefixStore("paceline/", store), len(members)
     hosts = find_hosts(own, rank, size, timeout_s)
     if len(hosts) == 1:
         return HostPath(HostGroup.form(own, rank, size, timeout_s), members)
-    config = _common_config(own, rank, timeout_s)
-    lengths = {len(host) for host in hosts}
-    if len(lengths) == 1 and (lengths != {1} or config.wire != "same"):
-        return two_levels(own, hosts, rank, members, timeout_s, config)
-    if rank == 0:
-        _say_gloo(hosts)
-    return None
+    settings = common_settings(own, rank, len(hosts), size, timeout_s, config)
+    sent = (settings.config.wire, settings.config.between_hosts)
+    if len(hosts) == size and sent == ("same", "gloo"):
+        return None
+    return two_levels(own, hosts, rank, members, timeout_s, settings)
 
 
 def two_levels(
@@ -61,17 +74,17 @@ def two_levels(
     rank: int,
     members: tuple[int, ...],
     timeout_s: float,
-    config: CollectivesConfig,
+    settings: GroupSettings,
 ) -> TwoLevelPath:
     """Return the path of a group on several hosts; every rank of the group calls this.
 
     Args:
         store: where the ranks find each other.
-        hosts: the group ranks of each host, all of one length.
+        hosts: the group ranks of each host.
         rank: this rank within the group.
         members: the global ranks of the group, in order of their rank in it.
         timeout_s: the longest wait for another rank.
-        config: sizes and data types on the wire.
+        settings: the same on all ranks.
     """
     host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     ranks = hosts[host]
@@ -79,29 +92,53 @@ def two_levels(
     group = HostGroup.form(
         dist.PrefixStore(f"host {host}/", store), place.local_rank, len(ranks), timeout_s
     )
-    cross = c10d.ProcessGroupGloo(
-        dist.PrefixStore(f"index {place.local_rank}/", store),
-        host,
-        len(hosts),
-        timedelta(seconds=timeout_s),
-    )
-    own_members = tuple(members[peer] for peer in ranks)
-    return TwoLevelPath(place, group, own_members, cross, config)
+    is_even = len(set(map(len, hosts))) == 1
+    if settings.config.between_hosts == "mpi":
+        _require_mpi(store, rank, members, timeout_s)
+    cross = None
+    if is_even or place.local_rank == 0:
+        cross = _exchange(store, place, members, timeout_s, settings.config)
+    return (ShardedPath if is_even else LeaderPath)(place, group, members, cross, settings)
 
 
-def _common_config(store: Any, rank: int, timeout_s: float) -> CollectivesConfig:
-    """Return rank 0's configuration, so that all ranks take the same way."""
-    key = "configuration"
-    if rank == 0:
-        store.set(key, resolve(CollectivesConfig).config.to_text())
-    store.wait([key], timedelta(seconds=timeout_s))
-    return CollectivesConfig.from_text(store.get(key).decode(), where="rank 0's configuration")
+def _exchange(
+    store: Any,
+    place: HostPlace,
+    members: tuple[int, ...],
+    timeout_s: float,
+    config: CollectivesConfig,
+) -> Any:
+    """Return what exchanges data between the ranks with this rank's index on their hosts."""
+    index = place.local_rank
+    if config.between_hosts == "mpi":
+        return _mpi().MpiExchange([members[ranks[index]] for ranks in place.hosts])
+    own = dist.PrefixStore(f"index {index}/", store)
+    wait = timedelta(seconds=timeout_s)
+    return c10d.ProcessGroupGloo(own, place.host, len(place.hosts), wait)
 
 
-def _say_gloo(hosts: Sequence[Sequence[int]]) -> None:
-    _LOG.warning(
-        "collectives of %d ranks pass to gloo: the ranks that share memory are not as many on each "
-        "host (%s)",
-        sum(map(len, hosts)),
-        "; ".join(f"ranks {', '.join(map(str, host))}" for host in hosts),
-    )
+def _require_mpi(store: Any, rank: int, members: tuple[int, ...], timeout_s: float) -> None:
+    """Raise the same error on all ranks unless MPI can serve all of them.
+
+    Raises:
+        UsageError: it cannot; the error has the reason of the first rank that has one.
+        DeadlineExceeded: a rank did not come.
+    """
+    try:
+        problem = str(_mpi().problem_of_mpi(members[rank]))
+    except Missing as missing:
+        problem = f"{missing.what}: {missing.why}"
+    problems = exchange(store, "mpi", rank, len(members), problem.encode(), timeout_s)
+    for member, text in zip(members, problems, strict=True):
+        if text:
+            raise UsageError(
+                "MPI cannot carry data between hosts",
+                where=f"rank {member}, with between_hosts = mpi",
+                why=text.decode(),
+                fix="Start the ranks by MPI's launcher (mpirun, srun), or leave this to gloo",
+            )
+
+
+def _mpi() -> ModuleType:
+    """Return the module that loads MPI; importlib, because most jobs have none."""
+    return importlib.import_module("paceline.collectives.transports.mpi_exchange")

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.core.plan import CollectivesChoice
+
 NAME = "paceline"
+# Set for the ranks of `paceline run --collectives paceline`, and inherited by what these start. Not
+# PACELINE_: it is no setting, and `core.config` refuses what it does not know.
+REPLACES_GLOO = "_PACELINE_REPLACES_GLOO"
 _DEVICES = ["cpu", "cuda"]
 _REPLACED = ("gloo", NAME)
 
@@ -31,12 +37,18 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
     _allow_monitored_barrier(dist)
+    if os.environ.get(REPLACES_GLOO):
+        replace_gloo()
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    """Return a group; importlib, because `register` must not load it."""
-    del backend_options  # those of other backends
-    return importlib.import_module("paceline.collectives.backend").make_group(options)
+    """Return a group; importlib, because `register` must not load it.
+
+    Its configuration may be given as ``pg_options``; a script that was written for another backend
+    gives that one's options.
+    """
+    backend = importlib.import_module("paceline.collectives.backend")
+    return backend.make_group(options, backend_options)
 
 
 def _allow_monitored_barrier(dist: Any) -> None:
@@ -70,13 +82,21 @@ def replace_gloo() -> None:
     register()
     module = sys.modules["torch.distributed.distributed_c10d"]
     original = dist.init_process_group
+    if hasattr(original, "replaces_gloo"):
+        return
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return original(replacement(backend, kwargs.get("device_id")), *args, **kwargs)
 
+    init_process_group.replaces_gloo = True  # type: ignore[attr-defined]  # a mark of ours
     dist.init_process_group = init_process_group
     module.init_process_group = init_process_group  # type: ignore[attr-defined]  # torch's own
+
+
+def variables(collectives: CollectivesChoice) -> dict[str, str]:
+    """Return the environment variables by which ranks, and what these start, replace gloo."""
+    return {REPLACES_GLOO: "1"} if collectives == "paceline" else {}
 
 
 def replacement(backend: str | None, device_id: Any = None) -> str | None:

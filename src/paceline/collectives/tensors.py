@@ -68,16 +68,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_quantized
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor holds its values one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def dense_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a contiguous copy of its values where its memory is not that."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_dense(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a contiguous one to copy from where its memory is not that."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_dense(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
@@ -86,6 +91,28 @@ def copy_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy what a call left in the stand-in for a tensor; nothing where it is the tensor itself."""
     if dense is not tensor:
         tensor.detach().copy_(dense)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of `tensors`, one tensor after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what stands in `flat`, one after the other, to `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))
+
+
+def decisive_bytes(call: str, tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes by which a call's path is chosen: all that a rank passes to it.
+
+    Of a call in which a rank passes or gets the parts of all ranks, one part: calls with a list and
+    with one long tensor are then alike.
+    """
+    sizes = map(size_bytes, tensors)
+    return min(sizes, default=0) if call in ("all_gather", "reduce_scatter") else sum(sizes)
 
 
 def size_bytes(tensor: torch.Tensor) -> int:

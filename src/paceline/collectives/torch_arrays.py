@@ -9,6 +9,12 @@ import torch
 from paceline.core.errors import UsageError
 
 
+def divide(target: torch.Tensor, count: int) -> None:
+    """Divide a tensor in place; integers towards zero."""
+    exact = target.is_floating_point() or target.is_complex()
+    target.div_(count, rounding_mode=None if exact else "trunc")
+
+
 class TorchArrays:
     """Torch's tensors, on any device."""
 
@@ -39,5 +45,4 @@ class TorchArrays:
 
     def divide(self, target: torch.Tensor, count: int) -> None:
         """Divide in place."""
-        exact = target.is_floating_point() or target.is_complex()
-        target.div_(count, rounding_mode=None if exact else "trunc")
+        divide(target, count)

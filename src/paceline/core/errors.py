@@ -169,6 +169,15 @@ def reason(problem: OSError) -> str:
     return problem.strerror or str(problem)
 
 
+def first_line(problem: BaseException) -> str:
+    r"""Return the first line of an error's text; of one without a text, its class.
+
+    >>> first_line(RuntimeError("no answer\nC++ frames")), first_line(TimeoutError())
+    ('no answer', 'TimeoutError')
+    """
+    return (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
 @contextmanager
 def storage_errors(what: str, *, where: str | os.PathLike[str], fix: str) -> Iterator[None]:
     """Let an OSError leave the context as a StorageError; Paceline's own errors pass unchanged.

@@ -19,6 +19,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from paceline.core.collective_costs import costs_of, interpolated, nearest_cost
 from paceline.core.errors import ConfigError
 from paceline.core.machine_v1 import split_links, split_overheads
 from paceline.core.record import Record
@@ -261,9 +262,11 @@ class CollectiveCost(Record):
     Attributes:
         backend: the library, for example ``gloo``, ``paceline``, ``nccl`` or ``mpi``.
         operation: for example ``all_reduce`` or ``broadcast``.
-        algorithm: for example ``ring``; empty where the backend chooses and does not say.
+        algorithm: for example ``ring``; empty where the backend chooses and does not say. Between
+            hosts ``flat`` (gloo, one group of all ranks) or ``two_level``.
         ranks: that took part.
-        level: of the link between neighbouring ranks.
+        hosts: over which these ranks were spread; 1 = they shared memory.
+        level: of the link between neighbouring ranks; between hosts, of the link that joins these.
         points: in the order of rising bytes; linear interpolation between points, constant
             extrapolation below the first, linear extrapolation beyond the last.
     """
@@ -272,6 +275,7 @@ class CollectiveCost(Record):
     operation: str
     algorithm: str = ""
     ranks: int = 2
+    hosts: int = 1
     level: str
     points: tuple[CollectivePoint, ...]
 
@@ -281,6 +285,10 @@ class CollectiveCost(Record):
             raise ConfigError(
                 f"a collective has at least 2 ranks, got {self.ranks}", where=where, fix="Give 2"
             )
+        if not 1 <= self.hosts <= self.ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks cannot be on {self.hosts} hosts", where=where, fix="Give fewer"
+            )
         sizes = [point.bytes for point in self.points]
         if not sizes or any(low >= high for low, high in itertools.pairwise(sizes)):
             raise ConfigError(
@@ -288,6 +296,11 @@ class CollectiveCost(Record):
                 where=where,
                 fix="Give at least one point, and each number of bytes once, in rising order",
             )
+
+    def seconds_at(self, size_bytes: float) -> float:
+        """Return the seconds of a call as it was measured, between its own number of ranks."""
+        points = [(point.bytes, point.seconds.value) for point in self.points]
+        return interpolated(points, size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,22 +373,23 @@ class Machine(Record):
         return next((link for link in self.links if link.level == level), None)
 
     def collective(
-        self, operation: str, ranks: int = 2, *, collectives: CollectivesChoice = "torch"
+        self,
+        operation: str,
+        ranks: int = 2,
+        *,
+        collectives: CollectivesChoice = "torch",
+        hosts: int = 1,
     ) -> CollectiveCost | None:
-        """Return the operation's cost that was measured with the nearest number of ranks.
+        """Return the operation's cost, measured with the nearest numbers of hosts and ranks.
 
         Args:
             operation: for example ``all_reduce``.
             ranks: that are to take part.
             collectives: of which library; ``torch`` is any but Paceline's.
+            hosts: over which the ranks are spread; see `costs_of`.
         """
-        costs = [
-            cost
-            for cost in self.collectives
-            if cost.operation == operation
-            and (cost.backend == "paceline") == (collectives == "paceline")
-        ]
-        return min(costs, key=lambda cost: abs(cost.ranks - ranks), default=None)
+        costs = costs_of(self.collectives, operation, collectives, hosts)
+        return nearest_cost(costs, hosts, ranks)
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

@@ -12,6 +12,15 @@ from paceline.core.record import Record
 CollectivesChoice = Literal["torch", "paceline"]
 
 
+def is_chosen(backend: str, collectives: CollectivesChoice) -> bool:
+    """Return whether figures of a backend hold under a choice; ``torch`` is any but Paceline's.
+
+    >>> is_chosen("gloo", "torch"), is_chosen("paceline", "torch")
+    (True, False)
+    """
+    return (backend == "paceline") == (collectives == "paceline")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh(Record):
     """How many ranks along each axis; their product is the world size."""

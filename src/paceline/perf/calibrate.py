@@ -256,7 +256,9 @@ class _Fitter:
     def fit_collective(self, observed: ObservedCollective) -> None:
         """Scale the cost of an operation to the duration of the run's collectives."""
         collectives = self.plan.collectives
-        cost = self.machine.collective(observed.operation, observed.ranks, collectives=collectives)
+        cost = self.machine.collective(
+            observed.operation, observed.ranks, collectives=collectives, hosts=self.plan.nodes
+        )
         if cost is None or observed.operation not in ("all_reduce", "broadcast"):
             return
         if observed.operation == "all_reduce":

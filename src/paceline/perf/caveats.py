@@ -115,11 +115,14 @@ def _does_not_fit(device: Device, plan: Plan, needed_bytes: int) -> list[str]:
 
 def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
     device, found = machine.devices[0], []
-    if plan.nodes > machine.nodes:
-        level = {cost.level for cost in machine.collectives} or {"none"}
+    cost = machine.collective(
+        "all_reduce", plan.mesh.data, collectives=plan.collectives, hosts=plan.nodes
+    )
+    if plan.nodes > max(machine.nodes, cost.hosts if cost else 1):
+        level = cost.level if cost else "none"
         found.append(
             f"extrapolated: {plan.nodes} nodes, {machine.name} has {machine.nodes}; communication "
-            f"is priced by collectives over its {' and '.join(sorted(level))}"
+            f"is priced by collectives over its {level}"
         )
     if device.kind == "cpu" and plan.ranks_per_node * plan.threads > device.cores:
         factor = oversubscription_factor(device, plan)
@@ -133,7 +136,6 @@ def _extrapolated(machine: Machine, plan: Plan) -> list[str]:
             f"{device.cores} cores; compute is taken to be {slower}, and waiting for a core is not "
             "predicted"
         )
-    cost = machine.collective("all_reduce", plan.mesh.data, collectives=plan.collectives)
     if plan.mesh.data > 1 and cost is not None and cost.ranks != plan.mesh.data:
         found.append(
             f"extrapolated: collectives of {plan.mesh.data} ranks from those between {cost.ranks}"

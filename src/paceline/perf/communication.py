@@ -15,7 +15,6 @@ Gropp, Optimization of collective communication operations in MPICH, 2005.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,27 +64,14 @@ def make_buckets(
     return buckets
 
 
-def curve_s(cost: CollectiveCost, bytes_: float) -> float:
-    """Return seconds of the collective as it was measured, between its own number of ranks."""
-    points = cost.points
-    first = points[0]
-    if bytes_ <= first.bytes:
-        return first.seconds.value
-    for low, high in itertools.pairwise(points):
-        if bytes_ <= high.bytes or high is points[-1]:
-            per_byte = (high.seconds.value - low.seconds.value) / (high.bytes - low.bytes)
-            return low.seconds.value + (bytes_ - low.bytes) * per_byte
-    return first.seconds.value * bytes_ / max(first.bytes, 1.0)  # one point: in proportion
-
-
 def all_reduce_s(
     cost: CollectiveCost, bytes_: float, ranks: int, added_s_per_byte: float = 0.0
 ) -> tuple[float, float]:
     """Return the two terms of an all-reduce: seconds of latency and of moving bytes."""
     if ranks == 1:
         return 0.0, 0.0
-    latency_s = curve_s(cost, 0)
-    move_s = curve_s(cost, bytes_) - latency_s + bytes_ * added_s_per_byte
+    latency_s = cost.seconds_at(0)
+    move_s = cost.seconds_at(bytes_) - latency_s + bytes_ * added_s_per_byte
     share, measured_share = (ranks - 1) / ranks, (cost.ranks - 1) / cost.ranks
     return latency_s * (ranks - 1) / (cost.ranks - 1), move_s * share / measured_share
 
@@ -102,10 +88,10 @@ def broadcast_s(
         latency_s: seconds of an empty broadcast, if a framework's takes longer than the bare one;
             None = those of `cost`.
     """
-    bare_s = curve_s(cost, 0)
+    bare_s = cost.seconds_at(0)
     rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(cost.ranks))
     empty_s = bare_s if latency_s is None else latency_s
-    return rounds * (empty_s + curve_s(cost, bytes_) - bare_s)
+    return rounds * (empty_s + cost.seconds_at(bytes_) - bare_s)
 
 
 def exposed_s(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
+from paceline.core.plan import is_chosen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +104,7 @@ class CostModel:
         self._threads = threads
         self._processes = processes
         self._precision = precision
-        self._is_ours = collectives == "paceline"
+        self._collectives = collectives
         self._rates: dict[tuple[str, str, str], list[tuple[Rate, float]]] = {}
         self._overheads: dict[tuple[str, str], float] = {}
         shared = processes > 1 and device.bandwidth_shared_bytes_per_s
@@ -158,7 +159,7 @@ class CostModel:
             overhead
             for overhead in self._device.framework_overheads
             if (overhead.framework, overhead.what, overhead.phase) == (framework, what, phase)
-            and (framework != "ddp" or (overhead.backend == "paceline") == self._is_ours)
+            and (framework != "ddp" or is_chosen(overhead.backend, self._collectives))
         ]
         return min(same, key=self._distance, default=None)
 

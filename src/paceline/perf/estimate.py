@@ -228,7 +228,9 @@ def _communication_s(
 
 
 def _collective(machine: Machine, operation: str, plan: Plan) -> CollectiveCost:
-    cost = machine.collective(operation, plan.mesh.data, collectives=plan.collectives)
+    cost = machine.collective(
+        operation, plan.mesh.data, collectives=plan.collectives, hosts=plan.nodes
+    )
     if cost is None:
         library = "" if plan.collectives == "torch" else f" by {plan.collectives}"
         raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.core.collective_costs import costs_of
 from paceline.core.machine import (
     CollectivePoint,
     FrameworkOverhead,
@@ -110,9 +111,9 @@ def scale_collectives(
 ) -> Machine:
     """Return the machine with the collectives of an operation taking `factor` times as long.
 
-    Those of the library that the plan uses.
+    Those from which the plan's collectives are predicted.
     """
-    is_ours = plan.collectives == "paceline"
+    used = costs_of(machine.collectives, operation, plan.collectives, plan.nodes)
     costs = tuple(
         dataclasses.replace(
             cost,
@@ -121,7 +122,7 @@ def scale_collectives(
                 for point in cost.points
             ),
         )
-        if cost.operation == operation and (cost.backend == "paceline") == is_ours
+        if cost in used
         else cost
         for cost in machine.collectives
     )

@@ -26,6 +26,10 @@ SIZES_BYTES = (4, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 LARGE_BYTES = 4 << 20  # beyond, half as many calls
 CALLS = 16  # all ranks must make the same number of calls: no budget of time decides
 
+# torch 2.13 has new names, and warns of the old ones.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Library:
@@ -61,11 +65,10 @@ def measure_collectives(
     """
     costs = []
     for name in operations:
-        operation, per_rank = OPERATIONS[name]
-        figures = [_seconds(operation, size, library.group, quick=quick) for size in SIZES_BYTES]
+        figures = [_seconds(name, size, library.group, quick=quick) for size in SIZES_BYTES]
         ranks = dist.get_world_size(library.group)
         # More bytes never take less time: what looks so is noise.
-        seconds = np.maximum.accumulate(np.asarray(figures), axis=0) / (ranks if per_rank else 1)
+        seconds = np.maximum.accumulate(np.asarray(figures), axis=0) / calls_per_run(name, ranks)
         costs.append(
             CollectiveCost(
                 backend=library.backend,
@@ -81,51 +84,78 @@ def measure_collectives(
     return tuple(costs)
 
 
-def _seconds(
-    operation: Callable[[torch.Tensor, Any], object], size_bytes: int, group: Any, *, quick: bool
-) -> list[float]:
+def _seconds(name: str, size_bytes: int, group: Any, *, quick: bool) -> list[float]:
     calls = CALLS // 2 if quick else CALLS
     if size_bytes > LARGE_BYTES:
         calls = max(ROUNDS, calls // 2)
     data = torch.zeros(size_bytes // 4)
     dist.barrier()
-    operation(data, group)
+    run_operation(name, data, group)
     samples = []
     for _ in range(calls):
         begin = time.perf_counter()
-        operation(data, group)
+        run_operation(name, data, group)
         samples.append(time.perf_counter() - begin)
     return typical_by_round(samples)
 
 
-def _all_reduce(data: torch.Tensor, group: Any) -> None:
-    dist.all_reduce(data, group=group)
+def run_operation(name: str, data: torch.Tensor, group: Any) -> Any:
+    """Run an operation between the ranks of a group; return its work, which is over.
+
+    One with a root runs from each of `roots` in turn: with one root alone, it would run ahead of
+    the other ranks.
+    """
+    operation, has_root = OPERATIONS[name]
+    work = None
+    for root in roots(dist.get_world_size(group)) if has_root else range(1):
+        work = operation(data, group, root)
+        work.wait()
+    return work
 
 
-def _broadcast(data: torch.Tensor, group: Any) -> None:
-    # From each rank in turn: with one root alone it would run ahead of the other ranks.
-    for root in range(dist.get_world_size(group)):
-        dist.broadcast(data, root, group=group)
+def roots(ranks: int) -> range:
+    """Return the ranks from which an operation with a root is measured: at most 7, evenly spread.
+
+    >>> list(roots(3)), list(roots(64))
+    ([0, 1, 2], [0, 16, 32, 48])
+    """
+    return range(0, ranks, max(1, ranks // 4))
 
 
-def _reduce(data: torch.Tensor, group: Any) -> None:
-    for root in range(dist.get_world_size(group)):
-        dist.reduce(data, root, group=group)
+def calls_per_run(name: str, ranks: int) -> int:
+    """Return how many calls `run_operation` makes."""
+    return len(roots(ranks)) if OPERATIONS[name][1] else 1
 
 
-def _reduce_scatter(data: torch.Tensor, group: Any) -> None:
+def _all_reduce(data: torch.Tensor, group: Any, root: int) -> Any:
+    del root
+    return dist.all_reduce(data, group=group, async_op=True)
+
+
+def _broadcast(data: torch.Tensor, group: Any, root: int) -> Any:
+    return dist.broadcast(data, root, group=group, async_op=True)
+
+
+def _reduce(data: torch.Tensor, group: Any, root: int) -> Any:
+    return dist.reduce(data, root, group=group, async_op=True)
+
+
+def _reduce_scatter(data: torch.Tensor, group: Any, root: int) -> Any:
+    del root
     ranks = dist.get_world_size(group)
     whole = data.new_zeros(max(1, data.numel() // ranks) * ranks)
-    dist.reduce_scatter_tensor(whole.new_empty(whole.numel() // ranks), whole, group=group)
+    part = whole.new_empty(whole.numel() // ranks)
+    return _REDUCE_SCATTER(part, whole, group=group, async_op=True)
 
 
-def _all_gather(data: torch.Tensor, group: Any) -> None:
+def _all_gather(data: torch.Tensor, group: Any, root: int) -> Any:
+    del root
     gathered = data.new_empty(data.numel() * dist.get_world_size(group))
-    dist.all_gather_into_tensor(gathered, data, group=group)
+    return _ALL_GATHER(gathered, data, group=group, async_op=True)
 
 
-# Of each operation its call, and whether it is called once with each rank as the root.
-OPERATIONS: dict[str, tuple[Callable[[torch.Tensor, Any], object], bool]] = {
+# Of each operation its call, which returns a work, and whether it has a root.
+OPERATIONS: dict[str, tuple[Callable[[torch.Tensor, Any, int], Any], bool]] = {
     "all_reduce": (_all_reduce, False),
     "broadcast": (_broadcast, True),
     "reduce": (_reduce, True),

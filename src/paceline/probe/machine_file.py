@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import socket
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
-from paceline.core.config import cache_folder
 from paceline.core.errors import ConfigError, NotFound, StorageError
-from paceline.core.file_kind import FileKind, refuse_other_kind
-from paceline.core.files import read_text
 from paceline.core.machine import Device, Machine, Quantity
+from paceline.core.machine_file import machine_path, read_machine
 from paceline.probe import node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-
-def machine_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where this host's probed machine lies; nodes that share a home have a file each."""
-    return cache_folder(environ) / f"machine-{socket.gethostname()}.json"
 
 
 def load_machine(path: Path | None = None) -> Machine:
@@ -39,14 +29,7 @@ def load_machine(path: Path | None = None) -> Machine:
             why="predictions start from measured rates",
             fix=f"Run `paceline probe{f' --out {path}' if path else ''}`",
         )
-    return _read(chosen)
-
-
-def _read(path: Path) -> Machine:
-    text, where = read_text(path), str(path)
-    with contextlib.suppress(json.JSONDecodeError):  # Machine says where it is wrong
-        refuse_other_kind(json.loads(text), FileKind.MACHINE, where)
-    return Machine.from_text(text, where=where)
+    return read_machine(chosen)
 
 
 def known_machine(path: Path | None) -> Machine:
@@ -59,12 +42,12 @@ def known_machine(path: Path | None) -> Machine:
         NotFound, StorageError, ConfigError: there is no machine at `path`.
     """
     if path is not None:
-        return _read(path)
+        return read_machine(path)
     missing = (
         "not probed: run `paceline probe` to measure it; cores and memory are what the kernel says"
     )
     try:
-        return _read(machine_path())
+        return read_machine(machine_path())
     except NotFound:
         pass
     except (ConfigError, StorageError) as problem:

@@ -261,7 +261,7 @@ def with_collectives(machine: Machine, costs: Sequence[CollectiveCost]) -> Machi
     """Return the machine with these costs in place of those of the same kind and ranks."""
 
     def key(cost: CollectiveCost) -> tuple[object, ...]:
-        return cost.backend, cost.operation, cost.algorithm, cost.ranks, cost.level
+        return cost.backend, cost.operation, cost.algorithm, cost.ranks, cost.hosts, cost.level
 
     by_key = {key(cost): cost for cost in (*machine.collectives, *costs)}
     return dataclasses.replace(machine, collectives=tuple(by_key.values()))
@@ -294,7 +294,8 @@ def summary(machine: Machine) -> list[str]:
         for link in machine.links
     ]
     lines += [
-        f"{cost.backend} {cost.operation} between {cost.ranks} ranks: "
+        f"{' '.join(filter(None, (cost.backend, cost.operation, cost.algorithm)))} between "
+        f"{cost.ranks} ranks{f' on {cost.hosts} hosts' if cost.hosts > 1 else ''}: "
         f"{cost.points[0].seconds.value * 1e6:.1f} us, "
         f"{cost.points[-1].bytes / cost.points[-1].seconds.value / 1e9:.2f} GB/s"
         for cost in machine.collectives

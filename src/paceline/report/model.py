@@ -282,7 +282,10 @@ def modelled_s(
     """
     if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
         return None
-    cost = machine.collective(traffic.operation, traffic.ranks, collectives=collectives)
+    hosts = 2 if traffic.path == "two levels" else 1  # the trace does not say how many
+    cost = machine.collective(
+        traffic.operation, traffic.ranks, collectives=collectives, hosts=hosts
+    )
     if cost is None:
         return None
     if traffic.operation == "all_reduce":

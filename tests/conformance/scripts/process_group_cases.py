@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import threading
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -410,6 +411,70 @@ def case_messages_pass_collectives_that_are_under_way():
     elif RANK == 1:
         dist.recv(torch.empty(1000), 0)
     work.wait()
+
+
+def case_large_messages_move_while_their_ranks_are_in_a_collective():
+    following, before = (RANK + 1) % RANKS, (RANK - 1) % RANKS
+    receive = dist.irecv(received := torch.empty(1_000_000), before)
+    if RANK % 2:  # the others send only after the collective
+        dist.isend(values(RANK, 1_000_000), following).wait()
+    dist.barrier()
+    if not RANK % 2:
+        dist.isend(values(RANK, 1_000_000), following).wait()
+    receive.wait()
+    same(received, values(before, 1_000_000))
+
+
+def case_a_later_receive_ends_before_an_earlier_one_of_another_tag():
+    if RANK == 0:
+        early, late = torch.empty(8), torch.empty(8)
+        waiting = dist.irecv(late, 1, tag=1)
+        dist.recv(early, 1, tag=2)
+        same(early, values(1, 8))
+        assert not waiting.is_completed()
+        dist.send(early, 1, tag=3)
+        waiting.wait()
+        same(late, values(1, 8) * 2)
+    elif RANK == 1:
+        dist.send(values(1, 8), 0, tag=2)
+        dist.recv(torch.empty(8), 0, tag=3)
+        dist.send(values(1, 8) * 2, 0, tag=1)
+
+
+def case_messages_are_seen_to_end_without_a_wait__beyond_gloo():
+    count = 300_000
+    if RANK == 0:
+        works = [dist.irecv(torch.empty(count), rank) for rank in range(1, RANKS)]
+    else:
+        works = [dist.isend(values(RANK, count), 0)]
+    deadline = time.monotonic() + 60
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < deadline
+
+
+def case_many_messages_between_all_ranks():
+    peers = [rank for rank in range(RANKS) if rank != RANK]
+    received = {(peer, tag): torch.empty(500 * tag) for peer in peers for tag in range(40)}
+    works = [dist.isend(values(RANK, 500 * tag), peer, tag=tag) for peer, tag in received]
+    works += [dist.irecv(received[key], key[0], tag=key[1]) for key in reversed(received)]
+    for work in works:
+        work.wait()
+    for (peer, tag), tensor in received.items():
+        same(tensor, values(peer, 500 * tag))
+
+
+def case_messages_of_tensors_that_are_not_contiguous__beyond_gloo():
+    following, before = (RANK + 1) % RANKS, (RANK - 1) % RANKS
+    wide = torch.empty(300, 400)
+    receive = dist.irecv(wide.t(), before)
+    send = dist.isend(values(RANK, 120_000).reshape(300, 400).t(), following)
+    receive.wait()
+    send.wait()
+    same(wide, values(before, 120_000).reshape(300, 400))
+    receive = dist.irecv(row := torch.empty(100_000), before)
+    dist.isend(torch.ones(1).expand(100_000), following).wait()  # nothing can be written to it
+    receive.wait()
+    same(row, torch.ones(100_000))
 
 
 def case_lists_of_objects_as_messages():

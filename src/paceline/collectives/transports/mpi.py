@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.core.clock import Clock
 
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as problem:  # RuntimeError: it finds no MPI library
     raise Missing(
         "mpi4py cannot be loaded",
@@ -70,7 +70,7 @@ class MpiTransport:
                 request = self._communicator.Isend(_as_bytes(array), peer, self._tag)
                 started.append(_Started(request, peer, "receive", array))
             for request, peer, verb, _ in started:
-                if not self._wait(request, deadline_s):
+                if not has_ended(request, deadline_s, self._clock, self._never):
                     raise DeadlineExceeded(
                         f"rank {peer} did not {verb} within {timeout_s:.3g} s",
                         where=f"rank {self.rank}",
@@ -82,19 +82,6 @@ class MpiTransport:
         except MPI.Exception as problem:
             self._abandon(started)
             raise self._translated(problem, peer) from problem
-
-    def _wait(self, request: MPI.Request, deadline_s: float) -> bool:
-        """Return whether the request ended before the deadline."""
-        for _ in range(EAGER_POLLS):
-            if request.Test():
-                return True
-        pause_s = FIRST_PAUSE_S
-        while not request.Test():
-            if self._clock.now_s() >= deadline_s:
-                return False
-            self._clock.wait(self._never, pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
-        return True
 
     def _translated(self, problem: MPI.Exception, peer: int) -> PacelineError:
         where, why = f"rank {self.rank}", problem.Get_error_string()
@@ -118,6 +105,27 @@ class MpiTransport:
             if verb == "send" and not request.Test():
                 request.Cancel()
         self._abandoned += started
+
+
+def has_ended(request: MPI.Request, deadline_s: float, clock: Clock, stop: threading.Event) -> bool:
+    """Poll a request until it has ended; return false if the deadline, or `stop`, came first.
+
+    Args:
+        request: of MPI.
+        deadline_s: by `clock`.
+        clock: for the deadline and the pauses.
+        stop: ends the wait when it is set.
+    """
+    for _ in range(EAGER_POLLS):
+        if request.Test():
+            return True
+    pause_s = FIRST_PAUSE_S
+    while not request.Test():
+        if stop.is_set() or clock.now_s() >= deadline_s:
+            return False
+        clock.wait(stop, pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+    return True
 
 
 class _Started(NamedTuple):

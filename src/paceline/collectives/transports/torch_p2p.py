@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineExceeded, RankLost, UsageError
+from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ class TorchTransport:
         try:
             works = dist.batch_isend_irecv([self._operation(*message) for message in messages])
         except RuntimeError as problem:
-            raise _translated(problem, self.rank, "cannot start to communicate") from problem
+            raise lost_rank(problem, self.rank, "cannot start to communicate") from problem
         if len(works) < len(waits):  # a backend that makes one work of the batch
             waits = [", ".join(waits)]
         for work, wait in zip(works, waits, strict=True):
@@ -71,18 +71,22 @@ class TorchTransport:
             except RuntimeError as problem:
                 # A late message may still be written to its array: never free that memory.
                 self._abandoned += [works, messages]
-                raise _translated(
-                    problem, self.rank, f"{wait} within {timeout_s:.3g} s"
-                ) from problem
+                raise lost_rank(problem, self.rank, f"{wait} within {timeout_s:.3g} s") from problem
 
     def _operation(self, call: Any, peer: int, array: Any) -> dist.P2POp:
         tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
         return dist.P2POp(call, tensor, group=self._group, tag=self._tag, group_peer=peer)
 
 
-def _translated(problem: RuntimeError, rank: int, what: str) -> RankLost:
-    """Return torch's error as ours: gloo and NCCL name a timeout in words only."""
-    text = str(problem).splitlines()[0]
+def lost_rank(problem: RuntimeError, rank: int, what: str) -> RankLost:
+    """Return torch's error as ours: gloo and NCCL name a timeout in words only.
+
+    Args:
+        problem: what torch raised.
+        rank: that it was raised on.
+        what: what failed; names the ranks that `rank` waited for.
+    """
+    text = first_line(problem)
     late = "timed out" in text.lower() or "timeout" in text.lower()
     return (DeadlineExceeded if late else RankLost)(
         what,

@@ -74,11 +74,12 @@ def _machine(report: Report) -> str:
     ]
     rows += [
         [
-            f"{cost.backend} {cost.operation}",
+            " ".join(filter(None, (cost.backend, cost.operation, cost.algorithm))),
             f"{format_seconds(cost.points[0].seconds.value)} to "
             f"{format_seconds(cost.points[-1].seconds.value)} for "
             f"{format_bytes(cost.points[-1].bytes)}",
-            f"{cost.ranks} ranks, {cost.points[0].seconds.source}",
+            f"{cost.ranks} ranks{f' on {cost.hosts} hosts' if cost.hosts > 1 else ''}, "
+            f"{cost.points[0].seconds.source}",
         ]
         for cost in machine.collectives
     ]

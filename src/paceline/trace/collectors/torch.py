@@ -79,6 +79,10 @@ class TorchCollector:
             self.python_groups.see_groups,
             self.collectives.collectives,
         )
+        if Capability.WORKS in self.available:
+            on_import(
+                "paceline.collectives.works", self.collectives.see_works, self.collectives.waits
+            )
         if Capability.DYNAMO_FRAMES in self.available:
             hidden = RecordedKind(Capability.DYNAMO_FRAMES.value)
             hidden.attempt(internals.hide_from_dynamo, __package__)

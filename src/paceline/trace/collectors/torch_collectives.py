@@ -25,6 +25,7 @@ from paceline.trace.format.events import COMPLETION_UNKNOWN, RECV, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from paceline.trace.collectors.hook_registry import HookRegistry
     from paceline.trace.collectors.torch_hooks import Arguments, Keywords
@@ -45,6 +46,7 @@ class CollectiveRecorder:
             Capability.DISPATCHER.value, when_stopped=in_flight.forget_all
         )
         self.waits = RecordedKind(Capability.WORKS.value)
+        self._waits = False  # whether the main thread waits for a work
 
     def install(self) -> None:
         """Put kernels on the dispatcher's autograd keys, and see waits."""
@@ -59,7 +61,7 @@ class CollectiveRecorder:
             functional["wait_tensor"] = self._wait_tensor_kernel(wait)
         self._install_kernels("_c10d_functional", functional)
         if Capability.WORKS in self.available:
-            self._wrap_wait()
+            self._see_waits(internals.c10d().Work)
         if Capability.BUFFER_BROADCAST in self.available:
             self._wrap_broadcast_coalesced()
 
@@ -198,17 +200,26 @@ class CollectiveRecorder:
         internals.calls_the_script(wait)
         return around(wait, self.waits, before, after)
 
-    def _wrap_wait(self) -> None:
-        work_class = internals.c10d().Work
+    def see_works(self, module: ModuleType) -> None:
+        """See the waits for works whose classes a module writes in Python."""
+        base = internals.c10d().Work
+        for cls in list(vars(module).values()):
+            is_work = isinstance(cls, type) and issubclass(cls, base) and cls is not base
+            # A call that ran in its caller is recorded as the wait that it is.
+            if is_work and "wait" in vars(cls) and getattr(cls, "ran_inline", None) is not True:
+                self._see_waits(cls)
 
+    def _see_waits(self, work_class: Any) -> None:
         def before(args: Arguments, _kwargs: Keywords) -> tuple[Issued | None, int] | None:
-            if threading.get_ident() != self.in_flight.loop.main_thread:
-                return None
+            if self._waits or threading.get_ident() != self.in_flight.loop.main_thread:
+                return None  # part of a wait for several works, or not the loop that waits
+            self._waits = True
             return self.in_flight.works.get(id(args[0])), self.recorder.begin(int(Kind.WAIT))
 
         def after(
             state: tuple[Issued | None, int], _result: Any, args: Arguments, _kwargs: Keywords
         ) -> None:
+            self._waits = False
             issued, begin_ns = state
             self.in_flight.record_wait(issued, begin_ns)
             if issued is not None:
