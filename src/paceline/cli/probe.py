@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-@click.command(epilog="Example: paceline probe --out machine.json")
+    from paceline.core.machine import Machine
+
+_OF_JOB = "job"
+
+
+@click.command(
+    epilog="""\b
+Example: paceline probe --out machine.json
+  4 ranks of this host:    paceline probe --collectives 4
+  between hosts of a job:  srun paceline probe --collectives
+"""
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -22,8 +36,11 @@ import click
 @click.option(
     "--collectives",
     "collective_ranks",
-    metavar="RANKS",
-    help="Measure collectives of so many ranks only (as 2,4), and add them to the machine file.",
+    metavar="[RANKS]",
+    is_flag=False,
+    flag_value=_OF_JOB,
+    help="Measure collectives only, and add them to the machine file: of so many ranks of this "
+    "host (as 2,4), or without RANKS between the hosts of the job whose rank this process is.",
 )
 @click.option("--quick", is_flag=True, help="Rougher, in about a third of the time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON on stdout.")
@@ -38,17 +55,24 @@ def probe(
     """
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text, prepare_file
-    from paceline.probe.machine_file import load_machine, machine_path
+    from paceline.core.machine_file import machine_path
+    from paceline.probe.machine_file import load_machine
     from paceline.probe.measure import measure, measure_collectives, summary, with_collectives
 
     path = out or machine_path()
-    if out is None:
-        prepare_file(path)  # rather than after 20 seconds of measuring
-    else:
-        prepare_output(out, FileKind.MACHINE)
-    if collective_ranks is None:
+
+    def prepare() -> None:  # rather than after 20 seconds of measuring
+        prepare_output(path, FileKind.MACHINE) if out else prepare_file(path)
+
+    if collective_ranks == _OF_JOB:
+        machine = _probe_job(path, prepare, quick=quick)
+        if machine is None:  # rank 0 writes
+            return
+    elif collective_ranks is None:
+        prepare()
         machine = measure(folder, quick=quick, on_progress=_progress)
     else:
+        prepare()
         counts = _rank_counts(collective_ranks)
         known = load_machine(out if out is not None and out.exists() else None)
         costs = measure_collectives(counts, quick=quick, on_progress=_progress)
@@ -60,6 +84,30 @@ def probe(
         return
     for line in summary(machine):
         click.echo(line)
+
+
+def _probe_job(path: Path, prepare: Callable[[], None], *, quick: bool) -> Machine | None:
+    """Return rank 0's machine with costs between the job's hosts; None on other ranks."""
+    from paceline.cli.job import find_job
+    from paceline.core.config import environment
+    from paceline.core.errors import Missing
+    from paceline.probe.machine_file import known_machine
+    from paceline.probe.measure import with_collectives
+
+    place = find_job(environment())
+    try:
+        from paceline.probe.between_hosts import measure_between_hosts
+    except ImportError as problem:
+        raise Missing("torch is not installed", fix="pip install 'paceline[torch]'") from problem
+
+    def read() -> Machine:
+        prepare()
+        return known_machine(path if path.exists() else None)
+
+    known, costs = measure_between_hosts(
+        place, read, quick=quick, on_progress=_progress if place.rank == 0 else lambda text: None
+    )
+    return with_collectives(known, costs) if known else None
 
 
 def _rank_counts(text: str) -> tuple[int, ...]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from paceline.core.plan import CollectivesChoice
 
 
 @click.command(
@@ -22,12 +26,19 @@ Example: paceline record -- torchrun --nproc-per-node 2 train.py
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder.",
 )
+@click.option(
+    "--collectives",
+    type=click.Choice(["torch", "paceline"]),
+    default="torch",
+    help="Backend of the ranks' collectives, as for paceline run [default: torch].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("--dry-run", is_flag=True, help="Print the run's folder; start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def record(
     out: Path | None,
     machine: Path | None,
+    collectives: CollectivesChoice,
     as_json: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -52,7 +63,7 @@ def record(
     from paceline.probe.machine_file import known_machine
 
     clock = SystemClock()
-    job = prepare_command(command, out, clock)
+    job = prepare_command(command, out, clock, collectives=collectives)
     described = known_machine(machine)
     job = job if dry_run else claim_command_folder(job)
     click.echo(f"paceline record: writing {job.run_folder}", err=True)

@@ -59,7 +59,7 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
-    "the plan.",
+    "the plan; collectives paceline choose by its table between hosts.",
 )
 @click.option(
     "--plan",
@@ -136,7 +136,7 @@ def run(
     resolved = resolve(RunConfig, flags=flags)
     program = find_program(script, is_module=module)
     plan = load_plan_file(plan_path) if plan_path is not None else None
-    job = prepare(program, args, resolved, out, clock, plan=plan)
+    job = prepare(program, args, resolved, out, clock, plan=plan, machine=machine)
     warn(job.warnings)
     described = known_machine(machine)
     if plan is not None and plan.estimate is not None:

@@ -43,6 +43,7 @@ class Job:
         task: this launcher's place among several tasks; None if it starts all ranks.
         warnings: lines to print before the start.
         plan: the plan that the run follows; None without one.
+        machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
     """
 
@@ -54,6 +55,7 @@ class Job:
     task: TaskPlacement | None
     warnings: tuple[str, ...]
     plan: PlanFile | None = None
+    machine: Path | None = None
     is_default_name: bool = False
 
     @property
@@ -113,6 +115,7 @@ def prepare(
     clock: Clock,
     *,
     plan: PlanFile | None = None,
+    machine: Path | None = None,
 ) -> Job:
     """Check a run before anything is written or started.
 
@@ -124,6 +127,7 @@ def prepare(
         clock: gives the time for the name of that folder.
         plan: gives ranks, threads, bucket sizes, allocator and collectives; None leaves them to
             `resolved`.
+        machine: the machine file that the user named.
 
     Raises:
         DestinationExists: the folder is there and not empty.
@@ -163,6 +167,7 @@ def prepare(
         task=task,
         warnings=warnings,
         plan=plan,
+        machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
     )
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.collectives import registration
 from paceline.core.config import environment
 from paceline.core.errors import RankLost, ScriptFailed
 from paceline.core.files import commit_text
+from paceline.core.plan import CollectivesChoice
 from paceline.core.processes import (
     StopRequested,
     become_reaper,
@@ -61,20 +63,29 @@ class RecordedCommand:
         command: program and arguments.
         run_folder: the folder that the run writes.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+        collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
     """
 
     command: tuple[str, ...]
     run_folder: Path
     is_default_name: bool
+    collectives: CollectivesChoice = "torch"
 
 
-def prepare_command(command: Sequence[str], run: Path | None, clock: Clock) -> RecordedCommand:
+def prepare_command(
+    command: Sequence[str],
+    run: Path | None,
+    clock: Clock,
+    *,
+    collectives: CollectivesChoice = "torch",
+) -> RecordedCommand:
     """Check a command before anything is written or started.
 
     Args:
         command: program and arguments.
         run: the folder to write; None chooses one under ``paceline-runs``.
         clock: gives the time for the name of that folder.
+        collectives: the backend of the ranks' collectives, as for `paceline run`.
 
     Raises:
         NotFound: there is no such program.
@@ -84,7 +95,12 @@ def prepare_command(command: Sequence[str], run: Path | None, clock: Clock) -> R
     folder = run or default_folder(_stem(command), None, clock)
     check_recordable(command, folder)
     refuse_taken(folder, 0)
-    return RecordedCommand(command=tuple(command), run_folder=folder, is_default_name=run is None)
+    return RecordedCommand(
+        command=tuple(command),
+        run_folder=folder,
+        is_default_name=run is None,
+        collectives=collectives,
+    )
 
 
 def claim_command_folder(job: RecordedCommand) -> RecordedCommand:
@@ -116,6 +132,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         args=list(job.command[1:]),
         world_size=None,  # known at the end: in result.json
         threads=None,
+        collectives=job.collectives,
         launcher=this_launcher(),
     )
     exits = _run(job, clock)
@@ -147,7 +164,8 @@ def _run(job: RecordedCommand, clock: Clock) -> tuple[RankExit, ...]:
     before = frozenset(descendants(os.getpid()))
     become_reaper()
     command = [sys.executable, "-m", "paceline.launch.guard", str(os.getpid()), *job.command]
-    environ = {**environment(), **child_environment(job.run_folder)}
+    replaced = registration.variables(job.collectives)
+    environ = {**environment(), **child_environment(job.run_folder), **replaced}
     local = LocalRanks(clock, stop_signal=STOP_SIGNAL)
     try:
         with ended_on_signal(clock):

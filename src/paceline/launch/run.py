@@ -18,6 +18,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.collectives import registration
 from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, Interrupted
@@ -231,7 +232,12 @@ class _Starter:
     def _extra(self) -> dict[str, str]:
         # A rank's stdout is a pipe when its lines are tagged: Python would keep them for long.
         unbuffered = {"PYTHONUNBUFFERED": "1"} if self.local.output else {}
-        return {**self.job.allocator.variables, **unbuffered}  # settings of glibc's malloc
+        # The worker replaces gloo by itself: this is for what it starts, and for other programs.
+        replaced = registration.variables(self.job.collectives)
+        machine = self.job.machine  # has the table of collectives between hosts
+        table = {"PACELINE_COLLECTIVES__MACHINE": str(machine)} if machine else {}
+        # The allocator's variables are settings of glibc's malloc.
+        return {**self.job.allocator.variables, **unbuffered, **replaced, **table}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:
