@@ -8,7 +8,8 @@ iproute2; what it sets up it takes down.
     flat       gloo, which knows no hosts
     two-level  shared memory inside a host, gloo between the ranks that hold the same shard
     bfloat16   the same, with half the bytes of a float32 tensor on the wire
-    chosen     what the backend does by itself: flat below its crossover, else two-level
+    chosen     what the backend does by itself with a table that `paceline probe --collectives`
+               measured just before, on the same ranks
 
 All forms take turns in one job, several calls at a turn (the ranks leave the barrier before it at
 different times, which must not count with every call). A turn counts with its slowest rank, a row
@@ -43,7 +44,7 @@ PREFIX = f"pl{os.getpid() % 10000}"  # of namespaces and devices: a device's nam
 SETTINGS = {
     "two-level": {"FLAT_BELOW_BYTES": "0"},
     "bfloat16": {"FLAT_BELOW_BYTES": "0", "WIRE": "bfloat16"},
-    "chosen": {},
+    "chosen": {"MACHINE": "machine.json"},  # in the job's folder
 }
 GAINS = {2: (1.4, 2.5), 4: (1.1, 2.0)}  # hosts -> least gain over flat: two-level, bfloat16
 
@@ -147,33 +148,51 @@ def inside(host):
 def run_job(hosts, quick):
     """Run all ranks; return the seconds of each call, {size: {form: [seconds]}}."""
     with tempfile.TemporaryDirectory() as folder:
+        mode = ["quick" if quick else "full"]
+        run_hosts(hosts, folder, "probe", *mode)
+        run_hosts(hosts, folder, "times", *mode)
         out = Path(folder) / "times.json"
-        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        command += [sys.executable, __file__, "--host"]
-        own = [str(hosts), "quick" if quick else "full", str(out)]
-        started = [
-            subprocess.Popen([*inside(host), *command, str(host), *own]) for host in range(hosts)
-        ]
-        codes = [process.wait(timeout=1200) for process in started]
-        if any(codes):
-            sys.exit(f"hosts ended with {codes}")
         return {int(size): forms for size, forms in json.loads(out.read_text()).items()}
 
 
-def run_host(host, *own):
-    """Start the ranks of an emulated host, and wait for them."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+def run_hosts(hosts, folder, *own):
+    """Run something on all ranks of all emulated hosts, in a folder."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command += [sys.executable, str(Path(__file__).resolve()), "--host"]
     started = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", str(int(host) * HOST_RANKS + number), *own],
-            env=environ,
-        )
-        for number in range(HOST_RANKS)
+        subprocess.Popen([*inside(host), *command, str(host), str(hosts), *own], cwd=folder)
+        for host in range(hosts)
     ]
+    codes = [process.wait(timeout=1200) for process in started]
+    if any(codes):
+        sys.exit(f"{own[0]}: hosts ended with {codes}")
+
+
+def run_host(host, hosts, what, mode):
+    """Start the ranks of an emulated host, and wait for them."""
+    if what == "probe":
+        options = ["--quick"] * (mode == "quick") + ["--out", SETTINGS["chosen"]["MACHINE"]]
+        command = [sys.executable, "-m", "paceline", "probe", "--collectives", *options]
+    else:
+        command = [sys.executable, __file__, "--rank"]
+    started = []
+    for rank in range(int(host) * HOST_RANKS, (int(host) + 1) * HOST_RANKS):
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(int(hosts) * HOST_RANKS),
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": "29556",
+        }
+        own = [] if what == "probe" else [str(rank), hosts, mode]
+        # The probe's table on stdout is not the benchmark's report.
+        started.append(subprocess.Popen([*command, *own], env=environ, stdout=sys.stderr))
     return max(process.wait() for process in started)
 
 
-def run_rank(rank, hosts, mode, out):
+def run_rank(rank, hosts, mode):
     """Time all forms at all sizes as one rank; rank 0 writes the times."""
     import torch
     import torch.distributed as dist
@@ -199,7 +218,7 @@ def run_rank(rank, hosts, mode, out):
         if rank == 0:
             tell(f"{hosts} hosts, {size} bytes")
     if rank == 0:
-        Path(out).write_text(json.dumps(times))
+        Path("times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
     return 0
 
