@@ -1,0 +1,146 @@
+"""What a scheduler is told, and what it asks for: events in, actions out.
+
+    executor or simulator  --events-->  decide(policy, state, events)  --actions-->  the same
+
+Events of one instant are passed together, so that a policy sees all of a batch of submissions
+before it places the first. Actions are carried out in their order: the devices of a job that is
+preempted may be given to the next action's job. An executor waits until they are free in fact, and
+reports with `Started` when the job began.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.record import Record
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+from paceline.scheduler.job import Job
+from paceline.scheduler.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted(Record):
+    """A job was submitted."""
+
+    at_s: float
+    job: Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started(Record):
+    """A job that was placed makes progress from now on: only then do its rates count."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended(Record):
+    """A running job came to its end, well or by its own error."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped(Record):
+    """A running job stopped although nobody asked it to, and can be started anew.
+
+    Attributes:
+        work_done: what its last checkpoint holds; None if that is not known.
+        reason: in words, for example ``its node was lost``.
+    """
+
+    at_s: float
+    name: str
+    work_done: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cancelled(Record):
+    """A job's user withdrew it; if it ran, it has ended."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured(Record):
+    """A running job reported its progress.
+
+    Attributes:
+        work_done: units of work since the job's begin.
+        rate: units of work per second at present; None if it was not measured.
+    """
+
+    at_s: float
+    name: str
+    work_done: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLost(Record):
+    """A node failed: `Stopped` events of its jobs come at the same instant, before this one."""
+
+    at_s: float
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeBack(Record):
+    """A lost node can be used again."""
+
+    at_s: float
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timer(Record):
+    """The moment came at which the policy wanted to be asked."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start(Record):
+    """Run a waiting job on these devices.
+
+    Attributes:
+        reason: in words.
+        rejected: the best alternative that was not chosen, in words; empty if there was none.
+    """
+
+    name: str
+    placement: Placement
+    reason: str = ""
+    rejected: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preempt(Record):
+    """Stop a running job at a checkpoint; it waits again."""
+
+    name: str
+    reason: str = ""
+    rejected: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse(Record):
+    """Take a job out of the queue: it can never run here."""
+
+    name: str
+    reason: str = ""
+    rejected: str = ""
+
+
+Event: TypeAlias = (
+    Submitted | Started | Ended | Stopped | Cancelled | Measured | NodeLost | NodeBack | Timer
+)
+Action: TypeAlias = Start | Preempt | Refuse

@@ -1,0 +1,80 @@
+"""Where a job runs: the devices of each node, and how much of them it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.core.record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDevices(Record):
+    """Devices of one node, by index.
+
+    Attributes:
+        node: name of the node.
+        devices: indices from 0, ascending.
+    """
+
+    node: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement(Record):
+    """The devices of a job.
+
+    Jobs that share devices have placements with equal `parts`: a group of jobs shares all of its
+    devices or none, so that one slow neighbour slows all ranks of a job alike.
+
+    Attributes:
+        parts: nodes in the order of the job's ranks.
+        share: fraction of each device that the job may use: 1 if it has the devices to itself.
+            An executor limits a job to it where the device allows it (MPS, cgroup).
+    """
+
+    parts: tuple[NodeDevices, ...]
+    share: float = 1.0
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, over all nodes."""
+        return sum(len(part.devices) for part in self.parts)
+
+    def describe(self) -> str:
+        """Return the placement in short form, for example ``n0[0-3] n1[0,2]``."""
+        return " ".join(f"{part.node}[{_ranges(part.devices)}]" for part in self.parts)
+
+
+class Shape(NamedTuple):
+    """What the rate of a job depends on in a placement, whichever nodes they are.
+
+    Attributes:
+        device_type: of all devices.
+        per_node: number of devices on each node, descending.
+        level: of the worst link between two of them: 0 inside a node, 1 between nodes of one
+            switch, and so on.
+    """
+
+    device_type: str
+    per_node: tuple[int, ...]
+    level: int
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, over all nodes."""
+        return sum(self.per_node)
+
+
+def _ranges(indices: tuple[int, ...]) -> str:
+    """Return ascending indices as ranges: ``0-3,6``."""
+    texts: list[str] = []
+    first = last = indices[0]
+    for index in (*indices[1:], -1):
+        if index == last + 1:
+            last = index
+            continue
+        texts.append(str(first) if first == last else f"{first}-{last}")
+        first = last = index
+    return ",".join(texts)

@@ -1,0 +1,1 @@
+"""Policies: each module holds one, with its formula and source; `POLICIES` names them all."""

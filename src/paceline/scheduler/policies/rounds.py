@@ -1,0 +1,45 @@
+"""A policy that acts at fixed intervals only, as the simulators of published schedulers do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.scheduler.decide import Policy
+from paceline.scheduler.events import Timer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from paceline.scheduler.events import Action, Event
+    from paceline.scheduler.state.state import State
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Asks another policy at the multiples of an interval; devices that become free between idle.
+
+    Attributes:
+        policy: that decides.
+        round_s: the interval.
+    """
+
+    policy: Policy
+    round_s: float
+
+    @property
+    def name(self) -> str:
+        """Name of the other policy."""
+        return self.policy.name
+
+    def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
+        """Yield the other policy's actions if a round begins now."""
+        if state.now_s % self.round_s == 0 or any(isinstance(event, Timer) for event in events):
+            yield from self.policy.choose(state, events)
+
+    def wake_s(self, state: State) -> float | None:
+        """Return the begin of the next round, while there are jobs."""
+        if not state.waiting and not state.running:
+            return None
+        return (math.floor(state.now_s / self.round_s + 1e-9) + 1) * self.round_s

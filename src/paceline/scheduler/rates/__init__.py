@@ -1,0 +1,1 @@
+"""How fast jobs run: alone, on more devices, far apart, and beside neighbours."""

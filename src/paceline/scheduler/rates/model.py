@@ -1,0 +1,107 @@
+"""The rate model: alone(type) x scale(n) x topology(placement) x share(neighbours).
+
+    what is known of a profile                       used for
+    rates by device type and number of devices       the curve of the type; a measured number of
+                                                     devices of a rigid job as it is
+    ratio of the rate on spread devices, or          placements over several nodes
+      message size and links
+    a `Sharing`                                      neighbours
+
+Device types on which a profile was never measured cannot be chosen for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.scheduler.rates.curve import DEFAULT_PRIOR, Curve, Prior
+from paceline.scheduler.rates.sharing import NoSharing, Sharing
+from paceline.scheduler.rates.topology import Exchange, distance_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.scheduler.cluster import Level
+    from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured rates of a class of jobs.
+
+    Attributes:
+        alone: units of work per second by device type and number of devices, close together.
+        spread: the same for devices on more nodes than needed, as a share of `alone`, by device
+            type and number of devices.
+        exchange: what its ranks exchange, by device type; used where `spread` has no entry.
+        prior: shape of the curve of a type with one measured number of devices.
+    """
+
+    alone: Mapping[str, Mapping[int, float]]
+    spread: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    exchange: Mapping[str, Exchange] = field(default_factory=dict)
+    prior: Prior = DEFAULT_PRIOR
+
+
+class RateModel:
+    """Rates of jobs by their profiles; see the module.
+
+    A job whose profile is not known makes one unit of work per second on any device with as many
+    devices as it asked for, so that its work is its duration.
+    """
+
+    def __init__(
+        self,
+        profiles: Mapping[str, Profile],
+        sharing: Sharing | None = None,
+        levels: Sequence[Level] = (),
+    ) -> None:
+        self.profiles = profiles
+        self.sharing = sharing or NoSharing()
+        self.levels = tuple(levels)
+        self._cache: dict[tuple[str, Shape], float] = {}
+        self._curves: dict[tuple[str, str], Curve] = {}
+
+    def alone(self, job: Job, shape: Shape, work_done: float = 0.0) -> float:
+        """Return units of work per second with the devices for itself; see `Rates.alone`."""
+        profile = self.profiles.get(job.profile)
+        if profile is None:
+            return shape.devices / job.devices if job.elastic else 1.0
+        key = (job.profile, shape)
+        rate = self._cache.get(key)
+        if rate is None:
+            rate = self._cache[key] = self._rate(job.profile, profile, shape)
+        return rate
+
+    def kept(self, job: Job, neighbours: Sequence[Job], shape: Shape) -> float:
+        """Return the share of its rate that a job keeps; see `Rates.kept`."""
+        return self.sharing.kept(job, neighbours, shape)
+
+    def constant_until(self, job: Job, work_done: float) -> float:
+        """Return infinity: rates of profiles do not change with progress."""
+        return math.inf
+
+    def _rate(self, name: str, profile: Profile, shape: Shape) -> float:
+        measured = profile.alone.get(shape.device_type)
+        if not measured:
+            return 0.0
+        devices = shape.devices
+        rate = measured.get(devices)
+        if rate is None:
+            curve = self._curves.get((name, shape.device_type))
+            if curve is None:
+                curve = Curve(measured.items(), profile.prior)
+                self._curves[name, shape.device_type] = curve
+            rate = curve.rate(devices)
+        if shape.level:
+            ratio = profile.spread.get((shape.device_type, devices))
+            exchange = profile.exchange.get(shape.device_type)
+            if ratio is not None:
+                rate *= ratio
+            elif exchange is not None:
+                rate *= distance_factor(exchange, devices, shape.level, self.levels)
+        return rate

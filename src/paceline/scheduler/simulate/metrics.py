@@ -1,0 +1,168 @@
+"""Figures of a simulated or real queue, and what no scheduler could beat.
+
+completion time   end - submission of a job (JCT)
+makespan          last end - first submission
+rho               finish-time fairness: completion time / (time alone x N), N the mean number of
+                  jobs in the queue while the job was in it: a job that got an equal share of
+                  the cluster all the time has 1. K. Mahajan et al., Themis, NSDI 2020
+allocated         seconds x devices held / seconds x devices of the cluster until the makespan
+useful            seconds x devices that the work would take alone on the fastest type / the same
+lower bound       of the mean completion time: every job alone, at once, at its best;
+                  of the makespan: the longest such job
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import UsageError
+from paceline.core.record import Record
+from paceline.scheduler.placement import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from paceline.scheduler.cluster import Cluster
+    from paceline.scheduler.job import Job
+    from paceline.scheduler.rates.rates import Rates
+    from paceline.scheduler.simulate.engine import JobOutcome, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeWait(Record):
+    """How long jobs of one size waited before their first start."""
+
+    devices: int
+    jobs: int
+    mean_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics(Record):
+    """Figures of a queue; see the module for their definitions. Times in seconds."""
+
+    policy: str
+    jobs: int
+    refused: int
+    jct_mean_s: float
+    jct_p50_s: float
+    jct_p99_s: float
+    makespan_s: float
+    rho_worst: float
+    rho_p99: float
+    rho_above_1_1: float
+    allocated: float
+    useful: float
+    restarts: int
+    waits: tuple[SizeWait, ...]
+    jct_bound_s: float
+    makespan_bound_s: float
+
+
+def metrics(outcome: Outcome, rates: Rates) -> Metrics:
+    """Return the figures of a simulation.
+
+    Args:
+        outcome: of a run to the end.
+        rates: true rates.
+
+    Raises:
+        UsageError: no job ended.
+    """
+    ended = [job for job in outcome.jobs.values() if job.ended_s is not None]
+    if not ended:
+        raise UsageError("no job ended", fix="Look at the reasons for which jobs were refused")
+    submitted_s = np.array([job.job.submitted_s for job in ended])
+    ended_s = np.array([job.ended_s for job in ended], float)
+    jct_s = ended_s - submitted_s
+    alone_s = np.array([best_alone_s(job.job, outcome.cluster, rates) for job in ended])
+    makespan_s = float(ended_s.max() - submitted_s.min())
+    rho = jct_s / (alone_s * np.maximum(1.0, mean_jobs(submitted_s, ended_s)))
+    capacity_s = makespan_s * sum(outcome.cluster.device_counts().values())
+    devices = np.array([job.job.devices for job in ended])
+    return Metrics(
+        policy=outcome.policy,
+        jobs=len(ended),
+        refused=sum(bool(job.refused) for job in outcome.jobs.values()),
+        jct_mean_s=float(jct_s.mean()),
+        jct_p50_s=float(np.median(jct_s)),
+        jct_p99_s=float(np.quantile(jct_s, 0.99)),
+        makespan_s=makespan_s,
+        rho_worst=float(rho.max()),
+        rho_p99=float(np.quantile(rho, 0.99)),
+        rho_above_1_1=float((rho > 1.1).mean()),
+        allocated=sum(job.held_s for job in ended) / capacity_s,
+        useful=float(alone_s @ devices) / capacity_s,
+        restarts=sum(job.starts - 1 for job in ended),
+        waits=_waits(ended),
+        jct_bound_s=float(alone_s.mean()),
+        makespan_bound_s=float((submitted_s + alone_s).max() - submitted_s.min()),
+    )
+
+
+def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
+    """Return the seconds that a job takes alone, at its best type and number of devices."""
+    assert job.work is not None
+    low, high = job.limits
+    sizes = sorted({low, job.devices, high, *(1 << power for power in range(16))})
+    fastest = max(
+        rates.alone(job, shape)
+        for kind, count in cluster.device_counts().items()
+        if not job.device_types or kind in job.device_types
+        for size in sizes
+        if low <= size <= min(high, count)
+        for shape in [_close_together(cluster, kind, size)]
+    )
+    return job.work / fastest + job.start_s
+
+
+def mean_jobs(
+    submitted_s: NDArray[np.float64], ended_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return, for each job, the mean number of jobs in the queue while it was there.
+
+    Args:
+        submitted_s: of each job, shape (jobs,).
+        ended_s: of each job, shape (jobs,).
+    """
+    times = np.concatenate([submitted_s, ended_s])
+    steps = np.concatenate([np.ones(len(submitted_s)), -np.ones(len(ended_s))])
+    order = np.argsort(times, kind="stable")
+    times, count = times[order], np.cumsum(steps[order])
+    # The integral of the count, at each time; jobs x seconds between two times are its difference.
+    area = np.concatenate([[0.0], np.cumsum(count[:-1] * np.diff(times))])
+    inside = np.interp(ended_s, times, area) - np.interp(submitted_s, times, area)
+    mean: NDArray[np.float64] = inside / np.maximum(ended_s - submitted_s, 1e-12)
+    return mean
+
+
+def _close_together(cluster: Cluster, device_type: str, devices: int) -> Shape:
+    size = max(node.devices for node in cluster.nodes if node.device_type == device_type)
+    whole, rest = divmod(devices, size)
+    counts = (size,) * whole + ((rest,) if rest else ())
+    return Shape(device_type, counts, 0 if len(counts) == 1 else 1)
+
+
+def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:
+    by_size = sorted(ended, key=lambda job: job.job.devices)
+    rows = []
+    for devices, members in itertools.groupby(by_size, key=lambda job: job.job.devices):
+        waits_s = [
+            job.started_s - job.job.submitted_s for job in members if job.started_s is not None
+        ]
+        rows.append(
+            SizeWait(
+                devices=devices,
+                jobs=len(waits_s),
+                mean_s=float(np.mean(waits_s)),
+                p99_s=float(np.quantile(waits_s, 0.99)),
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,216 @@
+"""Which devices are free, and which to take: best fit by buddy cells of the topology.
+
+A node's devices are the bits of an integer. Nodes of one type are kept in buckets by their number
+of free devices, so that the node with the fewest that suffice is found without a search:
+
+    v100   bucket 0: n3        bucket 2: n1        bucket 8: n0 n2 n4
+           (full)                                  (whole nodes, also counted by switch)
+
+A job of up to one node's devices takes the tightest node, and in it an aligned block (devices 4-7
+rather than 3-6), so that pairs and quads with fast links stay whole for others. A wider job takes
+whole nodes below one switch, the switch with the fewest whole nodes that suffice; then below the
+next level; only then devices from wherever they are free.
+Source: H. Zhao et al., HiveD: Sharing a GPU Cluster for Deep Learning with Guarantees, OSDI 2020
+(cells by topology level, best fit); K. Knowlton, A Fast Storage Allocator, CACM 8(10), 1965.
+Cost: constant for jobs within a node, one pass over the switches for wider ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from paceline.scheduler.placement import NodeDevices, Shape
+
+if TYPE_CHECKING:
+    from paceline.scheduler.cluster import Cluster
+
+Parts: TypeAlias = tuple[tuple[int, int], ...]  # node index, bits of its devices; by node index
+
+
+class Inventory:
+    """The free devices of a cluster; knows nothing of jobs."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.nodes = cluster.nodes
+        self.index = {node.name: index for index, node in enumerate(cluster.nodes)}
+        self.free_bits = [0] * len(cluster.nodes)
+        self.free = dict.fromkeys(cluster.device_counts(), 0)
+        self.usable = dict.fromkeys(self.free, 0)
+        self.lost = set(range(len(cluster.nodes)))
+        self.largest_node = dict.fromkeys(self.free, 0)
+        for node in cluster.nodes:
+            size = max(self.largest_node[node.device_type], node.devices)
+            self.largest_node[node.device_type] = size
+        # Dicts serve as sets with an order, so that equal inputs give equal choices.
+        self._buckets: dict[str, list[dict[int, None]]] = {
+            kind: [{} for _ in range(size + 1)] for kind, size in self.largest_node.items()
+        }
+        depth = max(len(node.switches) for node in cluster.nodes)
+        self._depth = depth
+        self._whole: list[dict[str, dict[str, dict[int, None]]]] = [
+            {kind: {} for kind in self.free} for _ in range(depth)
+        ]
+        for index in range(len(cluster.nodes)):
+            self.restore(index)
+
+    def restore(self, index: int) -> None:
+        """Let a node's devices be used (again); all of them are free."""
+        node = self.nodes[index]
+        self.lost.discard(index)
+        self.usable[node.device_type] += node.devices
+        self._buckets[node.device_type][0][index] = None
+        self._set_free(index, (1 << node.devices) - 1)
+
+    def remove(self, index: int) -> None:
+        """Take a node out: all of its devices must be free."""
+        node = self.nodes[index]
+        assert self.free_bits[index] == (1 << node.devices) - 1, "jobs hold devices of this node"
+        self._set_free(index, 0)
+        del self._buckets[node.device_type][0][index]
+        self.usable[node.device_type] -= node.devices
+        self.lost.add(index)
+
+    def take(self, parts: Parts) -> None:
+        """Mark free devices as taken."""
+        for index, bits in parts:
+            assert self.free_bits[index] & bits == bits, "a device would be taken twice"
+            self._set_free(index, self.free_bits[index] & ~bits)
+
+    def give_back(self, parts: Parts) -> None:
+        """Mark taken devices as free."""
+        for index, bits in parts:
+            assert not self.free_bits[index] & bits, "a free device would be given back"
+            self._set_free(index, self.free_bits[index] | bits)
+
+    def find(self, device_type: str, count: int, *, max_level: int | None = None) -> Parts | None:
+        """Return free devices for a job, or None.
+
+        Args:
+            device_type: of all devices.
+            count: how many.
+            max_level: the highest level of a link between two of them, see `Shape.level`; None if
+                any will do.
+        """
+        if count > self.free.get(device_type, 0):
+            return None
+        size = self.largest_node[device_type]
+        if count <= size:
+            for bucket in self._buckets[device_type][count:]:
+                if bucket:
+                    index = next(iter(bucket))
+                    return ((index, _block(self.free_bits[index], count)),)
+        top = self._depth + 1 if max_level is None else max_level
+        if top < 1:
+            return None
+        return self._below_one_switch(device_type, count, top) or (
+            self._anywhere(device_type, count) if top > self._depth else None
+        )
+
+    def shape(self, parts: Parts) -> Shape:
+        """Return what the rate of a job on these devices depends on."""
+        counts = sorted((bits.bit_count() for _, bits in parts), reverse=True)
+        first = self.nodes[parts[0][0]]
+        return Shape(first.device_type, tuple(counts), self._level(parts))
+
+    def devices(self, parts: Parts) -> tuple[NodeDevices, ...]:
+        """Return the devices by name of their node."""
+        return tuple(
+            NodeDevices(node=self.nodes[index].name, devices=tuple(_bits(bits)))
+            for index, bits in parts
+        )
+
+    def parts(self, devices: tuple[NodeDevices, ...]) -> Parts:
+        """Return devices by index of their node; the opposite of `devices`."""
+        return tuple(
+            sorted((self.index[part.node], sum(1 << i for i in part.devices)) for part in devices)
+        )
+
+    def largest_free(self, device_type: str) -> int:
+        """Return the largest number of free devices on one node of a type."""
+        buckets = self._buckets.get(device_type, [])
+        return max((count for count, nodes in enumerate(buckets) if nodes), default=0)
+
+    def _level(self, parts: Parts) -> int:
+        if len(parts) == 1:
+            return 0
+        switches = [self.nodes[index].switches for index, _ in parts]
+        for level in range(min(map(len, switches))):
+            if len({path[level] for path in switches}) == 1:
+                return level + 1
+        return self._depth + 1 if self._depth else 1
+
+    def _below_one_switch(self, device_type: str, count: int, top: int) -> Parts | None:
+        """Return whole nodes, and a part of another one for the rest, below the fullest switch."""
+        size = self.largest_node[device_type]
+        wanted, rest = divmod(count, size)
+        for level in range(min(top, self._depth)):
+            fitting = [
+                nodes
+                for nodes in self._whole[level][device_type].values()
+                if len(nodes) >= wanted + bool(rest)
+            ]
+            if fitting:
+                nodes = min(fitting, key=len)
+                return self._whole_nodes(list(nodes), wanted, rest)
+        if not self._depth:
+            nodes = self._buckets[device_type][size]
+            if len(nodes) >= wanted + bool(rest):
+                return self._whole_nodes(list(nodes), wanted, rest)
+        return None
+
+    def _whole_nodes(self, nodes: list[int], wanted: int, rest: int) -> Parts:
+        parts = [(index, self.free_bits[index]) for index in nodes[:wanted]]
+        if rest:
+            index = nodes[wanted]
+            parts.append((index, _block(self.free_bits[index], rest)))
+        return tuple(sorted(parts))
+
+    def _anywhere(self, device_type: str, count: int) -> Parts:
+        """Return free devices of the emptiest nodes."""
+        parts: list[tuple[int, int]] = []
+        for bucket in reversed(self._buckets[device_type][1:]):
+            for index in bucket:
+                bits = self.free_bits[index]
+                if bits.bit_count() > count:
+                    bits = _block(bits, count)
+                parts.append((index, bits))
+                count -= bits.bit_count()
+                if not count:
+                    return tuple(sorted(parts))
+        raise AssertionError("the count of free devices is wrong")
+
+    def _set_free(self, index: int, bits: int) -> None:
+        node = self.nodes[index]
+        before, after = self.free_bits[index].bit_count(), bits.bit_count()
+        self.free_bits[index] = bits
+        buckets = self._buckets[node.device_type]
+        del buckets[before][index]
+        buckets[after][index] = None
+        self.free[node.device_type] += after - before
+        size = self.largest_node[node.device_type]
+        if (before == size) != (after == size):
+            for level, switch in enumerate(node.switches):
+                whole = self._whole[level][node.device_type].setdefault(switch, {})
+                if after == size:
+                    whole[index] = None
+                else:
+                    del whole[index]
+
+
+def _block(free: int, count: int) -> int:
+    """Return `count` of the free bits: an aligned block if there is one, else the lowest ones."""
+    size = 1 << (count - 1).bit_length()
+    block = (1 << count) - 1
+    for start in range(0, free.bit_length(), size):
+        if (free >> start) & block == block:
+            return block << start
+    chosen = 0
+    for _ in range(count):
+        lowest = free & -free
+        chosen |= lowest
+        free ^= lowest
+    return chosen
+
+
+def _bits(bits: int) -> list[int]:
+    return [index for index in range(bits.bit_length()) if bits >> index & 1]
