@@ -66,6 +66,11 @@ class RateModel:
         self._cache: dict[tuple[str, Shape], float] = {}
         self._curves: dict[tuple[str, str], Curve] = {}
 
+    @property
+    def most_sharing(self) -> int:
+        """The most jobs on one set of devices."""
+        return self.sharing.most
+
     def alone(self, job: Job, shape: Shape, work_done: float = 0.0) -> float:
         """Return units of work per second with the devices for itself; see `Rates.alone`."""
         profile = self.profiles.get(job.profile)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 class Rates(Protocol):
     """Rates of jobs: measured, predicted, or those of a simulated world."""
 
+    @property
+    def most_sharing(self) -> int:
+        """The most jobs on one set of devices about which these rates say anything."""
+
     def alone(self, job: Job, shape: Shape, work_done: float = 0.0) -> float:
         """Return units of work per second with the devices for itself; 0 if it cannot run there.
 

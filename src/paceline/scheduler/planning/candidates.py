@@ -1,0 +1,207 @@
+"""What a job could run on, and what its progress is worth.
+
+The unit of progress is the device-second: the work that one device of the job's best type does in
+one second when the job runs on as few devices as it can. With S such units left, a job's progress
+at `speedup` units per second is worth::
+
+    value = weight x S^-alpha x critical x ageing x speedup x (1 - cost of a change)
+
+alpha = 1 is the order of shortest remaining service first, per unit of time (the c-mu rule);
+alpha = 0 counts useful work alone, as a scheduler for throughput would. Between them short jobs go
+first, but not at any price: slowing four jobs down to hurry one is worth less, the longer the queue
+behind them.
+
+    critical    max(1, T / (threshold x H))^power. T is the time that the job takes alone, H that
+                of all work on the whole cluster, or of the longest job if that is more: a job that
+                could end last runs before it must.
+    ageing      1 + patience excess: grows without limit once a job has waited longer than
+                `patience` times its own time alone, so that none waits for ever.
+    change      2 x restart / min(amortise, T): a change of devices must gain twice what it costs.
+
+Sources: D. Cox and W. Smith, Queues, 1961 (c-mu); A. Qiao et al., Pollux, OSDI 2021 (speedups,
+restart factor); J. Han et al., MARBLE, CCGrid 2020 (devices by gain); the exponent and the critical
+factor are ours: bench/scheduler_jct.py shows what each does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.scheduler.placement import Shape
+from paceline.scheduler.state.state import JobState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from paceline.scheduler.job import Job
+    from paceline.scheduler.state.state import State
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a plan is good for; the terms of `value` in the module.
+
+    Attributes:
+        alpha: 1 for completion times alone, 0 for useful work alone.
+        critical_from: threshold from which a job counts as critical; 0: never.
+        critical_power: how strongly.
+        patience: waiting time, in times of the job alone, from which ageing begins; 0: never.
+        amortise_s: time within which a change of devices must pay.
+        unknown_s: device-seconds that a job without known work is expected to have left at its
+            begin; later as many as it has done, too.
+    """
+
+    alpha: float = 0.2
+    critical_from: float = 0.6
+    critical_power: float = 2.0
+    patience: float = 20.0
+    amortise_s: float = 1200.0
+    unknown_s: float = 1200.0
+
+
+class Option(NamedTuple):
+    """Devices on which a job could run alone.
+
+    Attributes:
+        device_type: of all of them.
+        devices: how many.
+        speedup: device-seconds of progress per second.
+        shape: of the devices, close together.
+    """
+
+    device_type: str
+    devices: int
+    speedup: float
+    shape: Shape
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A job that may run in the next plan.
+
+    Attributes:
+        job: and its state.
+        options: at least one.
+        unit_rate: units of work in a device-second.
+        left: device-seconds that it has left, known or expected.
+        weight: worth of one device-second of its progress.
+        current: index of the option on which it runs now, or None.
+        values: worth of a second on each option, with the cost of a change.
+    """
+
+    job: JobState
+    options: tuple[Option, ...]
+    unit_rate: float
+    left: float
+    weight: float = 0.0
+    current: int | None = None
+    values: tuple[float, ...] = ()
+
+    def option_on(self, device_type: str, devices: int) -> int | None:
+        """Return the index of the option with such devices, or None."""
+        for index, option in enumerate(self.options):
+            if option.devices == devices and option.device_type == device_type:
+                return index
+        return None
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds that it takes alone on its fastest devices."""
+        return self.left / max(option.speedup for option in self.options)
+
+
+def candidates_of(state: State, jobs: Iterable[JobState], objective: Objective) -> list[Candidate]:
+    """Return the jobs that can run on the cluster as it is, and what their progress is worth."""
+    found = [c for job in jobs if (c := _candidate(state, job, objective)) is not None]
+    if not found:
+        return found
+    capacity = sum(state.inventory.usable.values())
+    horizon_s = max(sum(c.left for c in found) / capacity, max(c.alone_s for c in found))
+    for candidate in found:
+        candidate.weight = _weight(candidate, horizon_s, state.now_s, objective)
+        candidate.values = _values(candidate, objective)
+    return found
+
+
+def _candidate(state: State, job: JobState, objective: Objective) -> Candidate | None:
+    work_done = job.work_done_at(state.now_s)
+    rated = [
+        (shape, rate)
+        for shape in _shapes(state, job.job)
+        if (rate := state.rates.alone(job.job, shape, work_done)) > 0
+    ]
+    if not rated:
+        return None
+    fewest = rated[0][0].devices
+    unit_rate = max(rate for shape, rate in rated if shape.devices == fewest) / fewest
+    work_left = job.work_left(state.now_s)
+    if work_left is None:
+        left = objective.unknown_s + work_done / unit_rate
+    else:
+        left = work_left / unit_rate
+    options = tuple(
+        Option(shape.device_type, shape.devices, rate / unit_rate, shape) for shape, rate in rated
+    )
+    candidate = Candidate(job, options, unit_rate, left)
+    if job.slot is not None:
+        held = job.slot.shape
+        candidate.current = candidate.option_on(held.device_type, held.devices)
+    return candidate
+
+
+def _shapes(state: State, job: Job) -> Iterator[Shape]:
+    """Yield the shapes of placements to consider, fewest devices first."""
+    inventory = state.inventory
+    for devices in sizes(job):
+        for kind, usable in inventory.usable.items():
+            if devices <= usable and (not job.device_types or kind in job.device_types):
+                yield close_together(inventory.largest_node[kind], kind, devices)
+
+
+def sizes(job: Job) -> Sequence[int]:
+    """Return the numbers of devices to consider for a job, ascending."""
+    low, high = job.limits
+    if low == high:
+        return (low,)
+    return sorted({low, job.devices, high, *(size for size in _SIZES if low <= size <= high)})
+
+
+def close_together(node_devices: int, device_type: str, devices: int) -> Shape:
+    """Return the shape of devices on as few nodes as they need, below one switch."""
+    whole, rest = divmod(devices, node_devices)
+    per_node = (node_devices,) * whole + ((rest,) if rest else ())
+    return Shape(device_type, per_node, 0 if len(per_node) == 1 else 1)
+
+
+def _weight(candidate: Candidate, horizon_s: float, now_s: float, objective: Objective) -> float:
+    job = candidate.job
+    alone_s = candidate.alone_s
+    weight: float = job.job.weight * candidate.left**-objective.alpha
+    if objective.critical_from and job.job.work is not None:
+        ratio = alone_s / (objective.critical_from * horizon_s)
+        weight *= max(1.0, ratio) ** objective.critical_power
+    if objective.patience and job.slot is None:
+        allowed_s = objective.patience * max(alone_s, 60.0)
+        weight *= max(1.0, (now_s - job.waiting_since_s) / allowed_s)
+    if job.job.deadline_s is not None:
+        slack_s = job.job.deadline_s - now_s - alone_s
+        if 0 <= slack_s < alone_s:  # it can still be met, and not much longer
+            weight *= 1 + 10 * (1 - slack_s / alone_s)
+    return weight
+
+
+def _values(candidate: Candidate, objective: Objective) -> tuple[float, ...]:
+    job = candidate.job
+    cost_s = job.job.restart_s if job.starts else job.job.start_s
+    values = []
+    for index, option in enumerate(candidate.options):
+        value = candidate.weight * option.speedup
+        if index != candidate.current and cost_s:
+            runs_s = min(objective.amortise_s, candidate.left / option.speedup)
+            factor = 2.0 if job.slot is not None else 1.0
+            value *= max(0.05, 1 - factor * cost_s / (runs_s + factor * cost_s))
+        values.append(value)
+    return tuple(values)

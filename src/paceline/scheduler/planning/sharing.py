@@ -1,0 +1,281 @@
+"""Which jobs share devices: groups that are worth more together than apart.
+
+A group is jobs on one set of devices. Its value is the sum of its members' values times the share
+of the rate that each keeps; a group whose useful work does not grow by at least `least_gain` of a
+device for each further member is never formed, however urgent one of them is: sharing must pay for
+all, because what it costs is certain and what it gains is an estimate.
+
+    1  Jobs join groups, the most valuable first, where they gain most; a job that has devices of
+       its own joins another if that and the price of its devices are worth more.
+    2  Devices that became free go to waiting jobs.
+    3  Members are exchanged between groups, and with waiting jobs, until nothing improves.
+
+Groups of equal classes on equal devices differ by their members' weights only, so one of each
+class, that with the least to lose, is tried: K classes cost K trials, however many devices.
+Source: W. Xiao et al., Gandiva, OSDI 2018 (packing); Y. Zhao et al., Muri, SIGCOMM 2022 (groups of
+up to four, by gain); the exchange is the 2-opt of local search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.scheduler.planning.candidates import Candidate
+from paceline.scheduler.rates.rates import Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.scheduler.planning.assignment import Assignment
+
+_IMPOSSIBLE = float("-inf")
+_IMPROVES = 1 + 1e-9  # less is rounding
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Jobs on one set of devices.
+
+    Attributes:
+        device_type, devices: of the set.
+        members: candidates, by index.
+        value: of all together.
+    """
+
+    device_type: str
+    devices: int
+    members: list[int] = field(default_factory=list)
+    value: float = 0.0
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Forms groups.
+
+    Attributes:
+        candidates: of the plan.
+        rates: that know what jobs keep of their rates.
+        most: jobs in a group.
+        least_gain: useful work, in devices, that each further member must add.
+        doubt: share by which estimates of what is kept are lowered.
+        window: waiting jobs to try, and groups to exchange among.
+        sweeps: passes of the exchange.
+    """
+
+    candidates: Sequence[Candidate]
+    rates: Rates
+    most: int
+    least_gain: float = 0.15
+    window: int = 64
+    sweeps: int = 2
+    doubt: float = 0.0
+    _option_of: dict[tuple[int, str, int], int | None] = field(default_factory=dict)
+
+    def form(self, assignment: Assignment) -> list[Group]:
+        """Return the groups that should run.
+
+        Args:
+            assignment: of devices to single jobs; its free devices are used up.
+        """
+        groups = []
+        waiting = []
+        for index, option in enumerate(assignment.chosen):
+            if option is None:
+                waiting.append(index)
+                continue
+            chosen = self.candidates[index].options[option]
+            group = Group(chosen.device_type, chosen.devices, [index])
+            group.value = self.candidates[index].values[option]
+            groups.append(group)
+        if self.most > 1 and (waiting or len(groups) > 1):
+            waiting.sort(key=self._worth, reverse=True)
+            waiting = self._join(groups, waiting, assignment)
+            if len(groups) <= self.window:
+                self._exchange(groups, waiting)
+        return groups
+
+    def _worth(self, index: int) -> float:
+        candidate = self.candidates[index]
+        return max(
+            value / option.devices
+            for value, option in zip(candidate.values, candidate.options, strict=True)
+        )
+
+    def _value_on(self, index: int, device_type: str, devices: int) -> float:
+        """Return the value of a candidate alone on such devices, minus infinity if there is none."""
+        key = (index, device_type, devices)
+        if key not in self._option_of:
+            self._option_of[key] = self.candidates[index].option_on(device_type, devices)
+        option = self._option_of[key]
+        return _IMPOSSIBLE if option is None else self.candidates[index].values[option]
+
+    def _score(self, device_type: str, devices: int, members: Sequence[int]) -> float:
+        """Return the value of a group; minus infinity if it must not be formed."""
+        if len(members) == 1:
+            return self._value_on(members[0], device_type, devices)
+        if len(members) > self.most:
+            return _IMPOSSIBLE
+        jobs = [self.candidates[index].job.job for index in members]
+        if not all(job.shares for job in jobs):
+            return _IMPOSSIBLE
+        value = useful = 0.0
+        for position, index in enumerate(members):
+            alone = self._value_on(index, device_type, devices)
+            if alone == _IMPOSSIBLE:
+                return _IMPOSSIBLE
+            option = self._option_of[index, device_type, devices]
+            neighbours = jobs[:position] + jobs[position + 1 :]
+            assert option is not None
+            shape = self.candidates[index].options[option].shape
+            kept = self.rates.kept(jobs[position], neighbours, shape) * (1 - self.doubt)
+            if kept <= 0:
+                return _IMPOSSIBLE
+            value += alone * kept
+            useful += kept
+        if useful < 1 + self.least_gain * (len(members) - 1):
+            return _IMPOSSIBLE
+        return value
+
+    def _class_of(self, group: Group) -> tuple[object, ...]:
+        profiles = sorted(self.candidates[i].job.job.profile for i in group.members)
+        return (group.device_type, group.devices, *profiles)
+
+    def _join(self, groups: list[Group], waiting: list[int], assignment: Assignment) -> list[int]:
+        """Let jobs join groups; return those that still wait."""
+        alone = {group.members[0]: group for group in groups}
+        order = sorted([*alone, *waiting[: self.window]], key=self._worth, reverse=True)
+        classes: dict[tuple[object, ...], list[Group]] = {}
+        for group in groups:
+            classes.setdefault(self._class_of(group), []).append(group)
+        for index in order:
+            own = alone.get(index)
+            if own is not None and len(own.members) > 1:
+                continue  # others joined it
+            base = 0.0
+            if own is not None:
+                base = own.value - assignment.price[own.device_type] * own.devices
+            joined = self._best_group(index, own, classes, base)
+            if joined is None:
+                continue
+            if own is not None:
+                groups.remove(own)
+                classes[self._class_of(own)].remove(own)
+                assignment.free[own.device_type] += own.devices
+            classes[self._class_of(joined)].remove(joined)
+            joined.members.append(index)
+            joined.value = self._score(joined.device_type, joined.devices, joined.members)
+            classes.setdefault(self._class_of(joined), []).append(joined)
+            alone[index] = joined
+        return self._use_free([i for i in waiting if i not in alone], groups, assignment)
+
+    def _best_group(
+        self,
+        index: int,
+        own: Group | None,
+        classes: dict[tuple[object, ...], list[Group]],
+        base: float,
+    ) -> Group | None:
+        best, best_gain = None, 0.0
+        for members in classes.values():
+            if not members or len(members[0].members) >= self.most:
+                continue
+            sample = members[0]
+            if self._value_on(index, sample.device_type, sample.devices) == _IMPOSSIBLE:
+                continue
+            others = [group for group in members if group is not own]
+            if not others:
+                continue
+            group = min(others, key=lambda group: group.value)
+            joint = self._score(group.device_type, group.devices, [*group.members, index])
+            gain = joint - group.value - base
+            if gain > best_gain * _IMPROVES:
+                best, best_gain = group, gain
+        return best
+
+    def _use_free(
+        self, waiting: list[int], groups: list[Group], assignment: Assignment
+    ) -> list[int]:
+        left = []
+        for index in waiting:
+            candidate = self.candidates[index]
+            fitting = [
+                (value / option.devices, option)
+                for value, option in zip(candidate.values, candidate.options, strict=True)
+                if option.devices <= assignment.free[option.device_type]
+            ]
+            if not fitting:
+                left.append(index)
+                continue
+            _, option = max(fitting, key=lambda pair: pair[0])
+            assignment.free[option.device_type] -= option.devices
+            group = Group(option.device_type, option.devices, [index])
+            group.value = self._value_on(index, option.device_type, option.devices)
+            groups.append(group)
+        return left
+
+    def _exchange(self, groups: list[Group], waiting: list[int]) -> None:
+        """Improve groups by exchanging members, until nothing improves or the passes are over."""
+        waiting = waiting[: self.window]
+        for _ in range(self.sweeps):
+            improved = False
+            for first, group in enumerate(groups):
+                for place in range(len(waiting)):
+                    improved |= self._replace(group, waiting, place)
+                for other in groups[first + 1 :]:
+                    improved |= self._swap(group, other)
+            waiting = [index for index in waiting if index >= 0]
+            if not improved:
+                return
+
+    def _replace(self, group: Group, waiting: list[int], place: int) -> bool:
+        """Put a waiting job into a group, beside its members or for one of them."""
+        index = waiting[place]
+        if index < 0 or self._value_on(index, group.device_type, group.devices) == _IMPOSSIBLE:
+            return False
+        trials = [(-1, [*group.members, index])]
+        trials += [(m, [i for i in group.members if i != m] + [index]) for m in group.members]
+        best, best_value = None, group.value * _IMPROVES
+        for out, members in trials:
+            value = self._score(group.device_type, group.devices, members)
+            if value > best_value:
+                best, best_value = (out, members), value
+        if best is None:
+            return False
+        waiting[place], group.members = best  # the place holds who waits now, -1 for nobody
+        group.value = best_value
+        return True
+
+    def _swap(self, one: Group, two: Group) -> bool:
+        """Exchange or move one member between two groups of equal numbers of devices."""
+        if one.devices != two.devices:
+            return False
+        if len(one.members) == len(two.members) == 1 and one.device_type == two.device_type:
+            return False
+        best, best_value = None, (one.value + two.value) * _IMPROVES
+        for members in _exchanges(one.members, two.members, self.most):
+            first = self._score(one.device_type, one.devices, members[0])
+            if first == _IMPOSSIBLE:
+                continue
+            second = self._score(two.device_type, two.devices, members[1])
+            if first + second > best_value:
+                best, best_value = (members, first, second), first + second
+        if best is None:
+            return False
+        (one.members, two.members), one.value, two.value = best
+        return True
+
+
+def _exchanges(one: list[int], two: list[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the members of two groups after one member was exchanged or moved."""
+    for i in one:
+        rest = [member for member in one if member != i]
+        for j in two:
+            yield [*rest, j], [*(member for member in two if member != j), i]
+        if rest and len(two) < most:
+            yield rest, [*two, i]
+    for j in two:
+        rest = [member for member in two if member != j]
+        if rest and len(one) < most:
+            yield [*one, j], rest
