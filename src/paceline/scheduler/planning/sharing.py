@@ -104,7 +104,7 @@ class Sharing:
         )
 
     def _value_on(self, index: int, device_type: str, devices: int) -> float:
-        """Return the value of a candidate alone on such devices, minus infinity if there is none."""
+        """Return the value of a candidate alone on such devices; minus infinity: it cannot run."""
         key = (index, device_type, devices)
         if key not in self._option_of:
             self._option_of[key] = self.candidates[index].option_on(device_type, devices)
