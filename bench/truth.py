@@ -11,7 +11,8 @@ core now and then, for a fifth of the time.
 
 The analysis sees the traces alone. A case counts by its main straggler: the first that is named.
 A clean run counts as accused if a straggler is named; beside the neighbour, ranks whose threads
-waited for a core are no accusation: that is the neighbour.
+waited for a core are no accusation: that is the neighbour. Ranks whose core is slower are none in
+any run: that is another tenant of the machine's host.
 """
 
 from __future__ import annotations
@@ -200,8 +201,8 @@ def judge(case, stragglers):
     found = [late.to_json() for late in stragglers]
     row = {**asdict(case), "found": found}
     if case.culprit is None:
-        neighbours = ("not_running",) if case.neighbour else ()
-        row["accused"] = any(late.cause not in neighbours for late in stragglers)
+        no_accusation = {"slow_core", *(["not_running"] if case.neighbour else [])}
+        row["accused"] = any(late.cause not in no_accusation for late in stragglers)
         return row
     main = stragglers[0] if stragglers else None
     row["rank_right"] = main is not None and main.rank == case.culprit

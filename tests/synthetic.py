@@ -17,12 +17,23 @@ from paceline.trace.analysis.counters import StepCounters
 from paceline.trace.analysis.phases import RankPhases
 
 BASE_S = 0.010  # of a step: half of it computing, half waiting for a device
-PHASE_OF = {"data": "input", "checkpoint": "checkpoint", "gc": "host", "blocked": "other"}
+OPTIMIZER_S = 0.02 * BASE_S
+PHASE_OF = {
+    "data": "input",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+    "gc": "host",
+    "blocked": "other",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """One rank slowed by `seconds` in each step, for a cause."""
+    """One rank slowed by `seconds` in each step, for a cause.
+
+    With the cause `slow_core` all computing takes longer, so also the optimizer, by the same
+    factor; with `optimizer` the rank computes longer in the optimizer alone.
+    """
 
     rank: int
     cause: str
@@ -62,11 +73,14 @@ def made_up_run(random, ranks, steps, noise, culprits=()):
     extra = {name: np.zeros(shape) for name in PHASES}
     ran, without, gc_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     stops = np.zeros(shape, dtype=np.int64)
+    slower = np.ones(shape)
     for culprit in culprits:
         i, seconds = culprit.rank, culprit.seconds
         extra[PHASE_OF.get(culprit.cause, "forward")][i] += seconds
-        if culprit.cause in ("compute", "gc"):
+        if culprit.cause in ("compute", "slow_core", "optimizer", "gc"):
             ran[i] += seconds
+        if culprit.cause == "slow_core":
+            slower[i] += seconds / busy[i]
         if culprit.cause == "not_running":
             without[i] += seconds
         if culprit.cause == "gc":
@@ -74,11 +88,13 @@ def made_up_run(random, ranks, steps, noise, culprits=()):
         if culprit.cause == "stopped":
             stops[i] += seconds > 0
     work = busy + asleep + starved + sum(extra.values())
+    optimizer = OPTIMIZER_S * slower * random.uniform(0.95, 1.05, shape)
     step_s = np.broadcast_to(work.max(axis=0) + BASE_S / 10, shape)
     phases, counters = [], []
     for i in range(ranks):
         seconds = np.stack([extra[name][i] for name in PHASES], axis=1)
-        seconds[:, PHASES.index("forward")] += busy[i] + asleep[i] + starved[i]
+        seconds[:, PHASES.index("forward")] += busy[i] + asleep[i] + starved[i] - optimizer[i]
+        seconds[:, PHASES.index("optimizer")] += optimizer[i]
         seconds[:, PHASES.index("waiting")] = work.max(axis=0) - work[i]
         seconds[:, PHASES.index("transfer")] = BASE_S / 10
         running_s = busy[i] + ran[i]
@@ -100,6 +116,7 @@ def made_up_run(random, ranks, steps, noise, culprits=()):
                 gc_s=gc_s[i],
                 stop_count=stops[i],
                 known=True,
+                trained_bytes=1 << 20,
             )
         )
     return phases, counters, work - work.min(axis=0)

@@ -41,5 +41,6 @@ def test_the_slowed_rank_is_named(tmp_path, rank, place):
 
 def test_nobody_is_named_when_nobody_is_slowed(tmp_path):
     _, result = run(tmp_path)
-    # Another process that takes cores is named where there is one; no rank is accused.
-    assert {late.cause for late in result.stragglers} <= {"not_running"}
+    # Another process that takes cores is named where there is one, and so is a core that another
+    # virtual machine slows down; no rank is accused.
+    assert {late.cause for late in result.stragglers} <= {"not_running", "slow_core"}

@@ -7,13 +7,12 @@ import pytest
 from synthetic import BASE_S, Culprit, Noise, made_up_run, planted_seconds, stragglers
 
 from paceline.trace.analysis.blame import find_stragglers
-from paceline.trace.analysis.causes import main_cause
+from paceline.trace.analysis.causes import CAUSES, main_cause
 from paceline.trace.analysis.p_values import binomial_tail, upper_tail
 from paceline.trace.analysis.patterns import find_pattern
 from paceline.trace.analysis.shapes import PatternRules, best_range
 from paceline.trace.analysis.shifts import find_shifts
 
-CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
 SHAPES = ("persistent", "window", "periodic", "drifting", "intermittent")
 RULES = PatternRules(late_threshold_s=0.0005, min_late_steps=0.65, max_p_value=0.01, series=4)
 
@@ -185,6 +184,36 @@ def test_threads_of_a_pool_compute_for_the_main_thread():
     phases[0] = dataclasses.replace(phases[0], running_s=phases[0].running_s + seconds)
     (pooled,) = find_stragglers(phases, counters, skew)
     assert (asleep.cause, pooled.cause) == ("blocked", "compute")
+
+
+def test_a_delay_in_the_optimizer_alone_is_not_a_slow_core():
+    random = np.random.default_rng(11)
+    (found,) = stragglers(
+        random, 2, 200, Noise(), [Culprit(0, "optimizer", np.full(200, 0.4 * BASE_S))]
+    )
+    assert (found.rank, found.cause) == (0, "compute")
+
+
+@pytest.mark.parametrize(("other_bytes", "cause"), [(1 << 20, "slow_core"), (1 << 21, "compute")])
+def test_optimizers_are_compared_only_if_ranks_train_equally_many_bytes(other_bytes, cause):
+    """A pipeline's larger stage takes longer in all phases, on a core like the others'."""
+    random = np.random.default_rng(12)
+    phases, counters, skew = made_up_run(
+        random, 2, 200, Noise(), [Culprit(0, "slow_core", np.full(200, 0.3 * BASE_S))]
+    )
+    counters[1] = dataclasses.replace(counters[1], trained_bytes=other_bytes)
+    (found,) = find_stragglers(phases, counters, skew)
+    assert (found.rank, found.cause) == (0, cause)
+
+
+def test_a_rank_that_computes_more_on_a_slightly_slower_core_computes_more():
+    random = np.random.default_rng(13)
+    culprits = [
+        Culprit(0, "compute", np.full(200, 0.4 * BASE_S)),
+        Culprit(0, "slow_core", np.full(200, 0.05 * BASE_S)),
+    ]
+    (found,) = stragglers(random, 2, 200, Noise(), culprits)
+    assert found.cause == "compute"
 
 
 def test_a_rank_without_extra_time_in_any_phase_has_no_cause():

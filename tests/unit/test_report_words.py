@@ -50,6 +50,10 @@ def test_of_two_ranks_the_other_one_is_named():
     ("cause", "words"),
     [
         ("compute", "because it computes longer"),
+        (
+            "slow_core",
+            "because its core is slower: its optimizer, with the same work",
+        ),
         ("not_running", "because its threads waited for a core (another process took it)"),
         ("blocked", "because its main thread sleeps outside the data loader (a lock, a sleep"),
         ("stopped", "because its process is stopped (SIGSTOP, a debugger, or a frozen container)"),

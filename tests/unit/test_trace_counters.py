@@ -12,6 +12,7 @@ from paceline.trace.format.events import (
     MAIN_NOT_RUNNING,
     MAIN_RUNNING,
     STOPPED,
+    TRAINED_BYTES,
     Kind,
 )
 from paceline.trace.merge import load_run
@@ -90,6 +91,28 @@ def test_equal_time_on_a_core_is_never_computing(tmp_path):
 def test_longer_on_a_core_is_computing(tmp_path):
     found = _only(tmp_path, _with_counters(_slowed(), _extra_ms))
     assert (found.rank, found.cause) == (1, "compute")
+
+
+@pytest.mark.parametrize(
+    ("trained", "cause"),
+    [((4096, 4096), "slow_core"), ((4096, 8192), "compute"), ((4096, 0), "compute")],
+)
+def test_longer_in_the_optimizer_as_well_is_a_slow_core(tmp_path, trained, cause):
+    """Rank 0's optimizer takes half as long, with the same work if ranks train as many bytes."""
+    by_rank = _with_counters(_slowed(), _extra_ms)
+    by_rank[0] = [
+        Event(**{**_fields(event), "end_ns": (event.begin_ns + event.end_ns) // 2})
+        if event.kind is Kind.OPTIMIZER
+        else event
+        for event in by_rank[0]
+    ]
+    for events, amount in zip(by_rank, trained, strict=True):
+        # An optimizer that joins later raises the count; traces of earlier versions have none.
+        events += [
+            Event(Kind.COUNTER, 1, 1, TRAINED_BYTES, 0, amount // n) for n in (2, 1) if amount
+        ]
+    found = _only(tmp_path, by_rank)
+    assert (found.rank, found.cause) == (1, cause)
 
 
 def test_without_a_core_is_not_running(tmp_path):

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from paceline.core.record import digest
 from paceline.report.units import format_bytes, plural
-from paceline.trace.format.events import TRAINED_BYTES, Kind
+from paceline.trace.analysis.counters import trained_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,8 +94,8 @@ def _model_difference(
     estimate: Estimate, trace: Trace, traffic: Sequence[Traffic], steps: int
 ) -> str:
     expected = estimate.trained_parameter_bytes
-    trained = _trained_bytes(trace)
-    if trained is not None:
+    trained = max((trained_bytes(rank) for rank in trace.ranks), default=0)
+    if trained:
         if trained == expected:
             return ""
         return (
@@ -115,16 +113,3 @@ def _model_difference(
         f"the prediction is of {format_bytes(expected)} of gradients per step, the run reduced "
         f"{format_bytes(per_step)}"
     )
-
-
-def _trained_bytes(trace: Trace) -> int | None:
-    """Return the bytes of the parameters that a rank's optimizers stepped, if a rank says so."""
-    largest = None
-    for rank in trace.ranks:
-        if TRAINED_BYTES not in rank.names:
-            continue
-        counters = rank.events[rank.events["kind"] == Kind.COUNTER]
-        values = counters[counters["name"] == rank.names.index(TRAINED_BYTES)]["amount"]
-        if len(values):
-            largest = max(largest or 0, int(np.max(values)))
-    return largest

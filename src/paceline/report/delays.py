@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BECAUSE = {
     "data": "because of data loading",
     "compute": "because it computes longer",
+    "slow_core": "because its core is slower: its optimizer, with the same work as the others', "
+    "takes longer too (a lower clock, or another tenant on the same physical core)",
     "blocked": "because its main thread sleeps outside the data loader (a lock, a sleep, or I/O)",
     "stopped": "because its process is stopped (SIGSTOP, a debugger, or a frozen container)",
     "not_running": "because its threads waited for a core (another process took it)",

@@ -178,6 +178,8 @@ def _workers_words(workers: int | None) -> str:
 # What to do about a straggler, by cause; {rank} is the straggler. `data` has a rule of its own.
 AGAINST_CAUSE = {
     "compute": "Giving rank {rank} as much to compute as the other ranks",
+    "slow_core": "Giving rank {rank} a core as fast as the other ranks' (its clock is lower, or "
+    "another tenant shares the physical core)",
     "not_running": "Leaving rank {rank} its cores (another process takes them)",
     "blocked": "Taking the lock, sleep or I/O of rank {rank} out of its step",
     "stopped": "Keeping rank {rank} from being stopped",

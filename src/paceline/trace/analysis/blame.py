@@ -43,8 +43,8 @@ class Straggler(Record):
 
     Attributes:
         rank: the global rank.
-        cause: where most of its extra time went: data, compute, blocked, stopped, not_running,
-            checkpoint or gc.
+        cause: where most of its extra time went: data, compute, slow_core, blocked, stopped,
+            not_running, checkpoint or gc.
         late_ms: median skew in its late steps, milliseconds.
         first_step: first step of the range.
         last_step: last step of the range.

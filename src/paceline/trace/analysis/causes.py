@@ -5,6 +5,11 @@ Input, checkpoints and garbage collection are seen as such. The rest is split by
 main thread: time on a core is computing; time neither on a core nor waiting for one is time asleep,
 in which the thread was blocked, or the whole process stopped. Threads of a pool compute for the
 main thread while it sleeps: so far as they ran longer, the sleep is computing, too.
+
+A rank computes longer because it has more to compute, or because its core is slower: a lower clock,
+or another tenant on the core's other hyperthread. The kernel counts both as time on a core; steal
+time does not show it either (bench/LOG.md). Work that is the same on all ranks does: the
+optimizer's, where ranks train equally many bytes of parameters.
 """
 
 from __future__ import annotations
@@ -21,9 +26,19 @@ if TYPE_CHECKING:
     from paceline.trace.analysis.counters import StepCounters
     from paceline.trace.analysis.phases import RankPhases
 
-CAUSES = ("data", "compute", "blocked", "stopped", "not_running", "checkpoint", "gc")
+CAUSES = (
+    "data",
+    "compute",
+    "slow_core",
+    "blocked",
+    "stopped",
+    "not_running",
+    "checkpoint",
+    "gc",
+)
 _WAITS = [PHASES.index(name) for name in ("waiting", "transfer")]
 _SEEN = [PHASES.index(name) for name in ("input", "checkpoint")]
+_OPTIMIZER = PHASES.index("optimizer")
 _REST = [i for i in range(len(PHASES)) if i not in (*_WAITS, *_SEEN)]
 _COMPUTES_LONGER = 0.1  # share by which a rank computes longer than others, to count
 _STOPPED_SHARE = 0.5  # of the late steps, in which the process was stopped
@@ -49,15 +64,19 @@ def main_cause(
         starved: whether time without a core may be the cause, where the main thread's is known: it
             is not if the delay is what is left without that time.
     """
-    seconds = max(
-        (seconds_by_cause(i, ranks, counters, steps) for steps in (late, _before(late))),
-        key=lambda found: sum(found.values()),
+    seconds, steps = max(
+        ((seconds_by_cause(i, ranks, counters, steps), steps) for steps in (late, _before(late))),
+        key=lambda found: sum(found[0].values()),
     )
+    computing = "compute"
+    if _core_is_slow(i, ranks, counters, steps, seconds["compute"]):
+        computing = "slow_core"
+    seconds[computing] = seconds.pop("compute")
     if all(rank.known for rank in counters):
         if not starved:
             del seconds["not_running"]
         elif _shares_its_cores(i, counters, late):
-            seconds["compute"] += seconds.pop("not_running")
+            seconds[computing] += seconds.pop("not_running")
     cause = max(seconds, key=lambda cause: seconds[cause])
     return cause if seconds[cause] > 0.0 else None
 
@@ -86,6 +105,38 @@ def _shares_its_cores(i: int, counters: Sequence[StepCounters], late: np.ndarray
     waits_longer = waiting_s / max(1e-9, others_waiting_s) - 1
     as_long = running_s - others_running_s > (waiting_s - others_waiting_s) / 2
     return longer > _COMPUTES_LONGER and (as_long or longer > waits_longer / 2)
+
+
+def _core_is_slow(
+    i: int,
+    ranks: Sequence[RankPhases],
+    counters: Sequence[StepCounters],
+    late: np.ndarray,
+    extra_s: float,
+) -> bool:
+    """Return whether a slower core explains most of the `extra_s` that rank `i` computes per step.
+
+    Ranks that train equally many bytes of parameters do the same work in their optimizers. If that
+    takes rank `i` longer by a factor f, a slower core explains the share 1 - 1/f of its other
+    computing: nothing at f = 1. A delay within the optimizer itself does not count.
+    Medians, because a thread that loses its core within a phase that short is an outlier.
+    """
+    steps = np.flatnonzero(late)
+    own = counters[i]
+    peers = [
+        ranks[j]
+        for j, other in enumerate(counters)
+        if j != i and other.trained_bytes == own.trained_bytes
+    ]
+    if not (own.known and own.trained_bytes and peers):
+        return False
+    own_s = float(np.median(ranks[i].seconds[steps, _OPTIMIZER]))
+    usual_s = float(np.median([np.median(peer.seconds[steps, _OPTIMIZER]) for peer in peers]))
+    if not own_s > usual_s > 0.0:
+        return False
+    elsewhere_s = extra_s - (own_s - usual_s)
+    explained_s = (float(own.running_s[steps].mean()) - own_s) * (1 - usual_s / own_s)
+    return elsewhere_s > extra_s / 2 and explained_s > elsewhere_s / 2
 
 
 def seconds_by_cause(

@@ -17,6 +17,7 @@ from paceline.trace.format.events import (
     MAIN_NOT_RUNNING,
     MAIN_RUNNING,
     STOPPED,
+    TRAINED_BYTES,
     Kind,
 )
 
@@ -36,6 +37,8 @@ class StepCounters:
         stop_count: how often the process was stopped and continued, shape (steps,).
         known: whether the trace holds the main thread's counters; traces of earlier versions hold
             only those of the whole process.
+        trained_bytes: of the parameters that the rank's optimizers step; 0 if the trace does not
+            say.
     """
 
     running_s: np.ndarray
@@ -43,6 +46,7 @@ class StepCounters:
     gc_s: np.ndarray
     stop_count: np.ndarray
     known: bool
+    trained_bytes: int
 
 
 def step_counters(rank: RankTrace, waits: np.ndarray, steps: int) -> StepCounters:
@@ -61,12 +65,22 @@ def step_counters(rank: RankTrace, waits: np.ndarray, steps: int) -> StepCounter
         gc_s=_garbage_collection_s(rank, steps),
         stop_count=counter(rank, STOPPED, steps).astype(np.int64),
         known=bool(running_s.any()),
+        trained_bytes=trained_bytes(rank),
     )
 
 
 def counter(rank: RankTrace, name: str, steps: int) -> np.ndarray:
     """Return the sum of a counter in each step, shape (steps,); 0 in the first step."""
     return _sum_by_step(rank, Kind.COUNTER, name, steps)
+
+
+def trained_bytes(rank: RankTrace) -> int:
+    """Return the bytes of the parameters that a rank's optimizers step; 0 if it does not say."""
+    if TRAINED_BYTES not in rank.names:
+        return 0
+    counters = rank.events[rank.events["kind"] == Kind.COUNTER]
+    values = counters[counters["name"] == rank.names.index(TRAINED_BYTES)]["amount"]
+    return int(values.max(initial=0))
 
 
 def _in_waits_ns(rank: RankTrace, waits: np.ndarray, steps: int) -> np.ndarray:
