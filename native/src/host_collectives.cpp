@@ -29,6 +29,22 @@ void HostGroup::copy_out(std::byte* to, const std::byte* from, std::size_t bytes
   if (bytes != 0 && to != from) copy(to, from, bytes);
 }
 
+// Out of a slot of another rank that no other rank reads.
+void HostGroup::take_out(std::byte* to, std::byte* from, std::size_t bytes,
+                         std::size_t total) const {
+  static const TakeKernel take = take_kernel();
+  static const TakeKernel take_past_cache = take_kernel_past_cache();
+  if (bytes != 0) (total < options_.past_cache_bytes ? take : take_past_cache)(to, from, bytes);
+}
+
+// What all other ranks read. Only a single reader takes the lines: its stores would race with the
+// reads of others, even though they change nothing.
+void HostGroup::copy_from(std::size_t peer, const Chunk& chunk, std::byte* to, std::size_t bytes,
+                          std::size_t total) const {
+  if (peers_.size() == 2) return take_out(to, slot(peer, chunk), bytes, total);
+  copy_out(to, slot(peer, chunk), bytes, total);
+}
+
 // A part of an all-reduce of `total` bytes: from past_cache_bytes on the C library's copy is the faster
 // one (bench/LOG.md).
 void HostGroup::copy_part(std::byte* to, const std::byte* from, std::size_t bytes,
@@ -84,7 +100,9 @@ void HostGroup::all_reduce_eager(std::byte* data, std::size_t count, DType dtype
   sources_.clear();
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     sources_.push_back(peer == index_ ? data : slot(peer, chunk));
-  reduction({sources_.data(), sources_.size(), &data, 1, count});
+  std::byte* const targets[] = {data, slot((index_ + 1) % peers_.size(), chunk)};
+  const std::size_t target_count = peers_.size() == 2 ? 2 : 1;  // of two, the only reader
+  reduction({sources_.data(), sources_.size(), targets, target_count, count});
 }
 
 // Each rank reduces its share of a chunk. The next chunk is staged before this one is reduced, and
@@ -127,9 +145,17 @@ void HostGroup::reduce_share(const StagedPart& part, DType dtype, ReductionKerne
         peer == index_ ? part.data : slot(peer, part.chunk);
     sources_.push_back(from + share.offset);
   }
-  std::byte* const targets[] = {part.data + share.offset, own_slot(part.chunk) + share.offset};
+  std::byte* const targets[] = {part.data + share.offset, reduced_share(index_, part)};
   reduction({sources_.data(), sources_.size(), targets, 2, share.bytes / size_bytes(dtype)});
   publish(own().progress.reduced, part.chunk.number + 1);
+}
+
+// A rank's share of the result takes the place of what the next rank staged for it, and which it alone
+// has read. In its own slot it would write to lines that it owns and others have read, which is slow
+// (take_kernel); and the next rank has read them when it stages there again.
+std::byte* HostGroup::reduced_share(std::size_t peer, const StagedPart& part) const noexcept {
+  const std::size_t next = (peer + 1) % peers_.size();
+  return slot(next, part.chunk) + share_of(peer, part.bytes).offset;
 }
 
 void HostGroup::collect_shares(const StagedPart& part) {
@@ -137,8 +163,7 @@ void HostGroup::collect_shares(const StagedPart& part) {
     const std::size_t peer = (index_ + step) % peers_.size();
     await_reduced(peer, part.chunk);
     const Share share = share_of(peer, part.bytes);
-    copy_part(part.data + share.offset, slot(peer, part.chunk) + share.offset, share.bytes,
-              part.total);
+    copy_part(part.data + share.offset, reduced_share(peer, part), share.bytes, part.total);
   }
   finish(part.chunk);
 }
@@ -182,14 +207,23 @@ void HostGroup::reduce(std::byte* data, std::size_t count, DType dtype, ReduceOp
     } else {
       publish_staged(chunk);
       await_all_staged(chunk);
-      sources_.clear();
-      for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-        sources_.push_back(peer == index_ ? data + at : slot(peer, chunk));
-      std::byte* const target = data + at;
-      reduction({sources_.data(), sources_.size(), &target, 1, part / size_bytes(dtype)});
+      reduce_slots(data + at, data + at, chunk, 0, part / size_bytes(dtype), reduction);
     }
     finish(chunk);
   }
+}
+
+// What this rank alone reads, at an offset in all other ranks' slots; it takes the lines by writing the
+// results there, too.
+void HostGroup::reduce_slots(const std::byte* source, std::byte* target, const Chunk& chunk,
+                             std::size_t offset, std::size_t count, ReductionKernel reduction) {
+  sources_.clear();
+  targets_.assign(1, target);
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    if (peer != index_) targets_.push_back(slot(peer, chunk) + offset);
+    sources_.push_back(peer == index_ ? source : targets_.back());
+  }
+  reduction({sources_.data(), sources_.size(), targets_.data(), targets_.size(), count});
 }
 
 void HostGroup::broadcast(std::byte* data, std::size_t bytes, int root, double timeout_s) {
@@ -204,7 +238,7 @@ void HostGroup::broadcast(std::byte* data, std::size_t bytes, int root, double t
     publish_staged(chunk);
     if (rank_ != root) {
       await_staged(source, chunk);
-      copy_out(data + at, slot(source, chunk), part, bytes);
+      copy_from(source, chunk, data + at, part, bytes);
     }
     finish(chunk);
   }
@@ -227,12 +261,8 @@ void HostGroup::reduce_scatter(const std::byte* source, std::byte* target,
         copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
     await_all_staged(chunk);
-    sources_.clear();
-    for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-      sources_.push_back(peer == index_ ? source + index_ * bytes + at
-                                        : slot(peer, chunk) + index_ * lane);
-    std::byte* const to = target + at;
-    reduction({sources_.data(), sources_.size(), &to, 1, part / size_bytes(dtype)});
+    reduce_slots(source + index_ * bytes + at, target + at, chunk, index_ * lane,
+                 part / size_bytes(dtype), reduction);
     finish(chunk);
   }
 }
@@ -259,7 +289,7 @@ void HostGroup::all_gather(const std::byte* source, std::byte* target, std::size
     for (std::size_t step = 1; step < peers_.size(); ++step) {
       const std::size_t peer = (index_ + step) % peers_.size();
       await_staged(peer, chunk);
-      copy_out(target + peer * bytes_per_rank + at, slot(peer, chunk), part, total);
+      copy_from(peer, chunk, target + peer * bytes_per_rank + at, part, total);
     }
     finish(chunk);
   }
@@ -294,9 +324,13 @@ void HostGroup::all_to_all(const std::byte* source, std::byte* target,
     for (std::size_t peer = 0; peer < index_; ++peer) from += send_bytes[peer];
     std::byte* to = target;
     for (std::size_t peer = 0; peer < peers_.size(); to += receive_bytes[peer++]) {
-      const std::byte* lane_of_peer = slot(peer, chunk) + index_ * lane;
-      if (peer != index_) await_staged(peer, chunk);
-      copy_bytes(to + at, peer == index_ ? from + at : lane_of_peer, part(receive_bytes[peer]));
+      const std::size_t received = part(receive_bytes[peer]);
+      if (peer == index_) {
+        copy_bytes(to + at, from + at, received);
+      } else {
+        await_staged(peer, chunk);
+        take_out(to + at, slot(peer, chunk) + index_ * lane, received);
+      }
     }
     finish(chunk);
   }
@@ -313,9 +347,12 @@ void HostGroup::gather(const std::byte* source, std::byte* target, std::size_t b
     if (rank_ != root) copy_bytes(own_slot(chunk), source + at, part);
     publish_staged(chunk);
     for (std::size_t peer = 0; rank_ == root && peer < peers_.size(); ++peer) {
-      if (peer != index_) await_staged(peer, chunk);
-      copy_bytes(target + peer * bytes + at,
-           peer == index_ ? source + at : slot(peer, chunk), part);
+      if (peer == index_) {
+        copy_bytes(target + peer * bytes + at, source + at, part);
+      } else {
+        await_staged(peer, chunk);
+        take_out(target + peer * bytes + at, slot(peer, chunk), part);
+      }
     }
     finish(chunk);
   }
@@ -334,11 +371,12 @@ void HostGroup::scatter(const std::byte* source, std::byte* target, std::size_t 
       if (peer != index_)
         copy_bytes(own_slot(chunk) + peer * lane, source + peer * bytes + at, part);
     publish_staged(chunk);
-    if (rank_ != root) await_staged(root_index, chunk);
-    copy_bytes(target + at,
-         rank_ == root ? source + index_ * bytes + at
-                       : slot(root_index, chunk) + index_ * lane,
-         part);
+    if (rank_ == root) {
+      copy_bytes(target + at, source + index_ * bytes + at, part);
+    } else {
+      await_staged(root_index, chunk);
+      take_out(target + at, slot(root_index, chunk) + index_ * lane, part);
+    }
     finish(chunk);
   }
 }

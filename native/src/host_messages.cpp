@@ -165,7 +165,7 @@ void HostGroup::read_packets(std::size_t peer) {
   auto& arrived = channels_[peer].arrived;
   std::uint32_t number = channel.read.load(std::memory_order_relaxed);
   while (channel.written.load(std::memory_order_acquire) != number) {
-    const std::byte* packet = segment.packet(self, number);
+    std::byte* packet = segment.packet(self, number);
     if (arrived.empty() || arrived.back().complete) {
       PacketHeader header{};
       std::memcpy(&header, packet, sizeof header);
@@ -201,11 +201,11 @@ bool HostGroup::begin_message(std::size_t peer, const PacketHeader& header) {
   return true;
 }
 
-void HostGroup::read_packet(std::size_t peer, Incoming& incoming, const std::byte* packet) {
+void HostGroup::read_packet(std::size_t peer, Incoming& incoming, std::byte* packet) {
   const std::size_t room = peers_[peer].segment->packet_bytes() - packet_header_bytes;
   const std::size_t part = std::min(room, incoming.header.message_bytes - incoming.moved);
   std::byte* target = incoming.receive ? incoming.receive->target : incoming.kept.data();
-  if (part != 0) std::memcpy(target + incoming.moved, packet, part);
+  take_out(target + incoming.moved, packet, part);
   incoming.moved += part;
   incoming.complete = incoming.moved == incoming.header.message_bytes;
 }

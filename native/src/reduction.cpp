@@ -71,6 +71,12 @@ ReductionKernel reduction_kernel(DType dtype, ReduceOp op, InstructionSet set) n
 
 CopyKernel copy_kernel(InstructionSet set) noexcept { return table_of(set).copy; }
 
+TakeKernel take_kernel(InstructionSet set) noexcept { return table_of(set).take; }
+
+TakeKernel take_kernel_past_cache(InstructionSet set) noexcept {
+  return table_of(set).take_past_cache;
+}
+
 CopyKernel copy_kernel_past_cache(InstructionSet set) noexcept {
   return table_of(set).copy_past_cache;
 }

@@ -5,6 +5,7 @@
 // linker keeps one copy of those, and it might be the one with instructions that the CPU lacks.
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "reduction_tables.hpp"
 
@@ -203,8 +204,9 @@ void store_words(std::byte* to, Words64 words) {
   __builtin_memcpy(to, &words, sizeof words);
 }
 
-template <bool past_cache>
-void copy_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
+// Source: `const std::byte`, or `std::byte` to write the source's lines as well, with what is there.
+template <bool past_cache, class Source>
+void copy_lines(std::byte* to, Source* from, std::size_t bytes) {
   std::size_t at = 0;
   // A vector that crosses a line is stored at half the rate.
   const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % sizeof(Words64);
@@ -214,6 +216,10 @@ void copy_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
     Words64 words;
     __builtin_memcpy(&words, from + at, sizeof words);
     store_words<past_cache>(to + at, words);
+    if constexpr (!std::is_const_v<Source>) {
+      asm volatile("" ::: "memory");  // else the compiler may see that the store changes nothing
+      __builtin_memcpy(from + at, &words, sizeof words[0]);  // enough, and mostly in one line
+    }
   }
   for (; at < bytes; ++at) to[at] = from[at];
 #if defined(__x86_64__)
@@ -324,6 +330,7 @@ const KernelTable KERNEL_TABLE = {{
      reduce<Plain<std::uint8_t>, BitOr>, reduce<Plain<std::uint8_t>, BitAnd>,
      reduce<Plain<std::uint8_t>, BitAnd>, reduce<Plain<std::uint8_t>, BitOr>,
      reduce<Plain<std::uint8_t>, BitXor>},
-}, copy_lines<false>, copy_lines<true>};
+}, copy_lines<false, const std::byte>, copy_lines<true, const std::byte>,
+    copy_lines<false, std::byte>, copy_lines<true, std::byte>};
 
 }  // namespace paceline

@@ -9,6 +9,8 @@ struct KernelTable {
   ReductionKernel kernels[dtype_count][reduce_op_count];
   CopyKernel copy;
   CopyKernel copy_past_cache;
+  TakeKernel take;
+  TakeKernel take_past_cache;
 };
 
 extern const KernelTable scalar_kernels;

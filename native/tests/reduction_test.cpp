@@ -174,9 +174,43 @@ void a_nan_of_any_rank_is_the_minimum_and_maximum() {
   }
 }
 
+// At every length and alignment: the bytes arrive, those around the target stay, and so does the source,
+// which take kernels write.
+template <class Kernel>
+void copies_whole(Kernel kernel) {
+  for (const std::size_t bytes : {0, 1, 7, 63, 64, 65, 300, 4096, 5000}) {
+    for (const std::size_t from : {0, 1, 8, 16, 48, 63}) {
+      for (const std::size_t to : {0, 3, 16, 32}) {
+        Buffer source(bytes + 2 * margin + from);
+        for (std::size_t at = 0; at < source.size(); ++at)
+          source[at] = static_cast<std::byte>(at * 7 + at / 256);
+        const Buffer before = source;
+        Buffer target(bytes + 2 * margin + to, std::byte{0xee});
+        Buffer expected = target;
+        std::copy_n(source.data() + margin + from, bytes, expected.data() + to);
+        kernel(target.data() + to, source.data() + margin + from, bytes);
+        CHECK(target == expected);
+        CHECK(source == before);
+      }
+    }
+  }
+}
+
+void every_set_copies_whole() {
+  for (const auto set : {InstructionSet::scalar, InstructionSet::portable, InstructionSet::avx2,
+                         InstructionSet::avx512}) {
+    if (!supported(set)) continue;
+    copies_whole(copy_kernel(set));
+    copies_whole(copy_kernel_past_cache(set));
+    copies_whole(take_kernel(set));
+    copies_whole(take_kernel_past_cache(set));
+  }
+}
+
 }  // namespace
 
 int main() {
+  every_set_copies_whole();
   for (std::size_t dtype = 0; dtype < dtype_count; ++dtype)
     for (std::size_t op = 0; op < reduce_op_count; ++op)
       compare_sets(static_cast<DType>(dtype), static_cast<ReduceOp>(op));

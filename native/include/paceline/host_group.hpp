@@ -4,7 +4,8 @@
 // ranks count the chunks alike, and a chunk has one place in the rings of all ranks. A rank publishes
 // three counters: chunks staged in its ring, chunks of which it reduced its share, chunks that it
 // reads no more. It writes chunk t when all peers have finished chunk t - window_chunks, and what was
-// at that place of the ring is older. So there is no barrier.
+// at that place of the ring is older. So there is no barrier. What one peer alone reads in a ring, that
+// peer writes as well (take_kernel in reduction.hpp says why), before it has finished the chunk.
 //
 // The order of a sum is that of the ranks, whatever path the data takes and in whatever order they
 // come: the result has the same bits in every run and on every rank.
@@ -221,10 +222,16 @@ class HostGroup {
   StagedPart stage_for_all(std::byte* data, std::size_t bytes, std::size_t at);
   void reduce_share(const StagedPart& part, DType dtype, ReductionKernel kernel);
   void collect_shares(const StagedPart& part);
+  std::byte* reduced_share(std::size_t peer, const StagedPart& part) const noexcept;
   Share share_of(std::size_t peer, std::size_t chunk_bytes) const;
   std::uint64_t heap_offset_of(const std::byte* data, std::size_t bytes) const noexcept;
   std::size_t chunk_limit() const;
   void copy_out(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
+  void take_out(std::byte* to, std::byte* from, std::size_t bytes, std::size_t total = 0) const;
+  void copy_from(std::size_t peer, const Chunk& chunk, std::byte* to, std::size_t bytes,
+                 std::size_t total) const;
+  void reduce_slots(const std::byte* source, std::byte* target, const Chunk& chunk,
+                    std::size_t offset, std::size_t count, ReductionKernel reduction);
   void copy_part(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t total) const;
   std::size_t lane_bytes(std::size_t bytes) const;
 
@@ -233,7 +240,7 @@ class HostGroup {
   void write_packets(std::size_t peer);
   void read_packets(std::size_t peer);
   bool begin_message(std::size_t peer, const PacketHeader& header);
-  void read_packet(std::size_t peer, Incoming& incoming, const std::byte* packet);
+  void read_packet(std::size_t peer, Incoming& incoming, std::byte* packet);
   void give(Incoming& incoming, std::shared_ptr<Message> receive, std::size_t peer);
   bool take_arrived(std::size_t peer, const std::shared_ptr<Message>& receive);
   bool has_receive_for(std::size_t peer) const;

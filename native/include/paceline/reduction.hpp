@@ -54,4 +54,12 @@ CopyKernel copy_kernel(InstructionSet set = best_instruction_set()) noexcept;
 // nothing is in the cache yet.
 CopyKernel copy_kernel_past_cache(InstructionSet set = best_instruction_set()) noexcept;
 
+// The same two, for data that another core wrote and will write again: they also store what they read
+// where they read it, so that the lines become this core's own. Writing to lines that one has itself
+// modified and others have read takes 25 to 31 ns a line between cores without a shared cache, to
+// lines that another core has modified 6 (bench/LOG.md).
+using TakeKernel = void (*)(std::byte* to, std::byte* from, std::size_t bytes);
+TakeKernel take_kernel(InstructionSet set = best_instruction_set()) noexcept;
+TakeKernel take_kernel_past_cache(InstructionSet set = best_instruction_set()) noexcept;
+
 }  // namespace paceline
