@@ -59,9 +59,10 @@ def assign(candidates: Sequence[Candidate], capacity: Mapping[str, int]) -> Assi
     free = dict(capacity)
     chosen: list[int | None] = [None] * len(candidates)
     # The price counts demand in one go; taking in the order of value keeps within the capacity.
+    wanted = market.choices(prices)
     for index in market.by_value():
-        option = market.choice(index, prices)
-        if option is not None and _fits(candidates[index], option, free):
+        option = wanted[index]
+        if option >= 0 and _fits(candidates[index], option, free):
             _take(candidates[index], option, free)
             chosen[index] = option
     _give_out(candidates, chosen, free)
@@ -117,11 +118,13 @@ class _Market:
         ).tolist()
         return order
 
-    def choice(self, row: int, prices: NDArray[np.float64]) -> int | None:
-        """Return the option that gains most at these prices, or None."""
-        gain = self.values[row] - self.devices[row] * prices[self.kinds[row]]
-        best = int(gain.argmax())
-        return best if gain[best] > 0 else None
+    def choices(self, prices: NDArray[np.float64]) -> list[int]:
+        """Return, for each candidate, the option that gains most at these prices, or -1."""
+        if not len(self.values):
+            return []
+        gain = self.values - self.devices * prices[self.kinds]
+        best: list[int] = np.where(gain.max(axis=1) > 0, gain.argmax(axis=1), -1).tolist()
+        return best
 
     def _wanted(self, prices: NDArray[np.float64], kind: int) -> float:
         gain = self.values - self.devices * prices[self.kinds]

@@ -25,6 +25,7 @@ factor are ours: bench/scheduler_jct.py shows what each does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,8 +86,8 @@ class Candidate:
     Attributes:
         job: and its state.
         options: at least one.
-        unit_rate: units of work in a device-second.
         left: device-seconds that it has left, known or expected.
+        alone_s: seconds that these take alone on its fastest devices.
         weight: worth of one device-second of its progress.
         current: index of the option on which it runs now, or None.
         values: worth of a second on each option, with the cost of a change.
@@ -94,11 +95,17 @@ class Candidate:
 
     job: JobState
     options: tuple[Option, ...]
-    unit_rate: float
     left: float
+    alone_s: float
     weight: float = 0.0
     current: int | None = None
     values: tuple[float, ...] = ()
+
+    @property
+    def density(self) -> float:
+        """The largest worth of a second on one device."""
+        worth = zip(self.values, self.options, strict=True)
+        return max(value / option.devices for value, option in worth)
 
     def option_on(self, device_type: str, devices: int) -> int | None:
         """Return the index of the option with such devices, or None."""
@@ -107,15 +114,50 @@ class Candidate:
                 return index
         return None
 
-    @property
-    def alone_s(self) -> float:
-        """Seconds that it takes alone on its fastest devices."""
-        return self.left / max(option.speedup for option in self.options)
+
+class Options:
+    """Options of jobs, kept for jobs of one class as long as the cluster does not change."""
+
+    def __init__(self) -> None:
+        self._usable: dict[str, int] = {}
+        self._known: dict[tuple[object, ...], tuple[float, tuple[Option, ...]]] = {}
+
+    def of(self, state: State, job: JobState) -> tuple[float, tuple[Option, ...]]:
+        """Return the unit rate of a job and its options, fewest devices first; empty if none."""
+        if state.inventory.usable != self._usable:
+            self._usable = dict(state.inventory.usable)
+            self._known.clear()
+        request, work_done = job.job, job.work_done_at(state.now_s)
+        if state.rates.constant_until(request, work_done) != math.inf:
+            return self._rated(state, request, work_done)
+        key = (request.profile, request.devices, request.limits, request.device_types)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._rated(state, request, work_done)
+        return known
+
+    def _rated(self, state: State, job: Job, work_done: float) -> tuple[float, tuple[Option, ...]]:
+        rated = [
+            (shape, rate)
+            for shape in _shapes(state, job)
+            if (rate := state.rates.alone(job, shape, work_done)) > 0
+        ]
+        if not rated:
+            return 0.0, ()
+        fewest = rated[0][0].devices
+        unit_rate = max(rate for shape, rate in rated if shape.devices == fewest) / fewest
+        options = (
+            Option(shape.device_type, shape.devices, rate / unit_rate, shape)
+            for shape, rate in rated
+        )
+        return unit_rate, tuple(options)
 
 
-def candidates_of(state: State, jobs: Iterable[JobState], objective: Objective) -> list[Candidate]:
+def candidates_of(
+    state: State, jobs: Iterable[JobState], objective: Objective, known: Options
+) -> list[Candidate]:
     """Return the jobs that can run on the cluster as it is, and what their progress is worth."""
-    found = [c for job in jobs if (c := _candidate(state, job, objective)) is not None]
+    found = [c for job in jobs if (c := _candidate(state, job, objective, known)) is not None]
     if not found:
         return found
     capacity = sum(state.inventory.usable.values())
@@ -126,26 +168,19 @@ def candidates_of(state: State, jobs: Iterable[JobState], objective: Objective) 
     return found
 
 
-def _candidate(state: State, job: JobState, objective: Objective) -> Candidate | None:
-    work_done = job.work_done_at(state.now_s)
-    rated = [
-        (shape, rate)
-        for shape in _shapes(state, job.job)
-        if (rate := state.rates.alone(job.job, shape, work_done)) > 0
-    ]
-    if not rated:
+def _candidate(
+    state: State, job: JobState, objective: Objective, known: Options
+) -> Candidate | None:
+    unit_rate, options = known.of(state, job)
+    if not options:
         return None
-    fewest = rated[0][0].devices
-    unit_rate = max(rate for shape, rate in rated if shape.devices == fewest) / fewest
     work_left = job.work_left(state.now_s)
     if work_left is None:
-        left = objective.unknown_s + work_done / unit_rate
+        left = objective.unknown_s + job.work_done_at(state.now_s) / unit_rate
     else:
         left = work_left / unit_rate
-    options = tuple(
-        Option(shape.device_type, shape.devices, rate / unit_rate, shape) for shape, rate in rated
-    )
-    candidate = Candidate(job, options, unit_rate, left)
+    alone_s = left / max(option.speedup for option in options)
+    candidate = Candidate(job, options, left, alone_s)
     if job.slot is not None:
         held = job.slot.shape
         candidate.current = candidate.option_on(held.device_type, held.devices)
@@ -196,10 +231,12 @@ def _weight(candidate: Candidate, horizon_s: float, now_s: float, objective: Obj
 def _values(candidate: Candidate, objective: Objective) -> tuple[float, ...]:
     job = candidate.job
     cost_s = job.job.restart_s if job.starts else job.job.start_s
+    if not cost_s:
+        return tuple([candidate.weight * option.speedup for option in candidate.options])
     values = []
     for index, option in enumerate(candidate.options):
         value = candidate.weight * option.speedup
-        if index != candidate.current and cost_s:
+        if index != candidate.current:
             runs_s = min(objective.amortise_s, candidate.left / option.speedup)
             factor = 2.0 if job.slot is not None else 1.0
             value *= max(0.05, 1 - factor * cost_s / (runs_s + factor * cost_s))

@@ -97,11 +97,7 @@ class Sharing:
         return groups
 
     def _worth(self, index: int) -> float:
-        candidate = self.candidates[index]
-        return max(
-            value / option.devices
-            for value, option in zip(candidate.values, candidate.options, strict=True)
-        )
+        return self.candidates[index].density
 
     def _value_on(self, index: int, device_type: str, devices: int) -> float:
         """Return the value of a candidate alone on such devices; minus infinity: it cannot run."""

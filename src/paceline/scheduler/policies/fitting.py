@@ -68,8 +68,7 @@ def never_fits(state: State, job: Job) -> str:
     if not kinds:
         have = ", ".join(state.inventory.free)
         return f"it asks for {' or '.join(job.device_types)}, the cluster has {have}"
-    counts = state.cluster.device_counts()
-    most = max(counts[kind] for kind in kinds)
+    most = max(state.inventory.total[kind] for kind in kinds)
     if most < fewest:
         return f"it needs {fewest} devices of one type, the cluster has {most}"
     if job.memory_bytes:

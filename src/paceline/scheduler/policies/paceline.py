@@ -23,18 +23,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.events import Measured, Preempt, Refuse, Start, Started, Submitted
+from paceline.scheduler.events import (
+    Measured,
+    NodeBack,
+    NodeLost,
+    Preempt,
+    Refuse,
+    Start,
+    Started,
+    Stopped,
+    Submitted,
+)
 from paceline.scheduler.placement import Placement
 from paceline.scheduler.planning.assignment import Assignment, assign
-from paceline.scheduler.planning.candidates import Candidate, Objective, candidates_of
+from paceline.scheduler.planning.candidates import Candidate, Objective, Options, candidates_of
 from paceline.scheduler.planning.sharing import Group, Sharing
-from paceline.scheduler.policies.fitting import fastest_fit, never_fits, start
+from paceline.scheduler.policies.fitting import Fit, fastest_fit, never_fits, start
 from paceline.scheduler.state.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from paceline.scheduler.events import Action, Event
+    from paceline.scheduler.job import Job
     from paceline.scheduler.state.inventory import Parts
     from paceline.scheduler.state.state import JobState, Slot
 
@@ -70,12 +81,18 @@ class Paceline:
     name: str = "paceline"
     _planned_s: float = float("-inf")
     _changed: bool = False
+    _settled: bool = False
     _order: list[str] = field(default_factory=list)
+    _options: Options = field(default_factory=Options)
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
         yield from self._refuse(state, events)
         self._changed |= any(not isinstance(event, Measured | Started) for event in events)
+        if self._settled:
+            yield from self._start_at_best(state, events)
+        if self._settled:
+            return
         jobs = len(state.waiting) + len(state.running)
         due = jobs <= self.small_queue or state.now_s >= self._planned_s + self.plan_s
         if due and jobs:
@@ -86,7 +103,7 @@ class Paceline:
 
     def wake_s(self, state: State) -> float | None:
         """Return when the next plan is due, if something happened since the last one."""
-        if not (self._changed and (state.waiting or state.running)):
+        if self._settled or not (self._changed and (state.waiting or state.running)):
             return None
         return max(self._planned_s + self.plan_s, state.now_s)
 
@@ -94,11 +111,11 @@ class Paceline:
         for event in events:
             if not isinstance(event, Submitted) or event.job.name not in state.waiting:
                 continue
-            if reason := never_fits(state, event.job):
+            if reason := never_fits(state, event.job) or self._never_allowed(event.job):
                 yield Refuse(name=event.job.name, reason=reason)
 
     def _plan(self, state: State) -> Iterator[Action]:
-        candidates = candidates_of(state, self._within_quota(state), self.objective)
+        candidates = candidates_of(state, self._within_quota(state), self.objective, self._options)
         pinned = [slot for slot in state.slots.values() if not _movable(slot)]
         capacity = dict(state.inventory.usable)
         for slot in pinned:
@@ -110,10 +127,30 @@ class Paceline:
         groups = Sharing(candidates, state.rates, most, self.least_gain).form(assignment)
         taken = {index for group in groups for index in group.members}
         waiting = [index for index in range(len(candidates)) if index not in taken]
-        waiting.sort(key=lambda index: _density(candidates[index]), reverse=True)
+        waiting.sort(key=lambda index: candidates[index].density, reverse=True)
         self._order = [candidates[index].job.job.name for index in waiting]
         first = candidates[waiting[0]] if waiting else None
+        self._settled = not state.waiting and all(
+            len(group.members) == 1 and _at_best(candidates[group.members[0]], group)
+            for group in groups
+        )
         yield from _Realisation(state, candidates, assignment, first).actions(groups)
+
+    def _start_at_best(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
+        """Start new jobs on their best devices, while all others have theirs: nothing to plan."""
+        if any(isinstance(event, NodeLost | NodeBack | Stopped) for event in events):
+            self._settled = False
+            return
+        for job in list(state.waiting.values()):
+            _, options = self._options.of(state, job)
+            best = max(options, key=lambda option: option.speedup, default=None)
+            parts = best and inventory.find(best.device_type, best.devices)
+            fits = best and parts and inventory.shape(parts) == best.shape
+            if not (best and parts and fits) or self._over_quota(state, job):
+                self._settled = False
+                return
+            fit = Fit(best.speedup, parts, best.shape)
+            yield start(state, job, fit, reason="its best devices are free")
 
     def _within_quota(self, state: State) -> list[JobState]:
         """Return jobs to plan: all, or as many of a tenant as its quota allows at a time."""
@@ -150,6 +187,12 @@ class Paceline:
             yield start(state, job, fit, reason="devices are free and no more valuable job fits")
         self._order = left
 
+    def _never_allowed(self, job: Job) -> str:
+        quota = self.quotas.get(job.tenant)
+        if quota is None or job.limits[1] <= quota:
+            return ""
+        return f"it may take {job.limits[1]} devices, the quota of {job.tenant} is {quota}"
+
     def _over_quota(self, state: State, job: JobState) -> bool:
         quota = self.quotas.get(job.job.tenant)
         if quota is None:
@@ -159,7 +202,7 @@ class Paceline:
             for other in state.running.values()
             if other.slot is not None and other.job.tenant == job.job.tenant
         )
-        return held + job.job.devices > quota
+        return held + job.job.limits[1] > quota
 
 
 @dataclass(slots=True)
@@ -248,7 +291,9 @@ class _Realisation:
         moved = []
         index_of = {self._name(index): index for index in range(len(self.candidates))}
         for slot in movers:
-            members = [index_of[name] for name in slot.jobs]
+            members = [index_of[name] for name in slot.jobs if name in index_of]
+            if not members:
+                continue  # the plan has no place for it
             moved.append(Group(slot.shape.device_type, slot.shape.devices, members))
             for name in list(slot.jobs):
                 yield Preempt(name=name, reason="it moves, to make room for a job on whole nodes")
@@ -269,6 +314,8 @@ class _Realisation:
         return 0 if group.devices <= size else 1
 
     def _start(self, group: Group, parts: Parts) -> Iterator[Action]:
+        if all(self._name(index) not in self.state.waiting for index in group.members):
+            return
         devices = self.state.inventory.devices(parts)
         placement = Placement(parts=devices, share=1 / len(group.members))
         for index in group.members:
@@ -292,7 +339,7 @@ class _Realisation:
         candidate = self.candidates[index]
         price = self.assignment.price[group.device_type]
         text = (
-            f"{group.devices} x {group.device_type}: {_density(candidate):.3g} per device and "
+            f"{group.devices} x {group.device_type}: {candidate.density:.3g} per device and "
             f"second, at a price of {price:.3g}"
         )
         if len(group.members) > 1:
@@ -303,7 +350,7 @@ class _Realisation:
         first = self.first_waiting
         if first is None:
             return ""
-        return f"{first.job.job.name} with {_density(first):.3g} per device and second"
+        return f"{first.job.job.name} with {first.density:.3g} per device and second"
 
     def _name(self, index: int) -> str:
         return self.candidates[index].job.job.name
@@ -313,11 +360,9 @@ def _movable(slot: Slot) -> bool:
     return all(job.job.preemptible for job in slot.jobs.values())
 
 
-def _density(candidate: Candidate) -> float:
-    return max(
-        value / option.devices
-        for value, option in zip(candidate.values, candidate.options, strict=True)
-    )
+def _at_best(candidate: Candidate, group: Group) -> bool:
+    best = max(candidate.options, key=lambda option: option.speedup)
+    return (group.device_type, group.devices) == (best.device_type, best.devices)
 
 
 def for_objective(name: str, **changes: object) -> Paceline:

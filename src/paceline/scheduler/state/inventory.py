@@ -34,7 +34,8 @@ class Inventory:
         self.nodes = cluster.nodes
         self.index = {node.name: index for index, node in enumerate(cluster.nodes)}
         self.free_bits = [0] * len(cluster.nodes)
-        self.free = dict.fromkeys(cluster.device_counts(), 0)
+        self.total = cluster.device_counts()
+        self.free = dict.fromkeys(self.total, 0)
         self.usable = dict.fromkeys(self.free, 0)
         self.lost = set(range(len(cluster.nodes)))
         self.largest_node = dict.fromkeys(self.free, 0)
