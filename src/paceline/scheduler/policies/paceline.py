@@ -141,6 +141,7 @@ class Paceline:
         if any(isinstance(event, NodeLost | NodeBack | Stopped) for event in events):
             self._settled = False
             return
+        inventory = state.inventory
         for job in list(state.waiting.values()):
             _, options = self._options.of(state, job)
             best = max(options, key=lambda option: option.speedup, default=None)
