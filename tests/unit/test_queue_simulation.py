@@ -1,0 +1,213 @@
+"""A simulation from trace to figures: by hand, with errors and failures, and as a record."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import queues
+
+from paceline.core.errors import UsageError
+from paceline.scheduler.cluster import Cluster
+from paceline.scheduler.events import Start
+from paceline.scheduler.formats.read import read_queue
+from paceline.scheduler.formats.workload import Queue
+from paceline.scheduler.job import Job
+from paceline.scheduler.placement import NodeDevices, Placement, Shape
+from paceline.scheduler.policies.choose import make_policies
+from paceline.scheduler.policies.fifo import Fifo
+from paceline.scheduler.rates.model import RateModel
+from paceline.scheduler.rates.muri import LockstepSharing
+from paceline.scheduler.simulate.compare import fit_queue, simulate
+from paceline.scheduler.simulate.scenario import MisjudgedRates, Scenario, make_world
+from paceline.scheduler.simulate.study import decision_lines, run_study, to_json, to_report
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "queue-simulation.json"
+CLUSTER = Cluster.of_text("2x4")
+
+
+def queue_of(*jobs):
+    return Queue(tuple(jobs), RateModel({}))
+
+
+def small():
+    """Three jobs for eight devices: the third waits for the first."""
+    return queue_of(
+        Job(name="wide", devices=8, work=100.0),
+        Job(name="half", devices=4, work=50.0, submitted_s=10.0, tenant="a"),
+        Job(name="one", devices=1, work=30.0, submitted_s=20.0, restart_s=5.0),
+    )
+
+
+def test_first_in_first_out_by_hand():
+    run = simulate(small(), CLUSTER, Fifo(), Scenario())
+    ends = {name: job.ended_s for name, job in run.outcome.jobs.items()}
+    assert ends == {"wide": 100.0, "half": 150.0, "one": 130.0}
+    figures = run.metrics
+    assert figures.jct_mean_s == pytest.approx((100 + 140 + 110) / 3)
+    assert figures.makespan_s == 150
+    assert figures.allocated == pytest.approx((800 + 200 + 30) / (150 * 8))
+    assert figures.jct_bound_s == pytest.approx(60)
+    assert figures.makespan_bound_s == 100
+    assert [(wait.devices, wait.mean_s) for wait in figures.waits] == [(1, 80), (4, 90), (8, 0)]
+
+
+def test_the_same_scenario_gives_the_same_log_and_another_seed_another_one():
+    # Durations known do not matter to first in, first out; failures do.
+    logs = []
+    for seed in (1, 1, 2):
+        scenario = Scenario(durations=2.0, rate_error=0.3, node_mtbf_s=60.0, seed=seed)
+        study = run_study("small", small(), CLUSTER, [Fifo()], scenario)
+        logs.append("".join(decision_lines(study)))
+    assert logs[0] == logs[1]
+    assert logs[0] != logs[2]
+    assert '"action": "start"' in logs[0]
+
+
+def test_failures_cost_restarts_and_all_jobs_still_end():
+    scenario = Scenario(node_mtbf_s=60.0, restart_s=7.0)
+    run = simulate(small(), CLUSTER, Fifo(), scenario)
+    assert run.metrics.jobs == 3
+    assert run.metrics.restarts > 0
+    assert run.metrics.makespan_s > 150
+
+
+def test_a_scheduler_is_given_wrong_durations_and_the_world_keeps_the_right_ones():
+    wrong = make_world(small(), CLUSTER, Scenario(durations=2.0, seed=3))
+    unknown = make_world(small(), CLUSTER, Scenario(durations="unknown"))
+    for job in small().jobs:
+        assert 0.5 <= wrong.told(job).work / job.work <= 2
+        assert wrong.told(job).work != job.work
+        assert unknown.told(job).work is None
+        assert wrong.told(job) == wrong.told(job)
+    assert [job.work for job in wrong.jobs] == [100.0, 50.0, 30.0]
+
+
+def test_wrong_rates_are_wrong_by_the_share_at_most_and_0_stays_0():
+    sharing = LockstepSharing({"a": (0.1, 0.2, 0.0)}, {"a": 0.3}, most=2)
+    job, shape = Job(name="a", profile="a", work=1.0), Shape("gpu", (1,), 0)
+    rates = RateModel({}, sharing)
+    for seed in range(20):
+        believed = MisjudgedRates(rates, Scenario(rate_error=0.3, seed=seed))
+        assert 0.7 <= believed.alone(job, shape) <= 1.3
+        assert believed.alone(job, shape) == believed.alone(job, shape)
+        kept = rates.kept(job, [job], shape)
+        assert 0.7 * kept <= believed.kept(job, [job], shape) <= 1.3 * kept
+        assert believed.kept(job, [job, job], shape) == 0
+    factors = {
+        MisjudgedRates(rates, Scenario(rate_error=0.3, seed=seed)).alone(job, shape)
+        for seed in range(20)
+    }
+    assert len(factors) == 20
+
+
+def test_a_job_that_can_never_run_is_left_out_with_the_reason():
+    jobs = (*small().jobs, Job(name="huge", devices=9, work=1.0))
+    queue, refused = fit_queue(queue_of(*jobs), CLUSTER)
+    assert [job.name for job in queue.jobs] == ["wide", "half", "one"]
+    assert "9 devices" in refused["huge"]
+    study = run_study("small", queue_of(*jobs), CLUSTER, [Fifo()], Scenario())
+    assert to_json(study)["refused"] == [{"name": "huge", "reason": refused["huge"]}]
+    assert "huge" in to_report(study).cautions[0]
+
+
+def test_device_types_count_only_where_the_cluster_has_types():
+    job = Job(name="a", device_types=("a100",), work=1.0)
+    assert fit_queue(queue_of(job), CLUSTER)[1] == {}
+    typed = Cluster.of_text("v100=2x4")
+    assert "a100" in fit_queue(queue_of(job), typed)[1]["a"]
+    with pytest.raises(UsageError, match="no job of the trace can run"):
+        run_study("small", queue_of(job), typed, [Fifo()], Scenario())
+
+
+@dataclasses.dataclass
+class _Idle:
+    """A policy that starts nothing; with `wakes`, it asks to be woken for ever."""
+
+    wakes: bool
+    name: str = "idle"
+
+    def choose(self, state, events):
+        return iter(())
+
+    def wake_s(self, state):
+        return state.now_s + 1 if self.wakes else None
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_policy_that_leaves_jobs_waiting_for_ever_is_named(wakes):
+    with pytest.raises(UsageError, match=r"idle.*waiting for ever"):
+        simulate(small(), CLUSTER, _Idle(wakes), Scenario())
+
+
+def test_rounds_let_jobs_start_at_multiples_only():
+    (policy,) = make_policies(["fifo"], round_s=60.0)
+    run = simulate(small(), CLUSTER, policy, Scenario())
+    starts = {name: job.started_s for name, job in run.outcome.jobs.items()}
+    assert starts == {"wide": 0.0, "half": 120.0, "one": 120.0}
+
+
+def test_policies_are_found_by_name():
+    assert [policy.name for policy in make_policies(["fifo", "fifo"])] == ["fifo"]
+    assert "fifo" in [policy.name for policy in make_policies(["all"])]
+    with pytest.raises(UsageError, match="fifo"):
+        make_policies(["fifoo"])
+    with pytest.raises(UsageError, match="objective"):
+        make_policies(["fifo"], objective="makespan")
+
+
+class _Together:
+    """Starts all jobs at once on the same two devices, one of each node."""
+
+    name = "together"
+
+    def choose(self, state, events):
+        parts = (NodeDevices(node="n0", devices=(1, 3)), NodeDevices(node="n1", devices=(0,)))
+        for name in list(state.waiting):
+            yield Start(name=name, placement=Placement(parts=parts))
+
+    def wake_s(self, state):
+        return None
+
+
+class _HalfEach:
+    """Two jobs keep half of their rates on shared devices."""
+
+    most = 2
+
+    def kept(self, job, neighbours, shape):
+        return 0.5 ** len(neighbours)
+
+
+def test_the_report_has_the_devices_of_each_job_numbered_through_all_nodes():
+    jobs = [Job(name=name, devices=3, work=10.0) for name in "ab"]
+    queue = Queue(tuple(jobs), RateModel({}, _HalfEach()))
+    study = run_study("pair", queue, CLUSTER, [_Together()], Scenario())
+    (run,) = to_report(study).runs
+    pieces = ((1, 1), (3, 1), (4, 1))
+    assert sorted((held.name, held.begin_s, held.end_s, held.pieces) for held in run.held) == [
+        ("a", 0.0, 20.0, pieces),
+        ("b", 0.0, 20.0, pieces),
+    ]
+    assert run.jct_s.tolist() == [20.0, 20.0]
+    assert run.alone_s.tolist() == [10.0, 10.0]
+    assert run.figures.allocated == pytest.approx(3 * 20 / (20 * 8))
+
+
+def test_figures_of_a_small_trace_stay_as_they_were(tmp_path):
+    trace, rates = tmp_path / "trace", tmp_path / "rates.json"
+    trace.write_text(queues.GAVEL)
+    rates.write_text(queues.GAVEL_RATES)
+    queue = read_queue(trace, rates=rates)
+    scenario = Scenario(durations=2.0, node_mtbf_s=60.0, restart_s=30.0)
+    study = run_study("small", queue, Cluster.of_text("v100=2x2"), [Fifo()], scenario)
+    assert json.loads(json.dumps(to_json(study))) == json.loads(GOLDEN.read_text())
+
+
+def test_a_published_trace_is_played_to_its_end():
+    queue = read_queue(queues.published("muri", "trace3.csv"))
+    run = simulate(queue, Cluster.of_text("8x8"), Fifo(), Scenario(), log=False)
+    assert run.metrics.jobs == 992
+    # Known of the trace: what jobs take alone, 1.5 % included; starts of 4 to 46 s are added.
+    assert run.metrics.jct_bound_s / 3600 == pytest.approx(13.213, abs=0.01)
+    assert run.metrics.makespan_s / 3600 >= 2268
