@@ -64,19 +64,21 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
     return tuple(sorted(jobs, key=lambda job: job.submitted_s))
 
 
-def read_rates(path: Path, *, shares: bool = True) -> RateModel:
+def read_rates(path: Path, *, shares: bool = True, distance: bool = True) -> RateModel:
     """Return the measured throughputs as a rate model.
 
     Args:
         path: of ``simulation_throughputs.json``.
         shares: whether the measured pairs may share devices.
+        distance: whether devices on more servers than needed are slower, as was measured; in
+            Gavel's own simulator they are not.
 
     Raises:
         NotFound: there is no such file.
         CorruptData: it is no such table.
     """
     try:
-        return _rate_model(json.loads(read_text(path)), shares=shares)
+        return _rate_model(json.loads(read_text(path)), shares=shares, distance=distance)
     except (ValueError, SyntaxError, KeyError, TypeError, AttributeError) as problem:
         raise CorruptData(
             "not a table of Gavel's throughputs",
@@ -86,7 +88,7 @@ def read_rates(path: Path, *, shares: bool = True) -> RateModel:
         ) from problem
 
 
-def _rate_model(table: dict[str, Any], *, shares: bool) -> RateModel:
+def _rate_model(table: dict[str, Any], *, shares: bool, distance: bool) -> RateModel:
     alone: dict[str, dict[str, dict[int, float]]] = {}
     spread: dict[str, dict[tuple[str, int], float]] = {}
     factors: dict[PairKey, float] = {}
@@ -97,7 +99,7 @@ def _rate_model(table: dict[str, Any], *, shares: bool) -> RateModel:
             rate = measured["null"]
             if kind != device_type:
                 close = table[device_type][key]["null"]
-                if close > 0:
+                if close > 0 and distance:
                     spread.setdefault(name, {})[device_type, devices] = rate / close
                 continue
             if rate > 0:

@@ -20,9 +20,11 @@ is; the others are planned around it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.core.errors import UsageError
+from paceline.core.record import nearest
 from paceline.scheduler.events import (
     Measured,
     NodeBack,
@@ -95,7 +97,7 @@ class Paceline:
             return
         jobs = len(state.waiting) + len(state.running)
         due = jobs <= self.small_queue or state.now_s >= self._planned_s + self.plan_s
-        if due and jobs:
+        if self._changed and due and jobs:
             self._planned_s, self._changed = state.now_s, False
             yield from self._plan(state)
         elif state.waiting:
@@ -366,6 +368,15 @@ def _at_best(candidate: Candidate, group: Group) -> bool:
     return (group.device_type, group.devices) == (best.device_type, best.devices)
 
 
-def for_objective(name: str, **changes: object) -> Paceline:
-    """Return the policy for a named objective."""
-    return replace(Paceline(objective=OBJECTIVES[name]), **changes)  # type: ignore[arg-type]  # fields by name
+def for_objective(objective: str = "jct") -> Paceline:
+    """Return the policy for an objective.
+
+    Args:
+        objective: one of `OBJECTIVES`.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if objective not in OBJECTIVES:
+        raise UsageError(f"no objective '{objective}'", fix=nearest(objective, OBJECTIVES))
+    return Paceline(objective=OBJECTIVES[objective])

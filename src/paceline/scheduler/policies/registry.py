@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.policies.fifo import Fifo
+from paceline.scheduler.policies.paceline import for_objective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,4 +14,5 @@ if TYPE_CHECKING:
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "fifo": Fifo,  # in the order of submission, devices exclusive
+    "paceline": for_objective,  # by what progress is worth, elastic sizes, sharing
 }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.decide import Policy
-from paceline.scheduler.events import Timer
+from paceline.scheduler.events import Event, Timer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.scheduler.events import Action, Event
+    from paceline.scheduler.events import Action
     from paceline.scheduler.state.state import State
 
 
@@ -27,6 +27,7 @@ class Rounds:
 
     policy: Policy
     round_s: float
+    _since: list[Event] = field(default_factory=list)  # events since the last round
 
     @property
     def name(self) -> str:
@@ -35,8 +36,10 @@ class Rounds:
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the other policy's actions if a round begins now."""
+        self._since.extend(events)
         if state.now_s % self.round_s == 0 or any(isinstance(event, Timer) for event in events):
-            yield from self.policy.choose(state, events)
+            of_round, self._since = self._since, []
+            yield from self.policy.choose(state, of_round)
 
     def wake_s(self, state: State) -> float | None:
         """Return the begin of the next round, while there are jobs."""

@@ -108,6 +108,11 @@ class MisjudgedRates:
         self.scenario = scenario
         self._factors: dict[tuple[str, ...], float] = {}
 
+    @property
+    def most_sharing(self) -> int:
+        """The most jobs on one set of devices."""
+        return self.rates.most_sharing
+
     def alone(self, job: Job, shape: Shape, work_done: float = 0.0) -> float:
         """Return the misjudged rate; see `Rates.alone`."""
         rate = self.rates.alone(job, shape, work_done)
