@@ -15,7 +15,9 @@ class Queue:
     Attributes:
         jobs: in the order of their submission, with their true work.
         rates: true rates of the jobs.
+        notes: what the file has that is not among the jobs, in words.
     """
 
     jobs: tuple[Job, ...]
     rates: Rates
+    notes: tuple[str, ...] = ()

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from paceline.scheduler.placement import Shape
 
 
+ANY_TYPE = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measured rates of a class of jobs.
 
     Attributes:
-        alone: units of work per second by device type and number of devices, close together.
+        alone: units of work per second by device type and number of devices, close together;
+            the type `ANY_TYPE` stands for all that are not named.
         spread: the same for devices on more nodes than needed, as a share of `alone`, by device
             type and number of devices.
         exchange: what its ranks exchange, by device type; used where `spread` has no entry.
@@ -86,19 +90,20 @@ class RateModel:
         return math.inf
 
     def _rate(self, name: str, profile: Profile, shape: Shape) -> float:
-        measured = profile.alone.get(shape.device_type)
+        kind = shape.device_type if shape.device_type in profile.alone else ANY_TYPE
+        measured = profile.alone.get(kind)
         if not measured:
             return 0.0
         devices = shape.devices
         rate = measured.get(devices)
         if rate is None:
-            curve = self._curves.get((name, shape.device_type))
+            curve = self._curves.get((name, kind))
             if curve is None:
                 curve = Curve(measured.items(), profile.prior)
-                self._curves[name, shape.device_type] = curve
+                self._curves[name, kind] = curve
             rate = curve.rate(devices)
         if shape.level:
-            ratio = profile.spread.get((shape.device_type, devices))
+            ratio = profile.spread.get((kind, devices))
             exchange = profile.exchange.get(shape.device_type)
             if ratio is not None:
                 rate *= ratio
