@@ -14,6 +14,7 @@ import sys
 import click
 
 import paceline
+from paceline.cli.lazy import LazyGroup
 from paceline.cli.streams import accept_any_text
 from paceline.core.errors import PacelineError, StorageError
 
@@ -29,38 +30,16 @@ VERBS = {
     "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
+    "queue": "Share a cluster between jobs: compare scheduling policies on a trace (simulate).",
     "trace": "Summarise and export a run's traces (stats, export).",
     "torture": "Inject faults into packs on your file system; check that all are detected.",
 }
 
 
-class VerbGroup(click.Group):
-    """A click group that imports a subcommand's module only when the subcommand is called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the subcommands in the order in which a new user needs them."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the subcommand; None if there is no such subcommand."""
-        if cmd_name not in VERBS:
-            if cmd_name.isidentifier():
-                from paceline.core.record import nearest  # here: --help has no use for it
-
-                ctx.fail(f"No such command '{cmd_name}'. {nearest(cmd_name, VERBS)}")
-            return None
-        command = getattr(importlib.import_module(f"paceline.cli.{cmd_name}"), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of subcommands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
-
-
 @click.group(
-    cls=VerbGroup,
+    cls=LazyGroup,
+    verbs=VERBS,
+    package="paceline.cli",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: paceline demo. Exit codes: docs/reference/exit-codes.md",
 )

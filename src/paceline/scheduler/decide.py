@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Chooses what runs where."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name, as users give it."""
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield actions, one by one; the state has changed by each when the next is asked for.

@@ -31,6 +31,7 @@ ROWS = 64
 # Values that a page keeps for zooming into one chart: two bytes each, 0.6 MB as text.
 MAX_VALUES = 220_000
 _LABELS_PX, _AXIS_PX = 72.0, 40.0
+_AXIS_NAMES = {"s": "seconds", "h": "hours", "%": "percent of jobs"}
 # Values are kept as logarithms in two bytes: 1 ns to 10,000 s, within 0.03 %; 0 stands for 0.
 _LEAST_S, _DECADES = 1e-9, 13
 
@@ -60,7 +61,7 @@ class Chart:
         name: part of the ids of its elements, unique on the page.
         title: what it shows, in a few words.
         description: how to read it, for those who do not see it.
-        unit: of its horizontal axis: step, or s.
+        unit: of its horizontal axis: step, s, h, or % of jobs.
         end: the axis goes from 0 to here.
         height_px: of the plot.
         marks: of the plot; x from 0 to `FIELD`, y in pixels.
@@ -170,6 +171,6 @@ def _axis(chart: Chart) -> str:
         narrow = " spare" if i % 2 else ""
         parts.append(svg.line(place, 0, place, 4, f"rule{narrow}"))
         parts.append(svg.text(place, 17, f"{at:,.9g}", f"tick{narrow}", "middle"))
-    name = "seconds" if chart.unit == "s" else chart.unit
+    name = _AXIS_NAMES.get(chart.unit, chart.unit)
     parts.append(svg.text("100%", 34, name, "axis-name", "end"))
     return svg.drawing(parts, "axis", height=_AXIS_PX)

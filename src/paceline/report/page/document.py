@@ -1,4 +1,4 @@
-"""One HTML file that shows a run: nothing fetched, small whatever the run's length.
+"""HTML files that show a run or a queue: nothing fetched, small whatever the length.
 
 The page's content security policy forbids everything but its own style and its own script, which is
 named by its digest, so that even a name that slipped through unescaped could do nothing.
@@ -32,13 +32,25 @@ _GENERATOR = '<meta name="generator" content="Paceline'
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Write the page to `path`; an older report there is replaced.
+    """Write the page of a run to `path`; an older report there is replaced.
 
     Raises:
         DestinationExists: something is there that is not a report.
         NotFound: the folder to write to is not there.
         StorageError: the disk is full or the folder not writable.
     """
+    prepare_page(path)
+    commit_text(path, render_html(report))
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page that `render_page` made; errors as `write_html`."""
+    prepare_page(path)
+    commit_text(path, page)
+
+
+def prepare_page(path: Path) -> None:
+    """See that a page can be written to `path`; errors as `write_html`."""
     if path.is_dir() or (path.exists() and not _is_report(path)):
         raise DestinationExists(
             "will not overwrite what is not a report",
@@ -47,15 +59,10 @@ def write_html(report: Report, path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
-    commit_text(path, render_html(report))
 
 
 def render_html(report: Report) -> str:
-    """Return the page."""
-    folder = Path(__file__).parent
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    script = (folder / "page.js").read_text(encoding="utf-8")
-    name = escape(report.run.resolve().name)
+    """Return the page of a run."""
     body = "\n".join(
         [
             overview.head(report),
@@ -73,14 +80,31 @@ def render_html(report: Report) -> str:
             "</main>",
         ]
     )
+    return render_page(
+        report.run.resolve().name,
+        body,
+        "All times are measured unless they are called predicted or modelled.",
+    )
+
+
+def render_page(title: str, body: str, footer: str) -> str:
+    """Return a page with the style, script and policy of all reports.
+
+    Args:
+        title: of the window, as text.
+        body: markup.
+        footer: what to know of all figures, as text.
+    """
+    folder = Path(__file__).parent
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'{_GENERATOR} {escape(__version__)}">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name} - Paceline report</title>\n<style>\n{style}</style></head>\n"
-        f"<body>\n{body}\n<footer>Paceline {escape(__version__)}. All times are measured unless "
-        "they are called predicted or modelled.</footer>\n"
+        f"<title>{escape(title)} - Paceline report</title>\n<style>\n{style}</style></head>\n"
+        f"<body>\n{body}\n<footer>Paceline {escape(__version__)}. {escape(footer)}</footer>\n"
         f"<script>{script}</script>\n</body></html>\n"
     )
 

@@ -120,7 +120,9 @@
     }
 
     rangeWords(low, high) {
-      if (this.unit !== "step") return `${seconds(low * this.end)} to ${seconds(high * this.end)}`;
+      if (this.unit === "s") return `${seconds(low * this.end)} to ${seconds(high * this.end)}`;
+      if (this.unit !== "step")
+        return [low, high].map((x) => `${Number((x * this.end).toPrecision(4))} ${this.unit}`).join(" to ");
       const last = Math.min(this.end, Math.ceil(high * this.end)) - 1;
       return `steps ${count(Math.floor(low * this.end))} to ${count(last)} of ${count(this.end)}`;
     }

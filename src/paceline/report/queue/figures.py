@@ -1,0 +1,83 @@
+"""The tables of a queue, as rows of text that terminal and page share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.report.units import format_share, significant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from paceline.report.queue.model import QueueFigures
+
+BOUND = "lower bound"
+_UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+class Unit(NamedTuple):
+    """A unit in which all times of a table are shown."""
+
+    seconds: float
+    name: str
+
+    def show(self, seconds: float) -> str:
+        """Return a time in this unit, without its name."""
+        return significant(seconds / self.seconds)
+
+
+def unit_for(times_s: Iterable[float]) -> Unit:
+    """Return the largest unit of which the longest time has at least two.
+
+    >>> unit_for([30, 7300.0]).name, unit_for([90.0]).name, unit_for([]).name
+    ('h', 's', 's')
+    """
+    longest_s = max(times_s, default=0.0)
+    return next((Unit(*unit) for unit in _UNITS if longest_s >= 2 * unit[0]), Unit(1.0, "s"))
+
+
+def comparison(rows: Sequence[QueueFigures]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of policies; its last row is the lower bound."""
+    unit = unit_for([row.makespan_s for row in rows])
+    heads = [
+        "policy",
+        *(f"JCT {name}, {unit.name}" for name in ("mean", "p50", "p99")),
+        f"makespan, {unit.name}",
+        *("rho worst", "rho p99", "rho > 1.1"),
+        *("allocated", "useful", "restarts"),
+    ]
+    lines = [
+        [
+            row.policy,
+            *(unit.show(value) for value in (row.jct_mean_s, row.jct_p50_s, row.jct_p99_s)),
+            unit.show(row.makespan_s),
+            significant(row.rho_worst),
+            significant(row.rho_p99),
+            format_share(row.rho_above_1_1),
+            format_share(row.allocated),
+            format_share(row.useful),
+            f"{row.restarts:,}",
+        ]
+        for row in rows
+    ]
+    first = rows[0]
+    bound = [BOUND, unit.show(first.jct_bound_s), "-", "-", unit.show(first.makespan_bound_s)]
+    return heads, [*lines, bound + ["-"] * (len(heads) - len(bound))]
+
+
+def waiting(rows: Sequence[QueueFigures]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of waiting: a row for each number of devices."""
+    unit = unit_for(wait.p99_s for row in rows for wait in row.waits)
+    heads = ["devices", "jobs"]
+    for row in rows:
+        heads += [f"{row.policy} mean, {unit.name}", f"{row.policy} p99, {unit.name}"]
+    by_size = [{wait.devices: wait for wait in row.waits} for row in rows]
+    lines = []
+    for size in sorted(set().union(*by_size)):
+        jobs = max(waits[size].jobs for waits in by_size if size in waits)
+        cells = [f"{size:,}", f"{jobs:,}"]
+        for waits in by_size:
+            wait = waits.get(size)
+            cells += [unit.show(wait.mean_s), unit.show(wait.p99_s)] if wait else ["-", "-"]
+        lines.append(cells)
+    return heads, lines

@@ -1,0 +1,94 @@
+"""The page of a queue: policies side by side, cumulative curves, waiting, devices over time."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from paceline.report.page.chart import render
+from paceline.report.page.document import render_page, write_page
+from paceline.report.page.markup import details, section, table
+from paceline.report.queue.curves import completion_times, jobs_done
+from paceline.report.queue.figures import comparison, waiting
+from paceline.report.queue.gantt import gantt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.report.queue.model import QueueReport
+
+_POLICIES = (
+    "JCT is the completion time of a job, from its submission to its end. rho is its finish-time "
+    "fairness: above 1 the job did worse than with an equal share of the cluster all the time. "
+    "Allocated and useful are shares of the devices' time until the makespan: held by jobs, and as "
+    "much as their work takes alone at its best. The lower bound is every job alone, at once."
+)
+
+
+def write_queue_page(report: QueueReport, path: Path) -> None:
+    """Write the page to `path`; an older report there is replaced. Errors as `write_page`."""
+    write_page(render_queue_page(report), path)
+
+
+def render_queue_page(report: QueueReport) -> str:
+    """Return the page."""
+    figures = [run.figures for run in report.runs]
+    cautions = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.cautions)
+    warning = f'<ul class="cautions" role="note">{cautions}</ul>' if cautions else ""
+    body = [
+        f"<header><h1>{escape(report.title)}</h1>{warning}"
+        f'<p class="verdict">{escape(_verdict(report))}</p>'
+        f'<p class="state">{escape(report.summary)}</p></header>',
+        "<main>",
+        section("Policies", _POLICIES, table(*comparison(figures))),
+        section("Jobs done", "", render(jobs_done(report.runs))),
+        section(
+            "Completion times",
+            "A line that is lower everywhere is a policy that is better for short and long jobs.",
+            render(completion_times(report.runs)),
+        ),
+        section("Waiting", "Before the first start, by number of devices.", _waiting(report)),
+        _devices(report),
+        "</main>",
+    ]
+    return render_page(report.title, "\n".join(body), "All times are simulated.")
+
+
+def _verdict(report: QueueReport) -> str:
+    """Return which policy is best at what, in a sentence."""
+    figures = [run.figures for run in report.runs]
+    fastest = min(figures, key=lambda row: row.jct_mean_s)
+    shortest = min(figures, key=lambda row: row.makespan_s)
+    if len(figures) == 1:
+        return (
+            f"Under {fastest.policy} a job takes {fastest.jct_mean_s / 3600:.3g} h on average, of "
+            f"at least {fastest.jct_bound_s / 3600:.3g} h; all are done after "
+            f"{fastest.makespan_s / 3600:.3g} h."
+        )
+    sentence = (
+        f"Jobs complete soonest under {fastest.policy}: {fastest.jct_mean_s / 3600:.3g} h on "
+        f"average, of at least {fastest.jct_bound_s / 3600:.3g} h."
+    )
+    if shortest.makespan_s < fastest.makespan_s * 0.999:
+        sentence += f" All work is done soonest under {shortest.policy}."
+    return sentence
+
+
+def _waiting(report: QueueReport) -> str:
+    return table(*waiting([run.figures for run in report.runs]))
+
+
+def _devices(report: QueueReport) -> str:
+    """Return devices over time, for the first policy open and for the others folded away."""
+    parts: list[str] = []
+    for i, run in enumerate(report.runs):
+        if not run.held:
+            continue
+        chart, note = gantt(run, report.nodes, name=f"devices-{i}")
+        shown = f'<p class="note">{escape(note)}</p>{render(chart)}'
+        parts.append(
+            f"<h3>{escape(run.figures.policy)}</h3>{shown}"
+            if not parts
+            else details(run.figures.policy, shown)
+        )
+    return section("Devices over time", "", *parts) if parts else ""
