@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HEIGHT_PX = 260.0
 _LINES = 8
 _DECADES = 6  # at most, below the longest completion time
-_TIMES = ((1.0, "1 s"), (10.0, "10 s"), (100.0, "100 s"), (1e3, "17 min"), (3600.0, "1 h"))
+_TIMES = ((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"))
 
 
 def jobs_done(runs: Sequence[PolicyRun]) -> Chart:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.report.units import format_share, significant
+from paceline.report.units import format_share, plural, significant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,18 +66,22 @@ def comparison(rows: Sequence[QueueFigures]) -> tuple[list[str], list[list[str]]
 
 
 def waiting(rows: Sequence[QueueFigures]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the table of waiting: a row for each number of devices."""
+    """Return heads and rows of the table of waiting: a column for each number of devices.
+
+    A cell has the mean and the 99th percentile.
+    """
     unit = unit_for(wait.p99_s for row in rows for wait in row.waits)
-    heads = ["devices", "jobs"]
+    jobs: dict[int, int] = {}
     for row in rows:
-        heads += [f"{row.policy} mean, {unit.name}", f"{row.policy} p99, {unit.name}"]
-    by_size = [{wait.devices: wait for wait in row.waits} for row in rows]
+        for wait in row.waits:
+            jobs[wait.devices] = max(wait.jobs, jobs.get(wait.devices, 0))
+    sizes = sorted(jobs)
+    heads = [f"mean / p99, {unit.name}", *(f"{plural(size, 'device')}" for size in sizes)]
     lines = []
-    for size in sorted(set().union(*by_size)):
-        jobs = max(waits[size].jobs for waits in by_size if size in waits)
-        cells = [f"{size:,}", f"{jobs:,}"]
-        for waits in by_size:
-            wait = waits.get(size)
-            cells += [unit.show(wait.mean_s), unit.show(wait.p99_s)] if wait else ["-", "-"]
-        lines.append(cells)
-    return heads, lines
+    for row in rows:
+        shown = {
+            wait.devices: f"{unit.show(wait.mean_s)} / {unit.show(wait.p99_s)}"
+            for wait in row.waits
+        }
+        lines.append([row.policy, *(shown.get(size, "-") for size in sizes)])
+    return heads, [*lines, ["jobs", *(f"{jobs[size]:,}" for size in sizes)]]

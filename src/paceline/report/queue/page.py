@@ -47,7 +47,11 @@ def render_queue_page(report: QueueReport) -> str:
             "A line that is lower everywhere is a policy that is better for short and long jobs.",
             render(completion_times(report.runs)),
         ),
-        section("Waiting", "Before the first start, by number of devices.", _waiting(report)),
+        section(
+            "Waiting",
+            "Before the first start, by devices of the job: the mean and the 99th percentile.",
+            table(*waiting(figures)),
+        ),
         _devices(report),
         "</main>",
     ]
@@ -72,10 +76,6 @@ def _verdict(report: QueueReport) -> str:
     if shortest.makespan_s < fastest.makespan_s * 0.999:
         sentence += f" All work is done soonest under {shortest.policy}."
     return sentence
-
-
-def _waiting(report: QueueReport) -> str:
-    return table(*waiting([run.figures for run in report.runs]))
 
 
 def _devices(report: QueueReport) -> str:

@@ -27,7 +27,11 @@ def render_queue(report: QueueReport) -> Group:
     bold = frozenset([best]) if len(figures) > 1 else frozenset()
     parts += [Text(), _table(heads, rows, bold=bold, corner="policy")]
     heads, rows = waiting(figures)
-    parts += [Text(), Text("Waiting before the first start, by devices"), _table(heads, rows)]
+    parts += [
+        Text(),
+        Text("Waiting before the first start, by devices of the job"),
+        _table(heads, rows, corner=heads[0]),
+    ]
     return Group(*parts)
 
 

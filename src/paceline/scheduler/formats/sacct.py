@@ -18,6 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import CorruptData
+from paceline.report.units import plural
 from paceline.scheduler.formats.lines import moment_s, number, read_table
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
@@ -53,25 +54,25 @@ def read_sacct(path: Path) -> Queue:
         NotFound: there is no such file.
         CorruptData: a line cannot be read; the message names file, line and field.
     """
-    left_out: Counter[str] = Counter()
+    left_out: Counter[tuple[str, str]] = Counter()
     rows: list[tuple[Row, _Request, float]] = []
     for row in read_table(path, required=("JobID", "Submit"), separator="|"):
         if "." in row.fields["JobID"]:
-            left_out["steps of jobs"] += 1
+            left_out["step", "of jobs"] += 1
             continue
         elapsed_s = _elapsed_s(row)
         if elapsed_s > 0:
             rows.append((row, _request(row), elapsed_s))
         else:
             state = row.fields.get("State", "").split(" ")[0]
-            left_out[f"jobs that never ran ({state})" if state else "jobs that never ran"] += 1
+            left_out["job", f"that never ran ({state})" if state else "that never ran"] += 1
     has_gpus = any(request.gpus for _, request, _ in rows)
     first_s = min((_submit_s(row) for row, _, _ in rows), default=0.0)
     names: Counter[str] = Counter()
     jobs = []
     for row, request, elapsed_s in rows:
         if has_gpus and not request.gpus:
-            left_out["jobs without GPUs"] += 1
+            left_out["job", "without GPUs"] += 1
             continue
         devices = request.gpus or request.cpus
         if not devices:
@@ -92,7 +93,9 @@ def read_sacct(path: Path) -> Queue:
                 tenant=row.fields.get("Account") or row.fields.get("User", ""),
             )
         )
-    notes = tuple(f"left out: {count:,} {what}" for what, count in left_out.items())
+    notes = tuple(
+        f"left out: {plural(count, noun)} {which}" for (noun, which), count in left_out.items()
+    )
     return Queue(tuple(sorted(jobs, key=lambda job: job.submitted_s)), RateModel({}), notes)
 
 

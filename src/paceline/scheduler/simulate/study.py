@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def decision_lines(study: Study) -> Iterator[str]:
 def to_report(study: Study) -> QueueReport:
     """Return what terminal and page show."""
     return QueueReport(
-        title=study.trace,
+        title=f"{Path(study.trace).name}: scheduling policies",
         summary=_summary(study),
         cautions=_cautions(study),
         nodes=tuple((node.name, node.devices) for node in study.cluster.nodes),
