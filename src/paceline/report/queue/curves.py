@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from paceline.report.queue.model import PolicyRun
 
 _HEIGHT_PX = 260.0
-_LINES = 8
+_STYLES = 12
 _DECADES = 6  # at most, below the longest completion time
-_TIMES = ((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"))
+_TIMES = ((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"))
+_HOURS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
 
 
 def jobs_done(runs: Sequence[PolicyRun]) -> Chart:
@@ -69,7 +70,7 @@ def completion_times(runs: Sequence[PolicyRun]) -> Chart:
 
 
 def _line(index: int) -> str:
-    return f"line line-{index % _LINES}"
+    return f"line policy-{index % _STYLES}"
 
 
 def _legend(runs: Sequence[PolicyRun]) -> list[tuple[str, str]]:
@@ -106,7 +107,7 @@ def _count_scale(most: int) -> tuple[list[str], list[str]]:
 
 def _log_scale(low: float, top: float) -> tuple[list[str], list[str]]:
     marks, labels = [], []
-    times = [*_TIMES, *((3600.0 * 10**power, f"{10**power:,} h") for power in range(1, 6))]
+    times = [*_TIMES, *((3600.0 * hours, f"{hours:,} h") for hours in _HOURS)]
     for seconds, words in times:
         at = math.log10(seconds)
         if low <= at <= top:
