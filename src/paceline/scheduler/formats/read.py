@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.core.record import nearest
-from paceline.scheduler.formats import gavel, muri, philly
+from paceline.scheduler.formats import adaptdl, gavel, muri, philly
 from paceline.scheduler.formats.lines import read_text
 from paceline.scheduler.formats.queue_csv import read_jobs
 from paceline.scheduler.formats.sacct import read_sacct
@@ -28,11 +28,11 @@ class Format:
     """A format of workloads.
 
     Attributes:
-        read: reads jobs, and their rates from a second file if the format has one.
+        read: reads jobs, and their rates from a second file or folder if the format has one.
         columns: that the first line names, each of them; empty if it has no header.
         separator: of the first line's fields.
         cluster: of the published experiments, as `Cluster.of_text` has it; empty if there is none.
-        has_rates_file: whether rates are in a file of their own.
+        has_rates_file: whether rates are in a file or folder of their own.
     """
 
     read: _Read
@@ -65,6 +65,12 @@ FORMATS = {
         read=_read_gavel,
         separator="\t",
         cluster="v100=2x4,p100=4x4,k80=3x8",
+        has_rates_file=True,
+    ),
+    "adaptdl": Format(
+        read=adaptdl.read_adaptdl,
+        columns=adaptdl.COLUMNS,
+        cluster="16x4",
         has_rates_file=True,
     ),
     "muri": Format(read=lambda path, _: muri.read_muri(path), columns=muri.COLUMNS, cluster="8x8"),
@@ -113,13 +119,14 @@ def detect_format(path: Path) -> str:
 
     Raises:
         NotFound: there is no such file.
-        UsageError: it has the first line of no format, or of several.
+        UsageError: it has the first line of no format.
     """
     lines = (line for line in read_text(path).splitlines() if line.strip())
     first = next((line for line in lines if not line.lstrip().startswith("#")), "")
     fitting = [name for name, candidate in FORMATS.items() if _looks_like(candidate, first)]
-    if len(fitting) == 1:
-        return fitting[0]
+    if fitting:
+        # Columns of one format may be among those of another one: the most specific counts.
+        return max(fitting, key=lambda name: len(FORMATS[name].columns))
     raise UsageError(
         "the format of the trace is not known from its first line",
         where=str(path),

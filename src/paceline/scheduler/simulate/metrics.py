@@ -108,19 +108,26 @@ def metrics(outcome: Outcome, rates: Rates) -> Metrics:
 
 
 def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds that a job takes alone, at its best type and number of devices."""
+    """Return the seconds that a job takes alone, always at its best type and number of devices.
+
+    Where its rate changes with its progress, it changes its devices with it at no cost.
+    """
     assert job.work is not None
     low, high = job.limits
     sizes = sorted({low, job.devices, high, *(1 << power for power in range(16))})
-    fastest = max(
-        rates.alone(job, shape)
+    shapes = [
+        _close_together(cluster, kind, size)
         for kind, count in cluster.device_counts().items()
         if not job.device_types or kind in job.device_types
         for size in sizes
         if low <= size <= min(high, count)
-        for shape in [_close_together(cluster, kind, size)]
-    )
-    return job.work / fastest + job.start_s
+    ]
+    alone_s, done = job.start_s, 0.0
+    while done < job.work:
+        until = min(job.work, rates.constant_until(job, done))
+        alone_s += (until - done) / max(rates.alone(job, shape, done) for shape in shapes)
+        done = until
+    return alone_s
 
 
 def mean_jobs(
