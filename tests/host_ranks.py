@@ -302,6 +302,32 @@ def differing(ranks):
     return collect(*start(ranks, work))
 
 
+def several_roots(ranks):
+    """Each rank takes itself for the root of a broadcast, and so waits for nobody."""
+
+    def work(rank, store):
+        group = HostGroup.form(store, rank, ranks, TIMEOUT_S)
+        group.broadcast_array(np.zeros(3, np.float32), rank, TIMEOUT_S)
+        group.barrier(TIMEOUT_S)
+
+    return collect(*start(ranks, work))
+
+
+def ahead(ranks):
+    """Roots change from call to call, and ranks get ahead of each other; calls are equal."""
+
+    def work(rank, store):
+        group = HostGroup.form(store, rank, ranks, TIMEOUT_S)
+        for call in range(2000):
+            root = call // 7 % ranks
+            group.broadcast_array(np.zeros(1 + call % 3, np.float32), root, TIMEOUT_S)
+            if call % 31 == 0:
+                group.barrier(TIMEOUT_S)
+        return "ok"
+
+    return collect(*start(ranks, work))
+
+
 def forked(ranks):
     """A child of each rank tries the group, and ends; the rank goes on, a message under way."""
 
@@ -379,6 +405,8 @@ SCENARIOS = {
     "absent": absent,
     "correctness": correctness,
     "differing": differing,
+    "several_roots": several_roots,
+    "ahead": ahead,
     "forked": forked,
     "disturbed": disturbed,
     "hosts": hosts,

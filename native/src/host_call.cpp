@@ -70,10 +70,8 @@ HostGroup::Call::Call(HostGroup& group, const CallFields& fields, double timeout
   SharedCall& shared = group.own().calls[sequence % call_count];
   write_call(shared, fields, sequence);
   group.wait_ = {timeout_s, 0, &shared};
-  group.fingerprint_ = fingerprint_of(fields, sequence);
-  Progress& progress = group.own().progress;
-  progress.fingerprints[sequence % fingerprint_count].store(group.fingerprint_,
-                                                            std::memory_order_relaxed);
+  group.own().progress.fingerprints[sequence % fingerprint_count].store(
+      fingerprint_of(fields, sequence), std::memory_order_relaxed);
 }
 
 HostGroup::Call::~Call() {

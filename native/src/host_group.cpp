@@ -389,16 +389,25 @@ void HostGroup::await_all_staged(const Chunk& chunk) {
     if (peer != index_) await_staged(peer, chunk);
 }
 
+// Compares this call, and those before it in which this rank did not wait for the peer, as the root
+// of a broadcast does not: two ranks that each take themselves for the root are found here. A peer
+// is ahead by less than compared_back calls, so that it has not overwritten what is read.
 void HostGroup::compare_call(std::size_t peer) {
+  const std::uint64_t first =
+      std::max(peers_[peer].compared + 1,
+               sequence_ > compared_back ? sequence_ - compared_back : std::uint64_t{1});
   peers_[peer].compared = sequence_;
   const SegmentHeader& header = peers_[peer].segment->header();
-  if (header.progress.fingerprints[sequence_ % fingerprint_count].load(
-          std::memory_order_relaxed) == fingerprint_)
-    return;
-  fail(GroupFailure::mismatch, static_cast<int>(peer),
-       "the ranks called different collectives: rank " + std::to_string(rank_) + " called " +
-           describe(own().calls[sequence_ % call_count]) + ", rank " + std::to_string(peer) +
-           " called " + describe(header.calls[sequence_ % call_count]));
+  for (std::uint64_t sequence = first; sequence <= sequence_; ++sequence) {
+    const std::size_t slot = sequence % fingerprint_count;
+    if (header.progress.fingerprints[slot].load(std::memory_order_relaxed) ==
+        own().progress.fingerprints[slot].load(std::memory_order_relaxed))
+      continue;
+    fail(GroupFailure::mismatch, static_cast<int>(peer),
+         "the ranks called different collectives: rank " + std::to_string(rank_) + " called " +
+             describe(own().calls[sequence % call_count]) + ", rank " + std::to_string(peer) +
+             " called " + describe(header.calls[sequence % call_count]));
+  }
 }
 
 // A chunk without data: no rank leaves before all have come.

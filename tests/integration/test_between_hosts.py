@@ -69,10 +69,15 @@ def test_operations_without_a_table_go_by_the_default(said):
 
 
 def test_a_file_without_a_table_is_one_warning_of_rank_0(said):
-    (warning,) = said[0]["warned"]
+    _, warning = said[0]["warned"]
     assert "without has no costs of collectives between hosts" in warning
     assert "paceline probe --collectives" in warning
     assert said[1]["warned"] == said[2]["warned"] == []
+
+
+def test_hosts_that_are_one_machine_are_one_warning_of_rank_0(said):
+    shared, _ = said[0]["warned"]
+    assert "ranks 0 and 2 of a group run on one machine but share no memory" in shared
 
 
 def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(said):
@@ -118,7 +123,8 @@ def test_probe_fills_the_table_and_the_backend_reads_it(tmp_path):
     assert machine.collective("all_reduce", 4, hosts=2).algorithm == "flat"
     codes, out, err = run_on_hosts([2, 2], [sys.executable, SCRIPT, path])
     assert codes == [0, 0], err
-    assert all(json.loads(line)["warned"] == [] for line in "".join(out).splitlines())
+    warned = [text for line in "".join(out).splitlines() for text in json.loads(line)["warned"]]
+    assert not any("no costs" in text for text in warned)
 
 
 @pytest.mark.campaign("launchers")

@@ -37,6 +37,17 @@ def test_different_collectives_are_shown_from_both_sides():
         assert "broadcast of 12 bytes" in outcome["text"]
 
 
+def test_ranks_that_each_take_themselves_for_the_root_are_found_at_the_next_wait():
+    """A root waits for nobody: all went on with data of their own, without an error."""
+    for outcome in host_ranks.run("several_roots", 3):
+        assert outcome["error"] == "CollectiveMismatch", outcome
+        assert outcome["text"].count("broadcast of 12 bytes (root ") == 2
+
+
+def test_ranks_that_are_ahead_of_others_are_not_taken_for_different():
+    assert host_ranks.run("ahead", 4) == [{"value": "ok"}] * 4
+
+
 def test_a_forked_child_gets_an_error_and_leaves_the_group_to_its_parent():
     for rank, outcome in enumerate(host_ranks.run("forked", 2)):
         assert outcome["value"]["error"] == "UsageError", outcome

@@ -124,3 +124,12 @@ def test_ranks_of_a_recorded_torchrun_get_the_backend(tmp_path):
     assert done.code == 0, done.err
     assert paths_of_all_reduces(tmp_path / "RUN") == [{"shared memory"}] * 2
     assert json.loads((tmp_path / "RUN/config.json").read_text())["collectives"] == "paceline"
+
+
+@pytest.mark.parametrize("verb", [("run",), ("record", "--", sys.executable)])
+def test_a_misspelt_setting_of_the_backend_starts_no_rank(tmp_path, monkeypatch, verb):
+    monkeypatch.setenv("PACELINE_COLLECTIVES__WIR", "bfloat16")
+    done = paceline(tmp_path, *verb, SCRIPTS / "collectives.py", "plain")
+    assert done.code == 2
+    assert "Did you mean 'wire'?" in done.err
+    assert not list(tmp_path.iterdir())

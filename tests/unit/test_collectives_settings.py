@@ -1,19 +1,25 @@
 """Settings of the backend, the replacement of gloo, and what Horovod's shim asks of launchers."""
 
 import dataclasses
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from machines import collective, small_machine
 
-from paceline.collectives import settings
+from paceline.collectives import HostGroup, backend, horovod, settings
+from paceline.collectives.choice import Crossover, PathChoice
 from paceline.collectives.horovod import ranks
+from paceline.collectives.hosts import SegmentAddress, apart
 from paceline.collectives.options import FLAT_BELOW_BYTES, CollectivesConfig
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME, REPLACES_GLOO, register, replacement
-from paceline.collectives.settings import choose
+from paceline.collectives.settings import GroupSettings, choose
+from paceline.collectives.sharded import ShardedPath
+from paceline.collectives.two_level import HostPlace
 from paceline.core.config import resolve
-from paceline.core.errors import ConfigError, UsageError
+from paceline.core.errors import ConfigError, NotFound, UsageError
 from paceline.core.machine_file import machine_path
 
 
@@ -100,8 +106,72 @@ def probed(tmp_path, monkeypatch):
 
 
 def forget_tables():
+    settings._costs_between_hosts.cache_clear()
     settings._named_table.cache_clear()
     settings._own_table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("WIR", "bfloat16", "Did you mean 'wire'"), ("WIRE", "bf16", "'bf16' is not one of 'same'")],
+)
+def test_one_host_refuses_what_several_hosts_would_refuse(monkeypatch, name, value, said):
+    """A misspelt setting passed in silence on one host, and failed first on the cluster."""
+    monkeypatch.setenv(f"PACELINE_COLLECTIVES__{name}", value)
+    with pytest.raises(ConfigError, match=said):
+        make_path(dist.HashStore(), 0, (0,), 5.0)
+
+
+def test_one_host_refuses_a_machine_file_that_is_not_there():
+    with pytest.raises(NotFound, match="no such file"):
+        choose(CollectivesConfig(machine="absent.json"), 1, 2)
+
+
+def test_one_host_asks_for_no_table(probed, caplog):
+    probed.write_text(small_machine().to_text())
+    assert choose(CollectivesConfig(machine=str(probed)), 1, 2).measured == {}
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({}, "PID namespace"),
+        ({"user": 7}, "users 0 and 7"),
+        ({"boot_id": "other"}, ""),
+    ],
+)
+def test_ranks_of_one_machine_that_share_no_memory_are_said(other, said):
+    first = SegmentAddress(boot_id="boot", user=0, process=1, descriptor=3, nonce="00")
+    text = apart([first, dataclasses.replace(first, **other)], [[0], [1]])
+    assert said in text
+    assert bool(text) == bool(said)
+
+
+def test_the_path_of_a_broadcast_depends_on_its_bytes(monkeypatch):
+    """DDP's broadcasts were recorded as two levels, whatever the table said of their size."""
+    group = backend.PacelineGroup(dist.HashStore(), 0, 1, timedelta(seconds=5), (0,))
+    assert group.broadcast_path([torch.ones(1)]) == "shared memory"
+    place = HostPlace(((0,), (1,)), 0, 0)
+    flat_below = PathChoice(otherwise=Crossover(sizes_bytes=(1024.0,)))
+    level = GroupSettings(config=CollectivesConfig(), choice=flat_below)
+    members = HostGroup.form(dist.HashStore(), 0, 1, 5.0)
+    monkeypatch.setattr(group, "_path", ShardedPath(place, members, (0, 1), None, level))
+    assert group.broadcast_path([torch.ones(1)]) == "gloo"
+    assert group.broadcast_path([torch.ones(512), torch.ones(512)]) == "two levels"
+    group._path.close()
+
+
+def test_a_sum_of_a_type_without_a_kernel_names_call_and_type():
+    group = backend.PacelineGroup(dist.HashStore(), 0, 1, timedelta(seconds=5), (0,))
+    with pytest.raises(UsageError, match=r"no all_reduce of torch\.uint16"):
+        group.allreduce([torch.ones(3, dtype=torch.uint16)])
+    group.shutdown()
+
+
+def test_what_horovod_has_and_the_shim_has_not_is_said():
+    with pytest.raises(AttributeError, match=r"Adasum.*hvd\.Average"):
+        _ = horovod.Adasum
 
 
 def test_one_rank_is_a_host_of_its_own():

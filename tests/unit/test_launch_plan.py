@@ -57,6 +57,22 @@ def test_a_run_takes_its_collectives_from_the_plan(ready):
     assert job.collectives == describe(job)["collectives"] == "paceline"
 
 
+def test_what_the_plan_sets_is_kept_with_the_run_as_set_by_the_plan(ready):
+    """`config.json`, and so the report, said "torch", by default."""
+    values = describe(ready(dataclasses.replace(TWO, collectives="paceline"), ranks=2))["values"]
+    assert values["collectives"] == {"value": "paceline", "provenance": "plan"}
+    assert values["ranks"] == {"value": 2, "provenance": "flag"}
+
+
+def test_a_setting_of_the_backend_is_checked_before_the_start_and_kept(ready, monkeypatch):
+    monkeypatch.setenv("PACELINE_COLLECTIVES__WIRE", "bfloat16")
+    kept = describe(ready(TWO))["collectives_values"]
+    assert kept["wire"] == {"value": "bfloat16", "provenance": "environment"}
+    monkeypatch.setenv("PACELINE_COLLECTIVES__WIRE", "bf16")
+    with pytest.raises(ConfigError, match="'bf16' is not one of 'same', 'bfloat16'"):
+        ready(TWO)
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "environ", "words"),
     [

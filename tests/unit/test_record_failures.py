@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from paceline.collectives.options import CollectivesConfig
 from paceline.core.clock import SystemClock
+from paceline.core.config import resolve
 from paceline.core.errors import RankLost, ScriptFailed
 from paceline.launch import record as record_module
 from paceline.launch.exits import RankExit, exit_of
@@ -51,7 +53,12 @@ def report_lost_peer(run, rank):
 
 
 def record(run, *command):
-    job = RecordedCommand(command=command, run_folder=run, is_default_name=False)
+    job = RecordedCommand(
+        command=command,
+        run_folder=run,
+        is_default_name=False,
+        collectives_settings=resolve(CollectivesConfig),
+    )
     return record_command(job, machine=known_machine(None), clock=SystemClock())
 
 

@@ -342,6 +342,23 @@ def test_the_model_prices_what_the_machine_has_figures_for(tmp_path):
     assert modelled_s(traffic, None) is None
 
 
+@pytest.mark.parametrize(
+    ("path", "seconds"), [("", 1.0), ("shared memory", 2.0), ("two levels", 4.0), ("gloo", 3.0)]
+)
+def test_the_path_of_a_collective_says_whose_cost_counts(tmp_path, path, seconds):
+    """A script that asks for the backend itself was compared with gloo's cost."""
+    (traffic,) = gather(_run(tmp_path)).traffic
+    costs = (
+        collective("all_reduce", 1.0, 1e15),
+        collective("all_reduce", 2.0, 1e15, backend="paceline"),
+        collective("all_reduce", 3.0, 1e15, algorithm="flat", hosts=2),
+        collective("all_reduce", 4.0, 1e15, backend="paceline", algorithm="two_level", hosts=2),
+    )
+    machine = dataclasses.replace(_machine(), collectives=costs)
+    line = dataclasses.replace(traffic, path=path)
+    assert modelled_s(line, machine) == pytest.approx(seconds, rel=1e-3)
+
+
 def test_json_holds_what_the_page_shows(tmp_path):
     data = json.loads(json.dumps(to_json(gather(_run(tmp_path)))))
     assert data["version"] == 1
@@ -628,3 +645,17 @@ def test_every_table_scrolls_within_its_container_on_a_narrow_screen(tmp_path):
     (rule,) = re.findall(r"\.wide \{([^}]*)\}", page)
     assert "overflow-x: auto" in rule
     assert "background-attachment: local, local, scroll, scroll" in rule  # shows that it does
+
+
+def test_the_terminal_shows_path_and_modelled_time_in_80_columns(tmp_path):
+    run = tmp_path / "run"
+    cost = collective("all_reduce", backend="paceline")
+    machine = dataclasses.replace(_machine(), collectives=(cost,))
+    report = dataclasses.replace(gather(_run(run)), machine=machine)
+    line = dataclasses.replace(report.traffic[0], path="shared memory", group="group 0")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_terminal(dataclasses.replace(report, traffic=(line,))))
+    shown = console.export_text().splitlines()
+    (heads,) = (row for row in shown if row.startswith("collective") and "transfer" in row)
+    assert heads.split()[2] == "path"
+    assert heads.split()[-1] == "modelled"

@@ -266,7 +266,6 @@ class HostGroup {
   std::size_t ring_offset_ = 0;
   std::uint32_t all_finished_ = 0;  // chunks that all peers are known to have finished
   std::uint64_t announcements_ = 0;
-  std::uint16_t fingerprint_ = 0;
   std::vector<const std::byte*> sources_;  // of the running reduction
   std::vector<std::byte*> targets_;
   Wait wait_{};

@@ -28,6 +28,7 @@ constexpr std::size_t cache_line_bytes = 64;
 constexpr std::uint32_t window_chunks = 4;
 constexpr std::size_t fingerprint_count = 16;  // more calls than a rank can be ahead of another
 constexpr std::size_t call_count = 16;
+constexpr std::size_t compared_back = 8;  // calls; peers are ahead by fewer than the other 8
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);

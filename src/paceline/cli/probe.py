@@ -42,7 +42,7 @@ Example: paceline probe --out machine.json
     help="Measure collectives only, and add them to the machine file: of so many ranks of this "
     "host (as 2,4), or without RANKS between the hosts of the job whose rank this process is.",
 )
-@click.option("--quick", is_flag=True, help="Rougher, in about a third of the time.")
+@click.option("--quick", is_flag=True, help="Rougher, in about half the time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON on stdout.")
 def probe(
     out: Path | None, folder: Path, collective_ranks: str | None, quick: bool, as_json: bool

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,19 @@ from paceline.collectives.host_path import HostPath
 from paceline.collectives.options import CollectivesConfig
 from paceline.collectives.path import make_path
 from paceline.collectives.registration import NAME
-from paceline.collectives.tensors import check_parts, check_sizes, joined, spread
+from paceline.collectives.tensors import (
+    check_parts,
+    check_reduced,
+    check_sizes,
+    joined,
+    spread,
+)
 from paceline.collectives.works import CombinedWork, CompletedWork, PendingWork
 from paceline.trace.collectors import torch_internals as internals
 from paceline.trace.collectors.torch_internals import Capability
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def make_group(options: Any, backend_options: Any = None) -> PacelineGroup:
@@ -105,10 +114,13 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Whether all ranks share memory, through which CPU tensors then go."""
         return isinstance(self._path, HostPath)
 
-    @property
-    def broadcast_path(self) -> str:
-        """Which way broadcasts of CPU tensors go, as their works say it; the recorder asks."""
-        if self._path is None:
+    def broadcast_path(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return which way a broadcast of CPU tensors goes, as its work says it; the recorder asks.
+
+        Args:
+            tensors: what is broadcast in one call.
+        """
+        if self._path is None or not self._path.moves("broadcast", tensors):
             return "gloo"
         return CompletedWork.path if self.shares_memory else PendingWork.path
 
@@ -160,6 +172,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
         path = self._path
         if path is None or not path.reduces("all_reduce", tensors, opts.reduceOp):
+            check_reduced("all_reduce", tensors[0])
             return self._other(tensors[0]).allreduce(tensors, opts)
         return path.run(tensors, path.all_reduce, tensors, opts.reduceOp, self._seconds(opts))
 
@@ -168,6 +181,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         opts = opts or c10d.AllreduceCoalescedOptions()
         path = self._path
         if path is None or not path.reduces("all_reduce", tensors, opts.reduceOp):
+            check_reduced("all_reduce", tensors[0])
             return self._other(tensors[0]).allreduce_coalesced(tensors, opts)
         return path.run(tensors, path.all_reduce, tensors, opts.reduceOp, self._seconds(opts))
 
@@ -176,6 +190,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         tensors, opts = _listed(tensors), opts or c10d.ReduceOptions()
         path = self._path
         if path is None or not path.reduces("reduce", tensors, opts.reduceOp):
+            check_reduced("reduce", tensors[0])
             return self._other(tensors[0]).reduce(tensors, opts)
         given = (tensors[0], opts.reduceOp, opts.rootRank)
         return path.run(tensors, path.reduce, *given, self._seconds(opts))
@@ -186,6 +201,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         path = self._path
         check_sizes("reduce_scatter", given, output, self.size())
         if path is None or not path.reduces("reduce_scatter", [output, given], opts.reduceOp):
+            check_reduced("reduce_scatter", output)
             return self._other(output)._reduce_scatter_base(output, given, opts)  # noqa: SLF001  # torch's name
         op = opts.reduceOp
         return path.run([output], path.reduce_scatter, output, given, op, self._seconds(opts))

@@ -8,7 +8,9 @@ node may have PID namespaces of their own, and then a process id names another p
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +24,7 @@ from paceline.native import HostSegment
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_LOG = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -199,7 +202,44 @@ def find_hosts(
         store, f"paceline/{name}/reachable", rank, ranks, json.dumps(reachable).encode(), timeout_s
     )
     probe.close_descriptor()
-    return group_by_reach([json.loads(data) for data in lists])
+    hosts = group_by_reach([json.loads(data) for data in lists])
+    if rank == 0 and len(hosts) > 1:
+        text = apart([SegmentAddress.from_bytes(address) for address in addresses], hosts)
+        _warn_once(text)
+    return hosts
+
+
+def apart(addresses: Sequence[SegmentAddress], hosts: Sequence[Sequence[int]]) -> str:
+    """Return why ranks of one machine count as different hosts; empty if no machine has such ranks.
+
+    Args:
+        addresses: of all ranks.
+        hosts: the ranks that share memory, as `group_by_reach` returns them.
+    """
+    firsts: dict[str, int] = {}  # of each machine, the first rank
+    for ranks in hosts:
+        own = addresses[ranks[0]]
+        first = firsts.setdefault(own.boot_id, ranks[0])
+        if first == ranks[0]:
+            continue
+        users = (addresses[first].user, own.user)
+        why = (
+            f"they run as users {users[0]} and {users[1]}"
+            if users[0] != users[1]
+            else "one cannot open the other's memory through /proc, as in containers without a "
+            "common PID namespace"
+        )
+        return (
+            f"ranks {first} and {ranks[0]} of a group run on one machine but share no memory, as "
+            f"{why}: they count as two hosts, between which TCP carries the data"
+        )
+    return ""
+
+
+@functools.cache  # a job makes many groups
+def _warn_once(text: str) -> None:
+    if text:
+        _LOG.warning("%s", text)
 
 
 def _can_open(address: bytes) -> bool:

@@ -59,9 +59,10 @@ def make_path(
     """
     own, size = dist.PrefixStore("paceline/", store), len(members)
     hosts = find_hosts(own, rank, size, timeout_s)
+    # On one host they change nothing; yet a misspelt one must not wait for the cluster to show.
+    settings = common_settings(own, rank, len(hosts), size, timeout_s, config)
     if len(hosts) == 1:
         return HostPath(HostGroup.form(own, rank, size, timeout_s), members)
-    settings = common_settings(own, rank, len(hosts), size, timeout_s, config)
     sent = (settings.config.wire, settings.config.between_hosts)
     if len(hosts) == size and sent == ("same", "gloo"):
         return None

@@ -33,7 +33,7 @@ _MEASURE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSettings(Record):
-    """What holds for all ranks of a group on several hosts.
+    """What holds for all ranks of a group.
 
     Attributes:
         config: rank 0's.
@@ -79,9 +79,15 @@ def common_settings(
 def choose(config: CollectivesConfig, hosts: int, ranks: int) -> PathChoice:
     """Return which calls take two levels: by a number, by a machine's table, by the default.
 
+    On one host none does; a machine file that `config` names is read all the same.
+
     Raises:
         ConfigError, NotFound, StorageError: the machine file that `config` names cannot be read.
     """
+    if hosts == 1:
+        if config.machine:
+            _costs_between_hosts(config.machine)  # an error here, as it will be on several hosts
+        return PathChoice(otherwise=Crossover(sizes_bytes=(float(FLAT_BELOW_BYTES),)))
     if config.flat_below_bytes is not None:
         return PathChoice(otherwise=Crossover(sizes_bytes=(float(config.flat_below_bytes),)))
     costs = _named_table(config.machine) if config.machine else _own_table()
@@ -91,9 +97,9 @@ def choose(config: CollectivesConfig, hosts: int, ranks: int) -> PathChoice:
     )
 
 
-@functools.cache  # a job makes many groups: the file is read, and a warning given, once
+@functools.cache  # a job makes many groups: a warning is given once
 def _named_table(path: str) -> tuple[CollectiveCost, ...]:
-    table = _between_hosts(Path(path))
+    table = _costs_between_hosts(path)
     if not table:
         _LOG.warning(
             "%s has no costs of collectives between hosts: calls below %d bytes go to gloo, others "
@@ -110,11 +116,12 @@ def _own_table() -> tuple[CollectiveCost, ...]:
     if not path.exists():
         return ()
     try:
-        return _between_hosts(path)
+        return _costs_between_hosts(str(path))
     except (ConfigError, StorageError) as problem:
         _LOG.warning("the probed machine is not used for collectives: %s", problem)
         return ()
 
 
-def _between_hosts(path: Path) -> tuple[CollectiveCost, ...]:
-    return tuple(cost for cost in read_machine(path).collectives if cost.hosts > 1)
+@functools.cache  # and the file is read once
+def _costs_between_hosts(path: str) -> tuple[CollectiveCost, ...]:
+    return tuple(cost for cost in read_machine(Path(path)).collectives if cost.hosts > 1)

@@ -63,6 +63,21 @@ def is_defined(kind: Any, dtype: torch.dtype) -> bool:
     return dtype in _TYPES and not (kind in _OF_BITS and dtype.is_floating_point)
 
 
+def check_reduced(call: str, tensor: torch.Tensor) -> None:
+    """Raise an error for a type that neither a native kernel nor gloo reduces.
+
+    gloo's own error, "Invalid scalar type", names neither the call nor the type.
+
+    Raises:
+        UsageError: a tensor of the CPU has such a type.
+    """
+    if is_plain(tensor) and tensor.dtype not in _TYPES:
+        raise UsageError(
+            f"there is no {call} of {tensor.dtype} values",
+            fix="Convert the tensor to a type with one, such as torch.int64 or torch.float32",
+        )
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is ordinary memory of the CPU."""
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_quantized

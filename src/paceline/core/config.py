@@ -20,6 +20,7 @@ file or the environment has a section other than the requested one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import tomllib
@@ -156,6 +157,7 @@ def _file_values(section: str, file: Path | None) -> dict[str, Any]:
     return table
 
 
+@functools.cache  # each process group resolves a configuration; installed packages do not change
 def known_sections() -> tuple[str, ...]:
     """Return the sections of all installed configurations, without importing any."""
     return tuple(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))

@@ -198,8 +198,8 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         item = typing.get_args(hint)[1]
         return {key: convert(entry, item, f"{where}.{key}") for key, entry in value.items()}
-    if origin is typing.Literal and value in typing.get_args(hint):
-        return value
+    if origin is typing.Literal:
+        return _convert_literal(value, typing.get_args(hint), where)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         record = typing.cast("type[Record]", hint)
         return _build(record, _upgraded(record, value, where), where)
@@ -209,6 +209,16 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         return value
     name = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
     raise ConfigError(f"{value!r} is not {name}", where=where, fix="Give a value of that type")
+
+
+def _convert_literal(value: Any, allowed: tuple[Any, ...], where: str) -> Any:
+    if value in allowed:
+        return value
+    raise ConfigError(
+        f"{value!r} is not one of {', '.join(map(repr, allowed))}",
+        where=where,
+        fix=nearest(str(value), [str(choice) for choice in allowed]),
+    )
 
 
 @functools.cache

@@ -7,11 +7,12 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from paceline.collectives.options import CollectivesConfig
 from paceline.core.affinity import allowed_cores
 from paceline.core.allocator import AllocatorSetting, allocator_setting
-from paceline.core.config import Resolved, environment
+from paceline.core.config import Resolved, environment, resolve
 from paceline.core.errors import Missing
 from paceline.core.plan_file import PlanFile
 from paceline.launch.folder import claim, default_folder, refuse_taken
@@ -42,6 +43,7 @@ class Job:
         resolved: the configuration with the provenance of its values.
         task: this launcher's place among several tasks; None if it starts all ranks.
         warnings: lines to print before the start.
+        collectives_settings: the configuration of the backend ``paceline``, as rank 0 will find it.
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
@@ -54,6 +56,7 @@ class Job:
     resolved: Resolved[RunConfig]
     task: TaskPlacement | None
     warnings: tuple[str, ...]
+    collectives_settings: Resolved[CollectivesConfig]
     plan: PlanFile | None = None
     machine: Path | None = None
     is_default_name: bool = False
@@ -73,6 +76,23 @@ class Job:
     def collectives(self) -> CollectivesChoice:
         """The backend that replaces gloo, or torch's own."""
         return self.plan.plan.collectives if self.plan else self.resolved.config.collectives
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Each setting with its provenance, which is ``plan`` where the plan gives the value."""
+        values = self.resolved.to_json()
+        if self.plan is None:
+            return values
+        plan = self.plan.plan
+        planned = {
+            "ranks": plan.ranks_per_node,
+            "allocator": plan.allocator,
+            "collectives": plan.collectives,
+        }
+        for name, value in planned.items():
+            if values[name]["provenance"] == "default":
+                values[name] = {"value": value, "provenance": "plan"}
+        return values
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -134,7 +154,9 @@ def prepare(
         UsageError: Slurm or mpirun has another number of tasks, or something contradicts the
             plan.
         Missing: torch is not installed.
+        ConfigError: a setting of the backend ``paceline`` is not valid.
     """
+    collectives_settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
     is_python = program.kind is not ProgramKind.EXECUTABLE
     if is_python and importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
@@ -169,6 +191,7 @@ def prepare(
         plan=plan,
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
+        collectives_settings=collectives_settings,
     )
 
 

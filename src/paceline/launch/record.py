@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.collectives import registration
-from paceline.core.config import environment
+from paceline.collectives.options import CollectivesConfig
+from paceline.core.config import Resolved, environment, resolve
 from paceline.core.errors import RankLost, ScriptFailed
 from paceline.core.files import commit_text
 from paceline.core.plan import CollectivesChoice
@@ -63,12 +64,14 @@ class RecordedCommand:
         command: program and arguments.
         run_folder: the folder that the run writes.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+        collectives_settings: the configuration of the backend ``paceline``.
         collectives: ``paceline`` gives the ranks that backend where they ask for gloo or for none.
     """
 
     command: tuple[str, ...]
     run_folder: Path
     is_default_name: bool
+    collectives_settings: Resolved[CollectivesConfig]
     collectives: CollectivesChoice = "torch"
 
 
@@ -91,7 +94,9 @@ def prepare_command(
         NotFound: there is no such program.
         UsageError: its ranks cannot be recorded from outside.
         DestinationExists: the folder is there and not empty.
+        ConfigError: a setting of the backend ``paceline`` is not valid.
     """
+    settings = resolve(CollectivesConfig)  # before the ranks find the same mistake
     folder = run or default_folder(_stem(command), None, clock)
     check_recordable(command, folder)
     refuse_taken(folder, 0)
@@ -100,6 +105,7 @@ def prepare_command(
         run_folder=folder,
         is_default_name=run is None,
         collectives=collectives,
+        collectives_settings=settings,
     )
 
 
@@ -133,6 +139,7 @@ def record_command(job: RecordedCommand, *, machine: Machine, clock: Clock) -> R
         world_size=None,  # known at the end: in result.json
         threads=None,
         collectives=job.collectives,
+        collectives_values=job.collectives_settings.to_json(),
         launcher=this_launcher(),
     )
     exits = _run(job, clock)

@@ -261,13 +261,14 @@ def _threads(job: Job) -> int | None:
 def describe(job: Job) -> dict[str, Any]:
     """Return what the run's ``config.json`` says of the job, as JSON data."""
     return {
-        "values": job.resolved.to_json(),
+        "values": job.values,
         "script": job.program.name,
         "args": list(job.args),
         "world_size": job.ranks,
         "threads": _threads(job),
         "allocator": job.allocator.to_json(),
         "collectives": job.collectives,
+        "collectives_values": job.collectives_settings.to_json(),
     }
 
 

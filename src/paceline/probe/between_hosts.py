@@ -243,11 +243,18 @@ def describe(crossover: Crossover) -> str:
 
     >>> describe(Crossover(sizes_bytes=(20480.0,)))
     'flat, two levels from 20.0 KiB'
+    >>> describe(Crossover(sizes_bytes=(2.5 * 1024 * KIB,), starts_flat=False))
+    'two levels, flat from 2.5 MiB'
     """
     ways = itertools.cycle(
         ("flat", "two levels") if crossover.starts_flat else ("two levels", "flat")
     )
     text = next(ways)
     for way, size in zip(ways, crossover.sizes_bytes, strict=False):
-        text += f", {way} from {size / KIB:.1f} KiB"
+        text += f", {way} from {_size_text(size)}"
     return text
+
+
+def _size_text(size_bytes: float) -> str:
+    kibibytes = size_bytes / KIB
+    return f"{kibibytes:.1f} KiB" if kibibytes < KIB else f"{kibibytes / KIB:.1f} MiB"

@@ -282,10 +282,11 @@ def modelled_s(
     """
     if machine is None or traffic.ranks < 2 or traffic.operation not in MODELLED:
         return None
-    hosts = 2 if traffic.path == "two levels" else 1  # the trace does not say how many
-    cost = machine.collective(
-        traffic.operation, traffic.ranks, collectives=collectives, hosts=hosts
-    )
+    # The path says whose cost counts, also where the script itself asks for the backend. A group of
+    # the backend gives gloo such calls between hosts only; the trace does not say how many hosts.
+    hosts = 1 if traffic.path in ("", "shared memory") else 2
+    backend: CollectivesChoice = {"": collectives, "gloo": "torch"}.get(traffic.path, "paceline")
+    cost = machine.collective(traffic.operation, traffic.ranks, collectives=backend, hosts=hosts)
     if cost is None:
         return None
     if traffic.operation == "all_reduce":

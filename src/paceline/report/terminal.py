@@ -15,6 +15,7 @@ from paceline.core.breakdown import PHASES
 from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_phases
 from paceline.report.fitting_table import FittingTable
+from paceline.report.model import modelled_s
 from paceline.report.units import (
     format_bytes,
     format_clock_error,
@@ -75,7 +76,7 @@ def render_terminal(report: Report) -> Group:
     elif report.comparison.not_compared:
         parts += [Text(), Text(f"not compared: {report.comparison.not_compared}", style="yellow")]
     if report.traffic:
-        parts += [Text(), _traffic(report.traffic)]
+        parts += [Text(), _traffic(report.traffic, report)]
     return Group(*parts)
 
 
@@ -318,8 +319,13 @@ def _comparison(comparison: Comparison) -> FittingTable:
     )
 
 
-def _traffic(traffic: Iterable[Traffic]) -> FittingTable:
-    heads = (
+def _traffic(traffic: Iterable[Traffic], report: Report | None = None) -> FittingTable:
+    """Return the table of collectives; with a report, beside what its machine's figures give."""
+    shown = list(traffic)[:_ROWS]
+    modelled = [
+        modelled_s(line, report.machine, report.collectives) if report else None for line in shown
+    ]
+    heads: tuple[str, ...] = (
         "collective",
         "group",
         "path",
@@ -329,7 +335,7 @@ def _traffic(traffic: Iterable[Traffic]) -> FittingTable:
         "transfer",
         "bandwidth",
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             printable(line.operation),
             printable(line.group.removeprefix("group ")),
@@ -340,8 +346,14 @@ def _traffic(traffic: Iterable[Traffic]) -> FittingTable:
             format_seconds(line.transfer_s),
             format_rate(line.bandwidth_bytes_per_s),
         )
-        for line in list(traffic)[:_ROWS]
+        for line in shown
     ]
+    if any(seconds is not None for seconds in modelled):  # says more; both do not fit 80 columns
+        heads = (*heads[:-1], "modelled")
+        rows = [
+            (*row[:-1], "-" if seconds is None else format_seconds(seconds))
+            for row, seconds in zip(rows, modelled, strict=True)
+        ]
     return FittingTable(heads=heads, rows=tuple(rows), names=2)
 
 

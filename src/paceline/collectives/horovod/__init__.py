@@ -81,3 +81,20 @@ __all__ = [
     "size",
     "synchronize",
 ]
+
+# Names of Horovod that are not here: each with what to do.
+_ABSENT = {
+    "Adasum": "use hvd.Average or hvd.Sum",
+    "ProcessSet": "make a group with torch.distributed.new_group",
+    "add_process_set": "make a group with torch.distributed.new_group",
+    "elastic": "start the script again from its last checkpoint",
+    "join": "give all ranks equally many steps, or use torch.distributed.algorithms.Join",
+    "reducescatter": "call torch.distributed.reduce_scatter_tensor",
+    "sparse_allreduce_async": "use dense gradients (nn.Embedding(sparse=False))",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _ABSENT:
+        raise AttributeError(f"{__name__} has no {name}, which Horovod has: {_ABSENT[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

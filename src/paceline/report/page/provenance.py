@@ -40,11 +40,11 @@ def sources(report: Report) -> str:
     ]
     if isinstance(allocator := config.get("allocator"), dict):
         rows.append(["allocator", _ALLOCATORS.get(str(allocator.get("in_effect")), "-")])
-    values = config.get("values", {})
-    settings = [
-        [name, json.dumps(setting.get("value")), setting.get("provenance")]
-        for name, setting in (values.items() if isinstance(values, dict) else ())
-        if isinstance(setting, dict)
+    settings = _settings(config.get("values"))
+    settings += [  # those of the backend matter to few runs
+        [f"collectives.{name}", value, provenance]
+        for name, value, provenance in _settings(config.get("collectives_values"))
+        if provenance != "default"
     ]
     tables = [table(["what", "value"], rows, names=2)]
     if settings:
@@ -52,6 +52,15 @@ def sources(report: Report) -> str:
     parts = [f'<div class="pairs">{"".join(tables)}</div>', _machine(report)]
     parts.append(_clocks(report))
     return section("Provenance", "", *parts)
+
+
+def _settings(values: object) -> list[list[object]]:
+    """Return name, value and provenance of each setting of ``config.json``."""
+    return [
+        [name, json.dumps(setting.get("value")), setting.get("provenance")]
+        for name, setting in (values.items() if isinstance(values, dict) else ())
+        if isinstance(setting, dict)
+    ]
 
 
 def _machine(report: Report) -> str:

@@ -256,7 +256,7 @@ class CollectiveRecorder:
             issued = self.in_flight.issue(
                 *(Kind.COLLECTIVE, name, record, payload.size_bytes, begin_ns),
                 peer=src,
-                tag=self._path_of(process_group) if payload.device_type == "cpu" else 0,
+                tag=self._path_of(process_group, tensors) if payload.device_type == "cpu" else 0,
             )
             if not self.in_flight.groups.sees_completion(
                 process_group, record, payload.device_type
@@ -271,10 +271,10 @@ class CollectiveRecorder:
         hooked = around(broadcast, self.collectives, before, after)
         self.hooks.replace(dist, "_broadcast_coalesced", hooked)
 
-    def _path_of(self, process_group: Any) -> int:
-        """Return the name of the path that a group's broadcasts take; 0 if it does not say."""
-        path = getattr(process_group, "broadcast_path", None)
-        return self.recorder.intern(path) if path else 0
+    def _path_of(self, process_group: Any, tensors: Any) -> int:
+        """Return the name of the path that a broadcast takes; 0 if the group does not say."""
+        path_of = getattr(process_group, "broadcast_path", None)
+        return self.recorder.intern(path_of(tensors)) if path_of else 0
 
 
 def _autograd_keys() -> list[str]:
