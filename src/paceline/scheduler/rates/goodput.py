@@ -208,6 +208,11 @@ class GoodputRates:
             rates = self._rates[key] = goodput.max(axis=0, initial=0.0).tolist()
         return rates[min(training.epoch(work_done), len(rates) - 1)]
 
+    @property
+    def most_sharing(self) -> int:
+        """Return 1: nothing was measured of jobs that share."""
+        return 1
+
     def kept(self, job: Job, neighbours: Sequence[Job], shape: Shape) -> float:
         """Return 0 beside anybody: nothing was measured."""
         return 0.0 if neighbours else 1.0
