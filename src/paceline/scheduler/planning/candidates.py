@@ -13,7 +13,8 @@ behind them.
 
     critical    max(1, T / (threshold x H))^power. T is the time that the job takes alone, H that
                 of all work on the whole cluster, or of the longest job if that is more: a job that
-                could end last runs before it must.
+                could end last runs before it must. Of an elastic job, that counts for the fewest
+                devices: it should run, not run wide.
     ageing      1 + patience excess: grows without limit once a job has waited longer than
                 `patience` times its own time alone, so that none waits for ever.
     change      2 x restart / min(amortise, T): a change of devices must gain twice what it costs.
@@ -56,10 +57,10 @@ class Objective:
     """
 
     alpha: float = 0.2
-    critical_from: float = 0.6
+    critical_from: float = 0.7
     critical_power: float = 2.0
     patience: float = 20.0
-    amortise_s: float = 1200.0
+    amortise_s: float = 5000.0
     unknown_s: float = 1200.0
 
 
@@ -163,8 +164,9 @@ def candidates_of(
     capacity = sum(state.inventory.usable.values())
     horizon_s = max(sum(c.left for c in found) / capacity, max(c.alone_s for c in found))
     for candidate in found:
-        candidate.weight = _weight(candidate, horizon_s, state.now_s, objective)
-        candidate.values = _values(candidate, objective)
+        candidate.weight = _weight(candidate, state.now_s, objective)
+        critical = _critical(candidate, horizon_s, objective)
+        candidate.values = _values(candidate, critical, objective)
     return found
 
 
@@ -211,13 +213,10 @@ def close_together(node_devices: int, device_type: str, devices: int) -> Shape:
     return Shape(device_type, per_node, 0 if len(per_node) == 1 else 1)
 
 
-def _weight(candidate: Candidate, horizon_s: float, now_s: float, objective: Objective) -> float:
+def _weight(candidate: Candidate, now_s: float, objective: Objective) -> float:
     job = candidate.job
     alone_s = candidate.alone_s
     weight: float = job.job.weight * candidate.left**-objective.alpha
-    if objective.critical_from and job.job.work is not None:
-        ratio = alone_s / (objective.critical_from * horizon_s)
-        weight *= max(1.0, ratio) ** objective.critical_power
     if objective.patience and job.slot is None:
         allowed_s = objective.patience * max(alone_s, 60.0)
         weight *= max(1.0, (now_s - job.waiting_since_s) / allowed_s)
@@ -228,14 +227,27 @@ def _weight(candidate: Candidate, horizon_s: float, now_s: float, objective: Obj
     return weight
 
 
-def _values(candidate: Candidate, objective: Objective) -> tuple[float, ...]:
+def _critical(candidate: Candidate, horizon_s: float, objective: Objective) -> float:
+    if not objective.critical_from or candidate.job.job.work is None:
+        return 1.0
+    ratio = candidate.alone_s / (objective.critical_from * horizon_s)
+    return float(max(1.0, ratio) ** objective.critical_power)
+
+
+def _values(candidate: Candidate, critical: float, objective: Objective) -> tuple[float, ...]:
     job = candidate.job
+    fewest = candidate.options[0].devices
+    narrow = {o.device_type: o.speedup for o in candidate.options if o.devices == fewest}
+    progress = [
+        option.speedup + (critical - 1) * min(option.speedup, narrow.get(option.device_type, 0.0))
+        for option in candidate.options
+    ]
     cost_s = job.job.restart_s if job.starts else job.job.start_s
     if not cost_s:
-        return tuple([candidate.weight * option.speedup for option in candidate.options])
+        return tuple([candidate.weight * worth for worth in progress])
     values = []
-    for index, option in enumerate(candidate.options):
-        value = candidate.weight * option.speedup
+    for index, (option, worth) in enumerate(zip(candidate.options, progress, strict=True)):
+        value = candidate.weight * worth
         if index != candidate.current:
             runs_s = min(objective.amortise_s, candidate.left / option.speedup)
             factor = 2.0 if job.slot is not None else 1.0
