@@ -30,6 +30,7 @@ from paceline.scheduler.state.state import State
 
 CLUSTERS = {
     "flat": Cluster.of_text("4x4"),
+    "odd": Cluster.of_text("3x3"),
     "types": Cluster.of_text("v100=2x4,k80=2x8"),
     "switches": Cluster.of_text("8x2", switch_nodes=2),
 }

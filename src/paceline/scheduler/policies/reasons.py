@@ -92,7 +92,10 @@ def _missing(state: State, job: JobState) -> str:
     largest = {kind: inventory.largest_free(kind) for kind in kinds}
     sizes = {kind: inventory.largest_node[kind] for kind in kinds}
     if max(largest.values()) < fewest <= max(sizes.values()):
-        return f"it needs {asked}; {_list(free)} are free, at most {_list(largest)} of them in one node"
+        return (
+            f"it needs {asked}; {_list(free)} are free, but at most {_list(largest)} of them are "
+            "in one node"
+        )
     return f"it needs {asked} and {_list(free)} are free"
 
 
