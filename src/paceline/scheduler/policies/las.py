@@ -6,9 +6,9 @@ that attained about the same from preempting one another all the time::
     level = number of thresholds that the service reached:  first, 2 first, 4 first, ...
     order = (level, order of the first submission)
 
-A job that waited longer than `promote` times what it has run returns to level 0, so that none
-starves. At the limit of many levels and a small first threshold this is processor sharing, with
-one level it is first in, first out with backfill.
+A job that waited longer than `promote` times what it ran counts as new, so that none starves. At
+the limit of many levels and a small first threshold this is processor sharing, with one level it is
+first in, first out with backfill.
 Source: J. Gu et al., Tiresias: A GPU Cluster Manager for Distributed Deep Learning, NSDI 2019,
 section 3 (discretized 2D-LAS, PROMOTEKNOB). Its simulator has two thresholds, about one and two
 device hours; more levels suit queues whose jobs differ more.
@@ -16,7 +16,7 @@ device hours; more levels suit queues whose jobs differ more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.policies.fitting import refuse_unfit, rigid_size
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.state.state import JobState, State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeastAttained:
     """The jobs with the least attained service run, by levels.
 
@@ -47,10 +47,12 @@ class LeastAttained:
     promote: float = 0.0
     consolidate: bool = False
     name: str = "las"
+    _forgotten_s: dict[str, float] = field(default_factory=dict)  # service before a promotion
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield what makes the jobs of the lowest levels run."""
         yield from refuse_unfit(state, events)
+        self._promote(state)
         jobs = [*state.running.values(), *state.waiting.values()]
         level = {job: self.level(state, job) for job in jobs}
         order = sorted(jobs, key=lambda job: (level[job], job.job.submitted_s))
@@ -66,9 +68,9 @@ class LeastAttained:
 
     def wake_s(self, state: State) -> float | None:
         """Return when the next running job reaches a threshold, or a waiting one is promoted."""
-        times = (
-            [self._reaches_s(state, job) for job in state.running.values()] if state.waiting else []
-        )
+        times: list[float] = []
+        if state.waiting:
+            times += [self._reaches_s(state, job) for job in state.running.values()]
         if self.promote:
             times += [self._promoted_s(job) for job in state.waiting.values()]
         later = [at_s for at_s in times if at_s > state.now_s]
@@ -76,9 +78,7 @@ class LeastAttained:
 
     def level(self, state: State, job: JobState) -> int:
         """Return the level of a job now."""
-        if self.promote and not job.running and 0 < self._promoted_s(job) <= state.now_s:
-            return 0
-        attained_s = attained_service_s(job, state.now_s) * (1 + 1e-9)
+        attained_s = self._counted_s(state, job) * (1 + 1e-9)
         threshold_s, level = self.first_s, 0
         while level < self.levels - 1 and attained_s >= threshold_s:
             threshold_s, level = 2 * threshold_s, level + 1
@@ -102,12 +102,28 @@ class LeastAttained:
         level = self.level(state, job)
         if level == self.levels - 1:
             return state.now_s
-        left_s = self.first_s * (1 << level) - attained_service_s(job, state.now_s)
+        left_s = self.first_s * (1 << level) - self._counted_s(state, job)
         begin_s = max(state.now_s, job.counted_s)
         return begin_s + left_s * len(job.slot.jobs) / job.slot.shape.devices
 
+    def _promote(self, state: State) -> None:
+        """Forget the service of jobs that waited too long, and of those that are gone."""
+        if not self.promote:
+            return
+        for name, job in state.waiting.items():
+            if self._promoted_s(job) <= state.now_s:
+                self._forgotten_s[name] = job.attained_s
+        for name in [name for name in self._forgotten_s if state.job(name) is None]:
+            del self._forgotten_s[name]
+
     def _promoted_s(self, job: JobState) -> float:
-        return job.waiting_since_s + self.promote * job.attained_s / job.job.devices
+        """Return when a waiting job counts as new."""
+        counted_s = job.attained_s - self._forgotten_s.get(job.job.name, 0.0)
+        return job.waiting_since_s + self.promote * counted_s / job.job.devices
+
+    def _counted_s(self, state: State, job: JobState) -> float:
+        """Return the service since the last promotion."""
+        return attained_service_s(job, state.now_s) - self._forgotten_s.get(job.job.name, 0.0)
 
 
 def attained_service_s(job: JobState, now_s: float) -> float:

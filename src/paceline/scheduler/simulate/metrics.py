@@ -116,7 +116,7 @@ def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
         rates.alone(job, shape)
         for kind, count in cluster.device_counts().items()
         if not job.device_types or kind in job.device_types
-        for size in sizes
+        for size in (*sizes, min(high, count))
         if low <= size <= min(high, count)
         for shape in [_close_together(cluster, kind, size)]
     )
