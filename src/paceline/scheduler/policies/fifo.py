@@ -12,7 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.policies.fitting import fastest_fit, refuse_unfit, rigid_size, start
+from paceline.scheduler.policies.fitting import (
+    counted,
+    fastest_fit,
+    refuse_unfit,
+    rigid_size,
+    start,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,8 +59,8 @@ class Fifo:
             return "it is the first in the queue"
         first = next(iter(state.waiting.values())).job
         return (
-            f"{before} jobs are before it in the queue; the first of them, {first.name}, waits for "
-            f"{first.devices} devices"
+            f"{counted(before, 'job')} before it in the queue; the first, {first.name}, waits for "
+            f"{counted(first.devices, 'device')}"
         )
 
     def wake_s(self, state: State) -> float | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from paceline.scheduler.events import Preempt, Start
 from paceline.scheduler.policies.fitting import (
     allowed_types,
+    counted,
     fastest_fit,
     memory_suffices,
     refuse_unfit,
@@ -116,8 +117,8 @@ class Gandiva:
         refused = sum(len(s.jobs) == 1 and _pair(job, s) in self._refused for s in same)
         shared = sum(len(s.jobs) > 1 for s in same)
         return (
-            f"of {len(same)} running jobs or pairs on {size} devices, {shared} share "
-            f"already and {refused} are of classes that did not pay with it"
+            f"{counted(len(same), 'slot')} of {counted(size, 'device')}: {shared} shared already, "
+            f"{refused} with a job whose class did not pay beside it"
         )
 
     def _measure(self, state: State) -> list[Slot]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.core.errors import NotFound
-from paceline.scheduler.policies.fitting import allowed_types, never_fits
+from paceline.scheduler.policies.fitting import allowed_types, counted, never_fits
 from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def _where(state: State, job: JobState) -> str:
 def _missing(state: State, job: JobState) -> str:
     """Return what the free devices lack."""
     inventory, fewest = state.inventory, job.job.limits[0]
-    asked = _count(fewest if job.job.elastic else job.job.devices)
+    asked = counted(fewest if job.job.elastic else job.job.devices, "device")
     kinds = allowed_types(state, job.job)
     usable = {kind: inventory.usable[kind] for kind in kinds}
     if max(usable.values()) < fewest:
         lost = sum(1 for index in inventory.lost if inventory.nodes[index].device_type in kinds)
-        return f"it needs {asked} of one type; {lost} nodes are lost and {_list(usable)} are left"
+        return f"it needs {asked} of one type; {counted(lost, 'node')} lost, {_list(usable)} left"
     free = {kind: inventory.free[kind] for kind in kinds}
     if max(free.values()) < fewest:
         holders = {
@@ -86,17 +86,17 @@ def _missing(state: State, job: JobState) -> str:
             for name in slot.jobs
         }
         return (
-            f"it needs {asked} of one type; {_list(free)} are free and {len(holders)} jobs hold "
-            "the rest"
+            f"it needs {asked} of one type; {_list(free)} free, the rest held by "
+            f"{counted(len(holders), 'job')}"
         )
     largest = {kind: inventory.largest_free(kind) for kind in kinds}
     sizes = {kind: inventory.largest_node[kind] for kind in kinds}
     if max(largest.values()) < fewest <= max(sizes.values()):
         return (
-            f"it needs {asked}; {_list(free)} are free, but at most {_list(largest)} of them are "
-            "in one node"
+            f"it needs {asked}; {_list(free)} free, but at most {_list(largest)} of them in one "
+            "node"
         )
-    return f"it needs {asked} and {_list(free)} are free"
+    return f"it needs {asked}; {_list(free)} free"
 
 
 def _round(state: State, policy: Rounds) -> str:
@@ -104,10 +104,6 @@ def _round(state: State, policy: Rounds) -> str:
     if wake_s is None:
         return ""
     return f"the next round begins in {wake_s - state.now_s:.0f} s"
-
-
-def _count(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _list(counts: dict[str, int]) -> str:
