@@ -53,7 +53,9 @@ def why(state: State, policy: Policy, name: str) -> str:
     never = never_fits(state, job.job)
     if never:
         return _sentence(f"it can never run: {never}")
-    inner = policy.policy if isinstance(policy, Rounds) else policy
+    inner = policy
+    while isinstance(inner, Rounds):
+        inner = inner.policy
     behind = inner.explain(state, job) if isinstance(inner, Explains) else ""
     if isinstance(policy, Rounds):
         behind = "; ".join(filter(None, [behind, _round(state, policy)]))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.policies.fifo import Fifo
-from paceline.scheduler.policies.paceline import for_objective
 from paceline.scheduler.policies.gandiva import Gandiva
 from paceline.scheduler.policies.las import LeastAttained
 from paceline.scheduler.policies.marble import Marble
 from paceline.scheduler.policies.muri import Muri
 from paceline.scheduler.policies.optimus import Optimus
+from paceline.scheduler.policies.paceline import for_objective
 from paceline.scheduler.policies.rounds import Rounds
 from paceline.scheduler.policies.srtf import ShortestRemaining
 

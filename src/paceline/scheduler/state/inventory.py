@@ -38,7 +38,6 @@ class Inventory:
         self.total = cluster.device_counts()
         self.free = dict.fromkeys(self.total, 0)
         self.usable = dict.fromkeys(self.free, 0)
-        self.total = cluster.device_counts()
         self.lost = set(range(len(cluster.nodes)))
         self.largest_node = dict.fromkeys(self.free, 0)
         # Nodes of one type are taken to be alike: the smallest known memory counts.
