@@ -2,6 +2,8 @@
 
 Jobs start in the order in which they came. The first that does not fit blocks those behind it, so
 that no job waits for ever; the devices that stay idle meanwhile are the price.
+With `whole_nodes` a job has its nodes alone although it uses fewer of their devices, as on most
+supercomputers.
 Source: the default of batch systems; Slurm with ``SchedulerType=sched/builtin``.
 """
 
@@ -10,13 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.policies.fitting import fastest_fit, start
+from paceline.scheduler.policies.fitting import (
+    counted,
+    fastest_fit,
+    refuse_unfit,
+    rigid_size,
+    start,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.scheduler.events import Action, Event
-    from paceline.scheduler.state.state import State
+    from paceline.scheduler.state.state import JobState, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +36,32 @@ class Fifo:
     """
 
     whole_nodes: bool = False
-    name: str = "fifo"
+
+    @property
+    def name(self) -> str:
+        """``fifo-nodes`` if nodes are given whole, else ``fifo``."""
+        return "fifo-nodes" if self.whole_nodes else "fifo"
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield a start for each job at the head of the queue that fits."""
+        yield from refuse_unfit(state, events)
         while state.waiting:
             job = next(iter(state.waiting.values()))
-            fit = fastest_fit(state, job, job.job.devices)
+            fit = fastest_fit(state, job, rigid_size(state, job.job), whole_nodes=self.whole_nodes)
             if fit is None:
                 return
             yield start(state, job, fit, reason="it is the first in the queue and fits")
+
+    def explain(self, state: State, job: JobState) -> str:
+        """Return what a job is behind, in words."""
+        before = list(state.waiting).index(job.job.name)
+        if not before:
+            return "it is the first in the queue"
+        first = next(iter(state.waiting.values())).job
+        return (
+            f"{counted(before, 'job')} before it in the queue; the first, {first.name}, waits for "
+            f"{counted(first.devices, 'device')}"
+        )
 
     def wake_s(self, state: State) -> float | None:
         """Return None: only events matter."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.scheduler.events import Start
+from paceline.scheduler.events import Refuse, Start, Submitted
 from paceline.scheduler.placement import Placement, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from paceline.scheduler.events import Action, Event
     from paceline.scheduler.job import Job
     from paceline.scheduler.state.inventory import Parts
     from paceline.scheduler.state.state import JobState, State
@@ -29,17 +31,50 @@ class Fit(NamedTuple):
     shape: Shape
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 job``, ``2 jobs``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def allowed_types(state: State, job: Job) -> list[str]:
     """Return the device types on which a job may run, in the cluster's order."""
     return [
-        kind for kind in state.inventory.free if not job.device_types or kind in job.device_types
+        kind
+        for kind in state.inventory.free
+        if (not job.device_types or kind in job.device_types)
+        and memory_suffices(state, (job,), kind)
     ]
 
 
-def free_fits(state: State, job: JobState, devices: int) -> Iterator[Fit]:
-    """Yield free devices for a job, at most one placement of each device type."""
+def memory_suffices(state: State, jobs: Sequence[Job], device_type: str) -> bool:
+    """Return whether jobs fit together into the memory of a device, as far as it is known."""
+    capacity = state.inventory.memory_bytes[device_type]
+    return not capacity or sum(job.memory_bytes for job in jobs) <= capacity
+
+
+def rigid_size(state: State, job: Job) -> int:
+    """Return the devices that a policy gives a job which does not choose sizes.
+
+    It is what the user asked for, or the most that the job and a type allow if that is less.
+    """
+    most = max((state.inventory.total[kind] for kind in allowed_types(state, job)), default=0)
+    return min(job.devices, max(most, job.limits[0]))
+
+
+def free_fits(
+    state: State, job: JobState, devices: int, *, whole_nodes: bool = False
+) -> Iterator[Fit]:
+    """Yield free devices for a job, at most one placement of each device type.
+
+    Args:
+        state: may be read only.
+        job: that waits.
+        devices: how many.
+        whole_nodes: only on nodes of which nobody holds a device.
+    """
+    find = state.inventory.find_whole if whole_nodes else state.inventory.find
     for kind in allowed_types(state, job.job):
-        parts = state.inventory.find(kind, devices)
+        parts = find(kind, devices)
         if parts is not None:
             shape = state.inventory.shape(parts)
             rate = state.rates.alone(job.job, shape, job.work_done)
@@ -47,9 +82,39 @@ def free_fits(state: State, job: JobState, devices: int) -> Iterator[Fit]:
                 yield Fit(rate, parts, shape)
 
 
-def fastest_fit(state: State, job: JobState, devices: int) -> Fit | None:
-    """Return the free devices on which a job runs fastest, or None."""
-    return max(free_fits(state, job, devices), key=lambda fit: fit.rate, default=None)
+def fastest_fit(
+    state: State, job: JobState, devices: int, *, whole_nodes: bool = False
+) -> Fit | None:
+    """Return the free devices on which a job runs fastest, or None; see `free_fits`."""
+    fits = free_fits(state, job, devices, whole_nodes=whole_nodes)
+    return max(fits, key=lambda fit: fit.rate, default=None)
+
+
+def close_together(state: State, device_type: str, devices: int) -> Shape:
+    """Return the shape of devices on as few nodes as hold them."""
+    size = state.inventory.largest_node[device_type]
+    whole, rest = divmod(devices, size)
+    counts = (size,) * whole + ((rest,) if rest else ())
+    return Shape(device_type, counts, 0 if len(counts) == 1 else 1)
+
+
+def best_rate(state: State, job: JobState, devices: int) -> float:
+    """Return the rate of a job on the fastest type that has so many devices; 0 if none has."""
+    return max(
+        (
+            state.rates.alone(job.job, close_together(state, kind, devices), job.work_done)
+            for kind in allowed_types(state, job.job)
+            if devices <= state.inventory.total[kind]
+        ),
+        default=0.0,
+    )
+
+
+def time_left_s(state: State, job: JobState) -> float:
+    """Return the seconds that a job would still run alone; infinity if its work is not known."""
+    left = job.work_left(state.now_s)
+    rate = best_rate(state, job, rigid_size(state, job.job))
+    return math.inf if left is None or rate <= 0 else left / rate
 
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:
@@ -58,26 +123,36 @@ def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str =
     return Start(name=job.job.name, placement=placement, reason=reason, rejected=rejected)
 
 
+def refuse_unfit(state: State, events: Sequence[Event]) -> Iterator[Action]:
+    """Yield the refusal of each job that was just submitted and can never run."""
+    for event in events:
+        if isinstance(event, Submitted) and event.job.name in state.waiting:
+            reason = never_fits(state, event.job)
+            if reason:
+                yield Refuse(name=event.job.name, reason=reason)
+
+
 def never_fits(state: State, job: Job) -> str:
     """Return why a job can never run on this cluster, in words; empty if it can.
 
     Nodes that are lost count: they may come back.
     """
     fewest, _ = job.limits
-    kinds = allowed_types(state, job)
+    inventory = state.inventory
+    kinds = [kind for kind in inventory.total if not job.device_types or kind in job.device_types]
     if not kinds:
-        have = ", ".join(state.inventory.free)
+        have = ", ".join(inventory.total)
         return f"it asks for {' or '.join(job.device_types)}, the cluster has {have}"
-    most = max(state.inventory.total[kind] for kind in kinds)
+    sizes = [inventory.memory_bytes[kind] for kind in kinds]
+    kinds = [kind for kind in kinds if memory_suffices(state, (job,), kind)]
+    if not kinds:
+        return (
+            f"it needs {job.memory_bytes / 2**30:.1f} GiB on each device, "
+            f"the largest has {max(sizes) / 2**30:.1f} GiB"
+        )
+    most = max(inventory.total[kind] for kind in kinds)
     if most < fewest:
         return f"it needs {fewest} devices of one type, the cluster has {most}"
-    if job.memory_bytes:
-        sizes = [node.memory_bytes for node in state.cluster.nodes if node.device_type in kinds]
-        if all(size and size < job.memory_bytes for size in sizes):
-            return (
-                f"it needs {job.memory_bytes / 2**30:.1f} GiB on each device, "
-                f"the largest has {max(sizes) / 2**30:.1f} GiB"
-            )
     if all(state.rates.alone(job, Shape(kind, (fewest,), 0)) <= 0 for kind in kinds):
         return f"its class '{job.profile}' was never measured on {' or '.join(kinds)}"
     return ""

@@ -119,7 +119,7 @@ def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
         _close_together(cluster, kind, size)
         for kind, count in cluster.device_counts().items()
         if not job.device_types or kind in job.device_types
-        for size in sizes
+        for size in (*sizes, min(high, count))
         if low <= size <= min(high, count)
     ]
     alone_s, done = job.start_s, 0.0

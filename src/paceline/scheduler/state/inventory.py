@@ -31,6 +31,7 @@ class Inventory:
     """The free devices of a cluster; knows nothing of jobs."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.nodes = cluster.nodes
         self.index = {node.name: index for index, node in enumerate(cluster.nodes)}
         self.free_bits = [0] * len(cluster.nodes)
@@ -39,9 +40,14 @@ class Inventory:
         self.usable = dict.fromkeys(self.free, 0)
         self.lost = set(range(len(cluster.nodes)))
         self.largest_node = dict.fromkeys(self.free, 0)
+        # Nodes of one type are taken to be alike: the smallest known memory counts.
+        self.memory_bytes = dict.fromkeys(self.free, 0)
         for node in cluster.nodes:
-            size = max(self.largest_node[node.device_type], node.devices)
-            self.largest_node[node.device_type] = size
+            kind = node.device_type
+            self.largest_node[kind] = max(self.largest_node[kind], node.devices)
+            if node.memory_bytes:
+                known = self.memory_bytes[kind] or node.memory_bytes
+                self.memory_bytes[kind] = min(known, node.memory_bytes)
         # Dicts serve as sets with an order, so that equal inputs give equal choices.
         self._buckets: dict[str, list[dict[int, None]]] = {
             kind: [{} for _ in range(size + 1)] for kind, size in self.largest_node.items()
@@ -82,6 +88,32 @@ class Inventory:
         for index, bits in parts:
             assert not self.free_bits[index] & bits, "a free device would be given back"
             self._set_free(index, self.free_bits[index] | bits)
+
+    def emptied(self) -> Inventory:
+        """Return the same nodes with all usable devices free, to plan on."""
+        empty = Inventory(self.cluster)
+        for index in sorted(self.lost):
+            empty.remove(index)
+        return empty
+
+    def find_whole(self, device_type: str, count: int) -> Parts | None:
+        """Return devices for a job on nodes of which nobody holds a device, or None.
+
+        Args:
+            device_type: of all devices.
+            count: how many; the rest of the last node stays free.
+        """
+        parts: list[tuple[int, int]] = []
+        for bucket in reversed(self._buckets.get(device_type, [])[1:]):
+            for index in bucket:
+                bits = self.free_bits[index]
+                if bits.bit_count() < self.nodes[index].devices:
+                    continue
+                parts.append((index, _block(bits, min(count, bits.bit_count()))))
+                count -= parts[-1][1].bit_count()
+                if not count:
+                    return tuple(sorted(parts))
+        return None
 
     def find(self, device_type: str, count: int, *, max_level: int | None = None) -> Parts | None:
         """Return free devices for a job, or None.
