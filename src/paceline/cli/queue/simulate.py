@@ -70,7 +70,9 @@ Example: paceline queue simulate jobs.csv --cluster 4x8 --policy all --out queue
     help="File of measured rates, for formats csv and gavel.",
 )
 @click.option(
-    "--objective", metavar="NAME", help="What the policies optimise, where they can choose."
+    "--objective",
+    metavar="NAME",
+    help="What policies that can choose optimise: jct, makespan, fairness or utilisation.",
 )
 @click.option(
     "--round",
