@@ -48,10 +48,8 @@ def make_policies(
         )
     policies: list[Policy] = []
     for name, make in chosen.items():
-        if objective is not None and name in choosers:
-            policy = make(objective=objective)
-        else:
-            policy = make()
+        asked = {} if objective is None or name not in choosers else {"objective": objective}
+        policy = make(**asked)
         policies.append(policy if round_s is None else Rounds(policy, round_s))
     return policies
 
