@@ -155,7 +155,7 @@ def test_progress_is_a_line_every_ten_seconds_with_the_time_left(capsys):
 
 def test_on_a_terminal_progress_is_a_bar_that_goes_away(folder):
     master, terminal = pty.openpty()
-    args = ("simulate", "philly.csv", "--cluster", "2x8", "--json")
+    args = ("simulate", "philly.csv", "--cluster", "2x8", "--policy", "fifo", "--json")
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "queue", *args],
         cwd=folder,

@@ -12,6 +12,7 @@ SOURCE = Path(paceline.__file__).parent
 EXPORTS = {
     "": ["__version__", "record", "step"],
     "cli": [],
+    "cli.queue": ["queue"],
     "collectives": ["DType", "HostGroup", "KeyValueStore", "ReduceOp", "find_hosts"],
     "collectives.horovod": [
         "Average",
@@ -57,7 +58,15 @@ EXPORTS = {
     "report": [],
     "report.advice": [],
     "report.page": [],
+    "report.queue": [],
     "runs": [],
+    "scheduler": [],
+    "scheduler.formats": [],
+    "scheduler.planning": [],
+    "scheduler.policies": ["POLICIES"],
+    "scheduler.rates": [],
+    "scheduler.simulate": [],
+    "scheduler.state": [],
     "schedules": [
         "Schedule",
         "Topology",

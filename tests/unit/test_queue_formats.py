@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import queues
@@ -268,6 +269,15 @@ def test_a_trace_without_a_job_that_ran_says_why(write):
 def test_the_page_of_the_csv_names_every_column(root):
     text = (root / "docs" / "reference" / "queue-csv.md").read_text()
     assert [column for column in COLUMNS if f"| `{column}` |" not in text] == []
+
+
+def test_the_examples_of_that_page_are_read(root, write):
+    text = (root / "docs" / "reference" / "queue-csv.md").read_text()
+    blocks = re.findall(r"(?:^    .+\n)+", text, re.MULTILINE)
+    jobs, rates = ("".join(line[4:] + "\n" for line in b.splitlines()) for b in blocks)
+    queue = read_queue(write(jobs), rates=write(rates, "rates.csv"))
+    assert [job.name for job in queue.jobs] == ["resnet50-0", "debug-1"]
+    assert queue.rates.alone(queue.jobs[0], Shape("v100", (1,), 0)) == 380
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline.core.errors import DestinationExists, NotFound
 from paceline.report.queue.figures import comparison, unit_for, waiting
-from paceline.report.queue.gantt import MAX_RECTANGLES, gantt, lanes, shares
+from paceline.report.queue.gantt import MAX_RECTANGLES, colours_of, gantt, lanes, shares
 from paceline.report.queue.model import (
     HeldDevices,
     PolicyRun,
@@ -101,7 +101,9 @@ def test_names_can_do_no_harm():
 
 
 def test_a_bar_stands_where_and_when_the_devices_were_held():
-    chart, note = gantt(policy_run(), NODES, name="devices")
+    run = policy_run()
+    colours = colours_of([run])
+    chart, note = gantt(run, NODES, name="devices", end_s=14400.0, colours=colours)
     assert "point at a bar" in note
     bars = [
         (float(x), float(width))
@@ -111,6 +113,15 @@ def test_a_bar_stands_where_and_when_the_devices_were_held():
     ]
     assert sorted(bars) == [(0.0, 500.0), (250.0, 750.0), (250.0, 750.0)]
     assert chart.end == 4.0
+
+
+def test_a_job_has_one_colour_and_all_policies_one_time_axis():
+    short = policy_run("las", held=[HeldDevices("b", 0.0, 3600.0, ((0, 1),))])
+    page = render_queue_page(report(policy_run(), short))
+    for name in ("devices-0", "devices-1"):
+        chart = re.search(rf'<figure[^>]* id="{name}".*?</figure>', page, re.DOTALL).group()
+        assert 'data-end="4"' in chart
+        assert set(re.findall(r'"job-(\d)"[^>]*><title>b:', chart)) == {"1"}
 
 
 def test_jobs_that_share_devices_have_lanes_and_others_the_whole_row():

@@ -152,8 +152,12 @@ def test_policies_are_found_by_name():
     assert "fifo" in [policy.name for policy in make_policies(["all"])]
     with pytest.raises(UsageError, match="fifo"):
         make_policies(["fifoo"])
-    with pytest.raises(UsageError, match="objective"):
+    with pytest.raises(UsageError, match="can choose its objective"):
         make_policies(["fifo"], objective="makespan")
+    with pytest.raises(UsageError, match="makespan"):
+        make_policies(["paceline"], objective="makespann")
+    (policy,) = make_policies(["paceline"], objective="makespan")
+    assert policy.objective != make_policies(["paceline"])[0].objective
 
 
 class _Together:

@@ -40,7 +40,7 @@ def _durations(_context: click.Context, _option: click.Parameter, text: str) -> 
     short_help="Play a trace of jobs against scheduling policies.",
     epilog="""\b
 Example: paceline queue simulate jobs.csv --cluster 4x8 --policy all --out queue.html
-  other traces:   a Philly CSV, Gavel's, Muri's, and what sacct --parsable2 prints
+  other traces:   those of Philly, Gavel, Muri and AdaptDL, and what sacct --parsable2 prints
   two types:      --cluster v100=2x4,k80=3x8
 """,
 )
@@ -56,7 +56,7 @@ Example: paceline queue simulate jobs.csv --cluster 4x8 --policy all --out queue
     "--cluster",
     metavar="TEXT|FILE",
     help="Nodes as [type=]NODESxDEVICES, separated by commas, or a JSON file of a Cluster "
-    "[default: that of the published experiment, for traces of Gavel and Muri].",
+    "[default: that of the published experiment, for traces of Gavel, Muri and AdaptDL].",
 )
 @click.option(
     "--format",
@@ -67,10 +67,12 @@ Example: paceline queue simulate jobs.csv --cluster 4x8 --policy all --out queue
 @click.option(
     "--rates",
     type=click.Path(path_type=Path),
-    help="File of measured rates, for formats csv and gavel.",
+    help="File of measured rates, for formats csv and gavel; folder of profiles for adaptdl.",
 )
 @click.option(
-    "--objective", metavar="NAME", help="What the policies optimise, where they can choose."
+    "--objective",
+    metavar="NAME",
+    help="What policies that can choose optimise: jct, makespan, fairness or utilisation.",
 )
 @click.option(
     "--round",

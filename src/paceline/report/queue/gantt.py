@@ -16,7 +16,7 @@ from paceline.report.page import svg
 from paceline.report.page.chart import COLUMNS, FIELD, LABEL_X, ROWS, Chart, blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from paceline.report.queue.model import HeldDevices, PolicyRun
 
@@ -44,19 +44,37 @@ class Bar(NamedTuple):
     lanes: int
 
 
-def gantt(run: PolicyRun, nodes: Sequence[tuple[str, int]], *, name: str) -> tuple[Chart, str]:
+def colours_of(runs: Sequence[PolicyRun]) -> dict[str, int]:
+    """Return a colour for each job by its name, the same under all policies."""
+    colours: dict[str, int] = {}
+    for run in runs:
+        for held in sorted(run.held, key=lambda held: held.begin_s):
+            colours.setdefault(held.name, len(colours) % COLOURS)
+    return colours
+
+
+def gantt(
+    run: PolicyRun,
+    nodes: Sequence[tuple[str, int]],
+    *,
+    name: str,
+    end_s: float,
+    colours: Mapping[str, int],
+) -> tuple[Chart, str]:
     """Return the chart of a policy's devices over time, and what to know of it.
 
     Args:
         run: of the policy.
         nodes: name and number of devices of each node.
         name: of the chart, unique on the page.
+        end_s: of the time axis.
+        colours: by name of the job, see `colours_of`.
     """
-    end_s = max(held.end_s for held in run.held)
     devices = sum(count for _, count in nodes)
     pieces = sum(len(held.pieces) for held in run.held)
     if pieces <= MAX_RECTANGLES and devices <= MAX_DEVICES:
-        return _bars(run, nodes, end_s, name), "A row is a device; point at a bar to see its job."
+        chart = _bars(run, nodes, end_s, name, colours)
+        return chart, "A row is a device; point at a bar to see its job."
     note = (
         f"{pieces:,} times in which a job held devices, on {devices:,} devices, are too many to "
         "draw one by one: a cell shows the share of devices that were held."
@@ -137,12 +155,15 @@ def _add(row: np.ndarray, begin: float, end: float, amount: float) -> None:
     row[last] += amount * (end - last)
 
 
-def _bars(run: PolicyRun, nodes: Sequence[tuple[str, int]], end_s: float, name: str) -> Chart:
+def _bars(
+    run: PolicyRun,
+    nodes: Sequence[tuple[str, int]],
+    end_s: float,
+    name: str,
+    colours: Mapping[str, int],
+) -> Chart:
     devices = sum(count for _, count in nodes)
     row_px = min(max(_HEIGHT_PX / devices, _ROW_PX[0]), _ROW_PX[1])
-    colours: dict[str, int] = {}
-    for held in sorted(run.held, key=lambda held: held.begin_s):
-        colours.setdefault(held.name, len(colours) % COLOURS)
     marks = []
     for bar in lanes(run.held):
         held = bar.held

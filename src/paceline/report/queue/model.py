@@ -48,8 +48,8 @@ class QueueFigures:
         useful: of the devices' time, as each job's work would take alone at its best.
         restarts: starts of jobs after their first.
         waits: by number of devices.
-        jct_bound_s, makespan_bound_s: what no policy can beat without shared devices: each job
-            alone, at once, at its best.
+        jct_bound_s, makespan_bound_s: what no policy can beat: each job alone, at once, at its
+            best.
     """
 
     policy: str

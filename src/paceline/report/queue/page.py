@@ -10,7 +10,7 @@ from paceline.report.page.document import render_page, write_page
 from paceline.report.page.markup import details, section, table
 from paceline.report.queue.curves import completion_times, jobs_done
 from paceline.report.queue.figures import comparison, waiting
-from paceline.report.queue.gantt import gantt
+from paceline.report.queue.gantt import colours_of, gantt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +81,12 @@ def _verdict(report: QueueReport) -> str:
 def _devices(report: QueueReport) -> str:
     """Return devices over time, for the first policy open and for the others folded away."""
     parts: list[str] = []
+    colours = colours_of(report.runs)
+    end_s = max((held.end_s for run in report.runs for held in run.held), default=0.0)
     for i, run in enumerate(report.runs):
         if not run.held:
             continue
-        chart, note = gantt(run, report.nodes, name=f"devices-{i}")
+        chart, note = gantt(run, report.nodes, name=f"devices-{i}", end_s=end_s, colours=colours)
         shown = f'<p class="note">{escape(note)}</p>{render(chart)}'
         parts.append(
             f"<h3>{escape(run.figures.policy)}</h3>{shown}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import UsageError
 from paceline.core.record import nearest
+from paceline.scheduler.policies.paceline import OBJECTIVES
 from paceline.scheduler.policies.registry import POLICIES
 from paceline.scheduler.policies.rounds import Rounds
 
@@ -23,11 +24,11 @@ def make_policies(
 
     Args:
         names: of `POLICIES`; ``all`` stands for all of them.
-        objective: for those that can choose; None: their own.
+        objective: one of `OBJECTIVES`, for policies that can choose; None: their own.
         round_s: interval at which they act; None: at every event.
 
     Raises:
-        UsageError: a name is unknown, or no policy can choose its objective.
+        UsageError: a name or the objective is unknown, or no policy can choose its objective.
     """
     chosen: dict[str, Callable[..., Policy]] = {}
     for name in names:
@@ -37,6 +38,8 @@ def make_policies(
             chosen[name] = POLICIES[name]
         else:
             raise UsageError(f"no policy '{name}'", fix=nearest(name, [*POLICIES, "all"]))
+    if objective is not None and objective not in OBJECTIVES:
+        raise UsageError(f"no objective '{objective}'", fix=nearest(objective, OBJECTIVES))
     choosers = {name for name, make in chosen.items() if _has_objective(make)}
     if objective is not None and not choosers:
         raise UsageError(
@@ -45,8 +48,8 @@ def make_policies(
         )
     policies: list[Policy] = []
     for name, make in chosen.items():
-        asked = objective is not None and name in choosers
-        policy = make(objective=objective) if asked else make()
+        asked = {} if objective is None or name not in choosers else {"objective": objective}
+        policy = make(**asked)
         policies.append(policy if round_s is None else Rounds(policy, round_s))
     return policies
 

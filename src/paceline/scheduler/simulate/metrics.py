@@ -14,6 +14,7 @@ lower bound       of the mean completion time: every job alone, at once, at its 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from paceline.core.record import Record
 from paceline.scheduler.placement import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -82,7 +83,7 @@ def metrics(outcome: Outcome, rates: Rates) -> Metrics:
     submitted_s = np.array([job.job.submitted_s for job in ended])
     ended_s = np.array([job.ended_s for job in ended], float)
     jct_s = ended_s - submitted_s
-    alone_s = np.array([best_alone_s(job.job, outcome.cluster, rates) for job in ended])
+    alone_s = alone_times_s([job.job for job in ended], outcome.cluster, rates)
     makespan_s = float(ended_s.max() - submitted_s.min())
     rho = jct_s / (alone_s * np.maximum(1.0, mean_jobs(submitted_s, ended_s)))
     capacity_s = makespan_s * sum(outcome.cluster.device_counts().values())
@@ -107,17 +108,35 @@ def metrics(outcome: Outcome, rates: Rates) -> Metrics:
     )
 
 
-def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds that a job takes alone, always at its best type and number of devices.
+def alone_times_s(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> NDArray[np.float64]:
+    """Return the seconds that each job takes alone, always at its best type and number of devices.
 
     Where its rate changes with its progress, it changes its devices with it at no cost.
+
+    Returns:
+        Shape (jobs,); infinity for a job that can never run.
     """
+    counts = cluster.device_counts()
+    largest = dict.fromkeys(counts, 0)
+    for node in cluster.nodes:
+        largest[node.device_type] = max(largest[node.device_type], node.devices)
+    return np.array([_best_alone_s(job, counts, largest, rates) for job in jobs], float)
+
+
+def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
+    """Return the seconds that a job takes alone; `alone_times_s` is faster for many jobs."""
+    return float(alone_times_s([job], cluster, rates)[0])
+
+
+def _best_alone_s(
+    job: Job, counts: Mapping[str, int], largest: Mapping[str, int], rates: Rates
+) -> float:
     assert job.work is not None
     low, high = job.limits
     sizes = sorted({low, job.devices, high, *(1 << power for power in range(16))})
     shapes = [
-        _close_together(cluster, kind, size)
-        for kind, count in cluster.device_counts().items()
+        _close_together(kind, size, largest[kind])
+        for kind, count in counts.items()
         if not job.device_types or kind in job.device_types
         for size in (*sizes, min(high, count))
         if low <= size <= min(high, count)
@@ -125,7 +144,10 @@ def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
     alone_s, done = job.start_s, 0.0
     while done < job.work:
         until = min(job.work, rates.constant_until(job, done))
-        alone_s += (until - done) / max(rates.alone(job, shape, done) for shape in shapes)
+        fastest = max((rates.alone(job, shape, done) for shape in shapes), default=0.0)
+        if fastest <= 0:
+            return math.inf
+        alone_s += (until - done) / fastest
         done = until
     return alone_s
 
@@ -150,10 +172,9 @@ def mean_jobs(
     return mean
 
 
-def _close_together(cluster: Cluster, device_type: str, devices: int) -> Shape:
-    size = max(node.devices for node in cluster.nodes if node.device_type == device_type)
-    whole, rest = divmod(devices, size)
-    counts = (size,) * whole + ((rest,) if rest else ())
+def _close_together(device_type: str, devices: int, largest_node: int) -> Shape:
+    whole, rest = divmod(devices, largest_node)
+    counts = (largest_node,) * whole + ((rest,) if rest else ())
     return Shape(device_type, counts, 0 if len(counts) == 1 else 1)
 
 

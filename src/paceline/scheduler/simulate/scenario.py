@@ -19,9 +19,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import numpy as np
+
 from paceline.core.randomness import make_generator
 from paceline.scheduler.simulate.engine import Failure, World
-from paceline.scheduler.simulate.metrics import best_alone_s
+from paceline.scheduler.simulate.metrics import alone_times_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,11 +145,11 @@ def node_failures(
     """Return when nodes are lost, and for how long, in times long enough for any policy."""
     if not scenario.node_mtbf_s:
         return []
-    alone_s = [best_alone_s(job, cluster, rates) for job in jobs]
-    busy_s = sum(job.devices * own_s for job, own_s in zip(jobs, alone_s, strict=True))
+    alone_s = alone_times_s(jobs, cluster, rates)
+    busy_s = float(alone_s @ np.array([job.devices for job in jobs]))
     busy_s /= sum(cluster.device_counts().values())
     last_s = max(job.submitted_s for job in jobs)
-    until_s = last_s + _FAILURE_HORIZON * (busy_s + max(alone_s))
+    until_s = last_s + _FAILURE_HORIZON * (busy_s + float(alone_s.max()))
     failures = []
     for node in cluster.nodes:
         generator = make_generator(scenario.seed, "failures", node.name)

@@ -22,7 +22,7 @@ from paceline.report.units import format_share, plural
 from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.simulate.compare import Run, fit_queue, simulate
-from paceline.scheduler.simulate.metrics import best_alone_s
+from paceline.scheduler.simulate.metrics import alone_times_s
 from paceline.scheduler.simulate.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -192,12 +192,11 @@ def _policy_run(run: Run, study: Study) -> PolicyRun:
     ended = [job for job in outcome.jobs.values() if job.ended_s is not None]
     submitted_s = np.array([job.job.submitted_s for job in ended])
     ended_s = np.array([job.ended_s for job in ended], float)
-    alone_s = [best_alone_s(job.job, study.cluster, study.queue.rates) for job in ended]
     return PolicyRun(
         figures=_figures(run.metrics),
         ended_s=ended_s,
         jct_s=ended_s - submitted_s,
-        alone_s=np.array(alone_s),
+        alone_s=alone_times_s([job.job for job in ended], study.cluster, study.queue.rates),
         held=tuple(_held(outcome)),
     )
 
