@@ -10,7 +10,7 @@ from scheduler_worlds import CLUSTERS, random_job, rate_model
 
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.policies.fitting import never_fits
-from paceline.scheduler.simulate.engine import Failure, Simulation, World
+from paceline.scheduler.simulate.engine import NodeFailure, Simulation, World
 from paceline.scheduler.simulate.metrics import mean_jobs, metrics
 from paceline.scheduler.state.state import State
 
@@ -26,7 +26,7 @@ def world(seed, cluster, *, told):
         for index, at_s in enumerate(arrivals_s)
     ]
     failures = [
-        Failure(nodes[int(rng.integers(len(nodes)))].name, 1000.0 * index, 900.0)
+        NodeFailure(nodes[int(rng.integers(len(nodes)))].name, 1000.0 * index, 900.0)
         for index in range(1, 6)
     ]
     factors = dict(zip([job.name for job in jobs], 2 ** rng.uniform(-1, 1, JOBS), strict=True))

@@ -120,7 +120,7 @@ def test_optimus_asks_at_its_interval_only():
 def pair_rates(kept):
     profiles = {name: Profile(alone={"gpu": {4: 1.0}}) for name in "xy"}
     factors = {
-        PairKey("gpu", 4, one, other): kept for one in "xy" for other in "xy" if one != other
+        PairKey("gpu", 4, first, other): kept for first in "xy" for other in "xy" if first != other
     }
     return RateModel(profiles, PairTable(factors))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PreparedJob:
     """A run that is ready to start: everything checked, nothing written yet.
 
     Attributes:
@@ -136,7 +136,7 @@ def prepare(
     *,
     plan: PlanFile | None = None,
     machine: Path | None = None,
-) -> Job:
+) -> PreparedJob:
     """Check a run before anything is written or started.
 
     Args:
@@ -180,7 +180,7 @@ def prepare(
     refuse_taken(run, task.task_number if task else 0)
     if not is_python and config.record:
         warnings = (*warnings, _executable_warning(program, args, run))
-    return Job(
+    return PreparedJob(
         program=program,
         args=tuple(args),
         run_folder=run,
@@ -195,7 +195,7 @@ def prepare(
     )
 
 
-def claim_folder(job: Job) -> Job:
+def claim_folder(job: PreparedJob) -> PreparedJob:
     """Make the run's folder, and return the job with it; see `folder.claim`."""
     if job.task_number != 0:  # rank 0's launcher makes it for all
         return job

@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.core.plan_file import PlanFile
     from paceline.launch.exits import RankExit
-    from paceline.launch.prepare import Job
+    from paceline.launch.prepare import PreparedJob
     from paceline.trace.format.header import Status
 
 
 def execute(
-    job: Job,
+    job: PreparedJob,
     *,
     machine: Machine,
     clock: Clock,
@@ -107,7 +107,7 @@ def execute(
     return result
 
 
-def _rendezvous(job: Job, clock: Clock) -> TaskRendezvous:
+def _rendezvous(job: PreparedJob, clock: Clock) -> TaskRendezvous:
     assert job.task is not None
     return TaskRendezvous(
         job.run_folder,
@@ -120,7 +120,7 @@ def _rendezvous(job: Job, clock: Clock) -> TaskRendezvous:
 
 
 def _run_ranks(
-    job: Job,
+    job: PreparedJob,
     rendezvous: TaskRendezvous | None,
     clock: Clock,
     on_status: Callable[[list[Status]], None] | None,
@@ -156,7 +156,9 @@ def _run_ranks(
             end_descendants(clock, before)
 
 
-def _run_alone(job: Job, local: LocalRanks, temporary: Path, clock: Clock) -> tuple[RankExit, ...]:
+def _run_alone(
+    job: PreparedJob, local: LocalRanks, temporary: Path, clock: Clock
+) -> tuple[RankExit, ...]:
     """Run all ranks of a run on one node."""
     try:
         _Starter(job, local, temporary)(None)
@@ -176,7 +178,7 @@ class _Starter:
         temporary: a folder that is removed with the run.
     """
 
-    def __init__(self, job: Job, local: LocalRanks, temporary: Path) -> None:
+    def __init__(self, job: PreparedJob, local: LocalRanks, temporary: Path) -> None:
         self.job = job
         self.local = local
         self.temporary = temporary
@@ -248,7 +250,7 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
     return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
 
 
-def _threads(job: Job) -> int | None:
+def _threads(job: PreparedJob) -> int | None:
     """Return the compute threads of each rank; None where torch, Slurm or mpirun chooses."""
     if job.plan is not None:
         return job.plan.plan.threads
@@ -258,7 +260,7 @@ def _threads(job: Job) -> int | None:
     return core_binding(allowed_cores(), 0, job.ranks, environ).threads
 
 
-def describe(job: Job) -> dict[str, Any]:
+def describe(job: PreparedJob) -> dict[str, Any]:
     """Return what the run's ``config.json`` says of the job, as JSON data."""
     return {
         "values": job.values,
@@ -272,13 +274,13 @@ def describe(job: Job) -> dict[str, Any]:
     }
 
 
-def _write_start(job: Job, machine: Machine) -> None:
+def _write_start(job: PreparedJob, machine: Machine) -> None:
     write_start(job.run_folder, machine, **describe(job), launcher=this_launcher())
     if job.plan is not None:
         commit_text(job.run_folder / PLAN_NAME, job.plan.to_text())
 
 
-def _follow(job: Job, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -> RunResult:
+def _follow(job: PreparedJob, exits: tuple[RankExit, ...], rendezvous: TaskRendezvous) -> RunResult:
     """Return the result, or raise the error, of a launcher other than rank 0's."""
     end = rendezvous.await_end()
     if not exits:

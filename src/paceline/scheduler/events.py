@@ -1,4 +1,4 @@
-"""What a scheduler is told, and what it asks for: events in, actions out.
+"""Events that a scheduler reacts to, and actions that it asks for.
 
     executor or simulator  --events-->  decide(policy, state, events)  --actions-->  the same
 

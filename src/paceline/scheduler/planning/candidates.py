@@ -16,7 +16,7 @@ behind them.
                 could end last runs before it must. Of an elastic job, that counts for the fewest
                 devices: it should run, not run wide.
     ageing      1 + patience excess: grows without limit once a job has waited longer than
-                `patience` times its own time alone, so that none waits for ever.
+                `patience` times as long as it takes alone, so that none waits for ever.
     change      2 x restart / min(amortise, T): a change of devices must gain twice what it costs.
 
 Sources: D. Cox and W. Smith, Queues, 1961 (c-mu); A. Qiao et al., Pollux, OSDI 2021 (speedups,

@@ -35,7 +35,7 @@ _IMPROVES = 1 + 1e-9  # less is rounding
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class JobGroup:
     """Jobs on one set of devices.
 
     Attributes:
@@ -51,7 +51,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Sharing:
+class GroupFormer:
     """Forms groups.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sharing:
     doubt: float = 0.0
     _option_of: dict[tuple[int, str, int], int | None] = field(default_factory=dict)
 
-    def form(self, assignment: Assignment) -> list[Group]:
+    def form(self, assignment: Assignment) -> list[JobGroup]:
         """Return the groups that should run.
 
         Args:
@@ -86,7 +86,7 @@ class Sharing:
                 waiting.append(index)
                 continue
             chosen = self.candidates[index].options[option]
-            group = Group(chosen.device_type, chosen.devices, [index])
+            group = JobGroup(chosen.device_type, chosen.devices, [index])
             group.value = self.candidates[index].values[option]
             groups.append(group)
         if self.most > 1 and (waiting or len(groups) > 1):
@@ -134,15 +134,17 @@ class Sharing:
             return _IMPOSSIBLE
         return value
 
-    def _class_of(self, group: Group) -> tuple[object, ...]:
+    def _class_of(self, group: JobGroup) -> tuple[object, ...]:
         profiles = sorted(self.candidates[i].job.job.profile for i in group.members)
         return (group.device_type, group.devices, *profiles)
 
-    def _join(self, groups: list[Group], waiting: list[int], assignment: Assignment) -> list[int]:
+    def _join(
+        self, groups: list[JobGroup], waiting: list[int], assignment: Assignment
+    ) -> list[int]:
         """Let jobs join groups; return those that still wait."""
         alone = {group.members[0]: group for group in groups}
         order = sorted([*alone, *waiting[: self.window]], key=self._worth, reverse=True)
-        classes: dict[tuple[object, ...], list[Group]] = {}
+        classes: dict[tuple[object, ...], list[JobGroup]] = {}
         for group in groups:
             classes.setdefault(self._class_of(group), []).append(group)
         for index in order:
@@ -169,10 +171,10 @@ class Sharing:
     def _best_group(
         self,
         index: int,
-        own: Group | None,
-        classes: dict[tuple[object, ...], list[Group]],
+        own: JobGroup | None,
+        classes: dict[tuple[object, ...], list[JobGroup]],
         base: float,
-    ) -> Group | None:
+    ) -> JobGroup | None:
         best, best_gain = None, 0.0
         for members in classes.values():
             if not members or len(members[0].members) >= self.most:
@@ -191,7 +193,7 @@ class Sharing:
         return best
 
     def _use_free(
-        self, waiting: list[int], groups: list[Group], assignment: Assignment
+        self, waiting: list[int], groups: list[JobGroup], assignment: Assignment
     ) -> list[int]:
         left = []
         for index in waiting:
@@ -206,12 +208,12 @@ class Sharing:
                 continue
             _, option = max(fitting, key=lambda pair: pair[0])
             assignment.free[option.device_type] -= option.devices
-            group = Group(option.device_type, option.devices, [index])
+            group = JobGroup(option.device_type, option.devices, [index])
             group.value = self._value_on(index, option.device_type, option.devices)
             groups.append(group)
         return left
 
-    def _exchange(self, groups: list[Group], waiting: list[int]) -> None:
+    def _exchange(self, groups: list[JobGroup], waiting: list[int]) -> None:
         """Improve groups by exchanging members, until nothing improves or the passes are over."""
         waiting = waiting[: self.window]
         for _ in range(self.sweeps):
@@ -225,7 +227,7 @@ class Sharing:
             if not improved:
                 return
 
-    def _replace(self, group: Group, waiting: list[int], place: int) -> bool:
+    def _replace(self, group: JobGroup, waiting: list[int], place: int) -> bool:
         """Put a waiting job into a group, beside its members or for one of them."""
         index = waiting[place]
         if index < 0 or self._value_on(index, group.device_type, group.devices) == _IMPOSSIBLE:
@@ -243,7 +245,7 @@ class Sharing:
         group.value = best_value
         return True
 
-    def _swap(self, one: Group, two: Group) -> bool:
+    def _swap(self, one: JobGroup, two: JobGroup) -> bool:
         """Exchange or move one member between two groups of equal numbers of devices."""
         if one.devices != two.devices:
             return False

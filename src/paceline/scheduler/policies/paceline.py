@@ -39,7 +39,7 @@ from paceline.scheduler.events import (
 from paceline.scheduler.placement import Placement
 from paceline.scheduler.planning.assignment import Assignment, assign
 from paceline.scheduler.planning.candidates import Candidate, Objective, Options, candidates_of
-from paceline.scheduler.planning.sharing import Group, Sharing
+from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
 from paceline.scheduler.policies.fitting import Fit, fastest_fit, never_fits, start
 from paceline.scheduler.state.state import State
 
@@ -126,7 +126,7 @@ class Paceline:
         candidates = [c for c in candidates if c.job.job.name not in held]
         assignment = assign(candidates, capacity)
         most = min(self.sharing, state.rates.most_sharing)
-        groups = Sharing(candidates, state.rates, most, self.least_gain).form(assignment)
+        groups = GroupFormer(candidates, state.rates, most, self.least_gain).form(assignment)
         taken = {index for group in groups for index in group.members}
         waiting = [index for index in range(len(candidates)) if index not in taken]
         waiting.sort(key=lambda index: candidates[index].density, reverse=True)
@@ -217,7 +217,7 @@ class _Realisation:
     assignment: Assignment
     first_waiting: Candidate | None
 
-    def actions(self, groups: Sequence[Group]) -> Iterator[Action]:
+    def actions(self, groups: Sequence[JobGroup]) -> Iterator[Action]:
         """Yield preemptions, then starts."""
         kept = self._match(groups)
         staying = {
@@ -244,7 +244,7 @@ class _Realisation:
             if parts is not None:
                 yield from self._start(group, parts)
 
-    def _match(self, groups: Sequence[Group]) -> list[tuple[Group, Slot]]:
+    def _match(self, groups: Sequence[JobGroup]) -> list[tuple[JobGroup, Slot]]:
         """Return groups that keep devices: those with members on such devices now."""
         slot_of = {name: slot for slot in self.state.slots.values() for name in slot.jobs}
         taken: set[Parts] = set()
@@ -263,7 +263,7 @@ class _Realisation:
                 kept.append((group, self.state.slots[parts]))
         return kept
 
-    def _vacate(self, group: Group) -> Generator[Action, None, list[Group]]:
+    def _vacate(self, group: JobGroup) -> Generator[Action, None, list[JobGroup]]:
         """Preempt small jobs from the nodes that they leave soonest empty; return their groups."""
         inventory = self.state.inventory
         size = inventory.largest_node[group.device_type]
@@ -297,12 +297,12 @@ class _Realisation:
             members = [index_of[name] for name in slot.jobs if name in index_of]
             if not members:
                 continue  # the plan has no place for it
-            moved.append(Group(slot.shape.device_type, slot.shape.devices, members))
+            moved.append(JobGroup(slot.shape.device_type, slot.shape.devices, members))
             for name in list(slot.jobs):
                 yield Preempt(name=name, reason="it moves, to make room for a job on whole nodes")
         return moved
 
-    def _pays(self, group: Group, movers: Sequence[Slot]) -> bool:
+    def _pays(self, group: JobGroup, movers: Sequence[Slot]) -> bool:
         """Return whether the group gains more in a quarter of an hour than the moves cost."""
         cost = sum(
             candidate.weight * slot.shape.devices * candidate.job.job.restart_s
@@ -312,11 +312,11 @@ class _Realisation:
         )
         return group.value * 900 > 2 * cost
 
-    def _level(self, group: Group) -> int:
+    def _level(self, group: JobGroup) -> int:
         size = self.state.inventory.largest_node[group.device_type]
         return 0 if group.devices <= size else 1
 
-    def _start(self, group: Group, parts: Parts) -> Iterator[Action]:
+    def _start(self, group: JobGroup, parts: Parts) -> Iterator[Action]:
         if all(self._name(index) not in self.state.waiting for index in group.members):
             return
         devices = self.state.inventory.devices(parts)
@@ -338,7 +338,7 @@ class _Realisation:
             rejected=f"{name} keeps its devices",
         )
 
-    def _reason(self, index: int, group: Group) -> str:
+    def _reason(self, index: int, group: JobGroup) -> str:
         candidate = self.candidates[index]
         price = self.assignment.price[group.device_type]
         text = (
@@ -363,7 +363,7 @@ def _movable(slot: Slot) -> bool:
     return all(job.job.preemptible for job in slot.jobs.values())
 
 
-def _at_best(candidate: Candidate, group: Group) -> bool:
+def _at_best(candidate: Candidate, group: JobGroup) -> bool:
     best = max(candidate.options, key=lambda option: option.speedup)
     return (group.device_type, group.devices) == (best.device_type, best.devices)
 

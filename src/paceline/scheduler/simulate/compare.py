@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.scheduler.policies.fitting import never_fits
-from paceline.scheduler.simulate.engine import Outcome, Simulation
+from paceline.scheduler.simulate.engine import QueueOutcome, Simulation
 from paceline.scheduler.simulate.metrics import Metrics, metrics
 from paceline.scheduler.simulate.scenario import Scenario, believed_rates, make_world
 from paceline.scheduler.state.state import State
@@ -34,7 +34,7 @@ class Run:
         metrics: its figures.
     """
 
-    outcome: Outcome
+    outcome: QueueOutcome
     metrics: Metrics
 
 

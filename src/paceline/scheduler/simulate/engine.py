@@ -4,9 +4,9 @@
            ^                                                                              |
            +--- ends of jobs, by their true rates; the policy's timer; reports  <---------+
 
-The scheduler's state knows what it was told. The world here knows the true rates and the true work
-of each job, which may differ: that is how errors of estimates are simulated. A job's progress is
-computed when its rate changes, never by time steps, so the cost is that of the events.
+The scheduler's state holds what events reported. The world here knows the true rates and the true
+work of each job, which may differ: that is how errors of estimates are simulated. A job's progress
+is computed when its rate changes, never by time steps, so the cost is that of the events.
 
 A job pays `start_s` or `restart_s` each time it starts: it holds its devices and makes no progress.
 A job on a lost node goes on from its last checkpoint, at most `checkpoint_s` of progress back.
@@ -52,7 +52,7 @@ _CHANGE, _RESTORE, _LOSE, _SUBMIT, _TIMER = range(5)
 _Play: TypeAlias = "Callable[..., Iterable[Event]]"
 
 
-class Failure(NamedTuple):
+class NodeFailure(NamedTuple):
     """A node is lost for a while."""
 
     node: str
@@ -100,7 +100,7 @@ class JobOutcome:
 
 
 @dataclass(slots=True)
-class Outcome:
+class QueueOutcome:
     """What a simulation came to; `metrics` makes figures of it."""
 
     policy: str
@@ -121,7 +121,7 @@ class World:
         rates: true rates.
         failures: of nodes.
         checkpoint_s: progress that a job on a lost node loses at most.
-        told: what the scheduler is told of a job: with another work than the true one, or none.
+        told: the job as the scheduler gets it: with another work than the true one, or none.
         report_s: how often a running job reports its progress; 0: only when its rate changes by
             itself.
     """
@@ -129,7 +129,7 @@ class World:
     jobs: Sequence[Job]
     cluster: Cluster
     rates: Rates
-    failures: Sequence[Failure] = ()
+    failures: Sequence[NodeFailure] = ()
     checkpoint_s: float = 600.0
     told: Callable[[Job], Job] = lambda job: job
     report_s: float = 0.0
@@ -169,7 +169,7 @@ class Simulation:
         self.world = world
         self.policy = policy
         self.state = State(world.cluster, rates)
-        self.outcome = Outcome(policy.name, world.cluster, {}, [], [])
+        self.outcome = QueueOutcome(policy.name, world.cluster, {}, [], [])
         self._log = log
         self._heap: list[tuple[float, int, int, _Play, tuple[object, ...]]] = []
         self._order = itertools.count()
@@ -194,7 +194,7 @@ class Simulation:
         """The time of the simulation."""
         return self.state.now_s
 
-    def run(self, *, progress: Callable[[Simulation], None] | None = None) -> Outcome:
+    def run(self, *, progress: Callable[[Simulation], None] | None = None) -> QueueOutcome:
         """Run to the end of the last job and return what came of all.
 
         Args:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.cluster import Cluster
     from paceline.scheduler.job import Job
     from paceline.scheduler.rates.rates import Rates
-    from paceline.scheduler.simulate.engine import JobOutcome, Outcome
+    from paceline.scheduler.simulate.engine import JobOutcome, QueueOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Metrics(Record):
     makespan_bound_s: float
 
 
-def metrics(outcome: Outcome, rates: Rates) -> Metrics:
+def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
     """Return the figures of a simulation.
 
     Args:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from paceline.core.randomness import make_generator
-from paceline.scheduler.simulate.engine import Failure, World
+from paceline.scheduler.simulate.engine import NodeFailure, World
 from paceline.scheduler.simulate.metrics import alone_times_s
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class MisjudgedRates:
 
 def node_failures(
     jobs: Sequence[Job], cluster: Cluster, rates: Rates, scenario: Scenario
-) -> list[Failure]:
+) -> list[NodeFailure]:
     """Return when nodes are lost, and for how long, in times long enough for any policy."""
     if not scenario.node_mtbf_s:
         return []
@@ -156,6 +156,6 @@ def node_failures(
         at_s = float(generator.exponential(scenario.node_mtbf_s))
         while at_s < until_s:
             for_s = float(generator.exponential(REPAIR_S))
-            failures.append(Failure(node.name, at_s, for_s))
+            failures.append(NodeFailure(node.name, at_s, for_s))
             at_s += for_s + float(generator.exponential(scenario.node_mtbf_s))
     return failures

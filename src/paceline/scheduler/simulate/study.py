@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from paceline.scheduler.decide import Decision, Policy
-    from paceline.scheduler.simulate.engine import Outcome, Simulation, Span
+    from paceline.scheduler.simulate.engine import QueueOutcome, Simulation, Span
     from paceline.scheduler.simulate.metrics import Metrics
 
 _SHOWN_REFUSALS = 3
@@ -213,7 +213,7 @@ def _figures(figures: Metrics) -> QueueFigures:
     return QueueFigures(**same, waits=waits)
 
 
-def _held(outcome: Outcome) -> Iterator[HeldDevices]:
+def _held(outcome: QueueOutcome) -> Iterator[HeldDevices]:
     first = np.cumsum([0, *(node.devices for node in outcome.cluster.nodes)]).tolist()
     for span in outcome.spans:
         yield HeldDevices(span.name, span.begin_s, span.end_s, tuple(_pieces(span, first)))
