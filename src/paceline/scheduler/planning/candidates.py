@@ -17,7 +17,8 @@ behind them.
                 devices: it should run, not run wide.
     ageing      1 + patience excess: grows without limit once a job has waited longer than
                 `patience` times as long as it takes alone, so that none waits for ever.
-    change      2 x restart / min(amortise, T): a change of devices must gain twice what it costs.
+    change      restart / (min(amortise, T) + restart): what a start without progress costs. Where it
+                would replace what runs, it counts `caution` times.
 
 Sources: D. Cox and W. Smith, Queues, 1961 (c-mu); A. Qiao et al., Pollux, OSDI 2021 (speedups,
 restart factor); J. Han et al., MARBLE, CCGrid 2020 (devices by gain); the exponent and the critical
@@ -52,6 +53,7 @@ class Objective:
         critical_power: how strongly.
         patience: waiting time, in times of the job alone, from which ageing begins; 0: never.
         amortise_s: time within which a change of devices must pay.
+        caution: times its cost that a change must gain.
         unknown_s: device-seconds that a job without known work is expected to have left at its
             begin; later as many as it has done, too.
     """
@@ -61,6 +63,7 @@ class Objective:
     critical_power: float = 2.0
     patience: float = 20.0
     amortise_s: float = 5000.0
+    caution: float = 3.0
     unknown_s: float = 1200.0
 
 
@@ -91,7 +94,8 @@ class Candidate:
         alone_s: seconds that these take alone on its fastest devices.
         weight: worth of one device-second of its progress.
         current: index of the option on which it runs now, or None.
-        values: worth of a second on each option, with the cost of a change.
+        values: worth of a second on each option, with the cost of a change of devices.
+        moved: the same, if it runs on other devices of its current option, too.
     """
 
     job: JobState
@@ -101,6 +105,7 @@ class Candidate:
     weight: float = 0.0
     current: int | None = None
     values: tuple[float, ...] = ()
+    moved: tuple[float, ...] = ()
 
     @property
     def density(self) -> float:
@@ -165,8 +170,12 @@ def candidates_of(
     horizon_s = max(sum(c.left for c in found) / capacity, max(c.alone_s for c in found))
     for candidate in found:
         candidate.weight = _weight(candidate, state.now_s, objective)
-        critical = _critical(candidate, horizon_s, objective)
-        candidate.values = _values(candidate, critical, objective)
+        worth = _progress(candidate, _critical(candidate, horizon_s, objective))
+        candidate.moved = _after_change(candidate, worth, objective)
+        candidate.values = tuple(
+            worth[index] if index == candidate.current else value
+            for index, value in enumerate(candidate.moved)
+        )
     return found
 
 
@@ -234,23 +243,28 @@ def _critical(candidate: Candidate, horizon_s: float, objective: Objective) -> f
     return float(max(1.0, ratio) ** objective.critical_power)
 
 
-def _values(candidate: Candidate, critical: float, objective: Objective) -> tuple[float, ...]:
-    job = candidate.job
+def _progress(candidate: Candidate, critical: float) -> tuple[float, ...]:
+    """Return the worth of a second on each option, without the cost of a change."""
     fewest = candidate.options[0].devices
     narrow = {o.device_type: o.speedup for o in candidate.options if o.devices == fewest}
-    progress = [
-        option.speedup + (critical - 1) * min(option.speedup, narrow.get(option.device_type, 0.0))
+    return tuple(
+        candidate.weight
+        * (option.speedup + (critical - 1) * min(option.speedup, narrow.get(option.device_type, 0)))
         for option in candidate.options
-    ]
+    )
+
+
+def _after_change(
+    candidate: Candidate, worth: tuple[float, ...], objective: Objective
+) -> tuple[float, ...]:
+    """Return the worth of a second on each option, reached by a change of devices."""
+    job = candidate.job
     cost_s = job.job.restart_s if job.starts else job.job.start_s
     if not cost_s:
-        return tuple([candidate.weight * worth for worth in progress])
-    values = []
-    for index, (option, worth) in enumerate(zip(candidate.options, progress, strict=True)):
-        value = candidate.weight * worth
-        if index != candidate.current:
-            runs_s = min(objective.amortise_s, candidate.left / option.speedup)
-            factor = 2.0 if job.slot is not None else 1.0
-            value *= max(0.05, 1 - factor * cost_s / (runs_s + factor * cost_s))
-        values.append(value)
-    return tuple(values)
+        return worth
+    if job.slot is not None:
+        cost_s *= objective.caution
+    return tuple(
+        value * (1 - cost_s / (min(objective.amortise_s, candidate.left / option.speedup) + cost_s))
+        for value, option in zip(worth, candidate.options, strict=True)
+    )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from paceline.scheduler.planning.candidates import Candidate
 from paceline.scheduler.rates.rates import Rates
+from paceline.scheduler.state.inventory import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,12 +43,15 @@ class JobGroup:
         device_type, devices: of the set.
         members: candidates, by index.
         value: of all together.
+        home: devices that the group keeps: those of its first member now, or None. Members from
+            elsewhere pay for a change.
     """
 
     device_type: str
     devices: int
     members: list[int] = field(default_factory=list)
     value: float = 0.0
+    home: Parts | None = None
 
 
 @dataclass(slots=True)
@@ -67,7 +71,7 @@ class GroupFormer:
     candidates: Sequence[Candidate]
     rates: Rates
     most: int
-    least_gain: float = 0.15
+    least_gain: float = 0.1
     window: int = 64
     sweeps: int = 2
     doubt: float = 0.0
@@ -86,9 +90,7 @@ class GroupFormer:
                 waiting.append(index)
                 continue
             chosen = self.candidates[index].options[option]
-            group = JobGroup(chosen.device_type, chosen.devices, [index])
-            group.value = self.candidates[index].values[option]
-            groups.append(group)
+            groups.append(self._group_of(index, chosen.device_type, chosen.devices))
         if self.most > 1 and (waiting or len(groups) > 1):
             waiting.sort(key=self._worth, reverse=True)
             waiting = self._join(groups, waiting, assignment)
@@ -99,18 +101,34 @@ class GroupFormer:
     def _worth(self, index: int) -> float:
         return self.candidates[index].density
 
-    def _value_on(self, index: int, device_type: str, devices: int) -> float:
+    def _group_of(self, index: int, device_type: str, devices: int) -> JobGroup:
+        slot = self.candidates[index].job.slot
+        keeps = slot is not None and slot.shape[:1] == (device_type,)
+        home = slot.parts if slot and keeps and slot.shape.devices == devices else None
+        group = JobGroup(device_type, devices, [index], home=home)
+        group.value = self._score(group, [index])
+        return group
+
+    def _value_on(
+        self, index: int, device_type: str, devices: int, home: Parts | None = None
+    ) -> float:
         """Return the value of a candidate alone on such devices; minus infinity: it cannot run."""
         key = (index, device_type, devices)
         if key not in self._option_of:
             self._option_of[key] = self.candidates[index].option_on(device_type, devices)
         option = self._option_of[key]
-        return _IMPOSSIBLE if option is None else self.candidates[index].values[option]
+        if option is None:
+            return _IMPOSSIBLE
+        candidate = self.candidates[index]
+        slot = candidate.job.slot
+        stays = slot is not None and slot.parts == home
+        return candidate.values[option] if stays else candidate.moved[option]
 
-    def _score(self, device_type: str, devices: int, members: Sequence[int]) -> float:
-        """Return the value of a group; minus infinity if it must not be formed."""
+    def _score(self, group: JobGroup, members: Sequence[int]) -> float:
+        """Return the value of a group with such members; minus infinity: it must not be formed."""
+        device_type, devices, home = group.device_type, group.devices, group.home
         if len(members) == 1:
-            return self._value_on(members[0], device_type, devices)
+            return self._value_on(members[0], device_type, devices, home)
         if len(members) > self.most:
             return _IMPOSSIBLE
         jobs = [self.candidates[index].job.job for index in members]
@@ -118,7 +136,7 @@ class GroupFormer:
             return _IMPOSSIBLE
         value = useful = 0.0
         for position, index in enumerate(members):
-            alone = self._value_on(index, device_type, devices)
+            alone = self._value_on(index, device_type, devices, home)
             if alone == _IMPOSSIBLE:
                 return _IMPOSSIBLE
             option = self._option_of[index, device_type, devices]
@@ -147,23 +165,27 @@ class GroupFormer:
         classes: dict[tuple[object, ...], list[JobGroup]] = {}
         for group in groups:
             classes.setdefault(self._class_of(group), []).append(group)
+        wanted = sum(self.candidates[i].options[0].devices for i in waiting)
         for index in order:
             own = alone.get(index)
             if own is not None and len(own.members) > 1:
                 continue  # others joined it
             base = 0.0
             if own is not None:
-                base = own.value - assignment.price[own.device_type] * own.devices
+                # What it leaves is worth its price as long as somebody waits for it.
+                freed = assignment.price[own.device_type] * own.devices if wanted > 0 else 0.0
+                base = own.value - freed
             joined = self._best_group(index, own, classes, base)
             if joined is None:
                 continue
+            wanted -= own.devices if own is not None else joined.devices
             if own is not None:
                 groups.remove(own)
                 classes[self._class_of(own)].remove(own)
                 assignment.free[own.device_type] += own.devices
             classes[self._class_of(joined)].remove(joined)
             joined.members.append(index)
-            joined.value = self._score(joined.device_type, joined.devices, joined.members)
+            joined.value = self._score(joined, joined.members)
             classes.setdefault(self._class_of(joined), []).append(joined)
             alone[index] = joined
         return self._use_free([i for i in waiting if i not in alone], groups, assignment)
@@ -186,7 +208,7 @@ class GroupFormer:
             if not others:
                 continue
             group = min(others, key=lambda group: group.value)
-            joint = self._score(group.device_type, group.devices, [*group.members, index])
+            joint = self._score(group, [*group.members, index])
             gain = joint - group.value - base
             if gain > best_gain * _IMPROVES:
                 best, best_gain = group, gain
@@ -208,9 +230,7 @@ class GroupFormer:
                 continue
             _, option = max(fitting, key=lambda pair: pair[0])
             assignment.free[option.device_type] -= option.devices
-            group = JobGroup(option.device_type, option.devices, [index])
-            group.value = self._value_on(index, option.device_type, option.devices)
-            groups.append(group)
+            groups.append(self._group_of(index, option.device_type, option.devices))
         return left
 
     def _exchange(self, groups: list[JobGroup], waiting: list[int]) -> None:
@@ -236,7 +256,7 @@ class GroupFormer:
         trials += [(m, [i for i in group.members if i != m] + [index]) for m in group.members]
         best, best_value = None, group.value * _IMPROVES
         for out, members in trials:
-            value = self._score(group.device_type, group.devices, members)
+            value = self._score(group, members)
             if value > best_value:
                 best, best_value = (out, members), value
         if best is None:
@@ -253,10 +273,10 @@ class GroupFormer:
             return False
         best, best_value = None, (one.value + two.value) * _IMPROVES
         for members in _exchanges(one.members, two.members, self.most):
-            first = self._score(one.device_type, one.devices, members[0])
+            first = self._score(one, members[0])
             if first == _IMPOSSIBLE:
                 continue
-            second = self._score(two.device_type, two.devices, members[1])
+            second = self._score(two, members[1])
             if first + second > best_value:
                 best, best_value = (members, first, second), first + second
         if best is None:

@@ -38,7 +38,14 @@ from paceline.scheduler.events import (
 )
 from paceline.scheduler.placement import Placement
 from paceline.scheduler.planning.assignment import Assignment, assign
-from paceline.scheduler.planning.candidates import Candidate, Objective, Options, candidates_of
+from paceline.scheduler.planning.candidates import (
+    Candidate,
+    Objective,
+    Option,
+    Options,
+    candidates_of,
+    close_together,
+)
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
 from paceline.scheduler.policies.fitting import Fit, fastest_fit, never_fits, start
 from paceline.scheduler.state.state import State
@@ -48,8 +55,11 @@ if TYPE_CHECKING:
 
     from paceline.scheduler.events import Action, Event
     from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
     from paceline.scheduler.state.inventory import Parts
     from paceline.scheduler.state.state import JobState, Slot
+
+_SCATTERED = 0.5  # of the rate close together: with less, a job waits for better devices
 
 OBJECTIVES = {
     "jct": Objective(),
@@ -75,7 +85,7 @@ class Paceline:
 
     objective: Objective = field(default_factory=Objective)
     sharing: int = 4
-    least_gain: float = 0.15
+    least_gain: float = 0.1
     quotas: Mapping[str, int] = field(default_factory=dict)
     plan_s: float = 60.0
     small_queue: int = 256
@@ -236,13 +246,57 @@ class _Realisation:
         rest = sorted((g for g in groups if id(g) not in done), key=lambda g: -g.devices)
         while rest:
             group = rest.pop(0)
-            parts = self.state.inventory.find(group.device_type, group.devices)
-            if parts is None or self.state.inventory.shape(parts).level > self._level(group):
+            parts = self._close(group.device_type, group.devices)
+            if parts is None:
                 moved = yield from self._vacate(group)
                 rest.extend(moved)
-                parts = self.state.inventory.find(group.device_type, group.devices)
+                parts = self._close(group.device_type, group.devices) or self._fallback(group)
             if parts is not None:
                 yield from self._start(group, parts)
+
+    def _close(self, device_type: str, devices: int) -> Parts | None:
+        """Return free devices that are as close together as such a number can be."""
+        inventory = self.state.inventory
+        parts = inventory.find(device_type, devices)
+        if parts is None:
+            return None
+        closest = close_together(inventory.largest_node[device_type], device_type, devices)
+        return parts if inventory.shape(parts).level <= closest.level else None
+
+    def _fallback(self, group: JobGroup) -> Parts | None:
+        """Return scattered or fewer devices, whichever is worth more, if they are worth it."""
+        best, best_gain = None, 0.0
+        for option, parts in self._poorer(group):
+            shape = self.state.inventory.shape(parts)
+            ratio = min(self._ratio(index, option, shape) for index in group.members)
+            value = sum(
+                self.candidates[i].moved[self.candidates[i].options.index(option)] * ratio
+                if option in self.candidates[i].options
+                else 0.0
+                for i in group.members
+            )
+            gain = value - self.assignment.price[option.device_type] * option.devices
+            if ratio >= _SCATTERED and gain > best_gain:
+                best, best_gain = parts, gain
+        return best
+
+    def _poorer(self, group: JobGroup) -> Iterator[tuple[Option, Parts]]:
+        inventory = self.state.inventory
+        for option in self.candidates[group.members[0]].options:
+            if option.device_type != group.device_type or option.devices > group.devices:
+                continue
+            if option.devices < group.devices and len(group.members) > 1:
+                continue  # fewer devices are for a job alone
+            parts = inventory.find(option.device_type, option.devices)
+            if parts is not None:
+                yield option, parts
+
+    def _ratio(self, index: int, option: Option, shape: Shape) -> float:
+        """Return the rate on devices of a shape, relative to that close together."""
+        job = self.candidates[index].job
+        work_done = job.work_done_at(self.state.now_s)
+        near = self.state.rates.alone(job.job, option.shape, work_done)
+        return self.state.rates.alone(job.job, shape, work_done) / near if near else 0.0
 
     def _match(self, groups: Sequence[JobGroup]) -> list[tuple[JobGroup, Slot]]:
         """Return groups that keep devices: those with members on such devices now."""
@@ -255,13 +309,22 @@ class _Realisation:
                 slot = slot_of.get(self._name(index))
                 if slot is not None and slot.parts not in taken:
                     shape = slot.shape
-                    if (shape.device_type, shape.devices) == (group.device_type, group.devices):
+                    wanted = (group.device_type, group.devices)
+                    if (shape.device_type, shape.devices) == wanted and not self._improves(slot):
                         overlaps[slot.parts] = overlaps.get(slot.parts, 0) + 1
             if overlaps:
                 parts = max(overlaps, key=lambda parts: overlaps[parts])
                 taken.add(parts)
                 kept.append((group, self.state.slots[parts]))
         return kept
+
+    def _improves(self, slot: Slot) -> bool:
+        """Return whether jobs on scattered devices would now find some that are close together."""
+        inventory, shape = self.state.inventory, slot.shape
+        node_devices = inventory.largest_node[shape.device_type]
+        if shape.level <= close_together(node_devices, shape.device_type, shape.devices).level:
+            return False
+        return self._close(shape.device_type, shape.devices) is not None
 
     def _vacate(self, group: JobGroup) -> Generator[Action, None, list[JobGroup]]:
         """Preempt small jobs from the nodes that they leave soonest empty; return their groups."""
@@ -311,10 +374,6 @@ class _Realisation:
             if candidate.job.job.name in slot.jobs
         )
         return group.value * 900 > 2 * cost
-
-    def _level(self, group: JobGroup) -> int:
-        size = self.state.inventory.largest_node[group.device_type]
-        return 0 if group.devices <= size else 1
 
     def _start(self, group: JobGroup, parts: Parts) -> Iterator[Action]:
         if all(self._name(index) not in self.state.waiting for index in group.members):
