@@ -131,7 +131,10 @@ class Options:
         request, work_done = job.job, job.work_done_at(state.now_s)
         if state.rates.constant_until(request, work_done) != math.inf:
             return self._rated(state, request, work_done)
-        key = (request.profile, request.devices, request.limits, request.device_types)
+        key = (
+            *(request.profile, request.devices, request.limits, request.device_types),
+            request.memory_bytes,
+        )
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._rated(state, request, work_done)
@@ -194,7 +197,11 @@ def _shapes(state: State, job: Job) -> Iterator[Shape]:
     inventory = state.inventory
     for devices in sizes(job):
         for kind, usable in inventory.usable.items():
-            if devices <= usable and (not job.device_types or kind in job.device_types):
+            if (
+                devices <= usable
+                and (not job.device_types or kind in job.device_types)
+                and inventory.memory_suffices(job.memory_bytes, kind)
+            ):
                 yield close_together(inventory.largest_node[kind], kind, devices)
 
 

@@ -51,8 +51,8 @@ def allowed_types(state: State, job: Job) -> list[str]:
 
 def memory_suffices(state: State, jobs: Sequence[Job], device_type: str) -> bool:
     """Return whether jobs fit together into the memory of a device, as far as it is known."""
-    capacity = state.inventory.memory_bytes[device_type]
-    return not capacity or sum(job.memory_bytes for job in jobs) <= capacity
+    needed = sum(job.memory_bytes for job in jobs)
+    return state.inventory.memory_suffices(needed, device_type)
 
 
 def rigid_size(state: State, job: Job) -> int:

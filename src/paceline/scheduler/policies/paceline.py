@@ -126,7 +126,9 @@ class Paceline:
         candidates = [c for c in candidates if c.job.job.name not in held]
         assignment = assign(candidates, capacity)
         most = min(self.sharing, state.rates.most_sharing)
-        groups = GroupFormer(candidates, state.rates, most, self.least_gain).form(assignment)
+        groups = Sharing(candidates, state.rates, most, state.inventory, self.least_gain).form(
+            assignment
+        )
         taken = {index for group in groups for index in group.members}
         waiting = [index for index in range(len(candidates)) if index not in taken]
         waiting.sort(key=lambda index: candidates[index].density, reverse=True)
