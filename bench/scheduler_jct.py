@@ -23,6 +23,7 @@ DIR holds the traces as shared/sched has them. A setting whose files are absent 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 
@@ -30,11 +31,18 @@ from harness import Report, tell
 
 from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.formats import gavel
+from paceline.scheduler.formats.adaptdl import read_adaptdl
 from paceline.scheduler.formats.muri import read_muri
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.policies.choose import make_policies
 from paceline.scheduler.simulate.compare import simulate
 from paceline.scheduler.simulate.scenario import Scenario
+from paceline.scheduler.simulate.synthetic import (
+    FAST_LEVELS,
+    SLOW_LEVELS,
+    summit_cluster,
+    summit_trace,
+)
 
 HOUR_S = 3600.0
 KNOWN = Scenario()
@@ -47,6 +55,9 @@ GAVEL_PEERS = {
     "minimize_makespan": {"gandiva": (9.74, 21.11), "max_min_fairness_perf": (9.91, 19.03)},
     "max_min_fairness": {"gandiva": (4.83, 18.72), "max_min_fairness_perf": (4.06, 17.76)},
 }
+# seconds, means of the 8 workloads; the fixed batch size is that of Tiresias' and Optimus' runs
+POLLUX_PEERS = {True: {"Pollux": 2751.1}, False: {"Tiresias": 4038.2, "Optimus": 5681.9}}
+POLLUX_SCENARIOS = {"known": KNOWN, "unknown": UNKNOWN, "wrong by 2x, rates by 30 %": WRONG}
 MURI_PEERS = {
     "known": {"Muri-S": 23.12, "SRTF": 53.63},
     "unknown": {"Muri-L": 24.64, "Tiresias": 96.45},
@@ -64,7 +75,9 @@ def main():
     chosen = parser.parse_args()
     report = Report("scheduler_jct", chosen.json)
     measure_gavel(report, chosen.data / "gavel", quick=chosen.quick)
+    measure_pollux(report, chosen.data / "adaptdl", quick=chosen.quick)
     measure_muri(report, chosen.data / "muri", quick=chosen.quick)
+    measure_marble(report, quick=chosen.quick)
     return report.print()
 
 
@@ -119,6 +132,49 @@ def bars(report, name, figures, jct_h, makespan_h):
     report.bar(f"{name}: makespan, h", makespan, makespan_h, reason=absent)
 
 
+# --- Pollux --------------------------------------------------------------------------------------
+
+
+def measure_pollux(report, data, *, quick):
+    """Means over the workloads that are there; the peers' are over all eight."""
+    workloads = [
+        path
+        for number in ([6] if quick else range(1, 9))
+        if (path := data / "workloads" / f"workload-{number}.csv").exists()
+    ]
+    limits = {True: 2751.0, False: 3030.0}
+    for adaptive, peers in POLLUX_PEERS.items():
+        batch = "adaptive batch" if adaptive else "fixed batch"
+        means = {}
+        for words, scenario in POLLUX_SCENARIOS.items():
+            if quick and scenario is not KNOWN:
+                continue
+            results = [
+                play(read_adaptdl(path, adaptive=adaptive), "16x4", "paceline", scenario, 60.0)
+                for path in workloads
+            ]
+            if results:
+                means[words] = statistics.mean(result.jct_mean_s for result in results)
+                report.row(
+                    setting=f"pollux, {batch}",
+                    policy="paceline",
+                    durations=words,
+                    workloads=len(results),
+                    jct_s=means[words],
+                    by_workload_s=[result.jct_mean_s for result in results],
+                    restarts=sum(result.restarts for result in results),
+                )
+        for name, jct_s in peers.items():
+            report.row(setting=f"pollux, {batch}", policy=f"{name} (its simulator)", jct_s=jct_s)
+        complete = len(workloads) == 8
+        report.bar(
+            f"Pollux's 8 workloads, {batch}: mean completion time, s",
+            means.get("known") if complete else None,
+            limits[adaptive],
+            reason="" if complete else f"{len(workloads)} of 8 workloads",
+        )
+
+
 # --- Muri ----------------------------------------------------------------------------------------
 
 
@@ -158,6 +214,56 @@ def variants(quick):
         "30 % interference": {"interference": 0.3},
         "no resource used twice at once": {"bounded": True},
     }
+
+
+# --- MARBLE --------------------------------------------------------------------------------------
+
+
+def measure_marble(report, *, quick):
+    """Gains on drawn queues, seed by seed; where links are slow, and with spread placements."""
+    gains = {"marble": [], "marble-share": []}
+    for seed in range(1, 4 if quick else 11):
+        figures = {
+            policy: play_on(summit_trace(seed), summit_cluster(), policy)
+            for policy in ("fifo-nodes", "optimus", "marble", "marble-share", "paceline")
+        }
+        for mode, of_seeds in gains.items():
+            one = {
+                "throughput": figures["fifo-nodes"].makespan_s / figures[mode].makespan_s - 1,
+                "jct": 1 - figures[mode].jct_mean_s / figures["optimus"].jct_mean_s,
+            }
+            of_seeds.append(one)
+            report.row(setting="marble", seed=seed, policy=mode, **one)
+        report.row(
+            setting="marble",
+            seed=seed,
+            **{f"{name} jct_h": f.jct_mean_s / HOUR_S for name, f in figures.items()},
+            **{f"{name} useful": f.useful for name, f in figures.items()},
+        )
+    for mode, of_seeds in gains.items():
+        for gain, limit in {"throughput": 0.483 / 2, "jct": 0.47 / 2}.items():
+            values = [one[gain] for one in of_seeds]
+            against = "exclusive FIFO" if gain == "throughput" else "Optimus"
+            report.bar(
+                f"{mode}: gain in {gain} over {against}, median",
+                statistics.median(values),
+                limit,
+                at_least=True,
+            )
+            report.bar(f"{mode}: the same, worst seed", min(values), 0.0, at_least=True)
+    for name, levels in {"fast links": FAST_LEVELS, "slow links": SLOW_LEVELS}.items():
+        near = play_on(summit_trace(1, levels=levels), summit_cluster(levels=levels), "marble")
+        spread = play_on(summit_trace(1, levels=levels), summit_cluster(levels=levels), "fifo")
+        report.row(
+            setting=f"marble, {name}",
+            near_jct_h=near.jct_mean_s / HOUR_S,
+            anywhere_jct_h=spread.jct_mean_s / HOUR_S,
+        )
+
+
+def play_on(queue, cluster, policy):
+    (chosen,) = make_policies([policy])
+    return simulate(queue, cluster, chosen, KNOWN, log=False).metrics
 
 
 # --- all -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ own of which device belongs to which jobs, and compares it with the state after 
 import math
 from collections import Counter
 
-from paceline.scheduler.cluster import Cluster
+from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.decide import decide
 from paceline.scheduler.events import (
     Cancelled,
@@ -30,8 +30,19 @@ from paceline.scheduler.state.state import State
 
 CLUSTERS = {
     "flat": Cluster.of_text("4x4"),
-    "odd": Cluster.of_text("3x3"),
-    "types": Cluster.of_text("v100=2x4,k80=2x8"),
+    "odd": Cluster(
+        nodes=tuple(
+            Node(name=f"n{index}", device_type="gpu", devices=3, memory_bytes=16 << 30)
+            for index in range(3)
+        )
+    ),
+    "types": Cluster(
+        nodes=tuple(
+            Node(name=f"{kind}-{index}", device_type=kind, devices=devices, memory_bytes=gib << 30)
+            for kind, devices, gib in (("v100", 4, 32), ("k80", 8, 12))
+            for index in range(2)
+        )
+    ),
     "switches": Cluster.of_text("8x2", switch_nodes=2),
 }
 PROFILES = ("compute", "input", "exchange")
@@ -87,6 +98,7 @@ def random_job(rng, name, at_s, cluster, *, work=True):
         restart_s=float(rng.choice([0, 30])),
         preemptible=bool(rng.random() < 0.9),
         shares=bool(rng.random() < 0.8),
+        memory_bytes=int(rng.choice([0, 4, 10, 20], p=[0.4, 0.3, 0.29, 0.01])) << 30,
     )
 
 
@@ -205,7 +217,11 @@ class Driver:
                 assert node not in self.lost, f"{name} runs on lost node {node}"
                 assert 0 <= device < self.nodes[node].devices
                 taken.setdefault((node, device), set()).add(name)
-        for group in taken.values():  # jobs that share one device share all of theirs
+        for (node, _), group in taken.items():  # jobs that share a device share all of theirs
+            jobs = [self.alive[name] for name in group]
+            assert len(jobs) == 1 or all(job.shares for job in jobs)
+            memory_bytes = self.nodes[node].memory_bytes
+            assert not memory_bytes or sum(job.memory_bytes for job in jobs) <= memory_bytes
             (devices,) = {frozenset(self.placed[name]) for name in group}
             assert all(taken[device] == group for device in devices)
         state = self.state

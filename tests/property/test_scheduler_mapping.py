@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import UsageError
 from paceline.scheduler.cluster import Cluster, Level
 from paceline.scheduler.placement import NodeDevices
-from paceline.scheduler.state.mapping import distances, map_ranks, mapping_cost
+from paceline.scheduler.state.mapping import distances, map_ranks, mapping_cost, rank_devices
 
 LEVELS = (
     Level(name="nvlink", latency_s=1e-6, bandwidth_bytes_per_s=100e9),
@@ -90,6 +90,16 @@ def test_any_traffic_is_mapped_within_a_tenth_of_the_least_cost(ranks, spare, se
     least = least_cost(traffic, distance)
     assert mapping_cost(traffic, distance, mapping) <= 1.1 * least + 1e-12
     assert mapping_cost(traffic, distance, mapping) >= least - 1e-12
+
+
+def test_ranks_are_named_by_node_and_device():
+    cluster = Cluster(nodes=Cluster.of_text("2x8").nodes, levels=LEVELS)
+    placed = [NodeDevices(node=name, devices=(2, 5)) for name in ("n0", "n1")]
+    traffic = np.zeros((4, 4))
+    traffic[0, 3] = traffic[1, 2] = 1.0  # rank 0 talks to 3, and 1 to 2
+    places = rank_devices(cluster, placed, traffic)
+    assert sorted(places) == [("n0", 2), ("n0", 5), ("n1", 2), ("n1", 5)]
+    assert places[0][0] == places[3][0] != places[1][0] == places[2][0]
 
 
 def test_ranks_stay_in_order_where_every_mapping_is_as_good():

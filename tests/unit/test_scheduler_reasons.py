@@ -10,6 +10,7 @@ from paceline.scheduler.job import Job
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.policies.fifo import Fifo
 from paceline.scheduler.policies.marble import Marble
+from paceline.scheduler.policies.paceline import Paceline
 from paceline.scheduler.policies.reasons import why
 from paceline.scheduler.policies.srtf import ShortestRemaining
 from paceline.scheduler.rates.model import RateModel
@@ -85,6 +86,27 @@ def test_a_policy_in_rounds_says_when_the_next_one_begins():
     state = queue(policy, Cluster.of_text("1x4"), job("a", 4))
     decide(policy, state, [Submitted(at_s=60.0, job=job("b", 2))])
     assert why(state, policy, "b").endswith("The next round begins in 540 s.")
+
+
+def test_a_tenant_over_its_quota():
+    policy = Paceline(quotas={"ann": 3})
+    state = queue(
+        policy, Cluster.of_text("1x8"), job("a", 2, tenant="ann"), job("b", 2, tenant="ann")
+    )
+    assert why(state, policy, "b") == (
+        "It needs 2 devices; 6 gpu free. "
+        "Tenant ann holds 2 of the 3 devices of its quota, and the job may take 2."
+    )
+
+
+def test_jobs_whose_progress_is_worth_more():
+    policy = Paceline()
+    # The longest job decides the makespan, so it comes before one that is not that much shorter.
+    jobs = [job(name, 4, work=work) for name, work in (("a", 10.0), ("b", 1e4), ("c", 1e5))]
+    state = queue(policy, Cluster.of_text("1x4"), *jobs)
+    assert why(state, policy, "b").endswith(
+        "1 waiting job before it by what a second of progress on a device is worth."
+    )
 
 
 def test_a_job_that_is_gone_is_not_found():

@@ -15,10 +15,10 @@ behind them.
                 of all work on the whole cluster, or of the longest job if that is more: a job that
                 could end last runs before it must. Of an elastic job, that counts for the fewest
                 devices: it should run, not run wide.
-    ageing      1 + patience excess: grows without limit once a job has waited longer than
-                `patience` times as long as it takes alone, so that none waits for ever.
-    change      restart / (min(amortise, T) + restart): what a start without progress costs. Where it
-                would replace what runs, it counts `caution` times.
+    ageing      grows without limit once a job has waited longer than `patience` times as long as
+                it takes alone, so that none waits for ever.
+    change      restart / (min(amortise, T) + restart): what a start without progress costs. Where
+                it would replace what runs, it counts `caution` times.
 
 Sources: D. Cox and W. Smith, Queues, 1961 (c-mu); A. Qiao et al., Pollux, OSDI 2021 (speedups,
 restart factor); J. Han et al., MARBLE, CCGrid 2020 (devices by gain); the exponent and the critical
@@ -136,7 +136,10 @@ class Options:
         request, work_done = job.job, job.work_done_at(state.now_s)
         if state.rates.constant_until(request, work_done) != math.inf:
             return self._rated(state, request, work_done)
-        key = (request.profile, request.devices, request.limits, request.device_types)
+        key = (
+            *(request.profile, request.devices, request.limits, request.device_types),
+            request.memory_bytes,
+        )
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._rated(state, request, work_done)
@@ -203,7 +206,11 @@ def _shapes(state: State, job: Job) -> Iterator[Shape]:
     inventory = state.inventory
     for devices in sizes(job):
         for kind, usable in inventory.usable.items():
-            if devices <= usable and (not job.device_types or kind in job.device_types):
+            if (
+                devices <= usable
+                and (not job.device_types or kind in job.device_types)
+                and inventory.memory_suffices(job.memory_bytes, kind)
+            ):
                 yield close_together(inventory.largest_node[kind], kind, devices)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from paceline.scheduler.planning.candidates import Candidate
 from paceline.scheduler.rates.rates import Rates
-from paceline.scheduler.state.inventory import Parts
+from paceline.scheduler.state.inventory import Inventory, Parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +62,7 @@ class GroupFormer:
         candidates: of the plan.
         rates: that know what jobs keep of their rates.
         most: jobs in a group.
+        inventory: that knows the memory of the devices.
         least_gain: useful work, in devices, that each further member must add.
         doubt: share by which estimates of what is kept are lowered.
         window: waiting jobs to try, and groups to exchange among.
@@ -71,6 +72,7 @@ class GroupFormer:
     candidates: Sequence[Candidate]
     rates: Rates
     most: int
+    inventory: Inventory
     least_gain: float = 0.1
     window: int = 64
     sweeps: int = 2
@@ -132,7 +134,10 @@ class GroupFormer:
         if len(members) > self.most:
             return _IMPOSSIBLE
         jobs = [self.candidates[index].job.job for index in members]
-        if not all(job.shares for job in jobs):
+        needed = sum(job.memory_bytes for job in jobs)
+        if not all(job.shares for job in jobs) or not self.inventory.memory_suffices(
+            needed, device_type
+        ):
             return _IMPOSSIBLE
         value = useful = 0.0
         for position, index in enumerate(members):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from paceline.scheduler.state.state import JobState, State
 
 
+MOVE_GAIN = 1.25
+
+
 class Fit(NamedTuple):
     """Free devices for a job.
 
@@ -48,8 +51,8 @@ def allowed_types(state: State, job: Job) -> list[str]:
 
 def memory_suffices(state: State, jobs: Sequence[Job], device_type: str) -> bool:
     """Return whether jobs fit together into the memory of a device, as far as it is known."""
-    capacity = state.inventory.memory_bytes[device_type]
-    return not capacity or sum(job.memory_bytes for job in jobs) <= capacity
+    needed = sum(job.memory_bytes for job in jobs)
+    return state.inventory.memory_suffices(needed, device_type)
 
 
 def rigid_size(state: State, job: Job) -> int:
@@ -115,6 +118,19 @@ def time_left_s(state: State, job: JobState) -> float:
     left = job.work_left(state.now_s)
     rate = best_rate(state, job, rigid_size(state, job.job))
     return math.inf if left is None or rate <= 0 else left / rate
+
+
+def pays_to_move(state: State, job: JobState, rate: float) -> bool:
+    """Return whether a running job should move to where it has another rate.
+
+    It should if the rate is `MOVE_GAIN` times its own, and the time saved twice that of a restart.
+    """
+    if rate <= MOVE_GAIN * job.rate:
+        return False
+    left = job.work_left(state.now_s)
+    if left is None or job.rate <= 0:
+        return True
+    return left / job.rate - left / rate > 2 * job.job.restart_s
 
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:

@@ -8,8 +8,8 @@ the one with the fewest trials. Nothing is predicted; after each `trial_s` the p
     kept while total > 1; after `slow` measurements at or below 1 the later job is taken off
 
 and the pair of classes is remembered, so that it is not tried again. Memory that would not suffice
-is respected, as Gandiva's jobs would fail. Time slicing and migration are left out: the mean
-completion time of the published runs comes from packing.
+is respected, as Gandiva's jobs would fail. While nobody waits, jobs migrate to free devices on
+which they run much faster. Time slicing is left out.
 Source: W. Xiao et al., Gandiva: Introspective Cluster Scheduling for Deep Learning, OSDI 2018,
 sections 3 and 4.
 """
@@ -26,6 +26,7 @@ from paceline.scheduler.policies.fitting import (
     counted,
     fastest_fit,
     memory_suffices,
+    pays_to_move,
     refuse_unfit,
     rigid_size,
     start,
@@ -101,6 +102,9 @@ class Gandiva:
                     reason=f"no devices are free; tried beside {other}",
                 )
 
+        if not state.waiting:
+            yield from self._migrate(state)
+
     def wake_s(self, state: State) -> float | None:
         """Return when the next pair is measured."""
         times = [
@@ -120,6 +124,18 @@ class Gandiva:
             f"{counted(len(same), 'slot')} of {counted(size, 'device')}: {shared} shared already, "
             f"{refused} with a job whose class did not pay beside it"
         )
+
+    def _migrate(self, state: State) -> Iterator[Action]:
+        """Move jobs to free devices on which they run much faster, shared ones first."""
+        running = sorted(state.running.values(), key=lambda job: -len(job.neighbours))
+        for job in running:
+            slot = job.slot
+            if slot is None or not job.job.preemptible:
+                continue
+            fit = fastest_fit(state, job, slot.shape.devices)
+            if fit is not None and pays_to_move(state, job, fit.rate):
+                yield Preempt(name=job.job.name, reason="it moves to faster devices")
+                yield start(state, job, fit, reason="nobody waits, and these devices are faster")
 
     def _measure(self, state: State) -> list[Slot]:
         """Measure the pairs whose time came, and return those to be parted."""

@@ -47,7 +47,7 @@ from paceline.scheduler.planning.candidates import (
     close_together,
 )
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
-from paceline.scheduler.policies.fitting import Fit, fastest_fit, never_fits, start
+from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
 from paceline.scheduler.state.state import State
 
 if TYPE_CHECKING:
@@ -119,6 +119,23 @@ class Paceline:
             return None
         return max(self._planned_s + self.plan_s, state.now_s)
 
+    def explain(self, state: State, job: JobState) -> str:
+        """Return what keeps a waiting job from its devices, in words."""
+        request = job.job
+        if self._over_quota(state, job):
+            quota, held = self.quotas[request.tenant], self._held_by(state, request.tenant)
+            return (
+                f"tenant {request.tenant} holds {held} of the {counted(quota, 'device')} of its "
+                f"quota, and the job may take {request.limits[1]}"
+            )
+        before = self._order.index(request.name) if request.name in self._order else None
+        if before is None:
+            return f"the next plan, in at most {self.plan_s:.0f} s, decides about it"
+        return (
+            f"{counted(before, 'waiting job')} before it by what a second of progress on a device "
+            "is worth"
+        )
+
     def _refuse(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         for event in events:
             if not isinstance(event, Submitted) or event.job.name not in state.waiting:
@@ -136,7 +153,9 @@ class Paceline:
         candidates = [c for c in candidates if c.job.job.name not in held]
         assignment = assign(candidates, capacity)
         most = min(self.sharing, state.rates.most_sharing)
-        groups = GroupFormer(candidates, state.rates, most, self.least_gain).form(assignment)
+        groups = GroupFormer(candidates, state.rates, most, state.inventory, self.least_gain).form(
+            assignment
+        )
         taken = {index for group in groups for index in group.members}
         waiting = [index for index in range(len(candidates)) if index not in taken]
         waiting.sort(key=lambda index: candidates[index].density, reverse=True)
@@ -210,12 +229,15 @@ class Paceline:
         quota = self.quotas.get(job.job.tenant)
         if quota is None:
             return False
-        held = sum(
+        return self._held_by(state, job.job.tenant) + job.job.limits[1] > quota
+
+    def _held_by(self, state: State, tenant: str) -> int:
+        """Return the devices on which jobs of a tenant run."""
+        return sum(
             other.slot.shape.devices
             for other in state.running.values()
-            if other.slot is not None and other.job.tenant == job.job.tenant
+            if other.slot is not None and other.job.tenant == tenant
         )
-        return held + job.job.limits[1] > quota
 
 
 @dataclass(slots=True)

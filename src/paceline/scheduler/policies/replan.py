@@ -7,7 +7,8 @@ draft of the cluster on which nothing runs, so that the plan is known before any
                          a running job takes    compared with the
                          the place it has       slots of the state
 
-A running job takes the place it has if nobody before it in the order took it. Where devices suffice
+A running job takes the place it has if nobody before it in the order took it, unless devices of a
+type on which it runs much faster are free. Where devices suffice
 and a job still fits nowhere, `replan` tries again with all places new: moving jobs is the price for
 whole nodes.
 """
@@ -18,7 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.scheduler.events import Preempt, Start
 from paceline.scheduler.placement import Placement
-from paceline.scheduler.policies.fitting import allowed_types, best_rate, memory_suffices
+from paceline.scheduler.policies.fitting import (
+    allowed_types,
+    best_rate,
+    memory_suffices,
+    pays_to_move,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -92,7 +98,13 @@ class Draft:
 
     def place(self, wanted: Wanted) -> bool:
         """Give a group its devices; return whether there were any."""
-        parts = (self._present(wanted) if self._stay else None) or self._find(wanted)
+        parts = self._present(wanted) if self._stay else None
+        if parts is None:
+            parts = self._find(wanted)
+        elif len(allowed_types(self.state, wanted.jobs[0].job)) > 1:
+            faster = self._find(wanted)
+            if faster is not None and self._pays_to_move(wanted, parts, faster):
+                parts = faster
         if parts is None:
             self.skipped.append(wanted)
             kinds = allowed_types(self.state, wanted.jobs[0].job)
@@ -154,6 +166,12 @@ class Draft:
         if devices <= inventory.largest_node[kind]:
             return 0
         return max(1, max(len(node.switches) for node in inventory.nodes))
+
+    def _pays_to_move(self, wanted: Wanted, present: Parts, faster: Parts) -> bool:
+        gain = self._value(wanted, faster) / self._value(wanted, present)
+        return all(
+            pays_to_move(self.state, job, gain * job.rate) for job in wanted.jobs if job.running
+        )
 
     def _value(self, wanted: Wanted, parts: Parts) -> float:
         """Return the sum of the jobs' rates, each relative to its best alone; 0 if one has none."""

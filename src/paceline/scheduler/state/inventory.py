@@ -96,6 +96,10 @@ class Inventory:
             empty.remove(index)
         return empty
 
+    def memory_suffices(self, memory_bytes: int, device_type: str) -> bool:
+        """Return whether a device has so much memory, as far as that is known."""
+        return memory_bytes <= (self.memory_bytes[device_type] or memory_bytes)
+
     def find_whole(self, device_type: str, count: int) -> Parts | None:
         """Return devices for a job on nodes of which nobody holds a device, or None.
 
