@@ -35,6 +35,7 @@ from paceline.scheduler.formats.adaptdl import read_adaptdl
 from paceline.scheduler.formats.muri import read_muri
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.policies.choose import make_policies
+from paceline.scheduler.policies.fifo import Fifo
 from paceline.scheduler.simulate.compare import simulate
 from paceline.scheduler.simulate.scenario import Scenario
 from paceline.scheduler.simulate.synthetic import (
@@ -252,13 +253,11 @@ def measure_marble(report, *, quick):
             )
             report.bar(f"{mode}: the same, worst seed", min(values), 0.0, at_least=True)
     for name, levels in {"fast links": FAST_LEVELS, "slow links": SLOW_LEVELS}.items():
-        near = play_on(summit_trace(1, levels=levels), summit_cluster(levels=levels), "marble")
-        spread = play_on(summit_trace(1, levels=levels), summit_cluster(levels=levels), "fifo")
-        report.row(
-            setting=f"marble, {name}",
-            near_jct_h=near.jct_mean_s / HOUR_S,
-            anywhere_jct_h=spread.jct_mean_s / HOUR_S,
-        )
+        rows = {"close together or not": Fifo(), "close together only": Fifo(near=True)}
+        for words, policy in rows.items():
+            queue, cluster = summit_trace(1, levels=levels), summit_cluster(levels=levels)
+            figures = simulate(queue, cluster, policy, KNOWN, log=False).metrics
+            report.row(setting=f"marble, {name}, fifo, {words}", jct_h=figures.jct_mean_s / HOUR_S)
 
 
 def play_on(queue, cluster, policy):

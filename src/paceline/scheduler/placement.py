@@ -67,6 +67,17 @@ class Shape(NamedTuple):
         return sum(self.per_node)
 
 
+def close_together(device_type: str, devices: int, node_devices: int) -> Shape:
+    """Return the shape of devices on as few nodes as they need, below one switch.
+
+    >>> close_together("v100", 12, 8)
+    Shape(device_type='v100', per_node=(8, 4), level=1)
+    """
+    whole, rest = divmod(devices, node_devices)
+    per_node = (node_devices,) * whole + ((rest,) if rest else ())
+    return Shape(device_type, per_node, 0 if len(per_node) == 1 else 1)
+
+
 def _ranges(indices: tuple[int, ...]) -> str:
     """Return ascending indices as ranges: ``0-3,6``."""
     texts: list[str] = []

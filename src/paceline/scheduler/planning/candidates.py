@@ -31,13 +31,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.scheduler.placement import Shape
 from paceline.scheduler.state.state import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
     from paceline.scheduler.state.state import State
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -211,7 +211,7 @@ def _shapes(state: State, job: Job) -> Iterator[Shape]:
                 and (not job.device_types or kind in job.device_types)
                 and inventory.memory_suffices(job.memory_bytes, kind)
             ):
-                yield close_together(inventory.largest_node[kind], kind, devices)
+                yield inventory.closest(kind, devices)
 
 
 def sizes(job: Job) -> Sequence[int]:
@@ -220,13 +220,6 @@ def sizes(job: Job) -> Sequence[int]:
     if low == high:
         return (low,)
     return sorted({low, job.devices, high, *(size for size in _SIZES if low <= size <= high)})
-
-
-def close_together(node_devices: int, device_type: str, devices: int) -> Shape:
-    """Return the shape of devices on as few nodes as they need, below one switch."""
-    whole, rest = divmod(devices, node_devices)
-    per_node = (node_devices,) * whole + ((rest,) if rest else ())
-    return Shape(device_type, per_node, 0 if len(per_node) == 1 else 1)
 
 
 def _weight(candidate: Candidate, now_s: float, objective: Objective) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.scheduler.policies.fitting import (
     counted,
     fastest_fit,
+    fits_close,
     refuse_unfit,
     rigid_size,
     start,
@@ -33,9 +34,11 @@ class Fifo:
 
     Attributes:
         whole_nodes: give each job its nodes alone, as batch systems of supercomputers do.
+        near: give a job devices as close together as they can be, or none.
     """
 
     whole_nodes: bool = False
+    near: bool = False
 
     @property
     def name(self) -> str:
@@ -48,7 +51,7 @@ class Fifo:
         while state.waiting:
             job = next(iter(state.waiting.values()))
             fit = fastest_fit(state, job, rigid_size(state, job.job), whole_nodes=self.whole_nodes)
-            if fit is None:
+            if fit is None or (self.near and not fits_close(state, fit.shape)):
                 return
             yield start(state, job, fit, reason="it is the first in the queue and fits")
 

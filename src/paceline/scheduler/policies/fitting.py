@@ -93,19 +93,11 @@ def fastest_fit(
     return max(fits, key=lambda fit: fit.rate, default=None)
 
 
-def close_together(state: State, device_type: str, devices: int) -> Shape:
-    """Return the shape of devices on as few nodes as hold them."""
-    size = state.inventory.largest_node[device_type]
-    whole, rest = divmod(devices, size)
-    counts = (size,) * whole + ((rest,) if rest else ())
-    return Shape(device_type, counts, 0 if len(counts) == 1 else 1)
-
-
 def best_rate(state: State, job: JobState, devices: int) -> float:
     """Return the rate of a job on the fastest type that has so many devices; 0 if none has."""
     return max(
         (
-            state.rates.alone(job.job, close_together(state, kind, devices), job.work_done)
+            state.rates.alone(job.job, state.inventory.closest(kind, devices), job.work_done)
             for kind in allowed_types(state, job.job)
             if devices <= state.inventory.total[kind]
         ),
@@ -131,6 +123,11 @@ def pays_to_move(state: State, job: JobState, rate: float) -> bool:
     if left is None or job.rate <= 0:
         return True
     return left / job.rate - left / rate > 2 * job.job.restart_s
+
+
+def fits_close(state: State, shape: Shape) -> bool:
+    """Return whether devices of a shape are as close together as their number can be."""
+    return shape.level <= state.inventory.closest(shape.device_type, shape.devices).level
 
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.scheduler.policies.fitting import (
     allowed_types,
-    close_together,
     memory_suffices,
     refuse_unfit,
     rigid_size,
@@ -176,7 +175,7 @@ class Muri:
         devices = rigid_size(state, group[0].job)
         best = 0.0
         for kind in allowed_types(state, group[0].job):
-            shape = close_together(state, kind, devices)
+            shape = state.inventory.closest(kind, devices)
             if not memory_suffices(state, [job.job for job in group], kind):
                 continue
             kept = [

@@ -44,7 +44,6 @@ from paceline.scheduler.planning.candidates import (
     Option,
     Options,
     candidates_of,
-    close_together,
 )
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
 from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
@@ -91,7 +90,7 @@ class Paceline:
     small_queue: int = 256
     backfill: int = 32
     name: str = "paceline"
-    _planned_s: float = float("-inf")
+    planned_s: float = float("-inf")
     _changed: bool = False
     _settled: bool = False
     _order: list[str] = field(default_factory=list)
@@ -106,9 +105,9 @@ class Paceline:
         if self._settled:
             return
         jobs = len(state.waiting) + len(state.running)
-        due = jobs <= self.small_queue or state.now_s >= self._planned_s + self.plan_s
+        due = jobs <= self.small_queue or state.now_s >= self.planned_s + self.plan_s
         if self._changed and due and jobs:
-            self._planned_s, self._changed = state.now_s, False
+            self.planned_s, self._changed = state.now_s, False
             yield from self._plan(state)
         elif state.waiting:
             yield from self._backfill(state, events)
@@ -117,7 +116,7 @@ class Paceline:
         """Return when the next plan is due, if something happened since the last one."""
         if self._settled or not (self._changed and (state.waiting or state.running)):
             return None
-        return max(self._planned_s + self.plan_s, state.now_s)
+        return max(self.planned_s + self.plan_s, state.now_s)
 
     def explain(self, state: State, job: JobState) -> str:
         """Return what keeps a waiting job from its devices, in words."""
@@ -282,7 +281,7 @@ class _Realisation:
         parts = inventory.find(device_type, devices)
         if parts is None:
             return None
-        closest = close_together(inventory.largest_node[device_type], device_type, devices)
+        closest = inventory.closest(device_type, devices)
         return parts if inventory.shape(parts).level <= closest.level else None
 
     def _fallback(self, group: JobGroup) -> Parts | None:
@@ -343,8 +342,7 @@ class _Realisation:
     def _improves(self, slot: Slot) -> bool:
         """Return whether jobs on scattered devices would now find some that are close together."""
         inventory, shape = self.state.inventory, slot.shape
-        node_devices = inventory.largest_node[shape.device_type]
-        if shape.level <= close_together(node_devices, shape.device_type, shape.devices).level:
+        if shape.level <= inventory.closest(shape.device_type, shape.devices).level:
             return False
         return self._close(shape.device_type, shape.devices) is not None
 

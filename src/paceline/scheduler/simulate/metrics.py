@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.record import Record
-from paceline.scheduler.placement import Shape
+from paceline.scheduler.placement import close_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,7 +135,7 @@ def _best_alone_s(
     low, high = job.limits
     sizes = sorted({low, job.devices, high, *(1 << power for power in range(16))})
     shapes = [
-        _close_together(kind, size, largest[kind])
+        close_together(kind, size, largest[kind])
         for kind, count in counts.items()
         if not job.device_types or kind in job.device_types
         for size in (*sizes, min(high, count))
@@ -170,12 +170,6 @@ def mean_jobs(
     inside = np.interp(ended_s, times, area) - np.interp(submitted_s, times, area)
     mean: NDArray[np.float64] = inside / np.maximum(ended_s - submitted_s, 1e-12)
     return mean
-
-
-def _close_together(device_type: str, devices: int, largest_node: int) -> Shape:
-    whole, rest = divmod(devices, largest_node)
-    counts = (largest_node,) * whole + ((rest,) if rest else ())
-    return Shape(device_type, counts, 0 if len(counts) == 1 else 1)
 
 
 def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.scheduler.placement import NodeDevices, Shape
+from paceline.scheduler.placement import NodeDevices, Shape, close_together
 
 if TYPE_CHECKING:
     from paceline.scheduler.cluster import Cluster
@@ -148,6 +148,10 @@ class Inventory:
         counts = sorted((bits.bit_count() for _, bits in parts), reverse=True)
         first = self.nodes[parts[0][0]]
         return Shape(first.device_type, tuple(counts), self._level(parts))
+
+    def closest(self, device_type: str, devices: int) -> Shape:
+        """Return the shape of devices as close together as they can be when all are free."""
+        return close_together(device_type, devices, self.largest_node[device_type])
 
     def devices(self, parts: Parts) -> tuple[NodeDevices, ...]:
         """Return the devices by name of their node."""
