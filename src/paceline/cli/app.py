@@ -30,7 +30,7 @@ VERBS = {
     "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
-    "queue": "Share a cluster between jobs: compare scheduling policies on a trace (simulate).",
+    "queue": "Share devices between jobs: run a queue (serve), or play one (simulate).",
     "trace": "Summarise and export a run's traces (stats, export).",
     "torture": "Inject faults into packs on your file system; check that all are detected.",
 }
@@ -93,7 +93,7 @@ def _drop_stdout() -> None:
 def _wants_json(argv: list[str]) -> bool:
     """Return whether ``--json`` was given to Paceline, not to the program after it."""
     if not argv or argv[0] not in ("run", "record"):
-        return "--json" in argv
+        return "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])
     takes_value = {
         name
