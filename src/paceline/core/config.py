@@ -36,6 +36,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
 PREFIX = "PACELINE_"
+QUEUE_PREFIX = "PACELINE_QUEUE_"  # what `paceline queue` tells a job, not a setting
 ENTRY_POINTS = "paceline.configuration"
 FILE_NAME = "paceline.toml"
 
@@ -118,7 +119,7 @@ def resolve(
     environ = environment() if environ is None else environ
     prefix = f"{PREFIX}{section.upper()}__"
     for key in sorted(environ):
-        if not key.startswith(PREFIX):
+        if not key.startswith(PREFIX) or (key.startswith(QUEUE_PREFIX) and "__" not in key):
             continue
         if "__" not in key:
             possible = [f"{prefix}{name.upper()}" for name in names]

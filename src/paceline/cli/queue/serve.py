@@ -1,0 +1,71 @@
+"""``paceline queue serve``: the daemon of a queue."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from paceline.cli.queue.asking import dir_option, find_paths
+
+
+@click.command(
+    short_help="Run the jobs of this machine's queue.",
+    epilog="""\b
+Example: paceline queue serve --policy fifo
+  four jobs at once on any machine:   paceline queue serve --slots 4
+  GPUs:                               paceline queue serve --gpus --policy srtf
+  then, elsewhere:                    paceline queue submit -- python train.py
+""",
+)
+@dir_option
+@click.option("--policy", default="fifo", show_default=True, help="What decides who runs.")
+@click.option(
+    "--slots",
+    type=int,
+    metavar="N",
+    help="CPU slots: more than there are cores share cores [default: one for each allowed core].",
+)
+@click.option("--gpus", is_flag=True, help="Devices are NVIDIA GPUs, as nvidia-smi lists them.")
+@click.option(
+    "--rates",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON file of measured rates by profile: for elastic jobs, and for jobs that share.",
+)
+@click.option("--once", is_flag=True, help="End when all jobs have ended; 1 if one failed.")
+def serve(
+    folder: Path | None,
+    policy: str,
+    slots: int | None,
+    gpus: bool,
+    rates: Path | None,
+    once: bool,
+) -> None:
+    """Run the jobs of this machine's queue, until Ctrl-C or SIGTERM.
+
+    Jobs go on when this ends, however it ends: the next `serve` finds them. It needs no root, and
+    listens on a socket that only its user may use.
+    """
+    from paceline.core.clock import SystemClock
+    from paceline.core.config import environment
+    from paceline.scheduler.local.daemon import Daemon
+    from paceline.scheduler.local.devices import cpu_devices, gpu_devices
+    from paceline.scheduler.local.rates import read_rates
+
+    if gpus and slots is not None:
+        raise click.UsageError("--gpus and --slots exclude each other")
+    devices = gpu_devices(environment().get("CUDA_VISIBLE_DEVICES")) if gpus else cpu_devices(slots)
+    measured = read_rates(rates)
+    daemon = Daemon(find_paths(folder), devices, policy, SystemClock(), _say, measured)
+    try:
+        well = daemon.run(once=once)
+    finally:
+        daemon.close()
+    if not well:
+        sys.exit(1)
+
+
+def _say(line: str) -> None:
+    click.echo(f"queue: {line}", err=True)

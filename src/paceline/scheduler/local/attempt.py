@@ -1,0 +1,223 @@
+"""The files of an attempt: how its supervisor and the daemon speak, and survive each other.
+
+    JOB/                      kept between the starts of a job; its checkpoints belong here
+      1/  2/  ...             a folder for each attempt
+        order.json            what the supervisor is to start (daemon)
+        claim.json            which process it is: id, start time, boot (supervisor, once)
+        exit.json             how the command ended (supervisor, at the end)
+        log                   what the command printed
+        progress              what it reported of its progress (the command)
+
+Each file is written once, whole and durable. The claim is a hard link, which fails if there is one
+already: a daemon that was killed may have started a supervisor without anybody knowing, and its
+successor starts another one; whichever links first runs the command, the other one ends. The daemon
+claims an attempt itself when it shall not run any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.core.errors import storage_errors
+from paceline.core.files import commit_text, sync_folder
+from paceline.core.record import Record
+from paceline.scheduler.local.records import Exit
+
+_TAIL_BYTES = 4096
+_TAIL_LINES = 5
+_PROGRESS_BYTES = 4096
+_FIX = "Free space on that file system, or make it writable again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order(Record):
+    """What a supervisor starts.
+
+    Attributes:
+        command: program and arguments.
+        folder: working directory.
+        environ: all environment variables.
+        cores: to which all processes are bound; empty: unbound.
+        stop_signal: number of the signal by which the command saves its state and ends.
+        grace_s: from that signal to SIGKILL.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    environ: dict[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    stop_signal: int = int(signal.SIGUSR1)
+    grace_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim(Record):
+    """The process that runs an attempt: an id alone may belong to another process by now.
+
+    Attributes:
+        pid: of the supervisor; 0: the daemon claimed the attempt, so that it never runs.
+        start_ticks: start time of the process, in clock ticks since the boot.
+        boot: id of the boot.
+    """
+
+    pid: int
+    start_ticks: int
+    boot: str
+
+    @staticmethod
+    def of_this_process() -> Claim:
+        """Return the claim of this process."""
+        pid = os.getpid()
+        return Claim(pid=pid, start_ticks=_start_ticks(pid) or 0, boot=_boot())
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Whether the machine has run since, so that its ids can mean its processes."""
+        return bool(self.pid) and self.boot == _boot()
+
+    def open(self) -> int | None:
+        """Return a descriptor of the process, by which it can be waited for and signalled.
+
+        None: it has ended.
+        """
+        if not self.is_of_this_boot:
+            return None
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        # The descriptor holds the process of this moment: only now its start time is a proof.
+        if _start_ticks(self.pid) == self.start_ticks:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+class Report(NamedTuple):
+    """What a job reported of its progress.
+
+    Attributes:
+        work_done: units of work since the job's begin.
+        rate: units of work per second; None if it did not say.
+    """
+
+    work_done: float
+    rate: float | None
+
+
+class AttemptFolder:
+    """The files of one attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "log"
+        self.progress = path / "progress"
+
+    def order(self, order: Order) -> None:
+        """Write what the supervisor is to start."""
+        with storage_errors("cannot prepare a job's start", where=self.path, fix=_FIX):
+            self.path.mkdir(parents=True, exist_ok=True)
+            commit_text(self.path / "order.json", order.to_text())
+
+    def read_order(self) -> Order:
+        """Return what the daemon wrote."""
+        path = self.path / "order.json"
+        return Order.from_text(path.read_text(encoding="utf-8"), where=str(path))
+
+    def claim(self, claim: Claim) -> bool:
+        """Claim the attempt; return whether nobody had done so before."""
+        path = self.path / f".claim.{os.getpid()}"
+        with storage_errors("cannot claim a job's start", where=self.path, fix=_FIX):
+            self.path.mkdir(parents=True, exist_ok=True)
+            commit_text(path, claim.to_text())
+            try:
+                os.link(path, self.path / "claim.json")
+            except FileExistsError:
+                return False
+            finally:
+                path.unlink()
+            sync_folder(self.path)
+        return True
+
+    def read_claim(self) -> Claim | None:
+        """Return who claimed the attempt, or None."""
+        path = self.path / "claim.json"
+        try:
+            return Claim.from_text(path.read_text(encoding="utf-8"), where=str(path))
+        except FileNotFoundError:
+            return None
+
+    def finish(self, ended: Exit) -> None:
+        """Write how the command ended."""
+        commit_text(self.path / "exit.json", ended.to_text())
+
+    def read_exit(self) -> Exit | None:
+        """Return how the command ended, with the end of its log; None if it was not written."""
+        path = self.path / "exit.json"
+        try:
+            ended = Exit.from_text(path.read_text(encoding="utf-8"), where=str(path))
+        except FileNotFoundError:
+            return None
+        return Exit(code=ended.code, killed=ended.killed, error=ended.error, tail=self.tail())
+
+    def tail(self) -> str:
+        """Return the last lines of the log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = file.read(_TAIL_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-_TAIL_LINES:])
+
+    def read_progress(self) -> Report | None:
+        """Return what the job reported last; None if it reported nothing that can be read.
+
+        A job may write at any moment: a line that is not complete yet does not count.
+        """
+        try:
+            with self.progress.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _PROGRESS_BYTES))
+                lines = file.read(_PROGRESS_BYTES).splitlines(keepends=True)
+        except OSError:
+            return None
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                return _report(line)
+        return None
+
+
+def _report(line: bytes) -> Report:
+    """Return a line of the progress file, ``{"work_done": 120, "rate": 3.5}``.
+
+    Raises:
+        ValueError, TypeError, AttributeError: it is not one.
+    """
+    if not line.endswith(b"\n"):
+        raise ValueError
+    data = json.loads(line)
+    work_done, rate = float(data["work_done"]), data.get("rate")
+    rate = None if rate is None else float(rate)
+    if not 0 <= work_done < float("inf") or (rate is not None and not 0 <= rate < float("inf")):
+        raise ValueError
+    return Report(work_done, rate)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the boot; None if it does not run."""
+    try:
+        text = (Path("/proc") / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # from the third field of proc(5) on
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,425 @@
+"""The daemon of a queue: takes requests, asks `decide`, starts and stops jobs. One thread.
+
+    wait for: a request, a process that began or ended, the policy's timer, a report of progress
+      -> inputs -> Queue.handle -> Database.commit -> start and stop processes -> answer clients
+
+Nothing is carried out, and nobody is answered, before it is stored. So the daemon may be killed at
+any moment: the next one finds in the database what was to happen, and in the folders of the live
+attempts what did happen, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.core.errors import PacelineError, UsageError, storage_errors
+from paceline.core.files import LockOutcome, try_lock
+from paceline.core.record import nearest
+from paceline.scheduler.local.attempt import AttemptFolder
+from paceline.scheduler.local.connections import Connections, Peer
+from paceline.scheduler.local.database import Database, Segment, Setup, decision_text
+from paceline.scheduler.local.orders import impossible, order_for
+from paceline.scheduler.local.protocol import VERBS, Reply, Request
+from paceline.scheduler.local.queue import Cancel, Entry, Input, Queue, Submit, Tick
+from paceline.scheduler.local.records import JobView, Status
+from paceline.scheduler.local.running import Running, Watch
+from paceline.scheduler.policies import POLICIES
+from paceline.scheduler.state.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from paceline.core.clock import Clock
+    from paceline.scheduler.local.attempt import Order
+    from paceline.scheduler.local.devices import LocalDevices
+    from paceline.scheduler.local.paths import QueuePaths
+    from paceline.scheduler.local.queue import Turn
+    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.local.records import Attempt
+
+PROGRESS_S = 2.0  # how often reports of progress are looked for, and logged at most
+_IDLE_S = 3600.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Waiting(NamedTuple):
+    """A client that waits for the end of a job."""
+
+    peer: Peer
+    name: str
+    until_s: float
+
+
+def make_queue(setup: Setup) -> Queue:
+    """Return an empty queue, the same whenever its log is decided again.
+
+    Raises:
+        UsageError: there is no such policy.
+    """
+    if setup.policy not in POLICIES:
+        raise UsageError(
+            f"no policy is called '{setup.policy}'", fix=nearest(setup.policy, POLICIES)
+        )
+    rates = setup.rates.model(setup.cluster)
+    return Queue(POLICIES[setup.policy](), State(setup.cluster, rates))
+
+
+class Daemon:
+    """Serves one queue; see the module."""
+
+    def __init__(
+        self,
+        paths: QueuePaths,
+        devices: LocalDevices,
+        policy: str,
+        clock: Clock,
+        say: Callable[[str], None],
+        rates: MeasuredRates,
+    ) -> None:
+        """Take the queue's lock, and find out where the last daemon left it.
+
+        Args:
+            paths: of the queue.
+            devices: that jobs may be given.
+            policy: name of one of `POLICIES`.
+            clock: for deadlines, and for the times of events.
+            say: gets a line for each thing that happens.
+            rates: of jobs, as measured.
+
+        Raises:
+            UsageError: another daemon serves the queue, or there is no such policy.
+            StorageError: its folder cannot be used.
+            CorruptData: its database is damaged.
+        """
+        self.paths = paths
+        self.devices = devices
+        self.clock = clock
+        self.say = say
+        self._setup = Setup(policy, devices.cluster, rates)
+        self.queue = make_queue(self._setup)
+        self._lock = _take(paths)
+        self.database = Database(paths.database, first_s=clock.wall_s())
+        self._epoch_s = self.database.first_s
+        self._selector = selectors.DefaultSelector()
+        self._connections = Connections(paths.socket, self._selector)
+        self._running = Running(self._selector)
+        self._waiting: list[_Waiting] = []
+        self._stop = ""
+        self._progress_s = clock.now_s()
+        self._segment = self._resume()
+
+    def run(self, *, once: bool = False) -> bool:
+        """Serve until a stop signal; jobs go on then.
+
+        Args:
+            once: serve until all jobs have ended, waiting for the first one.
+
+        Returns:
+            Whether all jobs ended, and well; also True after a stop signal.
+        """
+        with self._signals():
+            node, policy = self.devices.cluster.nodes[0], self._setup.policy
+            what = f"{node.devices} {node.device_type} devices, policy {policy}"
+            self.say(f"serving {what}, at {self.paths.socket}")
+            self._adopt()
+            while not self._stop and not (once and self._all_ended()):
+                self._turn()
+        self._leave()
+        if self._stop:
+            self.say(f"stopped by {self._stop}; {len(self.queue.live())} jobs go on")
+            return True
+        return all(entry.status == Status.DONE for entry in self.queue.entries.values())
+
+    def close(self) -> None:
+        """Let the queue go; jobs that run go on."""
+        self._running.close()
+        self._connections.close()
+        self._selector.close()
+        self.database.close()
+        os.close(self._lock)
+
+    # One turn of the loop.
+
+    def _turn(self) -> None:
+        inputs: list[Input] = []
+        requests: list[tuple[Peer, Request]] = []
+        for key, events in self._selector.select(self._timeout_s()):
+            if isinstance(key.data, Watch):
+                inputs.extend(self._running.read(key.data, key.fd))
+            elif isinstance(key.data, Peer):
+                if events & selectors.EVENT_WRITE:
+                    self._connections.send(key.data)
+                elif request := self._connections.receive(key.data):
+                    requests.append((key.data, request))
+            elif key.data is self._connections:
+                self._connections.accept(self.clock.now_s())
+            else:  # a signal
+                os.read(key.fd, 64)
+        now_s = self.clock.now_s()
+        if now_s >= self._progress_s:
+            self._progress_s = now_s + PROGRESS_S
+            inputs.extend(self._running.progress())
+        wake_s = self.queue.wake_s()
+        if wake_s is not None and wake_s <= self._now_s():
+            inputs.append(Tick())
+        answers = [answer for asked in requests if (answer := self._ask(*asked, inputs))]
+        self._handle(inputs)
+        for answer in answers:
+            answer()
+        self._answer_waiting()
+        self._connections.drop_late(self.clock.now_s())
+
+    def _timeout_s(self) -> float:
+        """Return seconds after which there is something to do although nothing happens."""
+        now_s = self.clock.now_s()
+        at_s = [now_s + _IDLE_S, *(waiting.until_s for waiting in self._waiting)]
+        if len(self._running):
+            at_s.append(self._progress_s)
+        wake_s = self.queue.wake_s()
+        if wake_s is not None:
+            at_s.append(now_s + wake_s - self._now_s())
+        return max(0.0, min(at_s) - now_s)
+
+    def _now_s(self) -> float:
+        """Return seconds since the queue's first moment; it never goes back."""
+        return max(self.queue.now_s, self.clock.wall_s() - self._epoch_s)
+
+    def _handle(self, inputs: list[Input]) -> None:
+        """Pass inputs on, and what follows from them, until nothing is left to do."""
+        while inputs:
+            turn = self.queue.handle(inputs, self._now_s())
+            self.database.commit(self._segment.number, turn, self.queue.entries)
+            inputs = list(self._carry_out(turn))
+
+    def _carry_out(self, turn: Turn) -> Iterator[Input]:
+        """Start and stop what a stored turn says; yield what went wrong at once."""
+        for note in turn.notes:
+            self.say(note)
+        for attempt in turn.stops:
+            self._running.stop(attempt)
+        for attempt in turn.starts:
+            yield from self._running.start(attempt, *self._files(attempt))
+
+    def _files(self, attempt: Attempt) -> tuple[AttemptFolder, Order]:
+        submission = self.queue.entries[attempt.job].submission
+        folder = AttemptFolder(self.paths.attempt(attempt.job, attempt.number))
+        return folder, order_for(submission, attempt, self.devices, self.paths)
+
+    # Requests.
+
+    def _ask(self, peer: Peer, request: Request, inputs: list[Input]) -> Callable[[], None] | None:
+        """Add what a request changes to the inputs; return what answers it after that."""
+        try:
+            answer = self._act_on(request, inputs)
+        except PacelineError as problem:
+            self._connections.refuse(peer, problem, self.clock.now_s())
+            return None
+        if request.verb == "wait":
+            until_s = self.clock.now_s() + request.timeout_s
+            self._waiting.append(_Waiting(peer, request.name, until_s))
+            return None
+        return lambda: self._connections.reply(peer, answer(), self.clock.now_s())
+
+    def _act_on(self, request: Request, inputs: list[Input]) -> Callable[[], Reply]:
+        """Add what a request changes to the inputs; return what makes its reply after that.
+
+        Raises:
+            PacelineError: it is refused.
+        """
+        name = request.name
+        if request.verb == "submit":
+            name = self._submit(request, inputs)
+            return lambda: Reply(jobs=(self._view(self.queue.entries[name]),))
+        if request.verb == "list" and not name:
+            return lambda: Reply(jobs=tuple(self._list(ended=request.ended)))
+        if request.verb not in VERBS:
+            raise UsageError(
+                f"the daemon does not know '{request.verb}'",
+                where=str(self.paths.socket),
+                fix="Use the same Paceline for the daemon and for commands",
+            )
+        entry = self.queue.entry(name)
+        if request.verb == "cancel":
+            inputs.append(Cancel(name))
+        if request.verb == "why":
+            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name))
+        return lambda: Reply(jobs=(self._view(entry),))
+
+    def _submit(self, request: Request, inputs: list[Input]) -> str:
+        """Add a submission to the inputs; return the job's name."""
+        submission = request.submission
+        if submission is None:
+            raise UsageError("the request has no job", fix="Submit with paceline queue submit")
+        pending = {
+            given.submission.job.name: given.submission
+            for given in inputs
+            if isinstance(given, Submit)
+        }
+        known = self.database.name_of(submission.token) if submission.token else None
+        for name, other in pending.items():
+            known = name if submission.token and other.token == submission.token else known
+        if known is not None:
+            return known  # the answer to the first try was lost
+        taken = {*self.queue.entries, *pending}
+        name = submission.job.name or _new_name(submission.command[0], taken)
+        if name in taken:
+            raise UsageError(
+                f"a job named '{name}' was submitted before",
+                where=f"queue {self.paths.folder}",
+                fix="Submit it under another --name",
+            )
+        now_s = self._now_s()
+        deadline_s = submission.job.deadline_s
+        job = replace(
+            submission.job,
+            name=name,
+            submitted_s=now_s,
+            deadline_s=None if deadline_s is None else now_s + deadline_s,
+        )
+        submission = replace(submission, job=job)
+        if why := impossible(submission) or self.queue.refusal(submission):
+            raise UsageError(
+                f"job '{name}' can never run here",
+                where=f"queue {self.paths.folder}",
+                why=why,
+                fix="Correct the job, or serve a queue with the devices it needs",
+            )
+        inputs.append(Submit(submission))
+        return name
+
+    def _list(self, *, ended: bool) -> Iterator[JobView]:
+        for entry in self.queue.entries.values():
+            if ended or not entry.ended:
+                yield self._view(entry)
+
+    def _view(self, entry: Entry) -> JobView:
+        log = str(self.paths.attempt(entry.name, entry.starts) / "log") if entry.starts else ""
+        return entry.view(self._epoch_s, log)
+
+    def _answer_waiting(self) -> None:
+        now_s = self.clock.now_s()
+        left = []
+        for waiting in self._waiting:
+            entry = self.queue.entries[waiting.name]
+            if entry.ended or now_s >= waiting.until_s:
+                self._connections.reply(waiting.peer, Reply(jobs=(self._view(entry),)), now_s)
+            elif self._connections.alive(waiting.peer):
+                left.append(waiting)
+        self._waiting = left
+
+    # Begin and end.
+
+    def _resume(self) -> Segment:
+        """Rebuild the queue from the log, or begin a new segment of it."""
+        entries = self.database.entries()
+        self.queue.entries = entries
+        self.queue.now_s = self.clock.wall_s() - self._epoch_s
+        last = self.database.last_segment()
+        if last is not None and self.queue.active:
+            why = "the queue's devices, rates or policy changed"
+            if last.setup == self._setup:
+                if self._repeat(last):
+                    return last
+                why = "this Paceline decides otherwise than the one that wrote the log"
+                self.queue = make_queue(self._setup)
+                self.queue.entries = self.database.entries()
+            self.say(f"{why}: jobs that run are started anew from their checkpoints")
+        turn = self.queue.begin_anew(self._now_s())
+        # Attempts that it stops or starts are carried out by `_adopt`.
+        return self.database.begin_segment(self._setup, turn, self.queue.entries)
+
+    def _repeat(self, segment: Segment) -> bool:
+        """Decide the log of a segment again; return whether the decisions are the same."""
+        for instant in self.database.instants(segment.number):
+            decisions = self.queue.repeat(instant.events)
+            if [decision_text(decision) for decision in decisions] != instant.decisions:
+                return False
+        return True
+
+    def _adopt(self) -> None:
+        """Find out what became of the live attempts, and carry out what was decided for them."""
+        inputs: list[Input] = []
+        live = self.queue.live()
+        for attempt in live:
+            inputs.extend(self._running.adopt(attempt, *self._files(attempt)))
+        if live:
+            self.say(f"found {len(self._running)} of {len(live)} jobs running")
+        for attempt in live:
+            if attempt.stop:
+                self._running.stop(attempt)
+        self._handle(inputs)
+
+    def _all_ended(self) -> bool:
+        return bool(self.queue.entries) and not self.queue.active
+
+    def _leave(self) -> None:
+        """Answer clients that wait for an answer, within their patience."""
+        self._answer_waiting()
+        while self._connections.busy:
+            for key, _ in self._selector.select(1.0):
+                if isinstance(key.data, Peer):
+                    self._connections.send(key.data)
+            self._connections.drop_late(self.clock.now_s())
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Have stop signals end the loop after its turn."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
+        def stop(number: int, _frame: FrameType | None) -> None:
+            self._stop = signal.Signals(number).name
+
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handlers = {
+            number: signal.signal(number, stop)
+            for number in _STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            self._selector.unregister(reader)
+            os.close(reader)
+            os.close(writer)
+
+
+def _take(paths: QueuePaths) -> int:
+    """Make the queue's folder and lock it; return the descriptor of the lock.
+
+    Raises:
+        UsageError: another daemon has it.
+    """
+    fix = "Give a --dir on a local file system that you may write to"
+    with storage_errors("cannot serve a queue", where=paths.folder, fix=fix):
+        paths.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (paths.folder / "jobs").mkdir(exist_ok=True, mode=0o700)
+        descriptor = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if try_lock(descriptor) is LockOutcome.HELD:
+        os.close(descriptor)
+        raise UsageError(
+            "another daemon serves this queue",
+            where=str(paths.folder),
+            fix="Use it: paceline queue ls; or give another --dir",
+        )
+    return descriptor
+
+
+def _new_name(program: str, taken: set[str]) -> str:
+    """Return a name for a job that has none: of its program, with a number."""
+    stem = "".join(c if c.isalnum() else "-" for c in Path(program).stem).strip("-")[:40] or "job"
+    number = len(taken) + 1
+    while f"{stem}-{number}" in taken:
+        number += 1
+    return f"{stem}-{number}"

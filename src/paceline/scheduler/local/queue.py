@@ -1,0 +1,496 @@
+"""The queue of one machine as a state machine: inputs and a time in, things to do out.
+
+    inputs of one instant --> events --> decide --> decisions --> wanted placements
+                                                                        |
+             live attempts, compared with what is wanted  --> starts, stops
+
+`decide` gives a job new devices at once, as its actions say. Here devices are taken by processes
+that need time to save their state and end, so two maps are kept: the placement that is wanted for a
+job, and its live attempt. An attempt that is not wanted any more is asked to stop; a wanted one is
+started when no process that shall leave still holds one of its devices. That is the only rule, so a
+preemption, a move to other devices and a restart of the daemon are all the same case.
+
+Nothing here reads a clock, a file or a socket. The shell (`daemon`) stores what a turn changed
+before it carries the turn out: after a crash the stored attempts are what may be running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from paceline.core.errors import NotFound, UsageError
+from paceline.core.processes import signal_name
+from paceline.scheduler.decide import Decision, decide
+from paceline.scheduler.events import (
+    Cancelled,
+    Ended,
+    Event,
+    Measured,
+    Preempt,
+    Refuse,
+    Start,
+    Started,
+    Stopped,
+    Submitted,
+    Timer,
+)
+from paceline.scheduler.local.records import ENDED, Attempt, Exit, JobView, Status, Stop
+from paceline.scheduler.local.submission import TRY_AGAIN, Submission
+from paceline.scheduler.placement import Placement
+from paceline.scheduler.policies.fitting import never_fits
+from paceline.scheduler.policies.reasons import why
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from paceline.scheduler.decide import Policy
+    from paceline.scheduler.state.state import State
+
+_OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
+
+
+class Submit(NamedTuple):
+    """A user submitted a job, which has its name."""
+
+    submission: Submission
+
+
+class Cancel(NamedTuple):
+    """A user withdrew a job."""
+
+    name: str
+
+
+class Began(NamedTuple):
+    """The process of an attempt runs."""
+
+    name: str
+    number: int
+
+
+class Exited(NamedTuple):
+    """The process of an attempt ended."""
+
+    name: str
+    number: int
+    exit: Exit
+
+
+class Progress(NamedTuple):
+    """A job reported how far it is."""
+
+    name: str
+    number: int
+    work_done: float
+    rate: float | None
+
+
+class Tick(NamedTuple):
+    """The moment came at which the policy wanted to be asked."""
+
+
+Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | Tick
+
+
+@dataclass(slots=True)
+class Entry:
+    """A job of the queue.
+
+    Attributes:
+        submission: with the job's name.
+        status: a `Status`.
+        wanted: the devices on which it shall run; None if it shall wait.
+        attempt: its live attempt; None if no process of it may exist.
+        starts: number of its last attempt.
+        own_stops: how often it stopped although nobody asked it to.
+        submitted_s, began_s, ended_s: seconds since the queue's first moment.
+        work_done, rate: as it reported last.
+        exit_code: of its end.
+        reason: why it waits, stopped or ended, in words.
+    """
+
+    submission: Submission
+    status: str = Status.WAITING
+    wanted: Placement | None = None
+    attempt: Attempt | None = None
+    starts: int = 0
+    own_stops: int = 0
+    submitted_s: float = 0.0
+    began_s: float | None = None
+    ended_s: float | None = None
+    work_done: float = 0.0
+    rate: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.submission.job.name
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will happen to it any more."""
+        return self.status in ENDED
+
+    def view(self, epoch_s: float, log: str) -> JobView:
+        """Return the job as users see it; `epoch_s` is the queue's first moment since 1970."""
+        placement = self.attempt.placement if self.attempt else None
+
+        def wall_s(at_s: float | None) -> float | None:
+            return None if at_s is None else epoch_s + at_s
+
+        return JobView(
+            name=self.name,
+            status=self.status,
+            devices=placement.devices if placement else self.submission.job.devices,
+            command=self.submission.command,
+            tenant=self.submission.job.tenant,
+            where=placement.describe() if placement else "",
+            starts=self.starts,
+            submitted_s=epoch_s + self.submitted_s,
+            began_s=wall_s(self.began_s),
+            ended_s=wall_s(self.ended_s),
+            work=self.submission.job.work,
+            work_done=self.work_done,
+            rate=self.rate,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            log=log,
+        )
+
+
+@dataclass(slots=True)
+class Turn:
+    """What an instant changed, and what there is to do.
+
+    Attributes:
+        events, decisions: for the log.
+        changed: names of jobs whose entry changed.
+        begun, ended: attempts that became live, or that ended.
+        starts: attempts to start.
+        stops: attempts to ask to end, for the reason that they carry.
+        notes: lines for who watches the daemon.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    changed: dict[str, None] = field(default_factory=dict)
+    ended: list[Attempt] = field(default_factory=list)
+    starts: list[Attempt] = field(default_factory=list)
+    stops: list[Attempt] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Queue:
+    """Jobs, what is wanted for them, and what runs.
+
+    Attributes:
+        policy: decides.
+        state: what the policy sees.
+        entries: all jobs, by name, in order of submission.
+        now_s: time of the last turn.
+    """
+
+    def __init__(self, policy: Policy, state: State) -> None:
+        self.policy = policy
+        self.state = state
+        self.entries: dict[str, Entry] = {}
+        self.now_s = 0.0
+
+    @property
+    def active(self) -> list[Entry]:
+        """Jobs that have not ended."""
+        return [entry for entry in self.entries.values() if not entry.ended]
+
+    def refusal(self, submission: Submission) -> str:
+        """Return why a job can never run here, in words; empty if it can."""
+        return never_fits(self.state, submission.job)
+
+    def wake_s(self) -> float | None:
+        """Return when the policy wants to be asked although nothing happened."""
+        return self.policy.wake_s(self.state)
+
+    def why(self, name: str) -> str:
+        """Return why a job waits, where it runs or how it ended.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        entry = self.entry(name)
+        if entry.ended or entry.attempt is not None:
+            where = f" on {entry.attempt.placement.describe()}" if entry.attempt else ""
+            reason = f": {entry.reason}" if entry.reason else ""
+            return f"It is {entry.status}{where}{reason}."
+        if entry.wanted is not None:
+            holders = ", ".join(sorted(self._leaving(entry)))
+            return f"It gets {entry.wanted.describe()} when {holders} left: {entry.reason}."
+        return why(self.state, self.policy, name)
+
+    def entry(self, name: str) -> Entry:
+        """Return a job.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        try:
+            return self.entries[name]
+        except KeyError:
+            raise NotFound(
+                f"the queue has no job '{name}'", fix="See its jobs: paceline queue ls --all"
+            ) from None
+
+    def handle(self, inputs: Sequence[Input], now_s: float) -> Turn:
+        """Return what the inputs of one instant change, and what there is to do.
+
+        Args:
+            inputs: in the order in which they came.
+            now_s: not before that of the last turn.
+        """
+        turn = Turn()
+        self.now_s = now_s
+        for given in inputs:
+            turn.events.extend(self._event(given, turn))
+        if turn.events:
+            turn.decisions = self._decide(turn.events, turn)
+        self._pursue(turn)
+        return turn
+
+    def begin_anew(self, now_s: float) -> Turn:
+        """Submit all jobs that have not ended to a fresh state, as a new log begins.
+
+        Live attempts are stopped at a checkpoint: their devices may not exist any more.
+        """
+        turn = Turn()
+        self.now_s = now_s
+        for entry in self.active:
+            entry.wanted = None
+            if entry.attempt and entry.attempt.stop is Stop.CANCEL:
+                continue
+            if entry.attempt:
+                entry.reason = "the queue's devices or its policy changed"
+            turn.events.append(Submitted(at_s=now_s, job=entry.submission.job))
+        if turn.events:
+            turn.decisions = self._decide(turn.events, turn)
+        self._pursue(turn)
+        return turn
+
+    def repeat(self, events: Sequence[Event]) -> list[Decision]:
+        """Apply logged events of one instant, and return what is decided now: as it was logged."""
+        self.now_s = events[0].at_s
+        for event in events:
+            if isinstance(event, (Ended, Cancelled, Stopped)):
+                self.entries[event.name].wanted = None
+        decisions = decide(self.policy, self.state, events)
+        for decision in decisions:
+            action = decision.action
+            self.entries[action.name].wanted = (
+                action.placement if isinstance(action, Start) else None
+            )
+        return decisions
+
+    def live(self) -> list[Attempt]:
+        """Return the attempts of which processes may exist."""
+        return [entry.attempt for entry in self.active if entry.attempt is not None]
+
+    # Inputs to events.
+
+    def _event(self, given: Input, turn: Turn) -> Iterable[Event]:
+        match given:
+            case Submit(submission=submission):
+                return self._submit(submission, turn)
+            case Cancel(name=name):
+                return self._cancel(self.entry(name), turn)
+            case Tick():
+                return [Timer(at_s=self.now_s)]
+        entry = self.entries[given.name]
+        if entry.attempt is None or entry.attempt.number != given.number:
+            return []  # of an attempt that is over
+        match given:
+            case Began():
+                return self._began(entry, entry.attempt, turn)
+            case Exited(exit=ended):
+                return self._exited(entry, entry.attempt, ended, turn)
+            case Progress(work_done=work_done, rate=rate):
+                return self._progress(entry, work_done, rate, turn)
+
+    def _submit(self, submission: Submission, turn: Turn) -> Iterable[Event]:
+        name = submission.job.name
+        if name in self.entries:
+            raise UsageError(
+                f"a job named '{name}' was submitted before", fix="Submit it under another name"
+            )
+        self.entries[name] = Entry(submission, submitted_s=self.now_s)
+        turn.changed[name] = None
+        turn.notes.append(f"{name}: submitted, {_devices(submission.job.devices)}")
+        yield Submitted(at_s=self.now_s, job=submission.job)
+
+    def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
+        if entry.ended or (entry.attempt and entry.attempt.stop is Stop.CANCEL):
+            return
+        entry.wanted = None
+        entry.reason = "its user cancelled it"
+        turn.changed[entry.name] = None
+        if entry.attempt is None:
+            self._end(entry, Status.CANCELLED, turn)
+        else:
+            self._stop(entry, entry.attempt, Stop.CANCEL, turn)
+        yield Cancelled(at_s=self.now_s, name=entry.name)
+
+    def _began(self, entry: Entry, attempt: Attempt, turn: Turn) -> Iterable[Event]:
+        if attempt.began:
+            return
+        entry.attempt = replace(attempt, began=True)
+        if entry.began_s is None:
+            entry.began_s = self.now_s
+        turn.changed[entry.name] = None
+        if attempt.stop:  # it was asked before it could hear
+            turn.stops.append(entry.attempt)
+            return
+        entry.status = Status.RUNNING
+        turn.notes.append(
+            f"{entry.name}: runs on {attempt.placement.describe()}, start {attempt.number}"
+        )
+        yield Started(at_s=self.now_s, name=entry.name)
+
+    def _progress(
+        self, entry: Entry, work_done: float, rate: float | None, turn: Turn
+    ) -> Iterable[Event]:
+        entry.work_done, entry.rate = work_done, rate
+        turn.changed[entry.name] = None
+        if entry.attempt and not entry.attempt.stop:
+            yield Measured(at_s=self.now_s, name=entry.name, work_done=work_done, rate=rate)
+
+    def _exited(self, entry: Entry, attempt: Attempt, ended: Exit, turn: Turn) -> Iterable[Event]:
+        """The end of an attempt: the job's own end, or it waits again."""
+        entry.attempt = None
+        entry.rate = None
+        turn.ended.append(attempt)
+        turn.changed[entry.name] = None
+        how = _how(ended, entry.submission.grace_s)
+        if attempt.stop is Stop.CANCEL:
+            entry.exit_code = ended.code
+            entry.reason = f"its user cancelled it; {how}"
+            self._end(entry, Status.CANCELLED, turn)
+        elif ended.code == 0:
+            entry.exit_code, entry.reason = 0, ""
+            yield from self._finish(entry, Status.DONE, turn)
+        elif attempt.stop is Stop.PREEMPT:
+            # Whatever it ended with: nobody knows what it would have come to without the stop.
+            entry.reason = f"{entry.reason}; {how}"
+            self._wait(entry, turn)
+        elif ended.code in (TRY_AGAIN, None) and not ended.error:
+            entry.own_stops += 1
+            if entry.own_stops > _OWN_STOPS_MAX:
+                entry.exit_code = ended.code
+                entry.reason = f"it stopped {entry.own_stops} times by itself; {how}"
+                yield from self._finish(entry, Status.FAILED, turn)
+                return
+            entry.reason = how
+            entry.wanted = None
+            self._wait(entry, turn)
+            yield Stopped(
+                at_s=self.now_s, name=entry.name, work_done=entry.work_done or None, reason=how
+            )
+        else:
+            entry.exit_code = ended.code
+            entry.reason = f"{how}\n{ended.tail}".strip()
+            yield from self._finish(entry, Status.FAILED, turn)
+
+    def _finish(self, entry: Entry, status: Status, turn: Turn) -> Iterable[Event]:
+        entry.wanted = None
+        self._end(entry, status, turn)
+        yield Ended(at_s=self.now_s, name=entry.name)
+
+    def _end(self, entry: Entry, status: Status, turn: Turn) -> None:
+        entry.status = status
+        entry.ended_s = self.now_s
+        turn.notes.append(f"{entry.name}: {status}" + _because(entry.reason))
+
+    def _wait(self, entry: Entry, turn: Turn) -> None:
+        entry.status = Status.WAITING
+        turn.notes.append(f"{entry.name}: waits again" + _because(entry.reason))
+
+    # Decisions to what is wanted, and from there to processes.
+
+    def _decide(self, events: Sequence[Event], turn: Turn) -> list[Decision]:
+        decisions = decide(self.policy, self.state, events)
+        for decision in decisions:
+            action = decision.action
+            entry = self.entries[action.name]
+            turn.changed[action.name] = None
+            match action:
+                case Start(placement=placement, reason=reason):
+                    entry.wanted = placement
+                    if entry.attempt is None:
+                        entry.reason = reason
+                case Preempt(reason=reason):
+                    entry.wanted = None
+                    entry.reason = reason
+                case Refuse(reason=reason):
+                    entry.wanted = None
+                    entry.reason = reason
+                    self._end(entry, Status.REFUSED, turn)
+        return decisions
+
+    def _pursue(self, turn: Turn) -> None:
+        """Ask attempts to end that are not wanted any more, and start those that are."""
+        for entry in self.active:
+            attempt = entry.attempt
+            if attempt and not attempt.stop and entry.wanted != attempt.placement:
+                self._stop(entry, attempt, Stop.PREEMPT, turn)
+        for entry in self.active:
+            if entry.wanted and entry.attempt is None and not self._leaving(entry):
+                entry.starts += 1
+                entry.attempt = Attempt(job=entry.name, number=entry.starts, placement=entry.wanted)
+                entry.status = Status.STARTING
+                turn.changed[entry.name] = None
+                turn.starts.append(entry.attempt)
+
+    def _stop(self, entry: Entry, attempt: Attempt, stop: Stop, turn: Turn) -> None:
+        entry.attempt = replace(attempt, stop=stop)
+        entry.status = Status.STOPPING
+        turn.changed[entry.name] = None
+        turn.stops.append(entry.attempt)
+        turn.notes.append(f"{entry.name}: asked to stop" + _because(entry.reason))
+
+    def _leaving(self, entry: Entry) -> list[str]:
+        """Return the jobs that still hold wanted devices of `entry` and shall leave them."""
+        assert entry.wanted is not None
+        wanted = {(part.node, device) for part in entry.wanted.parts for device in part.devices}
+        return [
+            other.name
+            for other in self.active
+            if other.attempt is not None
+            and other.attempt.stop
+            and not wanted.isdisjoint(
+                (part.node, device)
+                for part in other.attempt.placement.parts
+                for device in part.devices
+            )
+        ]
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _because(reason: str) -> str:
+    first = reason.partition("\n")[0]
+    return f" ({first})" if first else ""
+
+
+def _how(ended: Exit, grace_s: float) -> str:
+    """Return how an attempt ended, in words."""
+    if ended.error:
+        return ended.error
+    if ended.killed:
+        return f"it ignored its signal and was killed after its grace period of {grace_s:g} s"
+    if ended.code is None:
+        return "its processes were killed together with their supervisor, or the machine stopped"
+    if ended.code == TRY_AGAIN:
+        return f"it ended with exit code {TRY_AGAIN}, to be started again"
+    if ended.code < 0:
+        return f"it was killed by {signal_name(-ended.code)}"
+    return f"it ended with exit code {ended.code}"
