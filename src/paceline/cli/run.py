@@ -109,6 +109,7 @@ def run(
     from paceline.core.config import resolve
     from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.core.plan_file import load_plan_file
+    from paceline.core.processes import ignore_preemption
     from paceline.launch.failures import first_traceback
     from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
@@ -159,6 +160,8 @@ def run(
             click.echo(text, err=True)
         warn(trace_warnings(job.run_folder))
         raise
+    finally:
+        ignore_preemption()
     warn(trace_warnings(job.run_folder))
     if job.task_number != 0:  # only rank 0's launcher knows how all ranks ended
         return

@@ -20,6 +20,7 @@
     |   +-- CorruptTrace                             4
     +-- RankLost (ConnectionError)                   5   a rank was killed
     |   +-- DeadlineExceeded (TimeoutError)          5   a rank or peer did not answer
+    +-- Preempted (RuntimeError)                    75   to be started again
     +-- Interrupted (RuntimeError)                 130
 
 Each error holds what failed, where (rank, file, sample), why, and what to do about it.
@@ -156,6 +157,12 @@ class RankLost(PacelineError, ConnectionError):
 
 class DeadlineExceeded(RankLost, TimeoutError):
     """A rank, task or peer did not answer before its deadline."""
+
+
+class Preempted(PacelineError, RuntimeError):
+    """The ranks saved their state and ended, to be started again (EX_TEMPFAIL)."""
+
+    exit_code = 75
 
 
 class Interrupted(PacelineError, RuntimeError):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # save your state and end
 GRACE_S = 2.0  # from a stop signal to SIGKILL; a rank blocked in a collective cannot answer
 _TRACKERS_S = 3.0  # torch's resource tracker ends 2 s after the last process that uses it
 
@@ -101,6 +102,27 @@ def signal_descendants(number: int) -> None:
         if not _is_resource_tracker(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+
+
+def outlive_preemption() -> None:
+    """Have this process survive `PREEMPTION_SIGNALS`: they are for the programs below it.
+
+    Schedulers send them to all processes of a job. They are not ignored, which programs that are
+    started would inherit: a handler does nothing, and does not outlive exec.
+    """
+    for number in PREEMPTION_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda _number, _frame: None)
+
+
+def ignore_preemption() -> None:
+    """Ignore `PREEMPTION_SIGNALS` until the process has ended: its work is done.
+
+    The interpreter removes handlers before it ends, and a signal of that moment would kill the
+    process: a job that had succeeded would be started again.
+    """
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def is_background_job() -> bool:

@@ -9,6 +9,7 @@ from paceline.core.errors import (
     DeadlineExceeded,
     Interrupted,
     PacelineError,
+    Preempted,
     RankLost,
     ScriptFailed,
 )
@@ -147,6 +148,8 @@ def exit_code(exits: tuple[RankExit, ...], failure: Failure | None) -> int:
     """Return the run's exit code, as docs/reference/exit-codes.md lists them."""
     if interruption(exits):
         return Interrupted.exit_code
+    if _preempted(exits):
+        return Preempted.exit_code
     if failure is None:
         return 0
     lost = failure.signal or failure.error in (_LOST, UNCLOSED) or failure.error.startswith(HUNG)
@@ -160,6 +163,7 @@ def raise_failure(
 
     Raises:
         Interrupted: a signal stopped the launcher.
+        Preempted: all ranks asked to be started again.
         RankLost: a rank was killed, or hung.
         DeadlineExceeded: a rank's task stopped reporting.
         ScriptFailed: a rank's script raised.
@@ -171,8 +175,21 @@ def raise_failure(
             why="all ranks were stopped; the traces are kept",
             fix=f"See how far it came: paceline report {run}",
         )
+    if _preempted(exits):
+        raise Preempted(
+            "the run was preempted",
+            where=str(run),
+            why=f"its ranks ended with exit code {Preempted.exit_code}; the traces are kept",
+            fix="Start it again: it goes on from its checkpoint",
+        )
     if failure is not None:
         raise _loss(run, failure) or _script_failure(run, program, failure)
+
+
+def _preempted(exits: tuple[RankExit, ...]) -> bool:
+    """Whether no rank failed, but ranks asked to be started again."""
+    codes = {ended.code for ended in exits} - {0}
+    return codes == {Preempted.exit_code}
 
 
 def _loss(run: Path, failure: Failure) -> PacelineError | None:

@@ -26,6 +26,7 @@ from paceline.core.processes import (
     die_with_parent,
     end_descendants,
     is_background_job,
+    outlive_preemption,
     signal_descendants,
 )
 
@@ -45,6 +46,7 @@ def guard(launcher: int, command: Sequence[str]) -> int:
     started so, but for a background job.
     """
     become_reaper()
+    outlive_preemption()
     background = is_background_job()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 

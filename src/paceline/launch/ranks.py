@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import StorageError
+from paceline.core.errors import Preempted, StorageError
 from paceline.core.processes import GRACE_S
 from paceline.launch.exits import RankExit, exit_of
 from paceline.launch.rendezvous.addresses import FIRST_PORT, PORT_COUNT
@@ -142,7 +142,9 @@ class LocalRanks:
         while self._running():
             self._clock.wait(self._changed, _POLL_INTERVAL_S)
             self._changed.clear()
-            failed = any(self._children[rank].returncode for rank in list(self._ends))
+            # A rank that was preempted may be done before another one has saved its state.
+            well = (0, Preempted.exit_code)
+            failed = any(self._children[rank].returncode not in well for rank in list(self._ends))
             if failed or stop_reason():
                 self._await_ends(_PEER_LOSS_GRACE_S)
                 self.stop()

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from paceline.core.processes import (
     descendants,
     end_descendants,
     ended_on_signal,
+    outlive_preemption,
 )
 from paceline.launch.exits import ExitOutcome, explaining_exits, interrupted_exit, interruption
 from paceline.launch.failures import exit_code, first_failure, raise_failure
@@ -83,6 +85,7 @@ def execute(
         DeadlineExceeded: a task did not arrive or stopped reporting, or rank 0's task did not say
             how the run ended.
         Interrupted: a signal stopped the run; traces are kept.
+        Preempted: all ranks ended with exit code 75, to be started again.
         StorageError: the folder cannot be written.
     """
     if job.task_number == 0:
@@ -131,6 +134,8 @@ def _run_ranks(
     """
     before = frozenset(descendants(os.getpid()))
     become_reaper()
+    if threading.current_thread() is threading.main_thread():
+        outlive_preemption()
     watch = StatusWatcher(job.run_folder, clock, on_status)
     with contextlib.ExitStack() as stack:
         # Removed when all ranks have ended: a killed rank does not remove its loader workers'

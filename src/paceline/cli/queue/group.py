@@ -8,6 +8,12 @@ from paceline.cli.lazy import LazyGroup
 
 VERBS = {
     "simulate": "Play a trace of jobs against scheduling policies and compare them.",
+    "serve": "Run the jobs of this machine's queue: the daemon.",
+    "submit": "Put a command into the queue.",
+    "ls": "List the jobs of the queue.",
+    "why": "Say why a job waits, where it runs, or how it ended.",
+    "cancel": "Take a job out of the queue; if it runs, stop it.",
+    "replay": "Decide the log of a queue again, and compare.",
 }
 
 

@@ -226,7 +226,8 @@ class Queue:
         if entry.wanted is not None:
             holders = ", ".join(sorted(self._leaving(entry)))
             return f"It gets {entry.wanted.describe()} when {holders} left: {entry.reason}."
-        return why(self.state, self.policy, name)
+        text = why(self.state, self.policy, name)
+        return f"{text} Its last start: {entry.reason}." if entry.starts else text
 
     def entry(self, name: str) -> Entry:
         """Return a job.

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.clock import SystemClock
-from paceline.core.processes import become_reaper, die_with_parent, end_descendants
+from paceline.core.processes import (
+    PREEMPTION_SIGNALS,
+    STOP_SIGNALS,
+    become_reaper,
+    die_with_parent,
+    end_descendants,
+)
 from paceline.scheduler.local.attempt import AttemptFolder, Claim
 from paceline.scheduler.local.records import Exit
 
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 
 PREEMPT, CANCEL = signal.SIGUSR1, signal.SIGTERM
 _SIGNALS = {PREEMPT, CANCEL, signal.SIGCHLD}
+_DEFAULT = (*PREEMPTION_SIGNALS, *STOP_SIGNALS)
 _IDLE_S = 3600.0  # a wait has an end; nothing happens at it
 
 
@@ -69,6 +76,8 @@ def _start(order: Order, folder: AttemptFolder) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def prepare() -> None:
+        for number in _DEFAULT:  # a shell's background job, for one, ignores SIGINT
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         die_with_parent(parent)
 

@@ -1,0 +1,344 @@
+"""`paceline queue`: a real daemon, real jobs, and daemons that are killed."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+
+import pytest
+from launching import EXAMPLES, SCRIPTS, await_true
+from local_queues import DEADLINE_S, PYTHON, QueueUnderTest, with_signal
+
+STEPS = str(SCRIPTS / "queue_steps.py")
+FOREVER = "1000000"
+
+
+@pytest.fixture
+def queue():
+    with QueueUnderTest() as served:
+        yield served
+
+
+@pytest.fixture
+def srtf():
+    with QueueUnderTest("srtf") as served:
+        yield served
+
+
+def log_of(queue, name, start=1):
+    return queue.folder / "jobs" / name / str(start) / "log"
+
+
+class TestOneJob:
+    def test_a_command_runs_with_its_folder_and_variables_and_its_end_is_reported(
+        self, queue, tmp_path
+    ):
+        options = ("--env", "COLOUR=blue", "--cwd", tmp_path, "--wait", "--json")
+        script = 'echo "$COLOUR $PWD $PACELINE_QUEUE_JOB $PACELINE_QUEUE_DEVICES"'
+        done = queue.run("submit", *options, "--", "sh", "-c", script)
+        job = json.loads(done.stdout)
+        assert (job["name"], job["status"], job["exit_code"]) == ("sh-1", "done", 0)
+        assert log_of(queue, "sh-1").read_text() == f"blue {tmp_path} sh-1 1\n"
+
+    def test_a_failing_job_ends_with_its_code_and_the_end_of_its_log(self, queue):
+        script = "echo first; echo it is broken >&2; exit 7"
+        done = queue.run("submit", "--wait", "--", "sh", "-c", script, check=False)
+        assert done.returncode == 7
+        assert "it is broken" in done.stderr
+        why = queue.run("why", "sh-1").stdout
+        assert "failed" in why
+        assert "exit code 7" in why
+        assert "it is broken" in why
+
+    def test_a_job_killed_by_a_signal_has_failed_and_the_signal_is_named(self, queue):
+        done = queue.run("submit", "--wait", "--", "sh", "-c", "kill -SEGV $$", check=False)
+        assert done.returncode == 128 + signal.SIGSEGV
+        assert "SIGSEGV" in queue.run("why", "sh-1").stdout
+
+    def test_nothing_of_a_job_is_left_when_it_has_ended(self, queue, tmp_path):
+        pid_file = tmp_path / "pid"
+        script = f"tail -f /dev/null & echo $! > {pid_file}"
+        queue.run("submit", "--wait", "--", "sh", "-c", script)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), 0)
+
+    def test_a_job_that_asks_to_be_started_again_is(self, queue):
+        script = 'test "$PACELINE_QUEUE_START" = 3 || exit 75'
+        done = queue.run("submit", "--wait", "--json", "--", "sh", "-c", script)
+        assert json.loads(done.stdout)["starts"] == 3
+
+    def test_two_jobs_run_at_once_on_cores_of_their_own(self, queue, tmp_path):
+        for name in ("a", "b"):
+            queue.submit("--name", name, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+        texts = [queue.await_file(log_of(queue, name), "on cores") for name in ("a", "b")]
+        cores = [text.split("on cores ")[1].split() for text in texts]
+        assert [len(each) for each in cores] == [1, 1]
+        assert cores[0] != cores[1] or len(os.sched_getaffinity(0)) == 1
+        third = queue.submit("--name", "third", "--", "true")
+        assert queue.jobs()[third]["status"] == "waiting"
+        assert "0 cpu" in queue.run("why", third).stdout
+
+    def test_once_ends_when_all_jobs_have_ended_and_says_whether_well(self):
+        with QueueUnderTest() as queue:
+            queue.kill()
+            queue.serve("--once")
+            queue.run("submit", "--", "false")
+            assert queue.daemon.wait(DEADLINE_S) == 1
+            assert "false-1: failed" in queue.log.read_text()
+
+
+class TestRefusal:
+    def test_a_job_that_can_never_fit_is_refused_with_the_reason(self, queue):
+        done = queue.run("submit", "-n", 3, "--", "true", check=False)
+        assert done.returncode == 2
+        assert "needs 3 devices" in done.stderr
+        assert "has 2" in done.stderr
+        assert queue.jobs() == {}
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["--", "no-such-program"], "no program no-such-program"),
+            (["--cwd", "/no/such/folder", "--", "true"], "/no/such/folder is not there"),
+            (["--memory", "1000000", "--", "true"], "GiB on each device"),
+            (["--signal", "SIGKILL", "--", "true"], "SIGKILL"),
+            (["--name", "../up", "--", "true"], "../up"),
+        ],
+    )
+    def test_what_cannot_start_is_refused_before_it_waits(self, queue, arguments, reason):
+        done = queue.run("submit", *arguments, check=False)
+        assert done.returncode == 2
+        assert reason in done.stderr
+        assert queue.jobs() == {}
+
+    def test_a_name_is_given_once(self, queue):
+        queue.submit("--name", "mine", "--wait", "--", "true")
+        done = queue.run("submit", "--name", "mine", "--", "true", check=False)
+        assert done.returncode == 2
+        assert "submitted before" in done.stderr
+
+    def test_without_a_daemon_the_error_says_how_to_start_one(self, tmp_path):
+        command = [PYTHON, "-m", "paceline", "queue", "ls", "--dir", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 3
+        assert f"paceline queue serve --dir {tmp_path}" in done.stderr
+
+    def test_a_second_daemon_of_a_queue_is_refused(self, queue):
+        done = queue.run("serve", check=False)
+        assert done.returncode == 2
+        assert "another daemon" in done.stderr
+        assert queue.run("ls").returncode == 0
+
+    def test_only_the_user_may_use_the_socket_and_read_the_log(self, queue):
+        for name in ("queue.sock", "queue.db"):
+            mode = stat.S_IMODE((queue.folder / name).stat().st_mode)
+            assert mode == 0o600, name
+
+
+class TestPreemption:
+    def test_a_preempted_job_saves_its_state_and_goes_on_from_it(self, srtf, tmp_path):
+        done = tmp_path / "done"
+        command = ("--", PYTHON, STEPS, 300, done)
+        srtf.submit("--name", "long", "-n", 2, "--work", 1000000, *command)
+        srtf.await_file(log_of(srtf, "long"), "begins at step 0")
+        srtf.submit("--name", "short", "--work", 1, "--wait", "--", "true")
+        long = srtf.await_status("long", "done")
+        assert long["starts"] == 2
+        stopped = log_of(srtf, "long").read_text().split("stopped after step ")[1].strip()
+        assert f"begins at step {stopped} " in log_of(srtf, "long", 2).read_text()
+        assert done.read_text() == "long\n"
+        assert srtf.replay()["difference"] is None
+
+    def test_a_job_that_ignores_its_signal_is_killed_and_that_is_said(self, srtf, tmp_path):
+        command = ("--", PYTHON, STEPS, FOREVER, tmp_path / "done", "ignore")
+        srtf.submit("--name", "deaf", "-n", 2, "--work", 1e6, "--grace", 0.2, *command)
+        srtf.await_file(log_of(srtf, "deaf"), "begins")
+        blocker = ("--name", "b", "-n", 2, "--work", 1, "--", PYTHON, STEPS, FOREVER)
+        srtf.submit(*blocker, tmp_path / "done")
+        srtf.await_status("b", "running")
+        assert "killed after its grace period of 0.2 s" in srtf.jobs()["deaf"]["reason"]
+        assert "killed after its grace period" in srtf.run("why", "deaf").stdout
+
+    def test_a_grace_period_ends_on_time_without_a_daemon(self, srtf, tmp_path):
+        command = ("--", PYTHON, STEPS, FOREVER, tmp_path / "done", "ignore")
+        srtf.submit("--name", "deaf", "-n", 2, "--work", 1e6, "--grace", 3, *command)
+        srtf.await_file(log_of(srtf, "deaf"), "begins")
+        srtf.submit("--name", "b", "-n", 2, "--work", 1, "--", "true")
+        srtf.await_status("deaf", "stopping")
+        srtf.kill()
+        srtf.await_file(srtf.folder / "jobs" / "deaf" / "1" / "exit.json", '"killed": true')
+        srtf.serve()
+        srtf.await_status("b", "done")
+
+    def test_a_job_that_cannot_be_preempted_is_not(self, srtf, tmp_path):
+        command = ("--", PYTHON, STEPS, 100, tmp_path / "done")
+        srtf.submit("--name", "long", "-n", 2, "--work", 1e6, "--no-preempt", *command)
+        srtf.submit("--name", "short", "--work", 1, "--wait", "--", "true")
+        assert srtf.jobs()["long"]["starts"] == 1
+
+    def test_training_ends_with_the_weights_of_a_run_that_was_never_stopped(self, tmp_path):
+        example = str(EXAMPLES / "queue_job.py")
+        alone = subprocess.run(
+            [PYTHON, example, "--steps", "400"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
+        )
+        with QueueUnderTest("srtf") as queue:
+            command = ("--", PYTHON, example, "--steps", 400, "--checkpoint-every", 50)
+            queue.submit("--name", "train", "-n", 2, "--work", 1e6, *command)
+            progress = queue.folder / "jobs" / "train" / "1" / "progress"
+            queue.await_file(progress, "work_done")
+            queue.submit("--name", "short", "--work", 1, "--wait", "--", "true")
+            assert queue.await_status("train", "done", "failed")["status"] == "done"
+            assert queue.jobs()["train"]["starts"] == 2
+            assert log_of(queue, "train", 2).read_text() == alone.stdout
+
+    def test_ranks_are_preempted_together(self, tmp_path):
+        with QueueUnderTest("srtf") as queue:
+            script = ("--", EXAMPLES / "queue_job.py", "--steps", 400, "--checkpoint-every", 20)
+            queue.submit("--name", "train", "-n", 2, "--ranks", "--work", 1e6, *script)
+            queue.await_file(queue.folder / "jobs" / "train" / "1" / "progress", "work_done")
+            queue.submit("--name", "short", "--work", 1, "--wait", "--", "true")
+            train = queue.await_status("train", "done", "failed")
+            assert train["status"] == "done", log_of(queue, "train", 1).read_text()
+            assert train["starts"] == 2
+            assert "400 steps" in log_of(queue, "train", 2).read_text()
+
+
+class TestSharing:
+    def test_jobs_share_a_core_when_the_rates_say_that_it_pays(self, tmp_path):
+        rates = {
+            "version": 1,
+            "alone": {"small": {"cpu": {"1": 100.0}}},
+            "used": {"small": [0.4]},
+            "most": 2,
+        }
+        with QueueUnderTest("gandiva", slots=1, rates=rates) as queue:
+            for name in ("a", "b"):
+                options = ("--name", name, "--profile", "small", "--work", 1e6)
+                queue.submit(*options, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+            where = [queue.await_status(name, "running")["where"] for name in ("a", "b")]
+            assert where == ["local[0]", "local[0]"]
+
+
+class TestCancel:
+    def test_a_waiting_job_leaves_the_queue(self, queue, tmp_path):
+        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+        queue.submit("--name", "b", "--", "true")
+        assert "cancelled" in queue.run("cancel", "b").stdout
+        assert queue.jobs()["b"]["status"] == "cancelled"
+
+    def test_a_running_job_is_stopped_and_its_devices_are_given_away(self, queue, tmp_path):
+        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        queue.submit("--name", "b", "-n", 2, "--", "true")
+        queue.run("cancel", "a")
+        queue.await_status("b", "done")
+        assert queue.jobs()["a"]["status"] == "cancelled"
+        assert not (tmp_path / "done").exists()
+
+    def test_a_job_that_has_ended_stays_as_it_is(self, queue):
+        queue.submit("--name", "a", "--wait", "--", "true")
+        assert "a: done" in queue.run("cancel", "a").stdout
+
+    def test_an_unknown_job_is_an_error(self, queue):
+        done = queue.run("cancel", "nobody", check=False)
+        assert done.returncode == 2
+        assert "no job 'nobody'" in done.stderr
+
+
+class TestCrash:
+    def test_jobs_survive_the_daemon_and_the_next_one_adopts_them(self, queue, tmp_path):
+        done = tmp_path / "done"
+        queue.submit("--name", "runs", "--", PYTHON, STEPS, 200, done)
+        queue.submit("--name", "ends", "--", PYTHON, STEPS, 1, done)
+        queue.submit("--name", "waits", "-n", 2, "--", PYTHON, STEPS, 1, done)
+        queue.await_file(log_of(queue, "runs"), "begins")
+        queue.kill()
+        queue.await_file(done, "ends")
+        queue.serve()
+        for name in ("runs", "ends", "waits"):
+            assert queue.await_status(name, "done")["starts"] == 1
+        assert sorted(done.read_text().split()) == ["ends", "runs", "waits"]
+        assert queue.replay()["difference"] is None
+
+    def test_a_job_whose_supervisor_was_killed_is_started_again(self, queue, tmp_path):
+        queue.submit("--name", "a", "--", PYTHON, STEPS, 200, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        claim = json.loads((queue.folder / "jobs" / "a" / "1" / "claim.json").read_text())
+        with_signal(claim["pid"], signal.SIGKILL)
+        job = queue.await_status("a", "done")
+        assert job["starts"] == 2
+        assert "supervisor" in queue.log.read_text()
+
+    def test_a_stopped_daemon_leaves_its_jobs_running(self, queue, tmp_path):
+        queue.submit("--name", "a", "--", PYTHON, STEPS, 200, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        queue.daemon.terminate()
+        assert queue.daemon.wait(DEADLINE_S) == 0
+        assert not (queue.folder / "queue.sock").exists()
+        queue.serve()
+        assert queue.await_status("a", "done")["starts"] == 1
+
+    def test_with_another_policy_jobs_are_started_anew_from_their_state(self, queue, tmp_path):
+        queue.submit("--name", "a", "--work", 1e6, "--", PYTHON, STEPS, 100, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        queue.kill()
+        queue.options[1] = "srtf"
+        queue.serve()
+        assert queue.await_status("a", "done")["starts"] == 2
+        assert (tmp_path / "done").read_text() == "a\n"
+        replay = queue.replay()
+        assert replay["difference"] is None
+        assert replay["segments"] == 2
+
+    def test_with_fewer_devices_a_job_that_no_longer_fits_waits_and_says_so(self, queue, tmp_path):
+        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, 100, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        queue.kill()
+        queue.options[3] = "1"
+        queue.serve()
+        job = queue.await_status("a", "refused", "waiting")
+        assert "2 devices" in job["reason"] + queue.run("why", "a").stdout
+
+    def test_a_submission_whose_answer_was_lost_is_accepted_once(self, queue):
+        from paceline.core.clock import SystemClock
+        from paceline.scheduler.job import Job
+        from paceline.scheduler.local.client import ask
+        from paceline.scheduler.local.paths import queue_paths
+        from paceline.scheduler.local.protocol import Request
+        from paceline.scheduler.local.submission import Submission
+
+        submission = Submission(
+            job=Job(name=""), command=("true",), folder="/", environ=dict(os.environ), token="t"
+        )
+        paths = queue_paths(queue.folder, {})
+        request = Request(verb="submit", submission=submission)
+        names = [ask(paths, request, SystemClock()).jobs[0].name for _ in range(2)]
+        assert names == ["true-1", "true-1"]
+        assert list(queue.jobs()) == ["true-1"]
+
+    def test_a_log_that_was_changed_is_found(self, queue):
+        import sqlite3
+
+        queue.submit("--wait", "--", "true")
+        queue.kill()
+        with sqlite3.connect(queue.folder / "queue.db") as log:
+            old, new = '"devices": [0]', '"devices": [1]'
+            log.execute("UPDATE decisions SET decision = replace(decision, ?, ?)", (old, new))
+        difference = queue.replay()["difference"]
+        assert '"devices": [1]' in difference["logged"]
+        assert '"devices": [0]' in difference["decided"]
+
+
+def test_nothing_is_left_of_a_queue_whose_jobs_were_cancelled(tmp_path):
+    with QueueUnderTest() as queue:
+        queue.submit("--name", "a", "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+        queue.await_file(log_of(queue, "a"), "begins")
+        queue.run("cancel", "a")
+        queue.await_status("a", "cancelled")
+        await_true(lambda: not queue.processes(), "the job's processes to end")

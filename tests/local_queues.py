@@ -1,0 +1,141 @@
+"""Starts `paceline queue serve` as a user does, and asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from launching import await_true
+
+DEADLINE_S = 120
+PYTHON = sys.executable
+
+
+class QueueUnderTest:
+    """A queue in a folder of its own; its daemon can be killed and started again.
+
+    Attributes:
+        folder: of the queue; short, since a socket's path is limited.
+        daemon: the process of the daemon; None before the first `serve`.
+    """
+
+    def __init__(self, policy: str = "fifo", slots: int = 2, rates: dict | None = None):
+        self.folder = Path(tempfile.mkdtemp(prefix="queue-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.options = ["--policy", policy, "--slots", str(slots)]
+        if rates is not None:
+            path = self.folder / "rates.json"
+            path.write_text(json.dumps(rates))
+            self.options += ["--rates", str(path)]
+        self.daemon: subprocess.Popen | None = None
+        self.log = self.folder / "daemon.log"
+
+    def __enter__(self):
+        self.serve()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let nothing survive a test that fails."""
+        if self.daemon is not None:
+            self.kill()
+        for pid in self.processes():
+            with_signal(pid, signal.SIGKILL)
+
+    def serve(self, *options: str) -> None:
+        """Start the daemon, and wait until it answers."""
+        with self.log.open("ab") as log:
+            command = [PYTHON, "-m", "paceline", "queue", "serve", "--dir", str(self.folder)]
+            command += [*self.options, *options]
+            self.daemon = subprocess.Popen(command, stdout=log, stderr=log)
+        daemon = self.daemon
+
+        def answers() -> bool:
+            assert daemon.poll() is None, self.log.read_text()
+            return self.run("ls", check=False).returncode == 0
+
+        await_true(answers, "the daemon to answer", DEADLINE_S)
+
+    def kill(self) -> None:
+        """Kill the daemon, as nothing in it can foresee."""
+        assert self.daemon is not None
+        self.daemon.kill()
+        self.daemon.wait()
+
+    def run(self, verb: str, *args, check: bool = True) -> subprocess.CompletedProcess:
+        """Run a subcommand to its end."""
+        done = subprocess.run(
+            [PYTHON, "-m", "paceline", "queue", verb, "--dir", str(self.folder), *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def submit(self, *args, check: bool = True) -> str:
+        """Submit a job; return its name."""
+        return self.run("submit", *args, check=check).stdout.strip()
+
+    def jobs(self) -> dict[str, dict]:
+        """Return all jobs by name, as the daemon has them."""
+        text = self.run("ls", "--all", "--json").stdout
+        return {job["name"]: job for job in json.loads(text)["jobs"]}
+
+    def await_status(self, name: str, *statuses: str) -> dict:
+        """Wait until a job has one of some statuses; return it."""
+        found = {}
+
+        def reached() -> bool:
+            found.update(self.jobs()[name])
+            return found["status"] in statuses
+
+        await_true(reached, f"{name} to be {statuses}; {found}", DEADLINE_S)
+        return found
+
+    def await_file(self, path: Path, text: str = "") -> str:
+        """Wait until a file has some text; return all of it."""
+        await_true(
+            lambda: path.exists() and text in path.read_text(), f"'{text}' in {path}", DEADLINE_S
+        )
+        return path.read_text()
+
+    def replay(self) -> dict:
+        """Decide the queue's log again."""
+        done = subprocess.run(
+            [PYTHON, "-m", "paceline", "queue", "replay", str(self.folder), "--json"],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        return json.loads(done.stdout)
+
+    def processes(self) -> list[int]:
+        """Return the processes of this queue's jobs that still run."""
+        needle = os.fsencode(f"{self.folder}/jobs")
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdecimal() and (
+                    needle in (folder / "environ").read_bytes()
+                    or needle in (folder / "cmdline").read_bytes()
+                ):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended
+                continue
+        return found
+
+
+def with_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
