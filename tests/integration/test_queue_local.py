@@ -139,10 +139,11 @@ class TestRefusal:
 class TestPreemption:
     def test_a_preempted_job_saves_its_state_and_goes_on_from_it(self, srtf, tmp_path):
         done = tmp_path / "done"
-        command = ("--", PYTHON, STEPS, 300, done)
+        command = ("--", PYTHON, STEPS, tmp_path / "go", done)
         srtf.submit("--name", "long", "-n", 2, "--work", 1000000, *command)
         srtf.await_file(log_of(srtf, "long"), "begins at step 0")
         srtf.submit("--name", "short", "--work", 1, "--wait", "--", "true")
+        (tmp_path / "go").touch()
         long = srtf.await_status("long", "done")
         assert long["starts"] == 2
         stopped = log_of(srtf, "long").read_text().split("stopped after step ")[1].strip()
@@ -199,14 +200,14 @@ class TestPreemption:
 
     def test_ranks_are_preempted_together(self, tmp_path):
         with QueueUnderTest("srtf") as queue:
-            script = ("--", EXAMPLES / "queue_job.py", "--steps", 400, "--checkpoint-every", 20)
+            script = ("--", EXAMPLES / "queue_job.py", "--steps", 1500, "--checkpoint-every", 20)
             queue.submit("--name", "train", "-n", 2, "--ranks", "--work", 1e6, *script)
             queue.await_file(queue.folder / "jobs" / "train" / "1" / "progress", "work_done")
             queue.submit("--name", "short", "--work", 1, "--wait", "--", "true")
             train = queue.await_status("train", "done", "failed")
             assert train["status"] == "done", log_of(queue, "train", 1).read_text()
             assert train["starts"] == 2
-            assert "400 steps" in log_of(queue, "train", 2).read_text()
+            assert "1500 steps" in log_of(queue, "train", 2).read_text()
 
 
 class TestSharing:
@@ -254,42 +255,52 @@ class TestCancel:
 class TestCrash:
     def test_jobs_survive_the_daemon_and_the_next_one_adopts_them(self, queue, tmp_path):
         done = tmp_path / "done"
-        queue.submit("--name", "runs", "--", PYTHON, STEPS, 200, done)
+        queue.submit("--name", "runs", "--", PYTHON, STEPS, tmp_path / "go", done)
         queue.submit("--name", "ends", "--", PYTHON, STEPS, 1, done)
         queue.submit("--name", "waits", "-n", 2, "--", PYTHON, STEPS, 1, done)
         queue.await_file(log_of(queue, "runs"), "begins")
         queue.kill()
         queue.await_file(done, "ends")
         queue.serve()
+        assert queue.jobs()["runs"]["status"] == "running"
+        (tmp_path / "go").touch()
         for name in ("runs", "ends", "waits"):
             assert queue.await_status(name, "done")["starts"] == 1
         assert sorted(done.read_text().split()) == ["ends", "runs", "waits"]
         assert queue.replay()["difference"] is None
 
     def test_a_job_whose_supervisor_was_killed_is_started_again(self, queue, tmp_path):
-        queue.submit("--name", "a", "--", PYTHON, STEPS, 200, tmp_path / "done")
+        queue.submit("--name", "a", "--", PYTHON, STEPS, tmp_path / "go", tmp_path / "done")
         queue.await_file(log_of(queue, "a"), "begins")
         claim = json.loads((queue.folder / "jobs" / "a" / "1" / "claim.json").read_text())
         with_signal(claim["pid"], signal.SIGKILL)
+        queue.await_file(log_of(queue, "a", 2), "begins")
+        (tmp_path / "go").touch()
         job = queue.await_status("a", "done")
         assert job["starts"] == 2
         assert "supervisor" in queue.log.read_text()
 
     def test_a_stopped_daemon_leaves_its_jobs_running(self, queue, tmp_path):
-        queue.submit("--name", "a", "--", PYTHON, STEPS, 200, tmp_path / "done")
+        go = tmp_path / "go"
+        queue.submit("--name", "a", "--", PYTHON, STEPS, go, tmp_path / "done")
         queue.await_file(log_of(queue, "a"), "begins")
         queue.daemon.terminate()
         assert queue.daemon.wait(DEADLINE_S) == 0
         assert not (queue.folder / "queue.sock").exists()
         queue.serve()
+        assert queue.jobs()["a"]["status"] == "running"
+        go.touch()
         assert queue.await_status("a", "done")["starts"] == 1
 
     def test_with_another_policy_jobs_are_started_anew_from_their_state(self, queue, tmp_path):
-        queue.submit("--name", "a", "--work", 1e6, "--", PYTHON, STEPS, 100, tmp_path / "done")
+        go = tmp_path / "go"
+        queue.submit("--name", "a", "--work", 1e6, "--", PYTHON, STEPS, go, tmp_path / "done")
         queue.await_file(log_of(queue, "a"), "begins")
         queue.kill()
         queue.options[1] = "srtf"
         queue.serve()
+        queue.await_file(log_of(queue, "a", 2), "begins")
+        go.touch()
         assert queue.await_status("a", "done")["starts"] == 2
         assert (tmp_path / "done").read_text() == "a\n"
         replay = queue.replay()
@@ -297,7 +308,7 @@ class TestCrash:
         assert replay["segments"] == 2
 
     def test_with_fewer_devices_a_job_that_no_longer_fits_waits_and_says_so(self, queue, tmp_path):
-        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, 100, tmp_path / "done")
+        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
         queue.await_file(log_of(queue, "a"), "begins")
         queue.kill()
         queue.options[3] = "1"

@@ -93,7 +93,7 @@ def _drop_stdout() -> None:
 def _wants_json(argv: list[str]) -> bool:
     """Return whether ``--json`` was given to Paceline, not to the program after it."""
     if not argv or argv[0] not in ("run", "record"):
-        return "--json" in argv
+        return "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     command = getattr(importlib.import_module(f"paceline.cli.{argv[0]}"), argv[0])
     takes_value = {
         name

@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.launch.prepare import Job
 
 
 @click.command(
@@ -107,10 +113,7 @@ def run(
     from paceline.cli.output import print_result, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
     from paceline.core.config import resolve
-    from paceline.core.errors import PacelineError, ScriptFailed
     from paceline.core.plan_file import load_plan_file
-    from paceline.core.processes import ignore_preemption
-    from paceline.launch.failures import first_traceback
     from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
     from paceline.launch.prepare import claim_folder, prepare
@@ -152,19 +155,31 @@ def run(
             intended = {"version": CONFIG_VERSION, "dry_run": True, "folder": str(job.run_folder)}
             click.echo(json.dumps({**intended, **describe(job)}))
         return
-    try:
-        with stdout_as_stderr() if as_json else contextlib.nullcontext():
-            result = execute(job, machine=described, clock=clock)
-    except PacelineError as error:
-        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
-            click.echo(text, err=True)
-        warn(trace_warnings(job.run_folder))
-        raise
-    finally:
-        ignore_preemption()
+    with _failures_shown(job), stdout_as_stderr() if as_json else contextlib.nullcontext():
+        result = execute(job, machine=described, clock=clock)
     warn(trace_warnings(job.run_folder))
     if job.task_number != 0:  # only rank 0's launcher knows how all ranks ended
         return
     if job.resolved.config.record:
         warn(recording_warnings(job.run_folder))
     print_result(result, job.run_folder, as_json=as_json, recorded=bool(result.ranks))
+
+
+@contextlib.contextmanager
+def _failures_shown(job: Job) -> Iterator[None]:
+    """Print the traceback of a script that raised, and what its traces lack."""
+    from paceline.cli.output import warn
+    from paceline.core.errors import PacelineError, ScriptFailed
+    from paceline.core.processes import ignore_preemption
+    from paceline.launch.failures import first_traceback
+    from paceline.launch.summary import trace_warnings
+
+    try:
+        yield
+    except PacelineError as error:
+        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
+            click.echo(text, err=True)
+        warn(trace_warnings(job.run_folder))
+        raise
+    finally:
+        ignore_preemption()  # all ranks have ended

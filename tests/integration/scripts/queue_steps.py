@@ -1,8 +1,8 @@
 """A job of many short steps: keeps its state when it is asked to stop, and goes on from there.
 
-    queue_steps.py STEPS DONE [ignore]
+    queue_steps.py STEPS|FILE DONE [ignore]
 
-Waits for its own signal rather than for time to pass, and appends a line to DONE at its end.
+Ends after so many steps, or when FILE is there, and appends a line to DONE then.
 """
 
 import json
@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-steps, done = int(sys.argv[1]), Path(sys.argv[2])
+until, done = sys.argv[1], Path(sys.argv[2])
 folder = Path(os.environ["PACELINE_QUEUE_FOLDER"])
 state = folder / "state"
 ignores = "ignore" in sys.argv
@@ -20,7 +20,7 @@ signals = {signal.SIGUSR1, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 step = int(state.read_text()) if state.exists() else 0
 print("begins at step", step, "on cores", *sorted(os.sched_getaffinity(0)), flush=True)
-while step < steps:
+while not Path(until).exists() and not (until.isdecimal() and step >= int(until)):
     came = signal.sigtimedwait(signals, 0.01)  # a step takes 10 ms, or as long as nobody asks
     step += 1
     with Path(os.environ["PACELINE_QUEUE_PROGRESS"]).open("a") as file:

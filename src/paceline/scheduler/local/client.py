@@ -37,7 +37,8 @@ def ask(paths: QueuePaths, request: Request, clock: Clock) -> Reply:
     never = threading.Event()
     while True:
         try:
-            return _ask(paths, request, until_s - clock.now_s())
+            reply = _ask(paths, request, until_s - clock.now_s())
+            break
         except (FileNotFoundError, ConnectionRefusedError):
             if not lost:
                 raise Missing(
@@ -62,6 +63,9 @@ def ask(paths: QueuePaths, request: Request, clock: Clock) -> Reply:
                 fix=f"Start it: paceline queue serve --dir {paths.folder}; then paceline queue ls",
             )
         clock.wait(never, _PAUSE_S)
+    if reply.error is not None:  # not above: the daemon's errors are no errors of the connection
+        raise PacelineError.from_json({"error": reply.error})
+    return reply
 
 
 def wait_for_end(paths: QueuePaths, name: str, clock: Clock) -> Reply:
@@ -84,7 +88,7 @@ def _ask(paths: QueuePaths, request: Request, timeout_s: float) -> Reply:
                 raise ConnectionResetError
             received += chunk
     try:
-        reply = Reply.from_text(received.decode(), where=str(paths.socket))
+        return Reply.from_text(received.decode(), where=str(paths.socket))
     except (ConfigError, UnicodeDecodeError) as problem:
         raise PacelineError(
             "the daemon's answer cannot be read",
@@ -92,6 +96,3 @@ def _ask(paths: QueuePaths, request: Request, timeout_s: float) -> Reply:
             why=str(problem),
             fix="Use the same Paceline for the daemon and for commands",
         ) from problem
-    if reply.error is not None:
-        raise PacelineError.from_json({"error": reply.error})
-    return reply

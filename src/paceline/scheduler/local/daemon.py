@@ -26,9 +26,10 @@ from paceline.scheduler.local.connections import Connections, Peer
 from paceline.scheduler.local.database import Database, Segment, Setup, decision_text
 from paceline.scheduler.local.orders import impossible, order_for
 from paceline.scheduler.local.protocol import VERBS, Reply, Request
-from paceline.scheduler.local.queue import Cancel, Entry, Input, Queue, Submit, Tick
+from paceline.scheduler.local.queue import Queue
 from paceline.scheduler.local.records import JobView, Status
 from paceline.scheduler.local.running import Running, Watch
+from paceline.scheduler.local.turns import Cancel, Entry, Input, Submit, Tick
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.state.state import State
 
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from paceline.scheduler.local.attempt import Order
     from paceline.scheduler.local.devices import LocalDevices
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.queue import Turn
     from paceline.scheduler.local.rates import MeasuredRates
     from paceline.scheduler.local.records import Attempt
+    from paceline.scheduler.local.turns import Turn
 
 PROGRESS_S = 2.0  # how often reports of progress are looked for, and logged at most
 _IDLE_S = 3600.0

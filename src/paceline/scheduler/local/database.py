@@ -33,10 +33,10 @@ from paceline.scheduler.events import (
     Submitted,
     Timer,
 )
-from paceline.scheduler.local.queue import Entry
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Attempt
 from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.core.record import Record
     from paceline.scheduler.decide import Decision
     from paceline.scheduler.events import Event
-    from paceline.scheduler.local.queue import Turn
+    from paceline.scheduler.local.turns import Turn
 
 NAME = "queue.db"
 FORMAT = 1

@@ -16,8 +16,8 @@ before it carries the turn out: after a crash the stored attempts are what may b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.core.processes import signal_name
@@ -35,9 +35,19 @@ from paceline.scheduler.events import (
     Submitted,
     Timer,
 )
-from paceline.scheduler.local.records import ENDED, Attempt, Exit, JobView, Status, Stop
+from paceline.scheduler.local.records import Attempt, Exit, Status, Stop
 from paceline.scheduler.local.submission import TRY_AGAIN, Submission
-from paceline.scheduler.placement import Placement
+from paceline.scheduler.local.turns import (
+    Began,
+    Cancel,
+    Entry,
+    Exited,
+    Input,
+    Progress,
+    Submit,
+    Tick,
+    Turn,
+)
 from paceline.scheduler.policies.fitting import never_fits
 from paceline.scheduler.policies.reasons import why
 
@@ -48,139 +58,6 @@ if TYPE_CHECKING:
     from paceline.scheduler.state.state import State
 
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
-
-
-class Submit(NamedTuple):
-    """A user submitted a job, which has its name."""
-
-    submission: Submission
-
-
-class Cancel(NamedTuple):
-    """A user withdrew a job."""
-
-    name: str
-
-
-class Began(NamedTuple):
-    """The process of an attempt runs."""
-
-    name: str
-    number: int
-
-
-class Exited(NamedTuple):
-    """The process of an attempt ended."""
-
-    name: str
-    number: int
-    exit: Exit
-
-
-class Progress(NamedTuple):
-    """A job reported how far it is."""
-
-    name: str
-    number: int
-    work_done: float
-    rate: float | None
-
-
-class Tick(NamedTuple):
-    """The moment came at which the policy wanted to be asked."""
-
-
-Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | Tick
-
-
-@dataclass(slots=True)
-class Entry:
-    """A job of the queue.
-
-    Attributes:
-        submission: with the job's name.
-        status: a `Status`.
-        wanted: the devices on which it shall run; None if it shall wait.
-        attempt: its live attempt; None if no process of it may exist.
-        starts: number of its last attempt.
-        own_stops: how often it stopped although nobody asked it to.
-        submitted_s, began_s, ended_s: seconds since the queue's first moment.
-        work_done, rate: as it reported last.
-        exit_code: of its end.
-        reason: why it waits, stopped or ended, in words.
-    """
-
-    submission: Submission
-    status: str = Status.WAITING
-    wanted: Placement | None = None
-    attempt: Attempt | None = None
-    starts: int = 0
-    own_stops: int = 0
-    submitted_s: float = 0.0
-    began_s: float | None = None
-    ended_s: float | None = None
-    work_done: float = 0.0
-    rate: float | None = None
-    exit_code: int | None = None
-    reason: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the job."""
-        return self.submission.job.name
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing will happen to it any more."""
-        return self.status in ENDED
-
-    def view(self, epoch_s: float, log: str) -> JobView:
-        """Return the job as users see it; `epoch_s` is the queue's first moment since 1970."""
-        placement = self.attempt.placement if self.attempt else None
-
-        def wall_s(at_s: float | None) -> float | None:
-            return None if at_s is None else epoch_s + at_s
-
-        return JobView(
-            name=self.name,
-            status=self.status,
-            devices=placement.devices if placement else self.submission.job.devices,
-            command=self.submission.command,
-            tenant=self.submission.job.tenant,
-            where=placement.describe() if placement else "",
-            starts=self.starts,
-            submitted_s=epoch_s + self.submitted_s,
-            began_s=wall_s(self.began_s),
-            ended_s=wall_s(self.ended_s),
-            work=self.submission.job.work,
-            work_done=self.work_done,
-            rate=self.rate,
-            exit_code=self.exit_code,
-            reason=self.reason,
-            log=log,
-        )
-
-
-@dataclass(slots=True)
-class Turn:
-    """What an instant changed, and what there is to do.
-
-    Attributes:
-        events, decisions: for the log.
-        changed: names of jobs whose entry changed.
-        begun, ended: attempts that became live, or that ended.
-        starts: attempts to start.
-        stops: attempts to ask to end, for the reason that they carry.
-        notes: lines for who watches the daemon.
-    """
-
-    events: list[Event] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    changed: dict[str, None] = field(default_factory=dict)
-    ended: list[Attempt] = field(default_factory=list)
-    starts: list[Attempt] = field(default_factory=list)
-    stops: list[Attempt] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 class Queue:

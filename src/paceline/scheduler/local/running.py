@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.local.attempt import AttemptFolder, Claim, Report
-from paceline.scheduler.local.queue import Began, Exited, Input, Progress
 from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.supervisor import CANCEL, PREEMPT
+from paceline.scheduler.local.turns import Began, Exited, Input, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
