@@ -307,14 +307,22 @@ class TestCrash:
         assert replay["difference"] is None
         assert replay["segments"] == 2
 
-    def test_with_fewer_devices_a_job_that_no_longer_fits_waits_and_says_so(self, queue, tmp_path):
-        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+    def test_a_job_waits_for_devices_that_a_restart_did_not_find(self, queue, tmp_path):
+        go = tmp_path / "go"
+        queue.submit("--name", "a", "-n", 2, "--", PYTHON, STEPS, go, tmp_path / "done")
         queue.await_file(log_of(queue, "a"), "begins")
         queue.kill()
         queue.options[3] = "1"
         queue.serve()
-        job = queue.await_status("a", "refused", "waiting")
-        assert "2 devices" in job["reason"] + queue.run("why", "a").stdout
+        queue.await_file(log_of(queue, "a"), "stopped after step")
+        assert "needs 2 devices" in queue.await_status("a", "waiting")["reason"]
+        assert "the cluster has 1" in queue.run("why", "a").stdout
+        queue.kill()
+        queue.options[3] = "2"
+        queue.serve()
+        go.touch()
+        assert queue.await_status("a", "done")["starts"] == 2
+        assert queue.replay()["difference"] is None
 
     def test_a_submission_whose_answer_was_lost_is_accepted_once(self, queue):
         from paceline.core.clock import SystemClock

@@ -35,6 +35,7 @@ from paceline.scheduler.events import (
     Submitted,
     Timer,
 )
+from paceline.scheduler.job import Job
 from paceline.scheduler.local.records import Attempt, Exit, Status, Stop
 from paceline.scheduler.local.submission import TRY_AGAIN, Submission
 from paceline.scheduler.local.turns import (
@@ -100,6 +101,8 @@ class Queue:
             where = f" on {entry.attempt.placement.describe()}" if entry.attempt else ""
             reason = f": {entry.reason}" if entry.reason else ""
             return f"It is {entry.status}{where}{reason}."
+        if self.state.job(name) is None:
+            return f"It waits for another queue daemon: {entry.reason}."
         if entry.wanted is not None:
             holders = ", ".join(sorted(self._leaving(entry)))
             return f"It gets {entry.wanted.describe()} when {holders} left: {entry.reason}."
@@ -138,7 +141,9 @@ class Queue:
     def begin_anew(self, now_s: float) -> Turn:
         """Submit all jobs that have not ended to a fresh state, as a new log begins.
 
-        Live attempts are stopped at a checkpoint: their devices may not exist any more.
+        Live attempts are stopped at a checkpoint: their devices may not exist any more. Jobs that
+        can never run on these devices were accepted on others: they wait for them, unknown to the
+        policy, instead of being refused by it.
         """
         turn = Turn()
         self.now_s = now_s
@@ -148,6 +153,11 @@ class Queue:
                 continue
             if entry.attempt:
                 entry.reason = "the queue's devices or its policy changed"
+            if why_not := self.refusal(entry.submission):
+                entry.reason = f"the queue's devices changed: {why_not}"
+                turn.changed[entry.name] = None
+                turn.notes.append(f"{entry.name}: waits" + _because(entry.reason))
+                continue
             turn.events.append(Submitted(at_s=now_s, job=entry.submission.job))
         if turn.events:
             turn.decisions = self._decide(turn.events, turn)
@@ -194,15 +204,17 @@ class Queue:
                 return self._progress(entry, work_done, rate, turn)
 
     def _submit(self, submission: Submission, turn: Turn) -> Iterable[Event]:
-        name = submission.job.name
+        # Numbers as the log has them (1.0, not 1): digests of inputs are made of their texts.
+        job = Job.from_json(submission.job.to_json())
+        name = job.name
         if name in self.entries:
             raise UsageError(
                 f"a job named '{name}' was submitted before", fix="Submit it under another name"
             )
-        self.entries[name] = Entry(submission, submitted_s=self.now_s)
+        self.entries[name] = Entry(replace(submission, job=job), submitted_s=self.now_s)
         turn.changed[name] = None
         turn.notes.append(f"{name}: submitted, {_devices(submission.job.devices)}")
-        yield Submitted(at_s=self.now_s, job=submission.job)
+        yield Submitted(at_s=self.now_s, job=job)
 
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
         if entry.ended or (entry.attempt and entry.attempt.stop is Stop.CANCEL):
@@ -249,7 +261,7 @@ class Queue:
         how = _how(ended, entry.submission.grace_s)
         if attempt.stop is Stop.CANCEL:
             entry.exit_code = ended.code
-            entry.reason = f"its user cancelled it; {how}"
+            entry.reason = f"{entry.reason}; {how}"
             self._end(entry, Status.CANCELLED, turn)
         elif ended.code == 0:
             entry.exit_code, entry.reason = 0, ""
@@ -309,7 +321,10 @@ class Queue:
                 case Refuse(reason=reason):
                     entry.wanted = None
                     entry.reason = reason
-                    self._end(entry, Status.REFUSED, turn)
+                    if entry.attempt is None:
+                        self._end(entry, Status.REFUSED, turn)
+                    else:
+                        self._stop(entry, entry.attempt, Stop.CANCEL, turn)
         return decisions
 
     def _pursue(self, turn: Turn) -> None:

@@ -1,0 +1,214 @@
+"""The state machine of a machine's queue: no process, no clock, no file."""
+
+import pytest
+
+from paceline.core.errors import ConfigError, UsageError
+from paceline.scheduler.cluster import Cluster, Node
+from paceline.scheduler.job import Job
+from paceline.scheduler.local.daemon import make_queue
+from paceline.scheduler.local.database import Database, Setup, decision_text
+from paceline.scheduler.local.devices import cpu_devices, gpus_of
+from paceline.scheduler.local.paths import queue_paths
+from paceline.scheduler.local.rates import MeasuredRates
+from paceline.scheduler.local.records import Exit, Stop
+from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+from paceline.scheduler.placement import NodeDevices, Placement
+
+DEVICES = 2
+
+
+def setup_of(policy="srtf", devices=DEVICES):
+    node = Node(name="local", device_type="cpu", devices=devices)
+    return Setup(policy, Cluster(nodes=(node,)), MeasuredRates())
+
+
+def submit(name, devices=1, work=None, **options):
+    job = Job(name=name, devices=devices, work=work, **options)
+    return Submit(Submission(job=job, command=("true",), folder="/"))
+
+
+def begin(queue, now_s, *submissions):
+    """Submit jobs, and let those that start begin."""
+    turn = queue.handle(submissions, now_s)
+    queue.handle([Began(attempt.job, attempt.number) for attempt in turn.starts], now_s)
+    return turn
+
+
+class TestAttempts:
+    def test_a_job_starts_when_its_devices_are_free(self):
+        queue = make_queue(setup_of())
+        turn = queue.handle([submit("a", 2)], 1.0)
+        assert [(start.job, start.number) for start in turn.starts] == [("a", 1)]
+        assert turn.starts[0].placement.devices == 2
+
+    def test_devices_are_given_away_only_when_the_process_that_held_them_has_ended(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        turn = queue.handle([submit("short", 1, work=1)], 2.0)
+        assert [(stop.job, stop.stop) for stop in turn.stops] == [("long", Stop.PREEMPT)]
+        assert turn.starts == []
+        assert "gets local[0] when long left" in queue.why("short")
+        turn = queue.handle([Exited("long", 1, Exit(code=75))], 3.0)
+        assert [start.job for start in turn.starts] == ["short"]
+        assert queue.entries["long"].status == "waiting"
+
+    def test_a_job_that_is_done_although_it_was_asked_to_stop_is_done(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        queue.handle([submit("short", 2, work=1)], 2.0)
+        queue.handle([Exited("long", 1, Exit(code=0))], 3.0)
+        assert queue.entries["long"].status == "done"
+        turn = queue.handle([Exited("short", 1, Exit(code=0))], 4.0)
+        assert turn.starts == []
+
+    @pytest.mark.parametrize("code", [-9, -10, 1, 130, None])
+    def test_whatever_a_stopped_job_ends_with_it_waits_again(self, code):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        queue.handle([submit("short", 2, work=1)], 2.0)
+        queue.handle([Exited("long", 1, Exit(code=code))], 3.0)
+        turn = queue.handle([Exited("short", 1, Exit(code=0))], 4.0)
+        assert [(start.job, start.number) for start in turn.starts] == [("long", 2)]
+
+    def test_a_signal_waits_until_the_process_can_hear_it(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("long", 2, work=1000)], 1.0)
+        queue.handle([submit("short", 2, work=1)], 2.0)
+        turn = queue.handle([Began("long", 1)], 3.0)
+        assert [stop.job for stop in turn.stops] == ["long"]
+
+    def test_a_cancelled_job_holds_its_devices_until_it_has_ended(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("a", 2))
+        queue.handle([submit("b", 2)], 2.0)
+        turn = queue.handle([Cancel("a")], 3.0)
+        assert [stop.stop for stop in turn.stops] == [Stop.CANCEL]
+        assert turn.starts == []
+        turn = queue.handle([Exited("a", 1, Exit(code=143))], 4.0)
+        assert [start.job for start in turn.starts] == ["b"]
+        assert queue.entries["a"].status == "cancelled"
+
+    def test_news_of_an_attempt_that_is_over_change_nothing(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("a"))
+        queue.handle([Exited("a", 1, Exit(code=75))], 2.0)
+        before = queue.state.inputs
+        queue.handle([Exited("a", 1, Exit(code=0)), Progress("a", 1, 5.0, None)], 3.0)
+        assert queue.entries["a"].attempt.number == 2
+        assert queue.state.inputs == before
+
+    def test_a_job_that_always_asks_to_be_started_again_fails_in_the_end(self):
+        queue = make_queue(setup_of())
+        begin(queue, 0.0, submit("a"))
+        for number in range(1, 1000):
+            if queue.entries["a"].ended:
+                break
+            queue.handle([Exited("a", number, Exit(code=75))], float(number))
+        assert queue.entries["a"].status == "failed"
+        assert "101 times" in queue.entries["a"].reason
+
+    def test_progress_of_a_job_reaches_the_policy(self):
+        queue = make_queue(setup_of())
+        begin(queue, 0.0, submit("a", work=100))
+        queue.handle([Progress("a", 1, 60.0, 2.0)], 1.0)
+        assert queue.state.running["a"].work_done == 60.0
+        assert queue.state.running["a"].rate == 2.0
+
+
+class TestRebuilding:
+    def test_a_stored_queue_decides_as_the_one_that_was_killed(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+
+        def handle(queue, inputs, now_s):
+            turn = queue.handle(inputs, now_s)
+            database.commit(segment.number, turn, queue.entries)
+            return turn
+
+        handle(queue, [submit("long", 2, work=1000), submit("other", 1, work=2000)], 1.0)
+        handle(queue, [Began("long", 1)], 1.5)
+        handle(queue, [Progress("long", 1, 3.0, 1.0)], 2.0)
+        handle(queue, [submit("short", 1, work=1)], 3.0)
+
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            decisions = again.repeat(instant.events)
+            assert [decision_text(decision) for decision in decisions] == instant.decisions
+        assert again.state.inputs == queue.state.inputs
+        for name, entry in queue.entries.items():
+            assert again.entries[name] == entry
+        ended = [Exited("long", 1, Exit(code=75))]
+        assert again.handle(ended, 4.0).starts == queue.handle(ended, 4.0).starts
+        database.close()
+
+    def test_a_turn_is_stored_in_full_or_not_at_all(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        turn = queue.handle([submit("a")], 1.0)
+        turn.changed["nobody"] = None  # fails when the events are written already
+        with pytest.raises(KeyError):
+            database.commit(segment.number, turn, queue.entries)
+        assert list(database.instants(segment.number)) == []
+        assert database.entries() == {}
+        database.close()
+
+    def test_on_other_devices_all_jobs_are_submitted_anew_and_running_ones_are_stopped(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("a", 2, work=10))
+        fewer = make_queue(setup_of(devices=1))
+        fewer.entries = queue.entries
+        turn = fewer.begin_anew(2.0)
+        assert [stop.job for stop in turn.stops] == ["a"]
+        fewer.handle([Exited("a", 1, Exit(code=75))], 3.0)
+        assert fewer.entries["a"].status == "waiting"
+        assert "needs 2 devices" in fewer.why("a")
+        more = make_queue(setup_of())
+        more.entries = fewer.entries
+        assert [(start.job, start.number) for start in more.begin_anew(4.0).starts] == [("a", 2)]
+
+
+class TestDevices:
+    def test_slots_are_bound_to_allowed_cores(self):
+        devices = cpu_devices(3)
+        placement = Placement(parts=(NodeDevices(node="local", devices=(0, 2)),))
+        assert set(devices.cores_of(placement)) == {devices.cores[0], devices.cores[2]}
+        assert devices.environment(placement, {}) == {}
+        with pytest.raises(ConfigError):
+            cpu_devices(0)
+
+    LISTED = "GPU-a, NVIDIA H200, 143771\nGPU-b, NVIDIA H200, 143771\n"
+
+    def test_a_job_sees_its_gpus_only(self):
+        devices = gpus_of(self.LISTED)
+        assert devices.cluster.device_counts() == {"h200": 2}
+        placement = Placement(parts=(NodeDevices(node="local", devices=(1,)),))
+        assert devices.environment(placement, {}) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+        assert gpus_of(self.LISTED, "1").gpus == ("GPU-b",)
+
+    def test_a_share_of_a_gpu_limits_processors_and_memory(self):
+        placement = Placement(parts=(NodeDevices(node="local", devices=(0,)),), share=0.5)
+        own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        variables = gpus_of(self.LISTED).environment(placement, own)
+        assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        assert variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=71885M"
+        assert variables["PYTORCH_CUDA_ALLOC_CONF"] == (
+            "expandable_segments:True,per_process_memory_fraction:0.5"
+        )
+
+
+class TestPaths:
+    def test_a_socket_whose_path_the_system_would_cut_is_refused(self, tmp_path):
+        with pytest.raises(UsageError, match="107"):
+            queue_paths(tmp_path / ("x" * 120), {})
+
+    def test_the_users_own_queue_follows_the_xdg_folders(self, tmp_path):
+        environ = {"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": "/run/user/1"}
+        paths = queue_paths(None, environ)
+        assert paths.database == tmp_path / "paceline" / "queue" / "queue.db"
+        assert str(paths.socket) == "/run/user/1/paceline-queue.sock"
