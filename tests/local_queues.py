@@ -27,14 +27,14 @@ class QueueUnderTest:
         daemon: the process of the daemon; None before the first `serve`.
     """
 
-    def __init__(self, policy: str = "fifo", slots: int = 2, rates: dict | None = None):
+    def __init__(self, policy: str = "fifo", slots: int = 2, sharing: dict | None = None):
         self.folder = Path(tempfile.mkdtemp(prefix="queue-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.options = ["--policy", policy, "--slots", str(slots)]
-        if rates is not None:
-            path = self.folder / "rates.json"
-            path.write_text(json.dumps(rates))
-            self.options += ["--rates", str(path)]
+        if sharing is not None:
+            path = self.folder / "sharing.json"
+            path.write_text(json.dumps(sharing))
+            self.options += ["--sharing", str(path)]
         self.daemon: subprocess.Popen | None = None
         self.log = self.folder / "daemon.log"
 

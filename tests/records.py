@@ -17,6 +17,7 @@ import paceline
 from paceline.core.machine import Quantity
 from paceline.core.record import Record
 from paceline.core.worker_process import WorkerMessage
+from paceline.scheduler.job import Job
 from paceline.schedules import Transfer
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
@@ -36,6 +37,14 @@ VALUES = {
     "PackOptions": {},
     "LoaderOptions": {},
     "RunConfig": {"ranks": 2, "record": True, "bind": False},
+    "Submission": {
+        "job": Job(name="train-1", devices=2, work=5000.0),
+        "command": ("python", "train.py"),
+        "folder": "/home/user",
+        "environ": {"PATH": "/usr/bin"},
+        "launcher": "/usr/bin/python3",
+        "token": "5f2c",
+    },
     "Schedule": {
         "operation": "reduce",
         "algorithm": "chain",

@@ -212,13 +212,8 @@ class TestPreemption:
 
 class TestSharing:
     def test_jobs_share_a_core_when_the_rates_say_that_it_pays(self, tmp_path):
-        rates = {
-            "version": 1,
-            "alone": {"small": {"cpu": {"1": 100.0}}},
-            "used": {"small": [0.4]},
-            "most": 2,
-        }
-        with QueueUnderTest("gandiva", slots=1, rates=rates) as queue:
+        sharing = {"version": 1, "used": {"small": [0.4]}, "most": 2}
+        with QueueUnderTest("gandiva", slots=1, sharing=sharing) as queue:
             for name in ("a", "b"):
                 options = ("--name", name, "--profile", "small", "--work", 1e6)
                 queue.submit(*options, "--", PYTHON, STEPS, FOREVER, tmp_path / "done")

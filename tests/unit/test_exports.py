@@ -62,6 +62,7 @@ EXPORTS = {
     "runs": [],
     "scheduler": [],
     "scheduler.formats": [],
+    "scheduler.local": [],
     "scheduler.planning": [],
     "scheduler.policies": ["POLICIES"],
     "scheduler.rates": [],

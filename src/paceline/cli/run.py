@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.launch.prepare import Job
+    from paceline.launch.prepare import PreparedJob
 
 
 @click.command(
@@ -166,7 +166,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _failures_shown(job: Job) -> Iterator[None]:
+def _failures_shown(job: PreparedJob) -> Iterator[None]:
     """Print the traceback of a script that raised, and what its traces lack."""
     from paceline.cli.output import warn
     from paceline.core.errors import PacelineError, ScriptFailed

@@ -32,7 +32,13 @@ Example: paceline queue serve --policy fifo
     "--rates",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="JSON file of measured rates by profile: for elastic jobs, and for jobs that share.",
+    help="CSV file of measured rates by profile, for elastic jobs.",
+)
+@click.option(
+    "--sharing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON file of what jobs use of a device: then they may share it.",
 )
 @click.option("--once", is_flag=True, help="End when all jobs have ended; 1 if one failed.")
 def serve(
@@ -41,6 +47,7 @@ def serve(
     slots: int | None,
     gpus: bool,
     rates: Path | None,
+    sharing: Path | None,
     once: bool,
 ) -> None:
     """Run the jobs of this machine's queue, until Ctrl-C or SIGTERM.
@@ -50,14 +57,15 @@ def serve(
     """
     from paceline.core.clock import SystemClock
     from paceline.core.config import environment
+    from paceline.core.errors import UsageError
     from paceline.scheduler.local.daemon import Daemon
     from paceline.scheduler.local.devices import cpu_devices, gpu_devices
-    from paceline.scheduler.local.rates import read_rates
+    from paceline.scheduler.local.rates import read_measured
 
     if gpus and slots is not None:
-        raise click.UsageError("--gpus and --slots exclude each other")
+        raise UsageError("--gpus and --slots exclude each other", fix="Give one of them")
     devices = gpu_devices(environment().get("CUDA_VISIBLE_DEVICES")) if gpus else cpu_devices(slots)
-    measured = read_rates(rates)
+    measured = read_measured(rates, sharing)
     daemon = Daemon(find_paths(folder), devices, policy, SystemClock(), _say, measured)
     try:
         well = daemon.run(once=once)

@@ -99,7 +99,7 @@ class Claim(Record):
         return None
 
 
-class Report(NamedTuple):
+class ProgressReport(NamedTuple):
     """What a job reported of its progress.
 
     Attributes:
@@ -176,7 +176,7 @@ class AttemptFolder:
             return ""
         return "\n".join(text.strip().splitlines()[-_TAIL_LINES:])
 
-    def read_progress(self) -> Report | None:
+    def read_progress(self) -> ProgressReport | None:
         """Return what the job reported last; None if it reported nothing that can be read.
 
         A job may write at any moment: a line that is not complete yet does not count.
@@ -193,7 +193,7 @@ class AttemptFolder:
         return None
 
 
-def _report(line: bytes) -> Report:
+def _report(line: bytes) -> ProgressReport:
     """Return a line of the progress file, ``{"work_done": 120, "rate": 3.5}``.
 
     Raises:
@@ -206,7 +206,7 @@ def _report(line: bytes) -> Report:
     rate = None if rate is None else float(rate)
     if not 0 <= work_done < float("inf") or (rate is not None and not 0 <= rate < float("inf")):
         raise ValueError
-    return Report(work_done, rate)
+    return ProgressReport(work_done, rate)
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -1,7 +1,7 @@
 """The daemon of a queue: takes requests, asks `decide`, starts and stops jobs. One thread.
 
     wait for: a request, a process that began or ended, the policy's timer, a report of progress
-      -> inputs -> Queue.handle -> Database.commit -> start and stop processes -> answer clients
+      -> inputs -> JobQueue.handle -> Database.commit -> start and stop processes -> answer clients
 
 Nothing is carried out, and nobody is answered, before it is stored. So the daemon may be killed at
 any moment: the next one finds in the database what was to happen, and in the folders of the live
@@ -26,10 +26,10 @@ from paceline.scheduler.local.connections import Connections, Peer
 from paceline.scheduler.local.database import Database, Segment, Setup, decision_text
 from paceline.scheduler.local.orders import impossible, order_for
 from paceline.scheduler.local.protocol import VERBS, Reply, Request
-from paceline.scheduler.local.queue import Queue
-from paceline.scheduler.local.records import JobView, Status
+from paceline.scheduler.local.queue import JobQueue
+from paceline.scheduler.local.records import JobStatus, JobView
 from paceline.scheduler.local.running import Running, Watch
-from paceline.scheduler.local.turns import Cancel, Entry, Input, Submit, Tick
+from paceline.scheduler.local.turns import Cancel, Entry, Input, Submit, TimerExpired
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.state.state import State
 
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
     until_s: float
 
 
-def make_queue(setup: Setup) -> Queue:
+def make_queue(setup: Setup) -> JobQueue:
     """Return an empty queue, the same whenever its log is decided again.
 
     Raises:
@@ -69,7 +69,7 @@ def make_queue(setup: Setup) -> Queue:
             f"no policy is called '{setup.policy}'", fix=nearest(setup.policy, POLICIES)
         )
     rates = setup.rates.model(setup.cluster)
-    return Queue(POLICIES[setup.policy](), State(setup.cluster, rates))
+    return JobQueue(POLICIES[setup.policy](), State(setup.cluster, rates))
 
 
 class Daemon:
@@ -136,7 +136,7 @@ class Daemon:
         if self._stop:
             self.say(f"stopped by {self._stop}; {len(self.queue.live())} jobs go on")
             return True
-        return all(entry.status == Status.DONE for entry in self.queue.entries.values())
+        return all(entry.status == JobStatus.DONE for entry in self.queue.entries.values())
 
     def close(self) -> None:
         """Let the queue go; jobs that run go on."""
@@ -169,7 +169,7 @@ class Daemon:
             inputs.extend(self._running.progress())
         wake_s = self.queue.wake_s()
         if wake_s is not None and wake_s <= self._now_s():
-            inputs.append(Tick())
+            inputs.append(TimerExpired())
         answers = [answer for asked in requests if (answer := self._ask(*asked, inputs))]
         self._handle(inputs)
         for answer in answers:

@@ -36,7 +36,7 @@ from paceline.scheduler.events import (
     Timer,
 )
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.records import Attempt, Exit, Status, Stop
+from paceline.scheduler.local.records import Attempt, Exit, JobStatus, Stop
 from paceline.scheduler.local.submission import TRY_AGAIN, Submission
 from paceline.scheduler.local.turns import (
     Began,
@@ -46,7 +46,7 @@ from paceline.scheduler.local.turns import (
     Input,
     Progress,
     Submit,
-    Tick,
+    TimerExpired,
     Turn,
 )
 from paceline.scheduler.policies.fitting import never_fits
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
 
 
-class Queue:
+class JobQueue:
     """Jobs, what is wanted for them, and what runs.
 
     Attributes:
@@ -190,7 +190,7 @@ class Queue:
                 return self._submit(submission, turn)
             case Cancel(name=name):
                 return self._cancel(self.entry(name), turn)
-            case Tick():
+            case TimerExpired():
                 return [Timer(at_s=self.now_s)]
         entry = self.entries[given.name]
         if entry.attempt is None or entry.attempt.number != given.number:
@@ -223,7 +223,7 @@ class Queue:
         entry.reason = "its user cancelled it"
         turn.changed[entry.name] = None
         if entry.attempt is None:
-            self._end(entry, Status.CANCELLED, turn)
+            self._end(entry, JobStatus.CANCELLED, turn)
         else:
             self._stop(entry, entry.attempt, Stop.CANCEL, turn)
         yield Cancelled(at_s=self.now_s, name=entry.name)
@@ -238,7 +238,7 @@ class Queue:
         if attempt.stop:  # it was asked before it could hear
             turn.stops.append(entry.attempt)
             return
-        entry.status = Status.RUNNING
+        entry.status = JobStatus.RUNNING
         turn.notes.append(
             f"{entry.name}: runs on {attempt.placement.describe()}, start {attempt.number}"
         )
@@ -262,10 +262,10 @@ class Queue:
         if attempt.stop is Stop.CANCEL:
             entry.exit_code = ended.code
             entry.reason = f"{entry.reason}; {how}"
-            self._end(entry, Status.CANCELLED, turn)
+            self._end(entry, JobStatus.CANCELLED, turn)
         elif ended.code == 0:
             entry.exit_code, entry.reason = 0, ""
-            yield from self._finish(entry, Status.DONE, turn)
+            yield from self._finish(entry, JobStatus.DONE, turn)
         elif attempt.stop is Stop.PREEMPT:
             # Whatever it ended with: nobody knows what it would have come to without the stop.
             entry.reason = f"{entry.reason}; {how}"
@@ -275,7 +275,7 @@ class Queue:
             if entry.own_stops > _OWN_STOPS_MAX:
                 entry.exit_code = ended.code
                 entry.reason = f"it stopped {entry.own_stops} times by itself; {how}"
-                yield from self._finish(entry, Status.FAILED, turn)
+                yield from self._finish(entry, JobStatus.FAILED, turn)
                 return
             entry.reason = how
             entry.wanted = None
@@ -286,20 +286,20 @@ class Queue:
         else:
             entry.exit_code = ended.code
             entry.reason = f"{how}\n{ended.tail}".strip()
-            yield from self._finish(entry, Status.FAILED, turn)
+            yield from self._finish(entry, JobStatus.FAILED, turn)
 
-    def _finish(self, entry: Entry, status: Status, turn: Turn) -> Iterable[Event]:
+    def _finish(self, entry: Entry, status: JobStatus, turn: Turn) -> Iterable[Event]:
         entry.wanted = None
         self._end(entry, status, turn)
         yield Ended(at_s=self.now_s, name=entry.name)
 
-    def _end(self, entry: Entry, status: Status, turn: Turn) -> None:
+    def _end(self, entry: Entry, status: JobStatus, turn: Turn) -> None:
         entry.status = status
         entry.ended_s = self.now_s
         turn.notes.append(f"{entry.name}: {status}" + _because(entry.reason))
 
     def _wait(self, entry: Entry, turn: Turn) -> None:
-        entry.status = Status.WAITING
+        entry.status = JobStatus.WAITING
         turn.notes.append(f"{entry.name}: waits again" + _because(entry.reason))
 
     # Decisions to what is wanted, and from there to processes.
@@ -322,7 +322,7 @@ class Queue:
                     entry.wanted = None
                     entry.reason = reason
                     if entry.attempt is None:
-                        self._end(entry, Status.REFUSED, turn)
+                        self._end(entry, JobStatus.REFUSED, turn)
                     else:
                         self._stop(entry, entry.attempt, Stop.CANCEL, turn)
         return decisions
@@ -337,13 +337,13 @@ class Queue:
             if entry.wanted and entry.attempt is None and not self._leaving(entry):
                 entry.starts += 1
                 entry.attempt = Attempt(job=entry.name, number=entry.starts, placement=entry.wanted)
-                entry.status = Status.STARTING
+                entry.status = JobStatus.STARTING
                 turn.changed[entry.name] = None
                 turn.starts.append(entry.attempt)
 
     def _stop(self, entry: Entry, attempt: Attempt, stop: Stop, turn: Turn) -> None:
         entry.attempt = replace(attempt, stop=stop)
-        entry.status = Status.STOPPING
+        entry.status = JobStatus.STOPPING
         turn.changed[entry.name] = None
         turn.stops.append(entry.attempt)
         turn.notes.append(f"{entry.name}: asked to stop" + _because(entry.reason))

@@ -1,9 +1,8 @@
-"""Measured rates of a queue's jobs, from a file: what elastic jobs and sharing are decided by.
+"""Measured rates of a queue's jobs: what sizes of elastic jobs, and sharing, are decided by.
 
-{"version": 1,
- "alone": {"digits": {"cpu": {"1": 110.0, "2": 190.0}}},      units of work per second
- "used": {"digits": [0.6, 0.3]},                              fractions of a device's resources
- "most": 2}                                                   jobs on one set of devices
+rates.csv       units of work per second by profile, device type and number of devices, as
+`queue simulate` reads them (docs/reference/queue-csv.md)
+sharing.json    {"version": 1, "most": 2, "used": {"digits": [0.6, 0.3]}}
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_text
 from paceline.core.record import Record
+from paceline.scheduler.formats.queue_csv import read_rates
 from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.rates.sharing import ResourceVectors
 
@@ -24,34 +24,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredRates(Record):
-    """Rates by profile.
+class MeasuredSharing(Record):
+    """What jobs use of a device, and how many may share one.
 
     Attributes:
-        alone: units of work per second by profile, device type and number of devices.
-        used: fractions of a device's resources that one job uses, by profile; a job of a profile
-            that is missing here fills its devices.
-        most: jobs that may share a set of devices; 1: none share.
+        used: fractions of a device's resources (compute, memory bandwidth, ...) that a job of a
+            profile uses; a job of a profile that is missing here fills its devices.
+        most: jobs on one set of devices; 1: none share.
         interference: share of its rate that a job loses to each neighbour in any case.
     """
 
-    alone: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     used: dict[str, tuple[float, ...]] = field(default_factory=dict)
     most: int = 1
     interference: float = 0.05
 
     def __post_init__(self) -> None:
-        for profile, by_type in self.alone.items():
-            for device_type, by_count in by_type.items():
-                for count, rate in by_count.items():
-                    if not (count.isdecimal() and int(count) > 0 and rate > 0):
-                        raise ConfigError(
-                            f"'{count}': {rate} is not a rate by a number of devices",
-                            where=f"alone, {profile}, {device_type}",
-                            fix='Write numbers of devices as "1", "2", and rates above 0',
-                        )
         if self.most < 1:
             raise ConfigError(f"{self.most} jobs share devices", fix="Give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRates(Record):
+    """Rates by profile, as the log of a queue has them.
+
+    Attributes:
+        alone: units of work per second by profile, device type (empty: any) and number of devices.
+        sharing: what jobs use of devices that they share.
+    """
+
+    alone: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    sharing: MeasuredSharing = MeasuredSharing()  # frozen
 
     def model(self, cluster: Cluster) -> RateModel:
         """Return the rate model for a cluster."""
@@ -64,25 +66,37 @@ class MeasuredRates(Record):
             )
             for name, by_type in self.alone.items()
         }
-        if self.most == 1:
+        if self.sharing.most == 1:
             return RateModel(profiles)
-        memory = {node.device_type: node.memory_bytes for node in cluster.nodes}
-        sharing = ResourceVectors(
-            used=self.used,
-            memory_bytes=memory,
-            most=self.most,
-            interference=self.interference,
+        vectors = ResourceVectors(
+            used=self.sharing.used,
+            memory_bytes={node.device_type: node.memory_bytes for node in cluster.nodes},
+            most=self.sharing.most,
+            interference=self.sharing.interference,
         )
-        return RateModel(profiles, sharing)
+        return RateModel(profiles, vectors)
 
 
-def read_rates(path: Path | None) -> MeasuredRates:
-    """Return the rates of a file; None: no rates, every job makes a unit of work per second.
+def read_measured(rates: Path | None, sharing: Path | None) -> MeasuredRates:
+    """Return what is known of rates.
+
+    Args:
+        rates: CSV file; None: every job makes a unit of work per second.
+        sharing: JSON file; None: no job shares devices.
 
     Raises:
-        NotFound: there is no such file.
-        ConfigError: it is not a file of rates.
+        NotFound: a file is not there.
+        CorruptData: a line of the CSV file cannot be read.
+        ConfigError: the JSON file is not one of sharing.
     """
-    if path is None:
-        return MeasuredRates()
-    return MeasuredRates.from_text(read_text(path), where=str(path))
+    alone = {
+        name: {
+            device_type: {str(count): rate for count, rate in by_count.items()}
+            for device_type, by_count in profile.alone.items()
+        }
+        for name, profile in (read_rates(rates) if rates is not None else {}).items()
+    }
+    if sharing is None:
+        return MeasuredRates(alone=alone)
+    shared = MeasuredSharing.from_text(read_text(sharing), where=str(sharing))
+    return MeasuredRates(alone=alone, sharing=shared)

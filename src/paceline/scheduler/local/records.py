@@ -14,7 +14,7 @@ from paceline.core.record import Record
 from paceline.scheduler.placement import Placement
 
 
-class Status(StrEnum):
+class JobStatus(StrEnum):
     """Where a job stands."""
 
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class Status(StrEnum):
     REFUSED = "refused"
 
 
-ENDED = (Status.DONE, Status.FAILED, Status.CANCELLED, Status.REFUSED)
+ENDED = (JobStatus.DONE, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.REFUSED)
 
 
 class Stop(StrEnum):
@@ -81,7 +81,7 @@ class JobView(Record):
 
     Attributes:
         name, tenant, command: as submitted.
-        status: a `Status`.
+        status: a `JobStatus`.
         devices: that it holds, or asked for.
         where: the devices that it holds, in short form.
         starts: how often it was started.

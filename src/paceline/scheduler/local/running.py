@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.local.attempt import AttemptFolder, Claim, Report
+from paceline.scheduler.local.attempt import AttemptFolder, Claim, ProgressReport
 from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.supervisor import CANCEL, PREEMPT
 from paceline.scheduler.local.turns import Began, Exited, Input, Progress
@@ -47,7 +47,7 @@ class Watch:
     process: int
     notify: int | None = None
     child: subprocess.Popen[bytes] | None = None
-    reported: Report | None = None
+    reported: ProgressReport | None = None
 
 
 class Running:

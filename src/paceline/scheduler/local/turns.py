@@ -1,4 +1,4 @@
-"""What the queue's state machine is told, what it keeps of each job, and what it answers."""
+"""Inputs of the queue's state machine, what it keeps of each job, and its answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from paceline.scheduler.decide import Decision
 from paceline.scheduler.events import Event
-from paceline.scheduler.local.records import ENDED, Attempt, Exit, JobView, Status
+from paceline.scheduler.local.records import ENDED, Attempt, Exit, JobStatus, JobView
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.placement import Placement
 
@@ -48,11 +48,11 @@ class Progress(NamedTuple):
     rate: float | None
 
 
-class Tick(NamedTuple):
+class TimerExpired(NamedTuple):
     """The moment came at which the policy wanted to be asked."""
 
 
-Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | Tick
+Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Entry:
 
     Attributes:
         submission: with the job's name.
-        status: a `Status`.
+        status: a `JobStatus`.
         wanted: the devices on which it shall run; None if it shall wait.
         attempt: its live attempt; None if no process of it may exist.
         starts: number of its last attempt.
@@ -73,7 +73,7 @@ class Entry:
     """
 
     submission: Submission
-    status: str = Status.WAITING
+    status: str = JobStatus.WAITING
     wanted: Placement | None = None
     attempt: Attempt | None = None
     starts: int = 0
