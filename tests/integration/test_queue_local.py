@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -356,3 +357,15 @@ def test_nothing_is_left_of_a_queue_whose_jobs_were_cancelled(tmp_path):
         queue.run("cancel", "a")
         queue.await_status("a", "cancelled")
         await_true(lambda: not queue.processes(), "the job's processes to end")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no GPU here")
+def test_a_job_sees_the_gpu_that_it_was_given_and_no_other(tmp_path):
+    with QueueUnderTest() as queue:
+        queue.kill()
+        queue.options = ["--gpus"]
+        queue.serve()
+        script = "nvidia-smi --query-gpu=uuid --format=csv,noheader; echo $CUDA_VISIBLE_DEVICES"
+        name = json.loads(queue.run("submit", "--wait", "--json", "--", "sh", "-c", script).stdout)
+        *listed, given = log_of(queue, name["name"]).read_text().split()
+        assert given in listed

@@ -5,7 +5,7 @@ import json
 import pytest
 from traces import Event, write_run
 
-from paceline.core.errors import Interrupted, RankLost, ScriptFailed
+from paceline.core.errors import Interrupted, Preempted, RankLost, ScriptFailed
 from paceline.core.processes import StopRequested
 from paceline.launch.exits import RankExit, exit_of, explaining_exits, interrupted_exit
 from paceline.launch.failures import exit_code, first_failure, first_traceback, raise_failure
@@ -233,3 +233,22 @@ def test_a_rank_that_hangs_is_the_culprit_of_a_timeout(tmp_path, phase, culprit)
         assert caught.value.where == "step 1, phase forward"
         assert "py-spy" in caught.value.fix
     recorder.close()
+
+
+def test_ranks_that_ask_to_be_started_again_were_preempted(tmp_path):
+    report(tmp_path, 0, 100, "SystemExit(75)")
+    exits = (RankExit(rank=0, code=75), RankExit(rank=1, code=75))
+    failure = first_failure(tmp_path, exits)
+    assert exit_code(exits, failure) == 75
+    with pytest.raises(Preempted, match="preempted") as caught:
+        raise_failure(tmp_path, "train.py", exits, failure)
+    assert caught.value.exit_code == 75
+
+
+def test_a_rank_that_raised_failed_although_another_was_preempted(tmp_path):
+    report(tmp_path, 1, 100, RAISED)
+    exits = (RankExit(rank=1, code=1), RankExit(rank=0, code=75))
+    failure = first_failure(tmp_path, exits)
+    assert exit_code(exits, failure) == 1
+    with pytest.raises(ScriptFailed, match="rank 1"):
+        raise_failure(tmp_path, "train.py", exits, failure)
