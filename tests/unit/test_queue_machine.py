@@ -7,7 +7,7 @@ from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
 from paceline.scheduler.local.daemon import make_queue
 from paceline.scheduler.local.database import Database, Setup, decision_text
-from paceline.scheduler.local.devices import cpu_devices, gpus_of
+from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Exit, Stop
@@ -20,7 +20,7 @@ DEVICES = 2
 
 def setup_of(policy="srtf", devices=DEVICES):
     node = Node(name="local", device_type="cpu", devices=devices)
-    return Setup(policy, Cluster(nodes=(node,)), MeasuredRates())
+    return Setup(policy, LocalDevices(cluster=Cluster(nodes=(node,))), MeasuredRates())
 
 
 def submit(name, devices=1, work=None, **options):
@@ -163,7 +163,7 @@ class TestRebuilding:
         begin(queue, 1.0, submit("a", 2, work=10))
         fewer = make_queue(setup_of(devices=1))
         fewer.entries = queue.entries
-        turn = fewer.begin_anew(2.0)
+        turn = fewer.begin_anew(2.0, same_devices=False)
         assert [stop.job for stop in turn.stops] == ["a"]
         fewer.handle([Exited("a", 1, Exit(code=75))], 3.0)
         assert fewer.entries["a"].status == "waiting"
@@ -171,6 +171,26 @@ class TestRebuilding:
         more = make_queue(setup_of())
         more.entries = fewer.entries
         assert [(start.job, start.number) for start in more.begin_anew(4.0).starts] == [("a", 2)]
+
+    def test_under_another_policy_a_job_that_keeps_its_devices_goes_on(self):
+        queue = make_queue(setup_of("fifo"))
+        begin(queue, 1.0, submit("a", 2, work=10))
+        other = make_queue(setup_of("srtf"))
+        other.entries = queue.entries
+        turn = other.begin_anew(2.0)
+        assert (turn.stops, turn.starts) == ([], [])
+        turn = other.handle([submit("b", 1, work=1)], 3.0)
+        assert [stop.job for stop in turn.stops] == ["a"]
+
+    def test_on_other_devices_no_job_goes_on_although_its_indices_exist(self):
+        queue = make_queue(setup_of())
+        begin(queue, 1.0, submit("a", 2, work=10))
+        other = make_queue(setup_of())
+        other.entries = queue.entries
+        turn = other.begin_anew(2.0, same_devices=False)
+        assert [stop.job for stop in turn.stops] == ["a"]
+        turn = other.handle([Exited("a", 1, Exit(code=75))], 3.0)
+        assert [start.number for start in turn.starts] == [2]
 
 
 class TestDevices:

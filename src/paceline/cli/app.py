@@ -30,7 +30,7 @@ VERBS = {
     "record": "Record the ranks that torchrun, accelerate or another launcher starts.",
     "why": "Say which rank was late in a run, and why.",
     "report": "Report a run: verdict, time by phase, skew, prediction against measurement.",
-    "queue": "Share devices between jobs: this machine's queue (serve, submit), or a trace (simulate).",
+    "queue": "Share devices between jobs: run a queue (serve), or play one (simulate).",
     "trace": "Summarise and export a run's traces (stats, export).",
     "torture": "Inject faults into packs on your file system; check that all are detected.",
 }

@@ -68,8 +68,8 @@ def make_queue(setup: Setup) -> JobQueue:
         raise UsageError(
             f"no policy is called '{setup.policy}'", fix=nearest(setup.policy, POLICIES)
         )
-    rates = setup.rates.model(setup.cluster)
-    return JobQueue(POLICIES[setup.policy](), State(setup.cluster, rates))
+    cluster = setup.devices.cluster
+    return JobQueue(POLICIES[setup.policy](), State(cluster, setup.rates.model(cluster)))
 
 
 class Daemon:
@@ -103,7 +103,7 @@ class Daemon:
         self.devices = devices
         self.clock = clock
         self.say = say
-        self._setup = Setup(policy, devices.cluster, rates)
+        self._setup = Setup(policy, devices, rates)
         self.queue = make_queue(self._setup)
         self._lock = _take(paths)
         self.database = Database(paths.database, first_s=clock.wall_s())
@@ -324,15 +324,16 @@ class Daemon:
         self.queue.now_s = self.clock.wall_s() - self._epoch_s
         last = self.database.last_segment()
         if last is not None and self.queue.active:
-            why = "the queue's devices, rates or policy changed"
+            why = "its devices, rates or policy changed"
             if last.setup == self._setup:
                 if self._repeat(last):
                     return last
                 why = "this Paceline decides otherwise than the one that wrote the log"
                 self.queue = make_queue(self._setup)
                 self.queue.entries = self.database.entries()
-            self.say(f"{why}: jobs that run are started anew from their checkpoints")
-        turn = self.queue.begin_anew(self._now_s())
+            self.say(f"all jobs of the queue are decided anew: {why}")
+        same_devices = last is not None and last.setup.devices == self.devices
+        turn = self.queue.begin_anew(self._now_s(), same_devices=same_devices)
         # Attempts that it stops or starts are carried out by `_adopt`.
         return self.database.begin_segment(self._setup, turn, self.queue.entries)
 

@@ -1,7 +1,7 @@
 """What the queue remembers, in SQLite: jobs, live attempts, and the log of events and decisions.
 
     settings   key, value            format version, the queue's first moment
-    segments   id, policy, cluster,  the log begins anew when one of these changes, or when a daemon
+    segments   id, policy, devices,  the log begins anew when one of these changes, or when a daemon
                rates                 starts and no job is left; each can be decided again by itself
     events     id, segment, instant, at_s, event         in the order in which they were applied
     decisions  id, segment, instant, at_s, decision      what `decide` answered at that instant
@@ -21,7 +21,6 @@ import sqlite3
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import CorruptData, NotFound, StorageError, storage_errors
-from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.events import (
     Cancelled,
     Ended,
@@ -33,6 +32,7 @@ from paceline.scheduler.events import (
     Submitted,
     Timer,
 )
+from paceline.scheduler.local.devices import LocalDevices
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Attempt
 from paceline.scheduler.local.submission import Submission
@@ -54,7 +54,7 @@ _FIX = "Free space; keep it on a local file system that you may write to"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS segments (
-    id INTEGER PRIMARY KEY, policy TEXT NOT NULL, cluster TEXT NOT NULL, rates TEXT NOT NULL);
+    id INTEGER PRIMARY KEY, policy TEXT NOT NULL, devices TEXT NOT NULL, rates TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, instant INTEGER NOT NULL,
     at_s REAL NOT NULL, event TEXT NOT NULL);
@@ -104,12 +104,12 @@ class Setup(NamedTuple):
 
     Attributes:
         policy: its name.
-        cluster: the devices.
+        devices: of the machine.
         rates: as measured.
     """
 
     policy: str
-    cluster: Cluster
+    devices: LocalDevices
     rates: MeasuredRates
 
 
@@ -193,21 +193,21 @@ class Database:
     def segments(self) -> list[Segment]:
         """Return all segments, oldest first."""
         with self._errors():
-            rows = self._sql.execute("SELECT id, policy, cluster, rates FROM segments ORDER BY id")
+            rows = self._sql.execute("SELECT id, policy, devices, rates FROM segments ORDER BY id")
             return [
                 Segment(
                     number,
-                    Setup(policy, Cluster.from_text(cluster), MeasuredRates.from_text(rates)),
+                    Setup(policy, LocalDevices.from_text(devices), MeasuredRates.from_text(rates)),
                 )
-                for number, policy, cluster, rates in rows
+                for number, policy, devices, rates in rows
             ]
 
     def begin_segment(self, setup: Setup, turn: Turn, entries: dict[str, Entry]) -> Segment:
         """Begin a segment with the turn in which jobs of the last one are submitted anew."""
         with self._errors(), self._transaction():
             done = self._sql.execute(
-                "INSERT INTO segments (policy, cluster, rates) VALUES (?, ?, ?)",
-                (setup.policy, _text(setup.cluster), _text(setup.rates)),
+                "INSERT INTO segments (policy, devices, rates) VALUES (?, ?, ?)",
+                (setup.policy, _text(setup.devices), _text(setup.rates)),
             )
             assert done.lastrowid is not None
             self._put(done.lastrowid, turn, entries)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import ConfigError, Missing
+from paceline.core.record import Record
 from paceline.scheduler.cluster import Cluster, Node
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the key that limits memory is torch 2.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalDevices:
+class LocalDevices(Record):
     """What jobs of this machine's queue can be given.
 
     Attributes:

@@ -138,21 +138,27 @@ class JobQueue:
         self._pursue(turn)
         return turn
 
-    def begin_anew(self, now_s: float) -> Turn:
+    def begin_anew(self, now_s: float, *, same_devices: bool = True) -> Turn:
         """Submit all jobs that have not ended to a fresh state, as a new log begins.
 
-        Live attempts are stopped at a checkpoint: their devices may not exist any more. Jobs that
-        can never run on these devices were accepted on others: they wait for them, unknown to the
-        policy, instead of being refused by it.
+        Jobs that can never run on these devices were accepted on others: they wait for them,
+        unknown to the policy, instead of being refused by it.
+
+        Args:
+            now_s: not before that of the last turn.
+            same_devices: a live attempt goes on if the job gets the devices again that it has;
+                otherwise all are stopped at a checkpoint: an index may mean another device now.
         """
         turn = Turn()
         self.now_s = now_s
         for entry in self.active:
             entry.wanted = None
-            if entry.attempt and entry.attempt.stop is Stop.CANCEL:
+            attempt = entry.attempt
+            if attempt and attempt.stop is Stop.CANCEL:
                 continue
-            if entry.attempt:
-                entry.reason = "the queue's devices or its policy changed"
+            if attempt and not attempt.stop and not same_devices:
+                entry.reason = "the queue's devices changed"
+                self._stop(entry, attempt, Stop.PREEMPT, turn)
             if why_not := self.refusal(entry.submission):
                 entry.reason = f"the queue's devices changed: {why_not}"
                 turn.changed[entry.name] = None
