@@ -208,10 +208,14 @@ class Daemon:
         for attempt in turn.starts:
             yield from self._running.start(attempt, *self._files(attempt))
 
-    def _files(self, attempt: Attempt) -> tuple[AttemptFolder, Order]:
+    def _files(self, attempt: Attempt) -> tuple[AttemptFolder, Callable[[], Order]]:
+        """Return an attempt's folder, and what makes its order, if it still has to be started.
+
+        An attempt of another daemon may hold devices that are not there any more.
+        """
         submission = self.queue.entries[attempt.job].submission
         folder = AttemptFolder(self.paths.attempt(attempt.job, attempt.number))
-        return folder, order_for(submission, attempt, self.devices, self.paths)
+        return folder, lambda: order_for(submission, attempt, self.devices, self.paths)
 
     # Requests.
 

@@ -22,7 +22,7 @@ from paceline.scheduler.local.supervisor import CANCEL, PREEMPT
 from paceline.scheduler.local.turns import Began, Exited, Input, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from paceline.scheduler.local.attempt import Order
 
@@ -57,11 +57,13 @@ class Running:
         self._selector = selector
         self._watches: dict[str, Watch] = {}
 
-    def start(self, attempt: Attempt, folder: AttemptFolder, order: Order) -> Iterator[Input]:
+    def start(
+        self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
+    ) -> Iterator[Input]:
         """Start a supervisor; yield the attempt's end if that is impossible."""
         reader, writer = os.pipe()
         try:
-            folder.order(order)
+            folder.order(order())
             with (folder.path / "supervisor").open("ab") as output:
                 child = subprocess.Popen(
                     [
@@ -83,7 +85,9 @@ class Running:
             os.close(writer)
         self._watch(Watch(attempt, folder, os.pidfd_open(child.pid), reader, child))
 
-    def adopt(self, attempt: Attempt, folder: AttemptFolder, order: Order) -> Iterator[Input]:
+    def adopt(
+        self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
+    ) -> Iterator[Input]:
         """Yield what happened to an attempt of a daemon before this one, and watch it."""
         claim = folder.read_claim()
         if claim is None:

@@ -1,0 +1,132 @@
+"""A machine's queue under random events and crashes: devices, attempts, and what was stored."""
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.scheduler.cluster import Cluster, Node
+from paceline.scheduler.job import Job
+from paceline.scheduler.local.daemon import make_queue
+from paceline.scheduler.local.database import Setup
+from paceline.scheduler.local.devices import LocalDevices
+from paceline.scheduler.local.rates import MeasuredRates
+from paceline.scheduler.local.records import Exit
+from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+
+DEVICES = 4
+POLICIES = ("fifo", "srtf", "las", "paceline")  # without measured sharing all are exclusive
+
+
+class World:
+    """Processes as they would be, and a daemon that may be killed between storing and doing."""
+
+    def __init__(self, policy):
+        node = Node(name="local", device_type="cpu", devices=DEVICES)
+        devices = LocalDevices(cluster=Cluster(nodes=(node,)))
+        self.setup = Setup(policy, devices, MeasuredRates())
+        self.queue = make_queue(self.setup)
+        self.log = []  # events of instants
+        self.processes = {}  # (job, number) -> asked to stop
+        self.completed = []
+        self.now_s = 0.0
+
+    def give(self, *inputs, crash=False):
+        """Pass inputs; with `crash` the daemon is killed before it carries anything out."""
+        self.now_s += 1.0
+        turn = self.queue.handle(inputs, self.now_s)
+        if turn.events:
+            self.log.append(turn.events)
+        if crash:
+            self.restart()
+            return
+        for attempt in turn.stops:
+            self.stop(attempt)
+        for attempt in turn.starts:
+            self.start(attempt)
+        self.check()
+
+    def start(self, attempt):
+        assert (attempt.job, attempt.number) not in self.processes
+        self.processes[attempt.job, attempt.number] = False
+
+    def stop(self, attempt):
+        if attempt.began:
+            self.processes[attempt.job, attempt.number] = True
+
+    def restart(self):
+        """Rebuild the queue from what was stored, as the daemon does."""
+        stored = copy.deepcopy(self.queue.entries)
+        inputs = self.queue.state.inputs
+        self.queue = make_queue(self.setup)
+        self.queue.entries = stored
+        for events in self.log:
+            self.queue.repeat(events)
+        assert self.queue.state.inputs == inputs
+        for attempt in self.queue.live():
+            key = attempt.job, attempt.number
+            if key not in self.processes:
+                assert not attempt.began
+                if attempt.stop:  # the daemon claims it, so that it never runs
+                    self.processes[key] = False
+                    self.end(key, None)
+                    continue
+                self.start(attempt)
+            if attempt.stop:
+                self.stop(attempt)
+        self.check()
+
+    def end(self, key, code):
+        del self.processes[key]
+        if code == 0:
+            self.completed.append(key[0])
+        self.give(Exited(*key, Exit(code=code, error="" if code is not None else "never began")))
+
+    def check(self):
+        live = self.queue.live()
+        assert {(attempt.job, attempt.number) for attempt in live} == set(self.processes)
+        held = [d for attempt in live for part in attempt.placement.parts for d in part.devices]
+        assert len(held) == len(set(held)), "two processes hold one device"
+        assert set(held) <= set(range(DEVICES))
+
+
+@given(data=st.data(), policy=st.sampled_from(POLICIES))
+def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, policy):
+    world = World(policy)
+    names = []
+    for _ in range(data.draw(st.integers(1, 40), "instants")):
+        what = data.draw(st.sampled_from(["submit", "begin", "end", "cancel", "report", "crash"]))
+        crash = data.draw(st.booleans(), "crash")
+        running = sorted(world.processes)
+        if what == "submit":
+            names.append(f"job-{len(names)}")
+            work = data.draw(st.none() | st.floats(1.0, 1000.0))
+            job = Job(name=names[-1], devices=data.draw(st.integers(1, DEVICES)), work=work)
+            submission = Submission(job=job, command=("true",), folder="/")
+            world.give(Submit(submission), crash=crash)
+        elif what == "cancel" and names:
+            world.give(Cancel(data.draw(st.sampled_from(names))), crash=crash)
+        elif what == "crash":
+            world.restart()
+        elif running:
+            key = data.draw(st.sampled_from(running))
+            if what == "begin":
+                world.give(Began(*key), crash=crash)
+            elif what == "report":
+                world.give(Progress(*key, data.draw(st.floats(0.0, 900.0)), None), crash=crash)
+            elif what == "end":
+                world.end(key, data.draw(st.sampled_from([0, 1, 75, -9])))
+    for _ in range(1000):  # what is left runs to its end; who is asked to stop, saves
+        if not world.queue.active:
+            break
+        key, asked = next(iter(world.processes.items()))
+        if not asked:
+            world.give(Began(*key))
+        world.end(key, 75 if world.processes.get(key) else 0)
+    assert not world.queue.active, "a job waits for ever"
+    assert len(world.completed) == len(set(world.completed)), "a job ran twice to its end"
+    done = {name for name, entry in world.queue.entries.items() if entry.status == "done"}
+    assert done == set(world.completed) - {
+        name for name, entry in world.queue.entries.items() if entry.status == "cancelled"
+    }
