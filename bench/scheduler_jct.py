@@ -229,12 +229,12 @@ def measure_marble(report, *, quick):
             for policy in ("fifo-nodes", "optimus", "marble", "marble-share", "paceline")
         }
         for mode, of_seeds in gains.items():
-            one = {
+            gained = {
                 "throughput": figures["fifo-nodes"].makespan_s / figures[mode].makespan_s - 1,
                 "jct": 1 - figures[mode].jct_mean_s / figures["optimus"].jct_mean_s,
             }
-            of_seeds.append(one)
-            report.row(setting="marble", seed=seed, policy=mode, **one)
+            of_seeds.append(gained)
+            report.row(setting="marble", seed=seed, policy=mode, **gained)
         report.row(
             setting="marble",
             seed=seed,
@@ -243,7 +243,7 @@ def measure_marble(report, *, quick):
         )
     for mode, of_seeds in gains.items():
         for gain, limit in {"throughput": 0.483 / 2, "jct": 0.47 / 2}.items():
-            values = [one[gain] for one in of_seeds]
+            values = [gains_of_seed[gain] for gains_of_seed in of_seeds]
             against = "exclusive FIFO" if gain == "throughput" else "Optimus"
             report.bar(
                 f"{mode}: gain in {gain} over {against}, median",
