@@ -114,7 +114,8 @@ class Interleaving:
             return 0.0
         own = self.stages[job.profile]
         group = (own, *sorted(self.stages[other.profile] for other in neighbours))
-        kept = sum(own) / shortest_round_s(tuple(sorted(group)))
+        # Sums in another order may differ in the last bit: no job keeps more than all.
+        kept = min(1.0, sum(own) / shortest_round_s(tuple(sorted(group))))
         return max(0.0, kept * (1 - self.interference * len(neighbours)))
 
 
