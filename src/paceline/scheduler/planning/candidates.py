@@ -122,16 +122,17 @@ class Candidate:
 
 
 class Options:
-    """Options of jobs, kept for jobs of one class as long as the cluster does not change."""
+    """Options of jobs, kept for jobs of one class as long as cluster and rates do not change."""
 
     def __init__(self) -> None:
         self._usable: dict[str, int] = {}
+        self._learned = 0
         self._known: dict[tuple[object, ...], tuple[float, tuple[Option, ...]]] = {}
 
     def of(self, state: State, job: JobState) -> tuple[float, tuple[Option, ...]]:
         """Return the unit rate of a job and its options, fewest devices first; empty if none."""
-        if state.inventory.usable != self._usable:
-            self._usable = dict(state.inventory.usable)
+        if state.inventory.usable != self._usable or state.learned != self._learned:
+            self._usable, self._learned = dict(state.inventory.usable), state.learned
             self._known.clear()
         request, work_done = job.job, job.work_done_at(state.now_s)
         if state.rates.constant_until(request, work_done) != math.inf:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from paceline.core.randomness import make_generator
+from paceline.scheduler.rates.corrected import CorrectedRates
 from paceline.scheduler.simulate.engine import NodeFailure, World
 from paceline.scheduler.simulate.metrics import alone_times_s
 
@@ -77,8 +78,8 @@ def make_world(queue: Queue, cluster: Cluster, scenario: Scenario) -> World:
 
 
 def believed_rates(rates: Rates, scenario: Scenario) -> Rates:
-    """Return the rates that the scheduler is given."""
-    return MisjudgedRates(rates, scenario) if scenario.rate_error else rates
+    """Return the rates that the scheduler is given; wrong ones learn from reports."""
+    return CorrectedRates(MisjudgedRates(rates, scenario)) if scenario.rate_error else rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from paceline.scheduler.events import (
 )
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Placement, Shape
+from paceline.scheduler.rates.corrected import Learner
 from paceline.scheduler.state.inventory import Inventory, Parts
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class State:
         waiting, running: by name; waiting jobs in the order in which they came or stopped.
         slots: taken devices, by their parts.
         now_s: time of the last event.
+        learned: how often a report changed the rates noticeably.
         inputs: digest of all events and actions so far.
     """
 
@@ -127,6 +129,7 @@ class State:
         self.running: dict[str, JobState] = {}
         self.slots: dict[Parts, Slot] = {}
         self.now_s = 0.0
+        self.learned = 0
         self._inputs = hashlib.blake2b(digest_size=16)
 
     @property
@@ -206,6 +209,12 @@ class State:
                 job.work_done = work_done
                 if rate is not None:
                     job.rate = rate
+                    self._learn(job, rate)
+
+    def _learn(self, job: JobState, rate: float) -> None:
+        slot = job.slot
+        if slot is not None and isinstance(self.rates, Learner):
+            self.learned += self.rates.observe(job.job, job.neighbours, slot.shape, rate)
 
     def _start(self, job: JobState, parts: Parts) -> None:
         slot = self.slots.get(parts)
