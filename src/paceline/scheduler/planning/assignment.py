@@ -84,6 +84,8 @@ class _Market:
         index_of = {kind: index for index, kind in enumerate(kinds)}
         for row, candidate in enumerate(candidates):
             for column, option in enumerate(candidate.options):
+                if option.devices > capacity[index_of[option.device_type]]:
+                    continue  # wanting what does not exist would only raise the price
                 self.values[row, column] = candidate.values[column]
                 self.devices[row, column] = option.devices
                 self.kinds[row, column] = index_of[option.device_type]

@@ -12,7 +12,7 @@ Longer queues are planned at most every `plan_s`, and between two plans, jobs st
 in the order of the last plan, as backfill: that costs what the free devices cost, not the queue.
 
 Tenants with a quota never hold more devices than it. A job that cannot be preempted stays where it
-is; the others are planned around it.
+is; the others are planned around it, and a wide job that such jobs keep out gets a reservation.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from paceline.scheduler.planning.candidates import (
     candidates_of,
 )
 from paceline.scheduler.planning.realisation import Realisation, movable
+from paceline.scheduler.planning.reservation import Reservation, let_in, reserve
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
 from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
 
@@ -85,6 +86,7 @@ class Paceline:
     _settled: bool = False
     _order: list[str] = field(default_factory=list)
     _options: Options = field(default_factory=Options)
+    _reservation: Reservation | None = None
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
@@ -118,6 +120,12 @@ class Paceline:
                 f"quota, and the job may take {request.limits[1]}"
             )
         before = self._order.index(request.name) if request.name in self._order else None
+        reservation = self._reservation
+        if before is None and reservation is not None:
+            return (
+                f"devices are held back for {reservation.name}, which needs them after "
+                f"{reservation.at_s - state.now_s:.0f} s, and it would not end before"
+            )
         if before is None:
             return f"the next plan, in at most {self.plan_s:.0f} s, decides about it"
         return (
@@ -140,6 +148,9 @@ class Paceline:
             capacity[slot.shape.device_type] -= slot.shape.devices
         held = {name for slot in pinned for name in slot.jobs}
         candidates = [c for c in candidates if c.job.job.name not in held]
+        self._reservation = reserve(state, candidates, capacity, pinned, self._reservation)
+        if self._reservation is not None:
+            candidates = let_in(candidates, self._reservation, state.now_s)
         assignment = assign(candidates, capacity)
         most = min(self.sharing, state.rates.most_sharing)
         groups = GroupFormer(candidates, state.rates, most, state.inventory, self.least_gain).form(
@@ -202,11 +213,21 @@ class Paceline:
                 continue  # it started, ended or was withdrawn
             tried += 1
             fit = fastest_fit(state, job, job.job.devices)
-            if fit is None or self._over_quota(state, job):
+            if fit is None or self._over_quota(state, job) or self._delays(state, job, fit):
                 left.append(name)
                 continue
             yield start(state, job, fit, reason="devices are free and no more valuable job fits")
         self._order = left
+
+    def _delays(self, state: State, job: JobState, fit: Fit) -> bool:
+        """Return whether a job that cannot be preempted would delay the job with a reservation."""
+        reservation = self._reservation
+        if reservation is None or job.job.preemptible or job.job.name == reservation.name:
+            return False
+        if fit.shape.device_type != reservation.device_type:
+            return False
+        left = job.work_left(state.now_s)
+        return left is None or state.now_s + left / fit.rate > reservation.at_s
 
     def _never_allowed(self, job: Job) -> str:
         quota = self.quotas.get(job.tenant)
