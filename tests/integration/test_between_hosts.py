@@ -133,8 +133,18 @@ def test_ranks_of_one_host_have_nothing_to_measure_between_hosts(tmp_path):
     command = [sys.executable, "-m", "paceline", "probe", "--collectives"]
     codes, _, err = run_on_hosts([2], command, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert codes == [2]
-    assert "all 2 ranks share memory" in err[0]
+    assert err[0].count("all 2 ranks share memory") == 1
     assert not list(tmp_path.rglob("machine*"))
+
+
+def test_what_is_wrong_with_the_job_rank_0_alone_says(tmp_path):
+    """Each rank said it, in lines between those of the others."""
+    probe = ("-m", "paceline", "probe", "--collectives", "--out", "m.json")
+    done = paceline(tmp_path, "run", "-n", 2, "--no-record", *probe)
+    assert done.code != 0
+    assert done.err.count("all 2 ranks share memory") == 1, done.err
+    assert "rank 0" in done.err
+    assert not (tmp_path / "m.json").exists()
 
 
 @pytest.mark.campaign("launchers")

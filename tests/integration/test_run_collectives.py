@@ -79,6 +79,8 @@ def test_the_report_names_the_path_of_every_all_reduce_and_of_ddps_broadcasts(do
     assert {path for operation, path in paths if operation == "all_reduce"} == {"shared memory"}
     assert {path for operation, path in paths if operation == "broadcast"} == {"shared memory"}
     assert {path for operation, path in paths if operation in ("send", "recv")} <= {""}
+    explained = paceline(done.folder, "why", "RUN")
+    assert "Paths of the collectives: shared memory (" in explained.out
     shown = paceline(done.folder, "report", "RUN")
     assert "shared memory" in shown.out + shown.err
 

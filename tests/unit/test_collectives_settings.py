@@ -169,6 +169,24 @@ def test_a_sum_of_a_type_without_a_kernel_names_call_and_type():
     group.shutdown()
 
 
+def test_between_hosts_a_sum_of_a_type_that_gloo_lacks_names_call_and_type(monkeypatch):
+    """gloo said "Invalid scalar type"."""
+    group = backend.PacelineGroup(dist.HashStore(), 0, 1, timedelta(seconds=5), (0,))
+    group.allreduce([torch.ones(3, dtype=torch.int16)])  # through shared memory
+    monkeypatch.setattr(group, "_path", None)  # as with one rank per host
+    short = torch.ones(3, dtype=torch.int16)
+    calls = {
+        "all_reduce": lambda: group.allreduce([short]),
+        "reduce": lambda: group.reduce([short]),
+        "reduce_scatter": lambda: group.reduce_scatter([short], [[short]]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match=rf"no {name} of torch\.int16 .*Convert the tensor"):
+            call()
+    group.broadcast([short])
+    group.shutdown()
+
+
 def test_what_horovod_has_and_the_shim_has_not_is_said():
     with pytest.raises(AttributeError, match=r"Adasum.*hvd\.Average"):
         _ = horovod.Adasum

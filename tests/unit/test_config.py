@@ -32,6 +32,7 @@ class Settings(Configuration):
     late_s: float = 0.5
     name: str = "x"
     names: tuple[str, ...] = ()
+    chunk_bytes: int | None = None
 
 
 @pytest.fixture
@@ -126,6 +127,23 @@ def test_a_value_of_the_wrong_type_names_its_place(key):
     with pytest.raises(ConfigError, match="'maybe' is not") as caught:
         resolve(Settings, environ={name: "maybe"})
     assert caught.value.where == name
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1MiB", 1 << 20), ("4096", 4096), ("0.5k", 512), ("2G", 2 << 30)]
+)
+def test_a_size_may_have_a_binary_unit(toml, text, count):
+    environ = {"PACELINE_RUN__CHUNK_BYTES": text}
+    assert resolve(Settings, environ=environ).config.chunk_bytes == count
+    path = toml(f'[run]\nchunk_bytes = "{text}"\n')
+    assert resolve(Settings, environ={}, file=path).config.chunk_bytes == count
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1 mile", "1x"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match=r"is not a size .*as 4096 or 256MiB") as caught:
+        resolve(Settings, environ={"PACELINE_RUN__CHUNK_BYTES": text})
+    assert caught.value.where == "PACELINE_RUN__CHUNK_BYTES"
 
 
 def test_files_that_are_missing_or_no_toml_are_refused(toml, tmp_path):

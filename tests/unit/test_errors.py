@@ -63,6 +63,26 @@ def test_json_and_text_carry_what_where_why_fix(cls):
     assert error.args == ("it broke",)
 
 
+@pytest.mark.parametrize(
+    ("what", "where", "why", "text"),
+    [
+        ("rank 1 is gone", "rank 1", "", "rank 1 is gone"),
+        (
+            "rank 1 is gone",
+            "rank 1; global ranks: 1 is 3",
+            "",
+            "rank 1 is gone (global ranks: 1 is 3)",
+        ),
+        ("unusable since", "rank 1", "rank 1 is gone", "unusable since: rank 1 is gone"),
+        ("rank 10 is gone", "rank 1", "", "rank 10 is gone (rank 1)"),
+    ],
+)
+def test_the_text_does_not_repeat_the_rank_that_it_begins_with(what, where, why, text):
+    error = PacelineError(what, where=where, why=why)
+    assert str(error) == text
+    assert error.to_json()["error"]["where"] == where
+
+
 def test_errors_of_the_system_are_translated_once():
     with (
         pytest.raises(errors.StorageError) as caught,

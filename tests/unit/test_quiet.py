@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import small_machine
+from machines import collective, small_machine
 
 from paceline.core.foreign_cpu import CpuUse, cpu_use, parse_busy_s
 from paceline.core.machine import Disturbance, Point, Rate
@@ -205,6 +205,12 @@ def test_the_summary_names_what_was_disturbed_and_what_to_do():
     assert together == "disturbed: 2 threads: rates, memory; worst: memory, used 0.9 cores"
     assert "probe again" in advice
     assert not any("disturbed" in line for line in summary(small_machine()))
+
+
+def test_costs_between_hosts_are_called_by_the_term_of_the_guide():
+    cost = collective("all_reduce", ranks=4, backend="paceline", algorithm="two_level", hosts=2)
+    shown = "\n".join(summary(dataclasses.replace(small_machine(), collectives=(cost,))))
+    assert "paceline all_reduce two levels between 4 ranks on 2 hosts: " in shown
 
 
 def test_a_demo_says_what_was_disturbed_its_probe_or_its_training():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from traces import MS, Event, Late, data_parallel, write_run
 
 from paceline.cli.why import why
 from paceline.report.model import gather
+from paceline.report.terminal import render_why
 from paceline.runs.result import Failure, RunResult
 from paceline.trace.format.events import EVALUATION_MODE, WITHOUT_GRADIENTS, Kind
 from paceline.trace.format.files import trace_name
@@ -117,3 +119,25 @@ def test_why_wraps_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch, stream,
     else:
         assert max(map(len, lines)) <= widest
         assert " ".join(lines) == " ".join(sentences)  # no word is broken
+
+
+def test_why_names_the_paths_of_the_collectives_where_the_backend_says_them(tmp_path):
+    by_rank = data_parallel(2, 80)
+    unnamed = write_run(tmp_path / "unnamed", by_rank)
+    report = gather(unnamed)
+    assert report.collective_paths == {"": 80}
+    assert "Paths" not in CliRunner().invoke(why, [str(unnamed)]).output
+    (line,) = report.traffic
+    lines = (
+        dataclasses.replace(line, path="gloo", count=2),
+        dataclasses.replace(line, path="shared memory"),
+        dataclasses.replace(line, path="gloo", operation="broadcast", count=1),
+        dataclasses.replace(line, path="", operation="send"),
+    )
+    named = dataclasses.replace(report, traffic=lines)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_why(named))
+    last = console.file.getvalue().splitlines()[-1]
+    assert last == "Paths of the collectives: shared memory (80), gloo (3)."
+    data = json.loads(CliRunner().invoke(why, [str(unnamed), "--json"]).output)
+    assert data["collective_paths"] == {"": 80}

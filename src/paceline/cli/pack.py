@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.core.errors import Interrupted
+from paceline.core.config import parse_size
+from paceline.core.errors import ConfigError, Interrupted
 from paceline.report.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -20,21 +21,14 @@ if TYPE_CHECKING:
     from paceline.store import PackProgress, PackSummary
 
 _LINE_INTERVAL_S = 10.0
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes that ``256MiB``, ``1G`` or ``4096`` stands for; 1k is 1,024.
-
-    >>> size_bytes("256MiB") == 256 << 20, size_bytes("1.5k"), size_bytes("4096")
-    (True, 1536, 4096)
-    """
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = number[-1:] if number[-1:].isalpha() else ""
+    """Return the bytes that ``256MiB``, ``1G`` or ``4096`` stands for, as in settings."""
     try:
-        return int(float(number.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise click.BadParameter(f"{text!r} is not a size; write it as 256MiB or 4096") from None
+        return parse_size(text)
+    except ConfigError as problem:
+        raise click.BadParameter(f"{problem.what}; write it as 256MiB or 4096") from None
 
 
 @click.command(

@@ -87,14 +87,18 @@ def probe(
 
 
 def _probe_job(path: Path, prepare: Callable[[], None], *, quick: bool) -> Machine | None:
-    """Return rank 0's machine with costs between the job's hosts; None on other ranks."""
+    """Return rank 0's machine with costs between the job's hosts; None on other ranks.
+
+    What is wrong with the job or its machine file rank 0 says for all ranks.
+    """
     from paceline.cli.job import find_job
     from paceline.core.config import environment
-    from paceline.core.errors import Missing
+    from paceline.core.errors import Missing, UsageError
     from paceline.probe.machine_file import known_machine
     from paceline.probe.measure import with_collectives
 
     place = find_job(environment())
+    speaks = place.rank == 0
     try:
         from paceline.probe.between_hosts import measure_between_hosts
     except ImportError as problem:
@@ -104,9 +108,16 @@ def _probe_job(path: Path, prepare: Callable[[], None], *, quick: bool) -> Machi
         prepare()
         return known_machine(path if path.exists() else None)
 
-    known, costs = measure_between_hosts(
-        place, read, quick=quick, on_progress=_progress if place.rank == 0 else lambda text: None
-    )
+    try:
+        known, costs = measure_between_hosts(
+            *(place, read), quick=quick, on_progress=_progress if speaks else lambda text: None
+        )
+    except UsageError:
+        if speaks:
+            raise
+        # All ranks raise it. A launcher ends a job by the first rank that fails: that must not
+        # happen before rank 0 has said why, so rank 0 alone fails.
+        return None
     return with_collectives(known, costs) if known else None
 
 

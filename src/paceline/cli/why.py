@@ -25,17 +25,18 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     from rich.console import Console
 
     from paceline.report.model import gather, to_json
-    from paceline.report.terminal import render_details, render_verdict
+    from paceline.report.terminal import render_details, render_why
 
     report = gather(chosen_run(run))
     if as_json:
         everything = to_json(report)
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
+        names += ["collective_paths"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)
     # Programs that read a pipe get a sentence per line; a terminal would break words at its edge.
-    console.print(render_verdict(report), soft_wrap=not console.file.isatty())
+    console.print(render_why(report), soft_wrap=not console.file.isatty())
     if verbose:
         console.print(render_details(report))

@@ -225,6 +225,7 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         path = self._path
         fits = len(outputs) == len(given) == 1 and self._is_list_for(given[0], outputs[0])
         if path is None or not fits or not path.reduces("reduce_scatter", outputs, opts.reduceOp):
+            check_reduced("reduce_scatter", outputs[0])
             return self._other(outputs[0]).reduce_scatter(outputs, given, opts)
         flat = joined(given[0])
         op = opts.reduceOp

@@ -28,6 +28,8 @@ _TYPES = {
     torch.complex64: (DType.FLOAT32, 2),
     torch.complex128: (DType.FLOAT64, 2),
 }
+# What passes to gloo may not be of these native types: "Invalid scalar type" (torch 2.13).
+_NOT_OF_GLOO = frozenset({torch.int16})
 _OF_BITS = frozenset({dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.AVG})
 
@@ -48,7 +50,8 @@ class naming_members:  # noqa: N801  # used as a function; a generator would cos
         members = self._members
         if isinstance(problem, PacelineError) and members != tuple(range(len(members))):
             known = ", ".join(f"{rank} is {member}" for rank, member in enumerate(members))
-            problem.where = f"{problem.where}; global ranks: {known}"
+            place = f"global ranks: {known}"
+            problem.where = f"{problem.where}; {place}" if problem.where else place
 
 
 def native_type(dtype: torch.dtype) -> tuple[DType, int]:
@@ -64,17 +67,20 @@ def is_defined(kind: Any, dtype: torch.dtype) -> bool:
 
 
 def check_reduced(call: str, tensor: torch.Tensor) -> None:
-    """Raise an error for a type that neither a native kernel nor gloo reduces.
+    """Raise an error for a type that gloo does not reduce; before a call passes to gloo.
 
     gloo's own error, "Invalid scalar type", names neither the call nor the type.
 
     Raises:
         UsageError: a tensor of the CPU has such a type.
     """
-    if is_plain(tensor) and tensor.dtype not in _TYPES:
+    dtype = tensor.dtype
+    is_native = dtype in _TYPES
+    if is_plain(tensor) and (not is_native or dtype in _NOT_OF_GLOO):
         raise UsageError(
-            f"there is no {call} of {tensor.dtype} values",
-            fix="Convert the tensor to a type with one, such as torch.int64 or torch.float32",
+            f"there is no {call} of {dtype} values{' over gloo' if is_native else ''}",
+            why="only ranks that share memory reduce that type" if is_native else "",
+            fix="Convert the tensor to a type with one, such as torch.int32 or torch.float32",
         )
 
 

@@ -15,6 +15,8 @@ A configuration declares its section itself, beside the code that it configures:
 and is listed in pyproject.toml under the entry points ``paceline.configuration``, so that the
 sections of packages that are not imported are known, too. The entry points are read only when a
 file or the environment has a section other than the requested one.
+
+A size, a key that ends in ``_bytes``, may have a binary unit: ``chunk_bytes = "1MiB"``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ PREFIX = "PACELINE_"
 QUEUE_PREFIX = "PACELINE_QUEUE_"  # what `paceline queue` tells a job, not a setting
 ENTRY_POINTS = "paceline.configuration"
 FILE_NAME = "paceline.toml"
+_SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Configuration(Record):
@@ -70,6 +73,24 @@ class Resolved(typing.Generic[C]):
             name: {"value": value, "provenance": self.provenance[name]}
             for name, value in values.items()
         }
+
+
+def parse_size(text: str, *, where: str = "") -> int:
+    """Return the bytes that ``256MiB``, ``1G`` or ``4096`` stands for; 1k is 1,024.
+
+    Raises:
+        ConfigError: `text` is not a size; the error names `where`.
+
+    >>> parse_size("256MiB") == 256 << 20, parse_size("1.5k"), parse_size("4096")
+    (True, 1536, 4096)
+    """
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:].isalpha() else ""
+    try:
+        return int(float(number.removesuffix(unit)) * _SIZE_UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        fix = "Write bytes, or a number with a binary unit, as 4096 or 256MiB"
+        raise ConfigError(f"{text!r} is not a size", where=where, fix=fix) from None
 
 
 def environment() -> Mapping[str, str]:
@@ -111,6 +132,8 @@ def resolve(
     def put(name: str, value: Any, source: str, where: str) -> None:
         if name not in hints or name not in names:
             raise ConfigError(f"unknown key '{name}'", where=where, fix=nearest(name, names))
+        if name.endswith("_bytes") and isinstance(value, str):
+            value = parse_size(value, where=where)
         values[name] = convert(value, hints[name], where)
         provenance[name] = source
 

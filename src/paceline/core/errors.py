@@ -50,13 +50,19 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         text = self.what
-        if self.where:
-            text += f" ({self.where})"
+        if place := self._unsaid_place():
+            text += f" ({place})"
         if self.why:
             text += f": {self.why}"
         if self.fix:
             text += f". {self.fix}"
         return text
+
+    def _unsaid_place(self) -> str:
+        """Return where it failed, without a rank or file that the text next to it begins with."""
+        first, _, rest = self.where.partition("; ")
+        is_said = any(text.startswith(f"{first} ") for text in (self.what, self.why))
+        return rest if is_said else self.where
 
     def to_json(self) -> dict[str, dict[str, str]]:
         """Return the error as every ``--json`` prints it."""

@@ -297,6 +297,12 @@ class CollectiveCost(Record):
                 fix="Give at least one point, and each number of bytes once, in rising order",
             )
 
+    @property
+    def label(self) -> str:
+        """Backend, operation, algorithm for people: ``paceline all_reduce two levels``."""
+        algorithm = "two levels" if self.algorithm == "two_level" else self.algorithm
+        return " ".join(filter(None, (self.backend, self.operation, algorithm)))
+
     def seconds_at(self, size_bytes: float) -> float:
         """Return the seconds of a call as it was measured, between its own number of ranks."""
         points = [(point.bytes, point.seconds.value) for point in self.points]

@@ -294,8 +294,8 @@ def summary(machine: Machine) -> list[str]:
         for link in machine.links
     ]
     lines += [
-        f"{' '.join(filter(None, (cost.backend, cost.operation, cost.algorithm)))} between "
-        f"{cost.ranks} ranks{f' on {cost.hosts} hosts' if cost.hosts > 1 else ''}: "
+        f"{cost.label} between {cost.ranks} ranks"
+        f"{f' on {cost.hosts} hosts' if cost.hosts > 1 else ''}: "
         f"{cost.points[0].seconds.value * 1e6:.1f} us, "
         f"{cost.points[-1].bytes / cost.points[-1].seconds.value / 1e9:.2f} GB/s"
         for cost in machine.collectives

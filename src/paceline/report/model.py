@@ -6,6 +6,7 @@ run that ended badly did not leave is None or empty, and is shown as missing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
 from paceline.trace.analysis.shifts import Shift
-from paceline.trace.format.events import SYNCHRONISING
+from paceline.trace.format.events import RECV, SEND, SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
 from paceline.trace.merge.steps import StepRule
 
@@ -126,6 +127,15 @@ class Report:
     def collectives(self) -> CollectivesChoice:
         """Whose collectives the run used in place of the script's; ``torch`` for none."""
         return "paceline" if self.config.get("collectives") == "paceline" else "torch"
+
+    @property
+    def collective_paths(self) -> dict[str, int]:
+        """Number of collectives by path; an empty path: of a backend that does not say it."""
+        counts: Counter[str] = Counter()
+        for line in self.traffic:
+            if line.operation not in (SEND, RECV):  # traces name the paths of collectives alone
+                counts[line.path] += line.count
+        return dict(counts)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -340,6 +350,7 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for line in report.traffic
         ],
+        "collective_paths": report.collective_paths,
         "phases": [_plain(phase) for phase in report.comparison.phases],
         "undisturbed_steps": report.comparison.undisturbed_steps,
         "not_compared": report.comparison.not_compared,

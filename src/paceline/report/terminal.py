@@ -29,7 +29,7 @@ from paceline.report.units import (
     shown_parts,
     significant,
 )
-from paceline.report.words import gap_words, phase_label, printable
+from paceline.report.words import gap_words, path_words, phase_label, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -87,6 +87,12 @@ def render_verdict(report: Report) -> Group:
     parts.append(Text(printable(report.verdict), style="bold red" if failed else "bold"))
     parts += [Text(printable(f"What would help: {advice.sentence}")) for advice in report.advice]
     return Group(*parts)
+
+
+def render_why(report: Report) -> Group:
+    """Return what ``paceline why`` shows: the verdict, what would help, and the paths if known."""
+    words = path_words(report.collective_paths)
+    return Group(render_verdict(report), *([Text(printable(words))] if words else []))
 
 
 def render_details(report: Report) -> Group:

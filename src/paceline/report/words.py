@@ -14,6 +14,7 @@ from paceline.report.units import format_seconds, format_share, plural
 from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from paceline.runs.result import Failure, RunResult
@@ -135,6 +136,24 @@ def verdict(
         else:
             sentences.append(_even_words(present, steps, total, most_late_rank))
     return " ".join(sentences)
+
+
+def path_words(counts: Mapping[str, int]) -> str:
+    """Return which paths moved the collectives, most collectives first; empty if none is known.
+
+    Args:
+        counts: collectives by path; an empty path is that of a backend that does not say it.
+
+    >>> path_words({"gloo": 2, "shared memory": 1200})
+    'Paths of the collectives: shared memory (1,200), gloo (2).'
+    >>> path_words({"": 9})
+    ''
+    """
+    if not any(counts):
+        return ""
+    paths = sorted(counts.items(), key=lambda item: -item[1])
+    names = (f"{path or 'another backend'} ({count:,})" for path, count in paths)
+    return f"Paths of the collectives: {', '.join(names)}."
 
 
 def nan_words(nan: NanValue | None) -> str:

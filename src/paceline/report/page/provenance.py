@@ -83,7 +83,7 @@ def _machine(report: Report) -> str:
     ]
     rows += [
         [
-            " ".join(filter(None, (cost.backend, cost.operation, cost.algorithm))),
+            cost.label,
             f"{format_seconds(cost.points[0].seconds.value)} to "
             f"{format_seconds(cost.points[-1].seconds.value)} for "
             f"{format_bytes(cost.points[-1].bytes)}",
