@@ -26,6 +26,27 @@ def estimates(kept=0.8):
     return RateModel(profiles, PairTable(factors))
 
 
+class FasterLater(RateModel):
+    """Twice as fast from the first unit of work on."""
+
+    def alone(self, job, shape, work_done=0.0):
+        return super().alone(job, shape) * (2 if work_done >= 1 else 1)
+
+
+def test_a_report_is_compared_with_the_estimate_at_its_progress():
+    rates = CorrectedRates(FasterLater({"x": Profile(alone={"gpu": {1: 10.0}})}))
+    assert not rates.observe(X, (), ONE, 20.0, 5.0)
+    assert rates.alone(X, ONE, 5.0) == pytest.approx(20)
+
+
+def test_a_job_that_stands_still_does_not_stop_its_class():
+    rates = CorrectedRates(estimates())
+    assert not rates.observe(X, (), ONE, 0.0)
+    assert rates.alone(X, ONE) == 10
+    assert not rates.observe(X, [Y], ONE, 0.0)
+    assert rates.kept(X, [Y], ONE) > 0
+
+
 def test_without_a_report_rates_are_the_estimates_and_sharing_is_in_doubt():
     rates = CorrectedRates(estimates(), doubt=0.1)
     assert rates.alone(X, ONE) == 10.0

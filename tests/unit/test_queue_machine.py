@@ -5,6 +5,7 @@ import pytest
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
+from paceline.scheduler.local.attempt import AttemptFolder
 from paceline.scheduler.local.daemon import make_queue
 from paceline.scheduler.local.database import Database, Setup, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
@@ -116,6 +117,28 @@ class TestAttempts:
         assert queue.state.running["a"].rate == 2.0
 
 
+class TestReports:
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            '{"rate": 3}',
+            "[" * 4000,
+            '{"work_done": 1' + 400 * "0" + "}",
+            '{"work_done": null}',
+            "[1]",
+            "\udcff",
+        ],
+    )
+    def test_a_line_that_is_not_a_report_does_not_count(self, tmp_path, garbage):
+        folder = AttemptFolder(tmp_path)
+        text = f"{garbage}\n".encode(errors="surrogateescape")
+        folder.progress.write_bytes(text)
+        assert folder.read_progress() is None
+        folder.progress.write_bytes(b'{"work_done": 2}\n' + text)
+        report = folder.read_progress()
+        assert report is None or report.work_done == 2  # None: the garbage fills what is read
+
+
 class TestRebuilding:
     def test_a_stored_queue_decides_as_the_one_that_was_killed(self, tmp_path):
         setup = setup_of()
@@ -143,6 +166,27 @@ class TestRebuilding:
             assert again.entries[name] == entry
         ended = [Exited("long", 1, Exit(code=75))]
         assert again.handle(ended, 4.0).starts == queue.handle(ended, 4.0).starts
+        database.close()
+
+    @pytest.mark.parametrize("code", [-10, -15, 0, 1, 75, None])
+    @pytest.mark.parametrize("given", [Cancel("long"), submit("short", 2, work=1)])
+    def test_a_stored_stop_means_the_same_to_the_next_daemon(self, tmp_path, given, code):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        for inputs in ([submit("long", 2, work=1000)], [Began("long", 1)], [given]):
+            turn = queue.handle(inputs, queue.now_s + 1.0)
+            database.commit(segment.number, turn, queue.entries)
+        assert queue.entries["long"].status == "stopping"
+
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            again.repeat(instant.events)
+        ended = [Exited("long", 1, Exit(code=code))]
+        assert again.handle(ended, 9.0).events == queue.handle(ended, 9.0).events
+        assert again.entries == queue.entries
         database.close()
 
     def test_a_turn_is_stored_in_full_or_not_at_all(self, tmp_path):

@@ -16,9 +16,10 @@ from paceline.scheduler.job import Job
 from paceline.scheduler.placement import NodeDevices, Placement, Shape
 from paceline.scheduler.policies.choose import make_policies
 from paceline.scheduler.policies.fifo import Fifo
-from paceline.scheduler.rates.model import RateModel
+from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.rates.muri import LockstepSharing
 from paceline.scheduler.simulate.compare import fit_queue, simulate
+from paceline.scheduler.simulate.engine import Simulation, World
 from paceline.scheduler.simulate.scenario import MisjudgedRates, Scenario, make_world
 from paceline.scheduler.simulate.study import decision_lines, run_study, to_json, to_report
 
@@ -50,6 +51,26 @@ def test_first_in_first_out_by_hand():
     assert figures.jct_bound_s == pytest.approx(60)
     assert figures.makespan_bound_s == 100
     assert [(wait.devices, wait.mean_s) for wait in figures.waits] == [(1, 80), (4, 90), (8, 0)]
+
+
+def test_groups_of_nodes_of_one_type_are_numbered_on():
+    cluster = Cluster.of_text("v100=1x8,v100=2x4,1x2,1x1")
+    assert [node.name for node in cluster.nodes] == ["v100-0", "v100-1", "v100-2", "n0", "n1"]
+
+
+@pytest.mark.parametrize("submitted_s", [1e7, 1.7e9])
+def test_a_late_short_job_ends_although_the_clock_cannot_resolve_its_rest(submitted_s):
+    for number in range(50):
+        rate = 7.3 + number
+        rates = RateModel({"m": Profile(alone={"gpu": {1: rate}})})
+        only = Job(name="a", submitted_s=submitted_s, work=1.1 * rate, profile="m", start_s=0.3)
+        world = World(jobs=[only], cluster=Cluster.of_text("1x1"), rates=rates)
+        simulation = Simulation(world, Fifo(), rates)
+        for _ in range(100):
+            if not simulation.jobs_left:
+                break
+            simulation.step()
+        assert not simulation.jobs_left
 
 
 def test_the_same_scenario_gives_the_same_log_and_another_seed_another_one():

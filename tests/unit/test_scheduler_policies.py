@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from paceline.scheduler.cluster import Cluster, Node
-from paceline.scheduler.events import Preempt, Refuse, Start, Submitted
+from paceline.scheduler.decide import decide
+from paceline.scheduler.events import Ended, Measured, Preempt, Refuse, Start, Submitted
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies import POLICIES
@@ -216,6 +217,20 @@ def stage_rates():
     return RateModel(profiles, Interleaving(STAGES))
 
 
+def test_marble_parts_a_job_that_stands_still_from_its_neighbour():
+    rates = RateModel(
+        {"m": Profile(alone={"gpu": {1: 1.0}})},
+        PairTable({PairKey("gpu", 1, "m", "m"): 0.7}),
+    )
+    policy, state = Marble(share=True), State(Cluster.of_text("1x2"), rates)
+    submitted = [Submitted(at_s=0.0, job=job(name, 100, profile="m")) for name in "abc"]
+    decide(policy, state, submitted)
+    assert [other.name for other in state.running["c"].neighbours] == ["a"]
+    decide(policy, state, [Measured(at_s=2.0, name="c", work_done=0.0, rate=0.0)])
+    decide(policy, state, [Ended(at_s=3.0, name="b")])
+    assert state.running["c"].neighbours == []
+
+
 def test_muri_pairs_jobs_whose_stages_fit_and_only_if_devices_are_short():
     # cpu + gpu: a round of 5 s does both steps of 4 s each; two equal ones would need 7 s.
     jobs = [
@@ -262,6 +277,14 @@ def test_a_job_that_can_never_run_is_refused_with_the_reason(name):
     assert "9.0 GiB on each device, the largest has 8.0 GiB" in outcome.jobs["memory"].refused
     assert outcome.jobs["ok"].ended_s == 1
     assert sum(isinstance(d.action, Refuse) for d in outcome.decisions) == 3
+
+
+def test_a_type_with_rates_needs_the_devices_and_one_with_devices_the_rates():
+    rates = RateModel({"m": Profile(alone={"v100": {4: 1.0}})})
+    cluster = Cluster.of_text("v100=1x4,k80=1x8")
+    outcome = play(Fifo(), [job("m", 1, 8, profile="m"), job("b", 1)], cluster=cluster, rates=rates)
+    assert outcome.jobs["m"].refused == "its class 'm' was never measured on k80"
+    assert outcome.jobs["b"].ended_s == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -95,7 +95,7 @@ def test_a_tenant_over_its_quota():
     )
     assert why(state, policy, "b") == (
         "It needs 2 devices; 6 gpu free. "
-        "Tenant ann holds 2 of the 3 devices of its quota, and the job may take 2."
+        "Running jobs of tenant ann may take 2 of the 3 devices of its quota, and the job 2."
     )
 
 

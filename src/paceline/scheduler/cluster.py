@@ -104,6 +104,7 @@ class Cluster(Record):
         {'v100': 8, 'k80': 24}
         """
         nodes: list[Node] = []
+        named: Counter[str] = Counter()  # nodes so far, by type: groups of one type are numbered on
         for index, part in enumerate(text.split(",")):
             match = _GROUP.match(part.strip())
             if not match:
@@ -115,12 +116,14 @@ class Cluster(Record):
             device_type = match["type"] or "gpu"
             for number in range(int(match["nodes"])):
                 leaf = f"leaf{index}.{number // switch_nodes}" if switch_nodes else f"leaf{index}"
+                name = f"{device_type}-" if match["type"] else "n"
                 nodes.append(
                     Node(
-                        name=f"{device_type}-{number}" if match["type"] else f"n{number}",
+                        name=f"{name}{named[name]}",
                         device_type=device_type,
                         devices=int(match["devices"]),
                         switches=(leaf,),
                     )
                 )
+                named[name] += 1
         return cls(nodes=tuple(nodes))

@@ -32,6 +32,8 @@ from paceline.scheduler.local.records import Exit
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 _PROGRESS_BYTES = 4096
+# What a line of a progress file that is not a report can raise: it is the job's, not ours.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _FIX = "Free space on that file system, or make it writable again"
 
 
@@ -188,7 +190,7 @@ class AttemptFolder:
         except OSError:
             return None
         for line in reversed(lines):
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
+            with contextlib.suppress(*_UNREADABLE):
                 return _report(line)
         return None
 
@@ -197,7 +199,7 @@ def _report(line: bytes) -> ProgressReport:
     """Return a line of the progress file, ``{"work_done": 120, "rate": 3.5}``.
 
     Raises:
-        ValueError, TypeError, AttributeError: it is not one.
+        Exception: it is not one; one of `_UNREADABLE`.
     """
     if not line.endswith(b"\n"):
         raise ValueError

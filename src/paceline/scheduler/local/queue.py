@@ -154,7 +154,7 @@ class JobQueue:
         for entry in self.active:
             entry.wanted = None
             attempt = entry.attempt
-            if attempt and attempt.stop is Stop.CANCEL:
+            if attempt and attempt.stop == Stop.CANCEL:
                 continue
             if attempt and not attempt.stop and not same_devices:
                 entry.reason = "the queue's devices changed"
@@ -223,7 +223,7 @@ class JobQueue:
         yield Submitted(at_s=self.now_s, job=job)
 
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
-        if entry.ended or (entry.attempt and entry.attempt.stop is Stop.CANCEL):
+        if entry.ended or (entry.attempt and entry.attempt.stop == Stop.CANCEL):
             return
         entry.wanted = None
         entry.reason = "its user cancelled it"
@@ -265,14 +265,14 @@ class JobQueue:
         turn.ended.append(attempt)
         turn.changed[entry.name] = None
         how = _how(ended, entry.submission.grace_s)
-        if attempt.stop is Stop.CANCEL:
+        if attempt.stop == Stop.CANCEL:
             entry.exit_code = ended.code
             entry.reason = f"{entry.reason}; {how}"
             self._end(entry, JobStatus.CANCELLED, turn)
         elif ended.code == 0:
             entry.exit_code, entry.reason = 0, ""
             yield from self._finish(entry, JobStatus.DONE, turn)
-        elif attempt.stop is Stop.PREEMPT:
+        elif attempt.stop == Stop.PREEMPT:
             # Whatever it ended with: nobody knows what it would have come to without the stop.
             entry.reason = f"{entry.reason}; {how}"
             self._wait(entry, turn)

@@ -227,9 +227,10 @@ def _weight(candidate: Candidate, now_s: float, objective: Objective) -> float:
     job = candidate.job
     alone_s = candidate.alone_s
     weight: float = job.job.weight * candidate.left**-objective.alpha
-    if objective.patience and job.slot is None:
-        allowed_s = objective.patience * max(alone_s, 60.0)
-        weight *= max(1.0, (now_s - job.waiting_since_s) / allowed_s)
+    if objective.patience:
+        # What it waited counts while it runs, too: else it would be preempted as soon as it runs.
+        waited_s = job.waited_s + (now_s - job.waiting_since_s if job.slot is None else 0.0)
+        weight *= max(1.0, waited_s / (objective.patience * max(alone_s, 60.0)))
     if job.job.deadline_s is not None:
         slack_s = job.job.deadline_s - now_s - alone_s
         if 0 <= slack_s < alone_s:  # it can still be met, and not much longer

@@ -166,6 +166,7 @@ def never_fits(state: State, job: Job) -> str:
     most = max(inventory.total[kind] for kind in kinds)
     if most < fewest:
         return f"it needs {fewest} devices of one type, the cluster has {most}"
-    if all(state.rates.alone(job, Shape(kind, (fewest,), 0)) <= 0 for kind in kinds):
+    kinds = [kind for kind in kinds if inventory.total[kind] >= fewest]
+    if all(state.rates.alone(job, inventory.closest(kind, fewest)) <= 0 for kind in kinds):
         return f"its class '{job.profile}' was never measured on {' or '.join(kinds)}"
     return ""

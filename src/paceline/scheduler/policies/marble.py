@@ -260,7 +260,8 @@ class Marble:
             left = job.work_left(state.now_s)
             if fit is None or fit.rate <= job.rate:
                 continue
-            if left is None or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
+            stalled = job.rate <= 0
+            if stalled or left is None or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
                 yield Preempt(name=job.job.name, reason="it moves to devices of its own")
                 yield start(state, job, fit, reason="nobody waits for the free devices")
 

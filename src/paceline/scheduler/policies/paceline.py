@@ -114,10 +114,10 @@ class Paceline:
         """Return what keeps a waiting job from its devices, in words."""
         request = job.job
         if self._over_quota(state, job):
-            quota, held = self.quotas[request.tenant], self._held_by(state, request.tenant)
+            quota, counted_on = self.quotas[request.tenant], self._counted(state, request.tenant)
             return (
-                f"tenant {request.tenant} holds {held} of the {counted(quota, 'device')} of its "
-                f"quota, and the job may take {request.limits[1]}"
+                f"running jobs of tenant {request.tenant} may take {counted_on} of the "
+                f"{counted(quota, 'device')} of its quota, and the job {request.limits[1]}"
             )
         before = self._order.index(request.name) if request.name in self._order else None
         reservation = self._reservation
@@ -239,14 +239,12 @@ class Paceline:
         quota = self.quotas.get(job.job.tenant)
         if quota is None:
             return False
-        return self._held_by(state, job.job.tenant) + job.job.limits[1] > quota
+        return self._counted(state, job.job.tenant) + job.job.limits[1] > quota
 
-    def _held_by(self, state: State, tenant: str) -> int:
-        """Return the devices on which jobs of a tenant run."""
+    def _counted(self, state: State, tenant: str) -> int:
+        """Return the most devices that the running jobs of a tenant may take, as a plan counts."""
         return sum(
-            other.slot.shape.devices
-            for other in state.running.values()
-            if other.slot is not None and other.job.tenant == tenant
+            other.job.limits[1] for other in state.running.values() if other.job.tenant == tenant
         )
 
 

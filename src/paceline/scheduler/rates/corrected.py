@@ -33,7 +33,14 @@ _NOTICED = 0.01  # change of a factor that changes what should run
 class Learner(Protocol):
     """Rates that take reports of running jobs."""
 
-    def observe(self, job: Job, neighbours: Sequence[Job], shape: Shape, rate: float) -> bool:
+    def observe(
+        self,
+        job: Job,
+        neighbours: Sequence[Job],
+        shape: Shape,
+        rate: float,
+        work_done: float = 0.0,
+    ) -> bool:
         """Take a measured rate; return whether estimates changed noticeably."""
 
 
@@ -106,26 +113,37 @@ class CorrectedRates:
         """Return when `alone` changes by itself; see `Rates.constant_until`."""
         return self.estimates.constant_until(job, work_done)
 
-    def observe(self, job: Job, neighbours: Sequence[Job], shape: Shape, rate: float) -> bool:
+    def observe(
+        self,
+        job: Job,
+        neighbours: Sequence[Job],
+        shape: Shape,
+        rate: float,
+        work_done: float = 0.0,
+    ) -> bool:
         """Take a measured rate of a running job.
 
         Args:
             job: that reported.
             neighbours: on the same devices.
             shape: of its placement.
-            rate: units of work per second.
+            rate: units of work per second; a job that stands still says nothing of its class, and
+                is not counted.
+            work_done: units of work since its begin, on which the estimate may depend.
 
         Returns:
             Whether an estimate changed by more than 1 %.
         """
+        if rate <= 0:
+            return False
         if not neighbours:
-            estimated = self.estimates.alone(job, shape)
+            estimated = self.estimates.alone(job, shape, work_done)
             if estimated <= 0:
                 return False
             key = (job.profile, shape.device_type, shape.devices)
             factor = self._alone.setdefault(key, _Factor())
             return factor.move(rate / estimated, self.least_gain)
-        alone = self.alone(job, shape)
+        alone = self.alone(job, shape, work_done)
         estimated = alone * self.estimates.kept(job, neighbours, shape)
         if estimated <= 0:
             return False

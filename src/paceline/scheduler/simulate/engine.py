@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 # Within an instant, ends come first, so that their devices are free for what follows.
 _CHANGE, _RESTORE, _LOSE, _SUBMIT, _TIMER = range(5)
+_REACHED = 1e-9  # share of its work within which a job has reached its end
 _Play: TypeAlias = "Callable[..., Iterable[Event]]"
 
 
@@ -248,7 +250,7 @@ class Simulation:
         self._count(running, now_s)
         job = running.job
         assert job.work is not None
-        if running.work_done >= job.work * (1 - 1e-9):
+        if running.work_done >= job.work * (1 - _REACHED):
             self._remove(running, now_s)
             outcome = self.outcome.jobs[job.name]
             outcome.ended_s = now_s
@@ -362,4 +364,7 @@ class Simulation:
         at_s = running.counted_s + max(0.0, until - running.work_done) / running.rate
         if self.world.report_s:
             at_s = min(at_s, running.counted_s + self.world.report_s)
+        if at_s <= running.counted_s and until - running.work_done > _REACHED * job.work:
+            # Late in a long queue the clock does not resolve what is left of a short job.
+            at_s = math.nextafter(running.counted_s, math.inf)
         self._push(at_s, _CHANGE, self._change, running, running.version)

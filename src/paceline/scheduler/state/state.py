@@ -62,6 +62,7 @@ class JobState:
         work_done, attained_s: units of work, and seconds times devices, up to `counted_s`.
         counted_s: up to when progress is counted; later than now while the job starts.
         waiting_since_s: when it was submitted or stopped last.
+        waited_s: seconds that it waited before its last start, all waits together.
         starts: how often it was started.
         reason: why it stopped last, in words.
     """
@@ -73,6 +74,7 @@ class JobState:
     attained_s: float = 0.0
     counted_s: float = 0.0
     waiting_since_s: float = 0.0
+    waited_s: float = 0.0
     starts: int = 0
     reason: str = ""
 
@@ -214,7 +216,9 @@ class State:
     def _learn(self, job: JobState, rate: float) -> None:
         slot = job.slot
         if slot is not None and isinstance(self.rates, Learner):
-            self.learned += self.rates.observe(job.job, job.neighbours, slot.shape, rate)
+            self.learned += self.rates.observe(
+                job.job, job.neighbours, slot.shape, rate, job.work_done
+            )
 
     def _start(self, job: JobState, parts: Parts) -> None:
         slot = self.slots.get(parts)
@@ -229,6 +233,7 @@ class State:
         self.running[job.job.name] = job
         slot.jobs[job.job.name] = job
         job.slot = slot
+        job.waited_s += self.now_s - job.waiting_since_s
         job.counted_s = self.now_s + (job.job.restart_s if job.starts else job.job.start_s)
         job.starts += 1
         self._set_rates(slot)
