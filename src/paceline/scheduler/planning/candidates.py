@@ -61,7 +61,7 @@ class Objective:
     alpha: float = 0.2
     critical_from: float = 0.7
     critical_power: float = 2.0
-    patience: float = 20.0
+    patience: float = 50.0
     amortise_s: float = 5000.0
     caution: float = 3.0
     unknown_s: float = 1200.0
