@@ -1,3 +1,7 @@
+from dataclasses import replace
+
+import pytest
+
 from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.job import Job
 from paceline.scheduler.policies.paceline import Paceline
@@ -70,3 +74,23 @@ def test_jobs_that_can_be_preempted_make_way_for_a_wide_one():
     outcome = played([*small_jobs(preemptible=True), wide])
     assert outcome.jobs["wide"].ended_s is not None
     assert all(job.ended_s is not None for job in outcome.jobs.values())
+
+
+@pytest.mark.parametrize("preemptible", [True, False])
+def test_a_reservation_comes_true_among_jobs_of_both_kinds(preemptible):
+    """Jobs that can be preempted leave when its moment has come, until it has ended."""
+    small = [
+        replace(job, preemptible=number % 2 == 0, submitted_s=30.0 * number)
+        for number, job in enumerate(small_jobs(preemptible=True))
+    ]
+    wide = Job(name="wide", submitted_s=100.0, devices=4, work=500.0, preemptible=preemptible)
+    outcome = played([*small, wide])
+    ended = outcome.jobs["wide"]
+    assert ended.starts == 1
+    assert ended.started_s - 100.0 < 300.0
+    waits_s = [
+        job.started_s - job.job.submitted_s
+        for job in outcome.jobs.values()
+        if job.job.name != "wide" and not job.job.preemptible
+    ]
+    assert max(waits_s) < 2000.0

@@ -12,7 +12,7 @@ at that moment::
              1 | ddd|      |WWWWWWWW      e, which would last longer, waits
                now        at_s
 
-Jobs that can be preempted start at will: they leave when the moment comes.
+Jobs that can be preempted start at will: they leave when the moment comes (`put_first`).
 Source: D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995 (EASY backfill).
 """
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from paceline.scheduler.planning.candidates import Candidate
     from paceline.scheduler.state.state import Slot, State
+
+_FIRST = 1.01  # of the highest value of a device to any other job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ def reserve(
 ) -> Reservation | None:
     """Return the reservation of the job that has waited longest of those kept out, or None.
 
-    A job that has one keeps it until it runs.
+    A job that has one keeps it to its end: one that can be preempted would lose its devices again.
 
     Args:
         state: for the time.
@@ -65,7 +67,7 @@ def reserve(
         before: the reservation so far.
     """
     waiting = [candidate for candidate in candidates if candidate.job.slot is None]
-    kept_out = [c for c in waiting if before is not None and c.job.job.name == before.name] or [
+    kept_out = [c for c in candidates if before is not None and c.job.job.name == before.name] or [
         candidate
         for candidate in waiting
         if all(option.devices > capacity[option.device_type] for option in candidate.options)
@@ -102,6 +104,22 @@ def let_in(
             spare -= devices
             allowed.append(candidate)
     return allowed
+
+
+def put_first(candidates: Sequence[Candidate], reservation: Reservation, now_s: float) -> None:
+    """Make a job the most valuable of all when the moment of its reservation has come.
+
+    Otherwise jobs that can be preempted would keep it out, and it those that cannot.
+    """
+    if reservation.at_s > now_s:
+        return
+    highest = max(candidate.density for candidate in candidates)
+    for candidate in candidates:
+        if candidate.job.job.name == reservation.name:
+            factor = _FIRST * highest / candidate.density
+            candidate.weight *= factor
+            candidate.values = tuple(value * factor for value in candidate.values)
+            candidate.moved = tuple(value * factor for value in candidate.moved)
 
 
 def _kinds(candidate: Candidate) -> list[str]:

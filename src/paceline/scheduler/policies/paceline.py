@@ -40,7 +40,7 @@ from paceline.scheduler.planning.candidates import (
     candidates_of,
 )
 from paceline.scheduler.planning.realisation import Realisation, movable
-from paceline.scheduler.planning.reservation import Reservation, let_in, reserve
+from paceline.scheduler.planning.reservation import Reservation, let_in, put_first, reserve
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
 from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
 
@@ -151,6 +151,7 @@ class Paceline:
         self._reservation = reserve(state, candidates, capacity, pinned, self._reservation)
         if self._reservation is not None:
             candidates = let_in(candidates, self._reservation, state.now_s)
+            put_first(candidates, self._reservation, state.now_s)
         assignment = assign(candidates, capacity)
         most = min(self.sharing, state.rates.most_sharing)
         groups = GroupFormer(candidates, state.rates, most, state.inventory, self.least_gain).form(
