@@ -4,6 +4,7 @@
     tabular  a perceptron, its data in memory: computes all the time
     remote   a perceptron whose batches come from a slow storage: waits half of the time
     stream   a convolutional net whose batches come from a slower one: waits most of the time
+    start    to be measured alone: each step starts and ends a job
 
 What a queue asks of a job is done as in `examples/queue_job.py`. With `--measure` the job says when
 it is ready, reads BEGIN and END (of the monotonic clock) from stdin, trains from then to then, and
@@ -18,7 +19,9 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +32,6 @@ from torch import nn
 TRY_AGAIN = 75
 REPORT_S = 1.0
 RATE = 0.1
-WARM = 5  # steps before a measurement
 BLOCKS = 8  # of a batch: a step is as long as several timeslices, as that of a real training
 
 
@@ -57,14 +59,14 @@ KINDS = {
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=[*KINDS, "start"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--measure", action="store_true")
     options = parser.parse_args()
     asked_to_stop = []
     signal.signal(signal.SIGUSR1, lambda *_: asked_to_stop.append(True))
     torch.set_num_threads(1)
-    job = Training(KINDS[options.kind])
+    job = Starts() if options.kind == "start" else Training(KINDS[options.kind])
     if options.measure:
         measure(job)
         return 0
@@ -90,6 +92,8 @@ def main():
 
 class Training:
     """A net, trained by plain gradient descent, and the steps behind it."""
+
+    warm = 5  # steps before a measurement
 
     def __init__(self, kind):
         torch.manual_seed(0)
@@ -128,6 +132,23 @@ class Training:
             self.step = state["step"]
 
 
+class Starts:
+    """Starts of jobs that do nothing, counted as steps."""
+
+    warm = 1
+
+    def __init__(self):
+        self.step = 0
+
+    def train(self):
+        """Start a job, and wait for its end."""
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "tabular", "--steps", "0"]
+            environ = {**os.environ, "PACELINE_QUEUE_FOLDER": folder}
+            subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=True)
+        self.step += 1
+
+
 def convolutional():
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1),
@@ -161,7 +182,7 @@ def report(step, steps_per_s):
 
 def measure(job):
     """Train between two given moments; print the steps per second and the share of a core."""
-    for _ in range(WARM):
+    for _ in range(job.warm):
         job.train()
     print("ready", flush=True)
     begin_s, end_s = map(float, sys.stdin.readline().split())
