@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from paceline.scheduler.placement import Shape
 from paceline.scheduler.rates.curve import PRIORS, Curve
 from paceline.scheduler.rates.sharing import (
     Interleaving,
+    MeasuredPairs,
     PairKey,
     PairTable,
     ResourceVectors,
@@ -121,6 +123,18 @@ def test_pairs_that_were_not_measured_do_not_share():
     assert table.kept(a, [b], ONE) == 0.7
     assert table.kept(b, [a], ONE) == 0.0
     assert table.kept(a, [b, b], ONE) == 0.0
+
+
+def test_measured_pairs_go_before_the_estimate_but_not_before_memory():
+    used = {"a": (0.5,), "b": (0.5,)}
+    model = MeasuredPairs({"a": {"b": 0.6}}, ResourceVectors(used, {"v100": 16 << 30}, most=3))
+    a = Job(name="1", profile="a", memory_bytes=9 << 30)
+    b = Job(name="2", profile="b", memory_bytes=6 << 30)
+    assert model.kept(a, [b], ONE) == 0.6
+    assert model.kept(b, [a], ONE) == pytest.approx(0.95)  # not measured
+    assert model.kept(b, [b, b], ONE) == 0  # 18 GiB
+    assert model.kept(a, [], ONE) == 1
+    assert model.kept(a, [replace(b, memory_bytes=8 << 30)], ONE) == 0
 
 
 @given(st.floats(1e6, 1e9), st.floats(0.01, 1), st.integers(2, 64))

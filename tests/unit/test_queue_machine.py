@@ -10,7 +10,7 @@ from paceline.scheduler.local.daemon import make_queue
 from paceline.scheduler.local.database import Database, Setup, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
-from paceline.scheduler.local.rates import MeasuredRates
+from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
 from paceline.scheduler.local.records import Exit, Stop
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
@@ -276,3 +276,18 @@ class TestPaths:
         paths = queue_paths(None, environ)
         assert paths.database == tmp_path / "paceline" / "queue" / "queue.db"
         assert str(paths.socket) == "/run/user/1/paceline-queue.sock"
+
+
+class TestMeasuredSharing:
+    @pytest.mark.parametrize(("kept", "shares"), [(0.9, True), (0.5, False)])
+    def test_a_measured_pair_decides_and_not_what_both_use(self, kept, shares):
+        used = {"a": (1.0,) if shares else (0.1,)}  # by itself it would say the opposite
+        sharing = MeasuredSharing(used=used, pairs={"a": {"a": kept}}, most=2)
+        setup = setup_of("paceline", devices=1)
+        queue = make_queue(setup._replace(rates=MeasuredRates(sharing=sharing)))
+        queue.handle([submit(name, work=100, profile="a") for name in ("1", "2")], now_s=0.0)
+        assert (len(queue.live()) == 2) is shares
+
+    def test_a_share_above_one_is_refused(self):
+        with pytest.raises(ConfigError, match=r"keeps 1\.5 of its rate beside 'b'"):
+            MeasuredSharing(pairs={"a": {"b": 1.5}})

@@ -2,7 +2,8 @@
 
 rates.csv       units of work per second by profile, device type and number of devices, as
 `queue simulate` reads them (docs/reference/queue-csv.md)
-sharing.json    {"version": 1, "most": 2, "used": {"digits": [0.6, 0.3]}}
+sharing.json    {"version": 1, "most": 2, "used": {"digits": [0.6, 0.3]},
+                 "pairs": {"digits": {"digits": 0.8}}}
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.core.files import read_text
 from paceline.core.record import Record
 from paceline.scheduler.formats.queue_csv import read_rates
 from paceline.scheduler.rates.model import Profile, RateModel
-from paceline.scheduler.rates.sharing import ResourceVectors
+from paceline.scheduler.rates.sharing import MeasuredPairs, ResourceVectors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,17 +31,27 @@ class MeasuredSharing(Record):
     Attributes:
         used: fractions of a device's resources (compute, memory bandwidth, ...) that a job of a
             profile uses; a job of a profile that is missing here fills its devices.
+        pairs: share of its rate that a job of the first profile keeps beside one of the second,
+            where both were measured together; other groups are estimated by what they use.
         most: jobs on one set of devices; 1: none share.
         interference: share of its rate that a job loses to each neighbour in any case.
     """
 
     used: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    pairs: dict[str, dict[str, float]] = field(default_factory=dict)
     most: int = 1
     interference: float = 0.05
 
     def __post_init__(self) -> None:
         if self.most < 1:
             raise ConfigError(f"{self.most} jobs share devices", fix="Give at least 1")
+        for profile, kept_beside in self.pairs.items():
+            for neighbour, kept in kept_beside.items():
+                if not 0 <= kept <= 1:
+                    raise ConfigError(
+                        f"a job of '{profile}' keeps {kept} of its rate beside '{neighbour}'",
+                        fix="Give a share between 0 (they must not share) and 1",
+                    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +85,7 @@ class MeasuredRates(Record):
             most=self.sharing.most,
             interference=self.sharing.interference,
         )
-        return RateModel(profiles, vectors)
+        return RateModel(profiles, MeasuredPairs(self.sharing.pairs, vectors))
 
 
 def read_measured(rates: Path | None, sharing: Path | None) -> MeasuredRates:

@@ -1,14 +1,15 @@
 """What jobs keep of their rates when they run on the same devices.
 
-Three ways to know it, from the best to the weakest:
+Ways to know it, from the best to the weakest:
 
-* `PairTable`: both were measured together, by class and device type.
+* `PairTable`: both were measured together, by class and device type; `MeasuredPairs` is the same
+  for devices of one type, and estimates other groups.
 * `Interleaving`: each step is a sequence of stages on different resources (storage, CPU, device,
   network); jobs take turns, and a round lasts as long as its busiest stages.
 * `ResourceVectors`: each job uses a fraction of each resource of a device; where the sum exceeds
   one, all are slowed by it.
 
-Memory is a hard limit in all three: where the sum does not fit, nothing is kept.
+Memory is a hard limit in all: where the sum does not fit, nothing is kept.
 """
 
 from __future__ import annotations
@@ -180,3 +181,29 @@ class ResourceVectors:
         ]
         kept = max(0.0, 1 - self.interference * len(neighbours))
         return kept / max(1.0, *loads)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPairs:
+    """Pairs that were measured together on devices of one type, and an estimate of other groups.
+
+    Attributes:
+        factors: share of its rate that the first profile keeps beside the second.
+        estimate: of groups that were not measured; where it says that memory does not suffice,
+            a measurement does not count.
+    """
+
+    factors: Mapping[str, Mapping[str, float]]
+    estimate: ResourceVectors
+
+    @property
+    def most(self) -> int:
+        """The most jobs on one set of devices."""
+        return self.estimate.most
+
+    def kept(self, job: Job, neighbours: Sequence[Job], shape: Shape) -> float:
+        """Return the measured share of a pair, or the estimate."""
+        estimate = self.estimate.kept(job, neighbours, shape)
+        if len(neighbours) != 1 or not estimate:
+            return estimate
+        return self.factors.get(job.profile, {}).get(neighbours[0].profile, estimate)
