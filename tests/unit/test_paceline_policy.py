@@ -2,13 +2,14 @@
 
 import pytest
 
-from paceline.scheduler.cluster import Cluster
+from paceline.scheduler.cluster import Cluster, Level, Node
 from paceline.scheduler.decide import decide
 from paceline.scheduler.events import Ended, Submitted, Timer
 from paceline.scheduler.job import Job
 from paceline.scheduler.planning.candidates import Objective
 from paceline.scheduler.policies.paceline import Paceline
 from paceline.scheduler.rates.model import Profile, RateModel
+from paceline.scheduler.rates.topology import Exchange
 from paceline.scheduler.simulate.engine import Simulation, World
 from paceline.scheduler.state.state import State
 
@@ -45,3 +46,53 @@ def test_plan_and_backfill_count_a_quota_alike(preemptible):
     decide(policy, state, [Timer(at_s=161.0)])
     held = {name: job.slot.shape.devices for name, job in state.running.items()}
     assert held == {"a": 6}
+
+
+def test_a_gang_wider_than_a_switch_starts_where_nothing_is_closer():
+    """Devices of two switches are scattered, but the closest that so many can be."""
+    exchange = {"gpu": Exchange(message_bytes=1e9, compute_s=0.1, overlap=0.0)}
+    profile = Profile(alone={"gpu": {16: 1.0}}, exchange=exchange)
+    levels = (
+        Level(name="node", bandwidth_bytes_per_s=1e11),
+        Level(name="leaf", bandwidth_bytes_per_s=1e10),
+        Level(name="spine", bandwidth_bytes_per_s=1e9),
+    )
+    nodes = tuple(
+        Node(name=f"n{i}", device_type="gpu", devices=8, switches=(f"leaf{i}", "spine"))
+        for i in range(2)
+    )
+    rates = RateModel({"wide": profile}, levels=levels)
+    gang = Job(name="gang", devices=16, profile="wide", work=100.0)
+    world = World(jobs=[gang], cluster=Cluster(nodes=nodes, levels=levels), rates=rates)
+    assert Simulation(world, Paceline(), rates).run().jobs["gang"].started_s == 0.0
+
+
+def test_jobs_on_scattered_devices_stay_where_distance_costs_nothing():
+    jobs = [
+        Job(name="a", devices=3, work=100.0, preemptible=False),
+        Job(name="b", devices=3, work=300.0, preemptible=False),
+        Job(name="c", submitted_s=1.0, devices=2, work=1000.0, restart_s=600.0),
+    ]
+    world = World(jobs=jobs, cluster=Cluster.of_text("2x4"), rates=PLAIN)
+    assert Simulation(world, Paceline(), PLAIN).run().jobs["c"].starts == 1
+
+
+class WiderLater:
+    """Rates of a job that gains nothing by a second device before half of its work is done."""
+
+    most_sharing = 1
+
+    def alone(self, job, shape, work_done=0.0):
+        return float(shape.devices) if work_done >= 50.0 else 1.0
+
+    def kept(self, job, neighbours, shape):
+        return 0.0 if neighbours else 1.0
+
+    def constant_until(self, job, work_done):
+        return 50.0 if work_done < 50.0 else float("inf")
+
+
+def test_a_job_alone_grows_when_its_progress_makes_more_devices_pay():
+    job = Job(name="a", devices=1, max_devices=2, work=100.0)
+    world = World(jobs=[job], cluster=Cluster.of_text("1x2"), rates=WiderLater())
+    assert Simulation(world, Paceline(), WiderLater()).run().jobs["a"].ended_s == 75.0

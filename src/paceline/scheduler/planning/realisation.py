@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.events import Action
     from paceline.scheduler.placement import Shape
     from paceline.scheduler.state.inventory import Parts
-    from paceline.scheduler.state.state import Slot
+    from paceline.scheduler.state.state import JobState, Slot
 
 _SCATTERED = 0.5  # of the rate close together: with less, a job waits for better devices
 
@@ -138,11 +138,23 @@ class Realisation:
         return kept
 
     def _improves(self, slot: Slot) -> bool:
-        """Return whether jobs on scattered devices would now find some that are close together."""
-        inventory, shape = self.state.inventory, slot.shape
-        if shape.level <= inventory.closest(shape.device_type, shape.devices).level:
+        """Return whether free devices close together would pay for a move from scattered ones."""
+        closest = self.state.inventory.closest(slot.shape.device_type, slot.shape.devices)
+        if (
+            slot.shape.level <= closest.level
+            or self._close(slot.shape.device_type, closest.devices) is None
+        ):
             return False
-        return self._close(shape.device_type, shape.devices) is not None
+        return all(self._pays_to_move(job, slot.shape, closest) for job in slot.jobs.values())
+
+    def _pays_to_move(self, job: JobState, here: Shape, there: Shape) -> bool:
+        """Return whether a job gains more than two restarts by other devices alone."""
+        work_done, left = job.work_done_at(self.state.now_s), job.work_left(self.state.now_s)
+        now = self.state.rates.alone(job.job, here, work_done)
+        then = self.state.rates.alone(job.job, there, work_done)
+        if now <= 0 or then <= now:
+            return then > now
+        return left is None or left / now - left / then > 2 * job.job.restart_s
 
     def _vacate(self, group: JobGroup) -> Generator[Action, None, list[JobGroup]]:
         """Preempt small jobs from the nodes that they leave soonest empty; return their groups."""

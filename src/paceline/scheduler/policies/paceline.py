@@ -17,6 +17,7 @@ is; the others are planned around it, and a wide job that such jobs keep out get
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -87,11 +88,14 @@ class Paceline:
     _order: list[str] = field(default_factory=list)
     _options: Options = field(default_factory=Options)
     _reservation: Reservation | None = None
+    _learned: int = 0
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
         yield from self._refuse(state, events)
         self._changed |= any(not isinstance(event, Measured | Started) for event in events)
+        if self._rates_changed(state, events):
+            self._changed, self._settled = True, False
         if self._settled:
             yield from self._start_at_best(state, events)
         if self._settled:
@@ -127,10 +131,22 @@ class Paceline:
                 f"{reservation.at_s - state.now_s:.0f} s, and it would not end before"
             )
         if before is None:
-            return f"the next plan, in at most {self.plan_s:.0f} s, decides about it"
+            return (
+                "it waits for devices that are close together, or for the next plan, in at most "
+                f"{self.plan_s:.0f} s"
+            )
         return (
             f"{counted(before, 'waiting job')} before it by what a second of progress on a device "
             "is worth"
+        )
+
+    def _rates_changed(self, state: State, events: Sequence[Event]) -> bool:
+        """Return whether reports changed what jobs could do: by learning, or by their progress."""
+        learned, self._learned = state.learned > self._learned, state.learned
+        return learned or any(
+            state.rates.constant_until(job.job, 0.0) != math.inf
+            for event in events
+            if isinstance(event, Measured) and (job := state.running.get(event.name))
         )
 
     def _refuse(self, state: State, events: Sequence[Event]) -> Iterator[Action]:

@@ -54,6 +54,7 @@ class Inventory:
         }
         depth = max(len(node.switches) for node in cluster.nodes)
         self._depth = depth
+        self._most_below = {kind: self._most_devices(kind) for kind in self.free}
         self._whole: list[dict[str, dict[str, dict[int, None]]]] = [
             {kind: {} for kind in self.free} for _ in range(depth)
         ]
@@ -151,7 +152,13 @@ class Inventory:
 
     def closest(self, device_type: str, devices: int) -> Shape:
         """Return the shape of devices as close together as they can be when all are free."""
-        return close_together(device_type, devices, self.largest_node[device_type])
+        shape = close_together(device_type, devices, self.largest_node[device_type])
+        if shape.level == 0:
+            return shape
+        for level, most in enumerate(self._most_below[device_type], 1):
+            if devices <= most:
+                return shape._replace(level=level)
+        return shape._replace(level=self._depth + 1 if self._depth else 1)
 
     def devices(self, parts: Parts) -> tuple[NodeDevices, ...]:
         """Return the devices by name of their node."""
@@ -170,6 +177,18 @@ class Inventory:
         """Return the largest number of free devices on one node of a type."""
         buckets = self._buckets.get(device_type, [])
         return max((count for count, nodes in enumerate(buckets) if nodes), default=0)
+
+    def _most_devices(self, device_type: str) -> list[int]:
+        """Return the most devices of a type below one switch, for each level from the nearest."""
+        most = []
+        for level in range(self._depth):
+            below: dict[str, int] = {}
+            for node in self.nodes:
+                if node.device_type == device_type and level < len(node.switches):
+                    switch = node.switches[level]
+                    below[switch] = below.get(switch, 0) + node.devices
+            most.append(max(below.values(), default=0))
+        return most
 
     def _level(self, parts: Parts) -> int:
         if len(parts) == 1:
