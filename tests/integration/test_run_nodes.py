@@ -12,9 +12,10 @@ from paceline.runs.folder import RunFolder
 
 TRAIN = SCRIPTS / "train.py"
 PLACE = """
-import os
+import os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-print(*(os.environ[name] for name in names))
+# One write: where PYTHONUNBUFFERED is set, print writes each piece by itself, and ranks share a pipe.
+sys.stdout.write(" ".join(os.environ[name] for name in names) + "\\n")
 """
 
 
