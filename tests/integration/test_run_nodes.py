@@ -14,7 +14,7 @@ TRAIN = SCRIPTS / "train.py"
 PLACE = """
 import os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-# One write: where PYTHONUNBUFFERED is set, print writes each piece by itself, and ranks share a pipe.
+# One write: under PYTHONUNBUFFERED print writes piece by piece, and ranks share a pipe.
 sys.stdout.write(" ".join(os.environ[name] for name in names) + "\\n")
 """
 
