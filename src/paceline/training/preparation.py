@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Engine = Literal["ddp", "allreduce", "sharded", "root"]
 _HEAP_SLACK = 1 << 20
+_FORM_S = 300.0  # the longest wait for a rank that has not called `prepare`
 _calls = itertools.count()  # all ranks call `prepare` equally often: each call has keys of its own
 
 
@@ -82,21 +83,19 @@ def prepare(
     Raises:
         UsageError: the ranks' models differ, or the optimizer has other parameters.
     """
-    ranks = find_ranks(group)
+    ranks = find_ranks(model, group)
     _check_parameters(model, optimizer)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     if plan is not None:
         sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
     wrapped: nn.Module
     if engine == "ddp":
         wrapped = model if ranks.size == 1 else _distributed(model, ranks, sizes)
     else:
-        heap = _form_heap(model, ranks) if engine == "allreduce" else None
-        on_one_host = heap is not None
-        overlaps = not on_one_host if overlap is None else overlap
+        overlaps = ranks.heap is None if overlap is None else overlap
         wrapped = DataParallel(
             model,
-            Ranks(ranks.group, ranks.rank, ranks.size, heap),
+            ranks,
             mode=engine,
             overlap_gradients=overlaps,
             overlap_parameters=overlaps,
@@ -108,11 +107,19 @@ def prepare(
     return Prepared(wrapped, optimizer, ranks.rank, ranks.size)
 
 
-def find_ranks(group: Any = None) -> Ranks:
-    """Return the ranks of a process group, or one rank where there is none."""
+def find_ranks(model: nn.Module, group: Any = None) -> Ranks:
+    """Return the ranks of a process group, or one rank where there is none.
+
+    Every rank calls this. Where all share a host, they get shared memory for the model's gradients.
+
+    Args:
+        model: that they will train.
+        group: a process group in place of the default one.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 0, 1, None)
-    return Ranks(group, dist.get_rank(group), dist.get_world_size(group), None)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return Ranks(group, rank, size, _form_heap(model, group or dist.group.WORLD, rank, size))
 
 
 def _distributed(model: nn.Module, ranks: Ranks, sizes: dict[str, int]) -> nn.Module:
@@ -128,19 +135,15 @@ def _distributed(model: nn.Module, ranks: Ranks, sizes: dict[str, int]) -> nn.Mo
     )
 
 
-def _form_heap(model: nn.Module, ranks: Ranks) -> TensorHeap | None:
+def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap | None:
     """Return shared memory with room for the gradients, where all ranks are on one host."""
-    group = ranks.group or dist.group.WORLD
-    if ranks.size == 1 or group is None:
-        return None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if any(parameter.device.type != "cpu" for parameter in parameters):
+    if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
         return None
     store = dist.PrefixStore(f"training/{next(_calls)}", group.get_group_store())
-    timeout_s = 300.0
     # Twice: new buckets are made beside the old ones.
-    needed = 2 * bytes_of_buckets(parameters, ranks.size) + _HEAP_SLACK
-    return TensorHeap.form(store, ranks.rank, ranks.size, needed, timeout_s)
+    needed = 2 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
+    return TensorHeap.form(store, rank, size, needed, _FORM_S)
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

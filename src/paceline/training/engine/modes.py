@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
     from paceline.training.engine.buckets import Bucket
 
+# Torch renamed both after 2.12.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 ModeName = Literal["allreduce", "sharded", "root"]
 
 
@@ -196,7 +200,7 @@ class Sharded:
 
     def reduce(self, bucket: Bucket) -> Any:
         """Sum the gradients of all ranks, of each part on its rank."""
-        return dist.reduce_scatter_tensor(
+        return _reduce_scatter(
             self._own_gradients[bucket.number],
             bucket.gradients,
             group=self._ranks.group,
@@ -215,7 +219,7 @@ class Sharded:
         flat = self._flat[bucket.number]
         length = flat.numel() // self._ranks.size
         own = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
-        return dist.all_gather_into_tensor(flat, own, group=self._ranks.group, async_op=True)
+        return _all_gather(flat, own, group=self._ranks.group, async_op=True)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer update this rank's slices, with the settings of their parameters.
