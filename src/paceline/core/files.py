@@ -10,7 +10,7 @@ from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import NotFound, StorageError, reason, storage_errors
+from paceline.core.errors import CorruptData, NotFound, StorageError, reason, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -190,18 +190,17 @@ def read_text(path: Path) -> str:
     Raises:
         NotFound: there is no such file.
         StorageError: it is there but cannot be read.
+        CorruptData: it is not UTF-8.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotFound("no such file", where=str(path), fix="Check the path") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise StorageError(
-            "cannot read",
-            where=str(path),
-            why=str(problem),
-            fix="Check that it is a text file that you may read",
-        ) from problem
+    with storage_errors("cannot read", where=path, fix="Check that it is a file you may read"):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFound("no such file", where=str(path), fix="Check the path") from None
+        except UnicodeDecodeError as problem:
+            raise CorruptData(
+                "not a text file", where=str(path), why=str(problem), fix="Name a file of UTF-8"
+            ) from None
 
 
 def _partial(path: Path) -> Path:
