@@ -20,7 +20,7 @@ from paceline.scheduler.policies.srtf import ShortestRemaining
 from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.rates.sharing import PairKey, PairTable
 from paceline.scheduler.simulate.engine import Simulation, World
-from paceline.scheduler.simulate.metrics import best_alone_s, metrics
+from paceline.scheduler.simulate.metrics import alone_times_s, metrics
 from paceline.scheduler.simulate.synthetic import (
     CLASSES,
     FAST_LEVELS,
@@ -309,7 +309,7 @@ def test_a_start_names_the_job_that_it_was_preferred_to():
 def test_the_bound_counts_the_whole_cluster_of_an_elastic_job():
     rates = RateModel({"m": Profile(alone={"gpu": {1: 1.0, 6: 6.0}})})
     wide = job("a", 60, 1, max_devices=16, profile="m")
-    assert best_alone_s(wide, Cluster.of_text("1x6"), rates) == pytest.approx(10)
+    assert alone_times_s([wide], Cluster.of_text("1x6"), rates) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("seed", range(2))

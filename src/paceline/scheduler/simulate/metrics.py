@@ -90,11 +90,6 @@ def alone_times_s(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> NDArra
     return np.array([_best_alone_s(job, counts, largest, rates) for job in jobs], float)
 
 
-def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds that a job takes alone; `alone_times_s` is faster for many jobs."""
-    return float(alone_times_s([job], cluster, rates)[0])
-
-
 def _best_alone_s(
     job: Job, counts: Mapping[str, int], largest: Mapping[str, int], rates: Rates
 ) -> float:
