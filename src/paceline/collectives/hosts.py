@@ -15,17 +15,16 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import DeadlineExceeded, PacelineError, UsageError, first_line
+from paceline.core.processes import boot_id
 from paceline.native import HostSegment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _LOG = logging.getLogger(__name__)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class KeyValueStore(Protocol):
@@ -55,7 +54,7 @@ class SegmentAddress:
     def of(segment: HostSegment) -> SegmentAddress:
         """Return the address of this process's segment, whose descriptor is open."""
         return SegmentAddress(
-            boot_id=_BOOT_ID.read_text().strip(),
+            boot_id=boot_id(),
             user=os.getuid(),
             process=os.getpid(),
             descriptor=segment.descriptor,
@@ -78,8 +77,7 @@ class SegmentAddress:
             OSError: it cannot be opened from this process.
             ValueError: another process has that id, or that descriptor is another file.
         """
-        own_boot_id = _BOOT_ID.read_text().strip()
-        if (self.boot_id, self.user) != (own_boot_id, os.getuid()):
+        if (self.boot_id, self.user) != (boot_id(), os.getuid()):
             raise ValueError("another host or user")
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         return HostSegment.open(path, bytes.fromhex(self.nonce))
