@@ -10,10 +10,17 @@ from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import CorruptData, NotFound, StorageError, reason, storage_errors
+from paceline.core.errors import (
+    CorruptData,
+    DestinationExists,
+    NotFound,
+    StorageError,
+    reason,
+    storage_errors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -157,6 +164,27 @@ def write_all_at(descriptor: int, data: bytes | bytearray | memoryview, position
 def commit_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8; see `commit_bytes`. Bytes of paths that are not UTF-8 are escaped."""
     commit_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def check_replaceable(
+    path: Path, is_same_kind: Callable[[Path], bool], *, what: str, fix: str
+) -> None:
+    """See that writing to the `path` that the user named replaces at most a file of one kind.
+
+    Args:
+        path: the destination.
+        is_same_kind: whether a file there may be replaced.
+        what: the kind, for example "a report".
+        fix: what the user can do about another file.
+
+    Raises:
+        DestinationExists: something else is there.
+        NotFound: the folder to write to is not there.
+    """
+    if path.exists() and not (path.is_file() and is_same_kind(path)):
+        raise DestinationExists(f"will not overwrite what is not {what}", where=str(path), fix=fix)
+    if not path.parent.is_dir():
+        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
 
 
 def prepare_file(path: Path) -> None:
