@@ -272,10 +272,7 @@ def _most_late_rank(trace: Trace, skew_s: np.ndarray) -> int | None:
 
 def mean_of(rank_phases: tuple[RankPhases, ...]) -> Breakdown:
     """Return the seconds of all steps by phase, the mean over ranks."""
-    total = Breakdown()
-    for rank in rank_phases:
-        total += rank.breakdown()
-    return total.scaled(1 / max(1, len(rank_phases)))
+    return Breakdown.mean([rank.breakdown() for rank in rank_phases])
 
 
 def modelled_s(

@@ -84,10 +84,12 @@ def summary_line(result: RunResult, run: Path) -> str:
 
 def mean_breakdown(result: RunResult) -> Breakdown:
     """Return the seconds of a run by phase, as the mean over its ranks."""
-    total = Breakdown()
-    for rank in result.ranks:
-        total += Breakdown(**{phase.name: phase.measured_s for phase in rank.phases})
-    return total.scaled(1 / max(1, len(result.ranks)))
+    return Breakdown.mean(
+        [
+            Breakdown(**{phase.name: phase.measured_s for phase in rank.phases})
+            for rank in result.ranks
+        ]
+    )
 
 
 def verdict(
