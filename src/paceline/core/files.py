@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def commit_bytes(path: Path, data: bytes) -> None:
@@ -88,7 +88,7 @@ def require_space(path: Path, least_bytes: int, most_bytes: int, *, what: str, f
             why=f"{_size(least_bytes)} are needed, {_size(free)} are free",
             fix=f"Free space or choose another destination; {fix}",
         )
-    _log.warning(
+    _LOG.warning(
         "%s: there may be too little space for %s: it needs up to %s, and %s are free",
         path,
         what,
@@ -136,7 +136,7 @@ def try_lock(descriptor: int) -> LockOutcome:
 
 @cache
 def _warn_of_no_locks(why: str) -> None:
-    _log.warning(
+    _LOG.warning(
         "this file system has no locks (%s): make sure that only one command at a time writes to "
         "the same destination",
         why,

@@ -55,7 +55,7 @@ _GREETING_S = 20.0  # for a connection to send its first report
 _SPARE_CONNECTIONS = 64  # for strangers and reconnecting members, in addition to one per task
 _SPARE_DESCRIPTORS = 256  # that this process needs in addition to one for each task
 _MAX_UNSENT_BYTES = 1 << 20
-_logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,7 @@ class RootServer:
         try:
             address, port = choose_address(self._task)
         except PacelineError as problem:  # torch says so again, with the address that it tried
-            _logger.warning("%s", problem)
+            _LOG.warning("%s", problem)
             address, port = socket.gethostname(), 0
         self._handle(AddressChosen(address, port))
 
@@ -192,7 +192,7 @@ class RootServer:
             except BlockingIOError:  # no more for now
                 return
             except OSError as problem:  # no descriptor: the others wait in the listener's queue
-                _logger.warning("cannot accept a task's connection: %s", problem)
+                _LOG.warning("cannot accept a task's connection: %s", problem)
                 self._selector.unregister(self._listener)  # it stays readable: do not spin
                 self._is_accepting = False
                 return
@@ -235,7 +235,7 @@ class RootServer:
                 connection.greeted = True
                 self._handle(Received(connection, report))
         except BadMessage as problem:
-            _logger.info("closing a connection: %s", problem)
+            _LOG.info("closing a connection: %s", problem)
             self._hang_up(connection)
 
     def _send(self, peer: Peer, notice: Notice) -> None:
