@@ -35,7 +35,7 @@ DOING = {
     "other": "the rest of the loop",
 }
 _LABELS = {"transfer": "communication"}
-_NOTABLE_WAITING = 0.1
+NOTABLE_WAITING = 0.1  # of a step
 _NO_STEP = (
     "No step was recorded, so nothing is known about stragglers: the script calls no optimizer, "
     "takes no batch from a DataLoader and makes no backward pass. Call paceline.step() once per "
@@ -252,7 +252,7 @@ def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: i
     waiting = total.waiting / max(total.total_s, 1e-12)
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
-    if waiting >= _NOTABLE_WAITING:
+    if waiting >= NOTABLE_WAITING:
         whom = "not always for the same rank"
         if most_late_rank is not None:
             whom = f"mostly for rank {most_late_rank}, but never for long at a time"
