@@ -18,9 +18,9 @@ from paceline.scheduler.policies.muri import Muri, match
 from paceline.scheduler.policies.optimus import Optimus
 from paceline.scheduler.policies.srtf import ShortestRemaining
 from paceline.scheduler.rates.model import Profile, RateModel
-from paceline.scheduler.rates.sharing import Interleaving, PairKey, PairTable
+from paceline.scheduler.rates.sharing import PairKey, PairTable
 from paceline.scheduler.simulate.engine import Simulation, World
-from paceline.scheduler.simulate.metrics import best_alone_s, metrics
+from paceline.scheduler.simulate.metrics import alone_times_s, metrics
 from paceline.scheduler.simulate.synthetic import (
     CLASSES,
     FAST_LEVELS,
@@ -206,15 +206,16 @@ def test_marble_shares_devices_only_in_its_second_mode():
     assert ends(Marble(share=True), jobs, rates=pair_rates(0.52)) == {"a": 70, "b": 140}
 
 
-STAGES = {  # storage, CPU, device, network
-    "cpu": (0.0, 3.0, 1.0, 0.0),
-    "gpu": (0.0, 1.0, 3.0, 0.0),
-}
-
-
 def stage_rates():
-    profiles = {name: Profile(alone={"gpu": {4: 0.25}}) for name in STAGES}
-    return RateModel(profiles, Interleaving(STAGES))
+    """Two classes whose steps of 4 s fit: a round of 5 s does both, one of 7 s two equal ones."""
+    names = ("cpu", "gpu")
+    factors = {
+        PairKey("gpu", 4, own, other): 4 / (7 if own == other else 5)
+        for own in names
+        for other in names
+    }
+    profiles = {name: Profile(alone={"gpu": {4: 0.25}}) for name in names}
+    return RateModel(profiles, PairTable(factors))
 
 
 def test_marble_parts_a_job_that_stands_still_from_its_neighbour():
@@ -232,7 +233,6 @@ def test_marble_parts_a_job_that_stands_still_from_its_neighbour():
 
 
 def test_muri_pairs_jobs_whose_stages_fit_and_only_if_devices_are_short():
-    # cpu + gpu: a round of 5 s does both steps of 4 s each; two equal ones would need 7 s.
     jobs = [
         job("a", 25, 4, profile="cpu"),
         job("b", 25, 4, profile="cpu"),
@@ -309,7 +309,7 @@ def test_a_start_names_the_job_that_it_was_preferred_to():
 def test_the_bound_counts_the_whole_cluster_of_an_elastic_job():
     rates = RateModel({"m": Profile(alone={"gpu": {1: 1.0, 6: 6.0}})})
     wide = job("a", 60, 1, max_devices=16, profile="m")
-    assert best_alone_s(wide, Cluster.of_text("1x6"), rates) == pytest.approx(10)
+    assert alone_times_s([wide], Cluster.of_text("1x6"), rates) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("seed", range(2))

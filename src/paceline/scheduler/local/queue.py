@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.core.processes import signal_name
+from paceline.report.units import plural
 from paceline.scheduler.decide import Decision, decide
 from paceline.scheduler.events import (
     Cancelled,
@@ -219,7 +220,7 @@ class JobQueue:
             )
         self.entries[name] = Entry(replace(submission, job=job), submitted_s=self.now_s)
         turn.changed[name] = None
-        turn.notes.append(f"{name}: submitted, {_devices(submission.job.devices)}")
+        turn.notes.append(f"{name}: submitted, {plural(submission.job.devices, 'device')}")
         yield Submitted(at_s=self.now_s, job=job)
 
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
@@ -369,10 +370,6 @@ class JobQueue:
                 for device in part.devices
             )
         ]
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
 
 
 def _because(reason: str) -> str:

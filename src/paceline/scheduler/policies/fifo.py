@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.report.units import plural
 from paceline.scheduler.policies.fitting import (
-    counted,
     fastest_fit,
     fits_close,
     refuse_unfit,
@@ -62,8 +62,8 @@ class Fifo:
             return "it is the first in the queue"
         first = next(iter(state.waiting.values())).job
         return (
-            f"{counted(before, 'job')} before it in the queue; the first, {first.name}, waits for "
-            f"{counted(first.devices, 'device')}"
+            f"{plural(before, 'job')} before it in the queue; the first, {first.name}, waits for "
+            f"{plural(first.devices, 'device')}"
         )
 
     def wake_s(self, state: State) -> float | None:

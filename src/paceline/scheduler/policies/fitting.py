@@ -34,11 +34,6 @@ class Fit(NamedTuple):
     shape: Shape
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 job``, ``2 jobs``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def allowed_types(state: State, job: Job) -> list[str]:
     """Return the device types on which a job may run, in the cluster's order."""
     return [

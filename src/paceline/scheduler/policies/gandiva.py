@@ -20,10 +20,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from paceline.report.units import plural
 from paceline.scheduler.events import Preempt, Start
 from paceline.scheduler.policies.fitting import (
     allowed_types,
-    counted,
     fastest_fit,
     memory_suffices,
     pays_to_move,
@@ -121,7 +121,7 @@ class Gandiva:
         refused = sum(len(s.jobs) == 1 and _pair(job, s) in self._refused for s in same)
         shared = sum(len(s.jobs) > 1 for s in same)
         return (
-            f"{counted(len(same), 'slot')} of {counted(size, 'device')}: {shared} shared already, "
+            f"{plural(len(same), 'slot')} of {plural(size, 'device')}: {shared} shared already, "
             f"{refused} with a job whose class did not pay beside it"
         )
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.record import nearest
+from paceline.report.units import plural
 from paceline.scheduler.events import (
     Measured,
     NodeBack,
@@ -43,7 +44,7 @@ from paceline.scheduler.planning.candidates import (
 from paceline.scheduler.planning.realisation import Realisation, movable
 from paceline.scheduler.planning.reservation import Reservation, let_in, put_first, reserve
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
-from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
+from paceline.scheduler.policies.fitting import Fit, fastest_fit, never_fits, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +122,7 @@ class Paceline:
             quota, counted_on = self.quotas[request.tenant], self._counted(state, request.tenant)
             return (
                 f"running jobs of tenant {request.tenant} may take {counted_on} of the "
-                f"{counted(quota, 'device')} of its quota, and the job {request.limits[1]}"
+                f"{plural(quota, 'device')} of its quota, and the job {request.limits[1]}"
             )
         before = self._order.index(request.name) if request.name in self._order else None
         reservation = self._reservation
@@ -136,7 +137,7 @@ class Paceline:
                 f"{self.plan_s:.0f} s"
             )
         return (
-            f"{counted(before, 'waiting job')} before it by what a second of progress on a device "
+            f"{plural(before, 'waiting job')} before it by what a second of progress on a device "
             "is worth"
         )
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.core.errors import NotFound
-from paceline.scheduler.policies.fitting import allowed_types, counted, never_fits
+from paceline.report.units import plural
+from paceline.scheduler.policies.fitting import allowed_types, never_fits
 from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ def _where(state: State, job: JobState) -> str:
 def _missing(state: State, job: JobState) -> str:
     """Return what the free devices lack."""
     inventory, fewest = state.inventory, job.job.limits[0]
-    asked = counted(fewest if job.job.elastic else job.job.devices, "device")
+    asked = plural(fewest if job.job.elastic else job.job.devices, "device")
     kinds = allowed_types(state, job.job)
     usable = {kind: inventory.usable[kind] for kind in kinds}
     if max(usable.values()) < fewest:
         lost = sum(1 for index in inventory.lost if inventory.nodes[index].device_type in kinds)
-        return f"it needs {asked} of one type; {counted(lost, 'node')} lost, {_list(usable)} left"
+        return f"it needs {asked} of one type; {plural(lost, 'node')} lost, {_list(usable)} left"
     free = {kind: inventory.free[kind] for kind in kinds}
     if max(free.values()) < fewest:
         holders = {
@@ -89,7 +90,7 @@ def _missing(state: State, job: JobState) -> str:
         }
         return (
             f"it needs {asked} of one type; {_list(free)} free, the rest held by "
-            f"{counted(len(holders), 'job')}"
+            f"{plural(len(holders), 'job')}"
         )
     largest = {kind: inventory.largest_free(kind) for kind in kinds}
     sizes = {kind: inventory.largest_node[kind] for kind in kinds}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
+from paceline.report.queue.model import QueueFigures
 from paceline.scheduler.policies.fitting import never_fits
 from paceline.scheduler.simulate.engine import QueueOutcome, Simulation
-from paceline.scheduler.simulate.metrics import Metrics, metrics
+from paceline.scheduler.simulate.metrics import metrics
 from paceline.scheduler.simulate.scenario import Scenario, believed_rates, make_world
 from paceline.scheduler.state.state import State
 
@@ -35,7 +36,7 @@ class Run:
     """
 
     outcome: QueueOutcome
-    metrics: Metrics
+    metrics: QueueFigures
 
 
 def fit_queue(queue: Queue, cluster: Cluster) -> tuple[Queue, dict[str, str]]:

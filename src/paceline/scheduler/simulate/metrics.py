@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.core.record import Record
+from paceline.report.queue.model import QueueFigures, WaitOfSize
 from paceline.scheduler.placement import close_together
 
 if TYPE_CHECKING:
@@ -35,39 +34,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.simulate.engine import JobOutcome, QueueOutcome
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizeWait(Record):
-    """How long jobs of one size waited before their first start."""
-
-    devices: int
-    jobs: int
-    mean_s: float
-    p99_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metrics(Record):
-    """Figures of a queue; see the module for their definitions. Times in seconds."""
-
-    policy: str
-    jobs: int
-    refused: int
-    jct_mean_s: float
-    jct_p50_s: float
-    jct_p99_s: float
-    makespan_s: float
-    rho_worst: float
-    rho_p99: float
-    rho_above_1_1: float
-    allocated: float
-    useful: float
-    restarts: int
-    waits: tuple[SizeWait, ...]
-    jct_bound_s: float
-    makespan_bound_s: float
-
-
-def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
+def metrics(outcome: QueueOutcome, rates: Rates) -> QueueFigures:
     """Return the figures of a simulation.
 
     Args:
@@ -88,7 +55,7 @@ def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
     rho = jct_s / (alone_s * np.maximum(1.0, mean_jobs(submitted_s, ended_s)))
     capacity_s = makespan_s * sum(outcome.cluster.device_counts().values())
     devices = np.array([job.job.devices for job in ended])
-    return Metrics(
+    return QueueFigures(
         policy=outcome.policy,
         jobs=len(ended),
         refused=sum(bool(job.refused) for job in outcome.jobs.values()),
@@ -121,11 +88,6 @@ def alone_times_s(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> NDArra
     for node in cluster.nodes:
         largest[node.device_type] = max(largest[node.device_type], node.devices)
     return np.array([_best_alone_s(job, counts, largest, rates) for job in jobs], float)
-
-
-def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds that a job takes alone; `alone_times_s` is faster for many jobs."""
-    return float(alone_times_s([job], cluster, rates)[0])
 
 
 def _best_alone_s(
@@ -172,7 +134,7 @@ def mean_jobs(
     return mean
 
 
-def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:
+def _waits(ended: Sequence[JobOutcome]) -> tuple[WaitOfSize, ...]:
     by_size = sorted(ended, key=lambda job: job.job.devices)
     rows = []
     for devices, members in itertools.groupby(by_size, key=lambda job: job.job.devices):
@@ -180,7 +142,7 @@ def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:
             job.started_s - job.job.submitted_s for job in members if job.started_s is not None
         ]
         rows.append(
-            SizeWait(
+            WaitOfSize(
                 devices=devices,
                 jobs=len(waits_s),
                 mean_s=float(np.mean(waits_s)),
