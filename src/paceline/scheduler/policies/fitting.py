@@ -9,7 +9,7 @@ from paceline.scheduler.events import Refuse, Start, Submitted
 from paceline.scheduler.placement import Placement, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from paceline.scheduler.events import Action, Event
     from paceline.scheduler.job import Job
@@ -136,11 +136,19 @@ def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str =
     return Start(name=job.job.name, placement=placement, reason=reason, rejected=rejected)
 
 
-def refuse_unfit(state: State, events: Sequence[Event]) -> Iterator[Action]:
-    """Yield the refusal of each job that was just submitted and can never run."""
+def refuse_unfit(
+    state: State, events: Sequence[Event], forbidden: Callable[[Job], str] = lambda job: ""
+) -> Iterator[Action]:
+    """Yield the refusal of each job that was just submitted and can never run.
+
+    Args:
+        state: may be read only.
+        events: of this instant.
+        forbidden: returns why the policy would never start a job that fits; empty if it would.
+    """
     for event in events:
         if isinstance(event, Submitted) and event.job.name in state.waiting:
-            reason = never_fits(state, event.job)
+            reason = never_fits(state, event.job) or forbidden(event.job)
             if reason:
                 yield Refuse(name=event.job.name, reason=reason)
 

@@ -33,6 +33,8 @@ from paceline.scheduler.policies.fitting import (
     refuse_unfit,
     start,
 )
+from paceline.scheduler.rates.curve import knee
+from paceline.scheduler.state.inventory import lowest_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -91,21 +93,17 @@ class Marble:
     def explain(self, state: State, job: JobState) -> str:
         """Return the number of devices at which they pay for a job, in words."""
         knees = {kind: self.knee(state, job, kind) for kind in allowed_types(state, job.job)}
-        return "it pays on " + " or ".join(f"{knee} {kind}" for kind, knee in knees.items())
+        return "it pays on " + " or ".join(f"{count} {kind}" for kind, count in knees.items())
 
     def knee(self, state: State, job: JobState, device_type: str) -> int:
         """Return g* of a job on one node of a type, within its own limits."""
         low, high = job.job.limits
         size = state.inventory.largest_node[device_type]
-        rates = [0.0] + [
+        rates = [
             state.rates.alone(job.job, Shape(device_type, (devices,), 0), job.work_done)
             for devices in range(1, min(high, size) + 1)
         ]
-        best = 1
-        for devices in range(1, len(rates)):
-            if rates[devices] - rates[devices - 1] >= self.theta * rates[1]:
-                best = devices
-        return max(low, best)
+        return max(low, knee(rates, self.theta))
 
     def _fit(self, state: State, job: JobState) -> Fit | None:
         """Return the devices of a node, at most g*, on which a waiting job runs fastest."""
@@ -124,10 +122,10 @@ class Marble:
         return best
 
     def _words(self, state: State, job: JobState, fit: Fit) -> str:
-        knee = self.knee(state, job, fit.shape.device_type)
-        if fit.shape.devices < knee:
-            return f"{knee} devices would pay, {fit.shape.devices} are free on one node"
-        return f"{knee} devices pay"
+        paying = self.knee(state, job, fit.shape.device_type)
+        if fit.shape.devices < paying:
+            return f"{paying} devices would pay, {fit.shape.devices} are free on one node"
+        return f"{paying} devices pay"
 
     def _back(self, state: State, head: JobState) -> list[Action]:
         """Return what shrinks a job to g* so that the head of the queue can start; may be empty."""
@@ -138,11 +136,11 @@ class Marble:
             if slot is None or not self._resizable(job) or slot.shape.device_type not in kinds:
                 continue
             ((index, bits),) = slot.parts
-            knee = self.knee(state, job, slot.shape.device_type)
-            spare = bits.bit_count() - knee
+            paying = self.knee(state, job, slot.shape.device_type)
+            spare = bits.bit_count() - paying
             if spare > 0 and state.inventory.free_bits[index].bit_count() + spare >= low:
-                kept = ((index, _lowest(bits, knee)),)
-                return self._resize(state, job, kept, f"{head.job.name} waits, and {knee} pay")
+                kept = ((index, lowest_bits(bits, paying)),)
+                return self._resize(state, job, kept, f"{head.job.name} waits, and {paying} pay")
         return []
 
     def _resizable(self, job: JobState) -> bool:
@@ -187,7 +185,7 @@ class Marble:
             if devices > sizes[job] and self._saves(state, job, sizes[job], devices):
                 assert job.slot is not None
                 ((index, bits),) = job.slot.parts
-                more = _lowest(state.inventory.free_bits[index], devices - sizes[job])
+                more = lowest_bits(state.inventory.free_bits[index], devices - sizes[job])
                 yield from self._resize(
                     state, job, ((index, bits | more),), "nobody waits for the free devices"
                 )
@@ -264,13 +262,3 @@ class Marble:
             if stalled or left is None or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
                 yield Preempt(name=job.job.name, reason="it moves to devices of its own")
                 yield start(state, job, fit, reason="nobody waits for the free devices")
-
-
-def _lowest(bits: int, count: int) -> int:
-    """Return the lowest `count` of some bits."""
-    chosen = 0
-    for _ in range(count):
-        lowest = bits & -bits
-        chosen |= lowest
-        bits ^= lowest
-    return chosen

@@ -28,7 +28,6 @@ from paceline.scheduler.events import (
     Measured,
     NodeBack,
     NodeLost,
-    Refuse,
     Started,
     Stopped,
     Submitted,
@@ -43,7 +42,7 @@ from paceline.scheduler.planning.candidates import (
 from paceline.scheduler.planning.realisation import Realisation, movable
 from paceline.scheduler.planning.reservation import Reservation, let_in, put_first, reserve
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
-from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
+from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, refuse_unfit, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +91,7 @@ class Paceline:
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
-        yield from self._refuse(state, events)
+        yield from refuse_unfit(state, events, self._never_allowed)
         self._changed |= any(not isinstance(event, Measured | Started) for event in events)
         if self._rates_changed(state, events):
             self._changed, self._settled = True, False
@@ -148,13 +147,6 @@ class Paceline:
             for event in events
             if isinstance(event, Measured) and (job := state.running.get(event.name))
         )
-
-    def _refuse(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
-        for event in events:
-            if not isinstance(event, Submitted) or event.job.name not in state.waiting:
-                continue
-            if reason := never_fits(state, event.job) or self._never_allowed(event.job):
-                yield Refuse(name=event.job.name, reason=reason)
 
     def _plan(self, state: State) -> Iterator[Action]:
         candidates = candidates_of(state, self._within_quota(state), self.objective, self._options)

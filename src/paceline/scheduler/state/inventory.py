@@ -264,11 +264,16 @@ def _block(free: int, count: int) -> int:
     for start in range(0, free.bit_length(), size):
         if (free >> start) & block == block:
             return block << start
+    return lowest_bits(free, count)
+
+
+def lowest_bits(bits: int, count: int) -> int:
+    """Return the lowest `count` of some bits."""
     chosen = 0
     for _ in range(count):
-        lowest = free & -free
+        lowest = bits & -bits
         chosen |= lowest
-        free ^= lowest
+        bits ^= lowest
     return chosen
 
 
