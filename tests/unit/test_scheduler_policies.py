@@ -6,7 +6,7 @@ import pytest
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.decide import decide
-from paceline.scheduler.events import Ended, Measured, Preempt, Refuse, Start, Submitted
+from paceline.scheduler.events import Ended, Measured, Preempt, Refuse, Start, Submitted, Timer
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies import POLICIES
@@ -50,6 +50,20 @@ def ends(policy, jobs, **settings):
 def test_fifo_lets_the_head_of_the_queue_block_those_behind_it():
     jobs = [job("a", 10, 3), job("b", 10, 4), job("c", 1, 1)]
     assert ends(Fifo(), jobs) == {"a": 10, "b": 20, "c": 21}
+
+
+def test_the_time_at_which_a_policy_is_asked_is_among_the_inputs_of_its_decisions():
+    """A deadline or a round that passes changes what is decided although nothing else happened."""
+
+    def inputs(*events):
+        state = State(ONE_NODE, PLAIN)
+        for event in [Submitted(at_s=0.0, job=job("a", 10)), *events]:
+            state.apply(event)
+        return state.inputs
+
+    digests = [inputs(), inputs(Timer(at_s=60.0)), inputs(Timer(at_s=61.0))]
+    assert len(set(digests)) == 3
+    assert inputs(Timer(at_s=60.0)) == digests[1]
 
 
 def test_a_batch_system_gives_whole_nodes_although_jobs_use_one_device_of_them():

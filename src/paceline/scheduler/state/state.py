@@ -27,7 +27,6 @@ from paceline.scheduler.events import (
     Started,
     Stopped,
     Submitted,
-    Timer,
 )
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Placement, Shape
@@ -159,8 +158,7 @@ class State:
                 fix="Pass events in the order of their times",
             )
         self.now_s = event.at_s
-        if not isinstance(event, Timer):
-            self._inputs.update(repr(event).encode())
+        self._inputs.update(repr(event).encode())
         match event:
             case Submitted(job=job):
                 self._submit(job)
