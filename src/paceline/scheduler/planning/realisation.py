@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement
 from paceline.scheduler.planning.assignment import Assignment
 from paceline.scheduler.planning.candidates import Candidate, Option
 from paceline.scheduler.planning.sharing import JobGroup
@@ -208,8 +207,7 @@ class Realisation:
     def _start(self, group: JobGroup, parts: Parts) -> Iterator[Action]:
         if all(self._name(index) not in self.state.waiting for index in group.members):
             return
-        devices = self.state.inventory.devices(parts)
-        placement = Placement(parts=devices, share=1 / len(group.members))
+        placement = self.state.inventory.placement(parts, jobs=len(group.members))
         for index in group.members:
             name = self._name(index)
             if name in self.state.waiting:

@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.scheduler.events import Refuse, Start, Submitted
-from paceline.scheduler.placement import Placement, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from paceline.scheduler.events import Action, Event
     from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
     from paceline.scheduler.state.inventory import Parts
-    from paceline.scheduler.state.state import JobState, State
+    from paceline.scheduler.state.state import JobState, Slot, State
 
 
 MOVE_GAIN = 1.25
@@ -132,8 +132,14 @@ def fits_close(state: State, shape: Shape) -> bool:
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:
     """Return the action that starts a job on free devices."""
-    placement = Placement(parts=state.inventory.devices(fit.parts))
+    placement = state.inventory.placement(fit.parts)
     return Start(name=job.job.name, placement=placement, reason=reason, rejected=rejected)
+
+
+def join(state: State, job: JobState, slot: Slot, *, reason: str) -> Start:
+    """Return the action that starts a job beside those on some devices."""
+    placement = state.inventory.placement(slot.parts, jobs=len(slot.jobs) + 1)
+    return Start(name=job.job.name, placement=placement, reason=reason)
 
 
 def refuse_unfit(

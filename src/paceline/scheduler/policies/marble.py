@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement, Shape
+from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies.fitting import (
     Fit,
     allowed_types,
+    join,
     memory_suffices,
     refuse_unfit,
     start,
@@ -154,7 +155,7 @@ class Marble:
         )
 
     def _resize(self, state: State, job: JobState, parts: Parts, reason: str) -> list[Action]:
-        placement = Placement(parts=state.inventory.devices(parts))
+        placement = state.inventory.placement(parts)
         name = job.job.name
         return [
             Preempt(name=name, reason=f"it is resized: {reason}"),
@@ -211,7 +212,7 @@ class Marble:
 
     def _share(self, state: State) -> Iterator[Action]:
         """Start waiting jobs beside running ones, where that pays."""
-        for name, job in list(state.waiting.items()):
+        for job in list(state.waiting.values()):
             best, slot = max(
                 ((self._total(state, job, slot), slot) for slot in state.slots.values()),
                 key=lambda entry: entry[0],
@@ -219,11 +220,8 @@ class Marble:
             )
             if slot is not None and best > self.pays:
                 others = ", ".join(slot.jobs)
-                yield Start(
-                    name=name,
-                    placement=slot.placement,
-                    reason=f"with {others} it keeps a total of {best:.2f} of the rates alone",
-                )
+                reason = f"with {others} it keeps a total of {best:.2f} of the rates alone"
+                yield join(state, job, slot, reason=reason)
 
     def _total(self, state: State, job: JobState, slot: Slot) -> float:
         """Return the sum of the shares that jobs keep if one more joins; 0: they must not."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement
 from paceline.scheduler.policies.fitting import (
     allowed_types,
     best_rate,
@@ -242,7 +241,7 @@ def carry_out(state: State, draft: Draft, *, why_stopped: str) -> Iterator[Actio
     for entry in draft.placed:
         for job in entry.wanted.jobs:
             if not job.running:
-                placement = Placement(parts=state.inventory.devices(entry.parts))
+                placement = state.inventory.placement(entry.parts, jobs=len(entry.wanted.jobs))
                 yield Start(
                     name=job.job.name,
                     placement=placement,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.scheduler.placement import NodeDevices, Shape, close_together
+from paceline.scheduler.placement import NodeDevices, Placement, Shape, close_together
 
 if TYPE_CHECKING:
     from paceline.scheduler.cluster import Cluster
@@ -166,6 +166,10 @@ class Inventory:
             NodeDevices(node=self.nodes[index].name, devices=tuple(_bits(bits)))
             for index, bits in parts
         )
+
+    def placement(self, parts: Parts, *, jobs: int = 1) -> Placement:
+        """Return the placement of each of so many jobs that share devices: equal shares for all."""
+        return Placement(parts=self.devices(parts), share=1 / jobs)
 
     def parts(self, devices: tuple[NodeDevices, ...]) -> Parts:
         """Return devices by index of their node; the opposite of `devices`."""

@@ -50,6 +50,11 @@ class Slot:
     placement: Placement
     jobs: dict[str, JobState] = field(default_factory=dict)
 
+    @property
+    def share(self) -> float:
+        """Fraction of each device for each of the jobs: all get the same."""
+        return 1 / len(self.jobs)
+
 
 @dataclass(slots=True, eq=False)
 class JobState:
