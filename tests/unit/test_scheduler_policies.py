@@ -6,7 +6,17 @@ import pytest
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.decide import decide
-from paceline.scheduler.events import Ended, Measured, Preempt, Refuse, Start, Submitted, Timer
+from paceline.scheduler.events import (
+    Ended,
+    Measured,
+    NodeBack,
+    NodeLost,
+    Preempt,
+    Refuse,
+    Start,
+    Submitted,
+    Timer,
+)
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies import POLICIES
@@ -28,6 +38,7 @@ from paceline.scheduler.simulate.synthetic import (
     summit_cluster,
     summit_trace,
 )
+from paceline.scheduler.state.inventory import Inventory
 from paceline.scheduler.state.state import State
 
 ONE_NODE = Cluster.of_text("1x4")
@@ -64,6 +75,48 @@ def test_the_time_at_which_a_policy_is_asked_is_among_the_inputs_of_its_decision
     digests = [inputs(), inputs(Timer(at_s=60.0)), inputs(Timer(at_s=61.0))]
     assert len(set(digests)) == 3
     assert inputs(Timer(at_s=60.0)) == digests[1]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "fifo-nodes"])
+def test_a_job_goes_to_the_node_that_holds_its_data_if_another_one_is_no_better(name):
+    cluster = Cluster.of_text("2x4")
+    state = State(cluster, PLAIN)
+    policy, round_s = POLICIES[name](), 600.0
+
+    def submitted(at_s, *jobs):
+        made = decide(policy, state, [Submitted(at_s=at_s, job=each) for each in jobs])
+        starts = {each.action.name: each.action for each in made if isinstance(each.action, Start)}
+        return [starts[each.name].placement.parts[0].node for each in jobs]
+
+    first, second = submitted(0.0, job("a", 1e6, 4), job("b", 1e6, 4, dataset="images"))
+    decide(policy, state, [Ended(at_s=round_s, name="a")])
+    decide(policy, state, [Ended(at_s=2 * round_s, name="b")])
+    assert submitted(3 * round_s, job("other", 1e6, 4)) == [first]
+    decide(policy, state, [Ended(at_s=4 * round_s, name="other")])
+    decide(
+        policy,
+        state,
+        [NodeLost(at_s=4 * round_s, node=first), NodeBack(at_s=4 * round_s, node=first)],
+    )
+    assert submitted(5 * round_s, job("c", 1e6, 2, dataset="images")) == [second]
+
+
+def test_a_tighter_node_comes_before_one_that_holds_the_data():
+    inventory = Inventory(Cluster.of_text("3x4"))
+    assert inventory.find("gpu", 2, prefer=[2]) == ((2, 0b0011),)
+    inventory.take(((1, 0b0011),))
+    assert inventory.find("gpu", 2, prefer=[2]) == ((1, 0b1100),)
+    assert inventory.find("gpu", 4, prefer=[1, 2]) == ((2, 0b1111),)
+    assert inventory.find("gpu", 6, prefer=[2]) == ((0, 0b0011), (2, 0b1111))
+
+
+def test_a_lost_node_holds_no_data():
+    state = State(Cluster.of_text("2x4"), PLAIN)
+    policy = Fifo()
+    decide(policy, state, [Submitted(at_s=0.0, job=job("a", 10, 8, dataset="images"))])
+    assert list(state.data_nodes["images"]) == [0, 1]
+    decide(policy, state, [NodeLost(at_s=1.0, node="n1")])
+    assert list(state.data_nodes["images"]) == [0]
 
 
 def test_a_batch_system_gives_whole_nodes_although_jobs_use_one_device_of_them():

@@ -75,9 +75,11 @@ def free_fits(
         devices: how many.
         whole_nodes: only on nodes of which nobody holds a device.
     """
-    find = state.inventory.find_whole if whole_nodes else state.inventory.find
     for kind in allowed_types(state, job.job):
-        parts = find(kind, devices)
+        if whole_nodes:
+            parts = state.inventory.find_whole(kind, devices)
+        else:
+            parts = state.find(job.job, kind, devices)
         if parts is not None:
             shape = state.inventory.shape(parts)
             rate = state.rates.alone(job.job, shape, job.work_done)
@@ -123,11 +125,6 @@ def pays_to_move(state: State, job: JobState, rate: float) -> bool:
     if left is None or job.rate <= 0:
         return True
     return left / job.rate - left / rate > 2 * job.job.restart_s
-
-
-def fits_close(state: State, shape: Shape) -> bool:
-    """Return whether devices of a shape are as close together as their number can be."""
-    return shape.level <= state.inventory.closest(shape.device_type, shape.devices).level
 
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:

@@ -113,7 +113,7 @@ class Marble:
         for kind in allowed_types(state, job.job):
             wanted = min(self.knee(state, job, kind), max(low, state.inventory.largest_free(kind)))
             one_node = low <= state.inventory.largest_node[kind]
-            parts = state.inventory.find(kind, wanted, max_level=0 if one_node else None)
+            parts = state.find(job.job, kind, wanted, max_level=0 if one_node else None)
             if parts is None:
                 continue
             shape = state.inventory.shape(parts)

@@ -185,7 +185,7 @@ class Paceline:
         for job in list(state.waiting.values()):
             _, options = self._options.of(state, job)
             best = max(options, key=lambda option: option.speedup, default=None)
-            parts = best and inventory.find(best.device_type, best.devices)
+            parts = best and state.find(job.job, best.device_type, best.devices)
             fits = best and parts and inventory.shape(parts) == best.shape
             if not (best and parts and fits) or self._over_quota(state, job):
                 self._settled = False

@@ -137,7 +137,7 @@ class Draft:
         """Return the free devices on which a group runs fastest, relative to its jobs alone."""
         found: tuple[float, Parts] | None = None
         for kind in allowed_types(self.state, wanted.jobs[0].job):
-            parts = self._find_type(kind, wanted.devices)
+            parts = self._find_type(kind, wanted)
             if parts is None:
                 continue
             value = self._value(wanted, parts)
@@ -145,11 +145,13 @@ class Draft:
                 found = value, parts
         return found[1] if found else None
 
-    def _find_type(self, kind: str, devices: int) -> Parts | None:
+    def _find_type(self, kind: str, wanted: Wanted) -> Parts | None:
+        devices = wanted.devices
+        prefer = self.state.data_nodes.get(wanted.jobs[0].job.dataset, {})
         if not self._consolidate:
-            return self.inventory.find(kind, devices)
+            return self.inventory.find(kind, devices, prefer=prefer)
         level = self._consolidated_level(kind, devices)
-        parts = self.inventory.find(kind, devices, max_level=level)
+        parts = self.inventory.find(kind, devices, max_level=level, prefer=prefer)
         if parts is None and devices <= self.inventory.free[kind]:
             fits = self._consolidated.get((kind, devices))
             if fits is None:
@@ -157,7 +159,7 @@ class Draft:
                 fits = empty.find(kind, devices, max_level=level) is not None
                 self._consolidated[kind, devices] = fits
             if not fits:
-                return self.inventory.find(kind, devices)
+                return self.inventory.find(kind, devices, prefer=prefer)
         return parts
 
     def _consolidated_level(self, kind: str, devices: int) -> int:
