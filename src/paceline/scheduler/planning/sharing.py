@@ -297,7 +297,9 @@ class GroupFormer:
         self, waiting: list[int], groups: list[JobGroup], assignment: Assignment
     ) -> tuple[list[JobGroup], list[int]]:
         """Give free devices to waiting jobs; return all groups, and the jobs that still wait."""
-        left = []
+        left: list[int] = []
+        if not any(assignment.free.values()):
+            return groups, waiting
         for index in waiting:
             candidate = self.candidates[index]
             fitting = [

@@ -151,9 +151,7 @@ def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
 
 def _shapes(job: Job, cluster: Cluster) -> list[Shape]:
     """Return the shapes of all sizes that a job may have on a cluster, close together."""
-    largest: dict[str, int] = {}
-    for node in cluster.nodes:
-        largest[node.device_type] = max(largest.get(node.device_type, 0), node.devices)
+    largest = cluster.largest_nodes()
     low, high = job.limits
     return [
         close_together(kind, size, largest[kind])

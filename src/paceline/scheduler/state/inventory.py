@@ -42,12 +42,11 @@ class Inventory:
         self.free = dict.fromkeys(self.total, 0)
         self.usable = dict.fromkeys(self.free, 0)
         self.lost = set(range(len(cluster.nodes)))
-        self.largest_node = dict.fromkeys(self.free, 0)
+        self.largest_node = cluster.largest_nodes()
         # Nodes of one type are taken to be alike: the smallest known memory counts.
         self.memory_bytes = dict.fromkeys(self.free, 0)
         for node in cluster.nodes:
             kind = node.device_type
-            self.largest_node[kind] = max(self.largest_node[kind], node.devices)
             if node.memory_bytes:
                 known = self.memory_bytes[kind] or node.memory_bytes
                 self.memory_bytes[kind] = min(known, node.memory_bytes)
