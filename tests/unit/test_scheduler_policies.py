@@ -256,6 +256,21 @@ def test_marble_takes_back_what_does_not_pay_when_somebody_waits():
     assert outcome.jobs["b"].ended_s == 15
 
 
+def test_marble_takes_back_what_does_not_pay_although_the_next_job_would_fit_worse():
+    jobs = [
+        job("a", 100, 4, min_devices=1, max_devices=4, profile="m"),
+        job("b", 10, 4, at_s=5, min_devices=1, max_devices=4, profile="m"),
+    ]
+    outcome = play(Marble(), jobs, cluster=Cluster.of_text("1x5"), rates=knee_rates())
+    starts = [
+        (d.action.name, d.action.placement.devices)
+        for d in outcome.decisions
+        if d.at_s == 5 and isinstance(d.action, Start)
+    ]
+    # One device was free, and a had grown from its 3 to 4.
+    assert starts == [("a", 3), ("b", 2)]
+
+
 def test_marble_knees_follow_theta():
     state = State(ONE_NODE, knee_rates())
     from_one = job("a", 1, 4, min_devices=1, max_devices=4, profile="m")

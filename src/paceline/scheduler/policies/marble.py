@@ -9,7 +9,8 @@ of a node and gives it no more than pay, so that several jobs share the node::
     rest    while nobody waits, free devices go one by one to the running job of their node with
             the largest (X(g + 1) - X(g)) / work left; a job is resized, by checkpoint and restart,
             if that saves more than twice the restart
-    back    while somebody waits, jobs return to g* where that makes room
+    back    jobs that were given more than g* return to it where the head of the queue then gets
+            more devices, up to its own g*
 
 At the limit theta -> 1 every job has one device; at theta = 0 all that it may use. In the mode
 `share` a job that finds no devices runs on those of another one too, where the estimated rates
@@ -74,12 +75,11 @@ class Marble:
         while state.waiting:
             head = next(iter(state.waiting.values()))
             fit = self._fit(state, head)
-            if fit is None:
-                back = self._back(state, head)
-                if not back:
-                    break
+            if back := self._back(state, head, fit):
                 yield from back
                 continue
+            if fit is None:
+                break
             yield start(state, head, fit, reason=self._words(state, head, fit))
         if state.waiting and self.share:
             yield from self._share(state)
@@ -128,10 +128,18 @@ class Marble:
             return f"{paying} devices would pay, {fit.shape.devices} are free on one node"
         return f"{paying} devices pay"
 
-    def _back(self, state: State, head: JobState) -> list[Action]:
-        """Return what shrinks a job to g* so that the head of the queue can start; may be empty."""
-        low, _ = head.job.limits
-        kinds = allowed_types(state, head.job)
+    def _back(self, state: State, head: JobState, fit: Fit | None) -> list[Action]:
+        """Return what shrinks a job to g* so that the head of the queue gets more; may be empty.
+
+        Args:
+            state: may be read only.
+            head: of the queue.
+            fit: devices that it would get now.
+        """
+        kinds = {kind: self.knee(state, head, kind) for kind in allowed_types(state, head.job)}
+        if fit is not None and fit.shape.devices >= kinds[fit.shape.device_type]:
+            return []
+        most, shrunk = fit.shape.devices if fit else head.job.limits[0] - 1, None
         for job in state.running.values():
             slot = job.slot
             if slot is None or not self._resizable(job) or slot.shape.device_type not in kinds:
@@ -139,10 +147,14 @@ class Marble:
             ((index, bits),) = slot.parts
             paying = self.knee(state, job, slot.shape.device_type)
             spare = bits.bit_count() - paying
-            if spare > 0 and state.inventory.free_bits[index].bit_count() + spare >= low:
-                kept = ((index, lowest_bits(bits, paying)),)
-                return self._resize(state, job, kept, f"{head.job.name} waits, and {paying} pay")
-        return []
+            free = state.inventory.free_bits[index].bit_count()
+            devices = min(free + spare, kinds[slot.shape.device_type])
+            if spare > 0 and devices > most:
+                most, shrunk = devices, (job, ((index, lowest_bits(bits, paying)),), paying)
+        if shrunk is None:
+            return []
+        job, kept, paying = shrunk
+        return self._resize(state, job, kept, f"{head.job.name} waits, and {paying} pay")
 
     def _resizable(self, job: JobState) -> bool:
         slot = job.slot
