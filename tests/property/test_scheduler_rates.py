@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
-from paceline.scheduler.rates.curve import PRIORS, Curve
+from paceline.scheduler.rates.curve import PRIORS, Curve, knee
 from paceline.scheduler.rates.sharing import (
     MeasuredPairs,
     PairKey,
@@ -52,13 +52,13 @@ def test_the_envelope_bends_only_where_it_was_measured(measured):
 @given(points, st.floats(0.01, 1), st.integers(1, 64))
 def test_the_knee_is_the_last_device_that_pays(measured, threshold, limit):
     curve = Curve(measured.items())
-    knee = curve.knee(threshold, limit)
     paying = [
         devices
         for devices in range(2, limit + 1)
         if curve.rate(devices) - curve.rate(devices - 1) >= threshold * curve.rate(1)
     ]
-    assert knee == max(paying, default=1)
+    on_curve = [curve.rate(devices) for devices in range(1, limit + 1)]
+    assert knee(on_curve, threshold) == max(paying, default=1)
 
 
 @given(st.sampled_from(sorted(PRIORS)), st.integers(1, 64), rates)

@@ -26,7 +26,8 @@ class Job(Record):
         weight: of this job against others in a mean; twice the weight counts as two jobs.
         deadline_s: seconds since the queue's first moment by which it should end; None: no matter.
         memory_bytes: that it needs on each device; 0 if it is not known.
-        dataset: data that it reads; nodes that hold it are preferred.
+        dataset: data that it reads; among equally good nodes, those where a job that reads it ran
+            are preferred.
         restart_s: seconds without progress whenever it starts anew from a checkpoint.
         start_s: seconds without progress when it starts for the first time.
         preemptible: whether it may be stopped and started anew.

@@ -30,8 +30,9 @@ class Placement(Record):
 
     Attributes:
         parts: nodes in the order of the job's ranks.
-        share: fraction of each device that the job may use: 1 if it has the devices to itself.
-            An executor limits a job to it where the device allows it (MPS, cgroup).
+        share: fraction of each device that the job may use: 1 if it starts with the devices to
+            itself, 1/n beside n - 1 other jobs. An executor limits a job to it where the device
+            allows it (MPS, cgroup); what runs keeps the limit with which it started.
     """
 
     parts: tuple[NodeDevices, ...]

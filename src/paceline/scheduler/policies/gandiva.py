@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.report.units import plural
-from paceline.scheduler.events import Preempt, Start
+from paceline.scheduler.events import Preempt
 from paceline.scheduler.policies.fitting import (
     allowed_types,
     fastest_fit,
+    join,
     memory_suffices,
     pays_to_move,
     refuse_unfit,
@@ -96,12 +97,7 @@ class Gandiva:
                 pair = _pair(job, best)
                 self._tried[pair] += 1
                 self._trials[best.parts] = _Trial(frozenset({name, other}), state.now_s)
-                yield Start(
-                    name=name,
-                    placement=best.placement,
-                    reason=f"no devices are free; tried beside {other}",
-                )
-
+                yield join(state, job, best, reason=f"no devices are free; tried beside {other}")
         if not state.waiting:
             yield from self._migrate(state)
 

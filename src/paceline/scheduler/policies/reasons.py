@@ -67,7 +67,8 @@ def why(state: State, policy: Policy, name: str) -> str:
 def _where(state: State, job: JobState) -> str:
     assert job.slot is not None
     others = [other.name for other in job.neighbours]
-    shared = f", together with {', '.join(others)}" if others else ""
+    share = f", {job.slot.share:.0%} of each device for each job" if others else ""
+    shared = f", together with {', '.join(others)}{share}" if others else ""
     return f"It runs on {job.slot.placement.describe()}{shared}."
 
 
