@@ -134,6 +134,7 @@ EXPORTS = {
         "parameter_groups",
         "square_root_scaling",
     ],
+    "training.precision": ["LossScaler", "MasterWeights", "agree"],
 }
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.training.local_tensors import like
 from paceline.training.optimizers.layerwise import (
     LayerwiseOptimizer,
     check_range,
     locals_of,
 )
-from paceline.training.optimizers.norms import like
 
 if TYPE_CHECKING:
     from paceline.training.optimizers.layerwise import Work

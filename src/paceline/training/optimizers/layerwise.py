@@ -13,8 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
+from paceline.training.local_tensors import local
 from paceline.training.optimizers.groups import is_adapted
-from paceline.training.optimizers.norms import LayerNorms, TensorNorms, local
+from paceline.training.optimizers.norms import LayerNorms, TensorNorms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

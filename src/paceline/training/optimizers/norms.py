@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import UsageError
+from paceline.training.local_tensors import local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,28 +100,6 @@ def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         for index, value in zip(members, values, strict=True):
             norms[index] = value.to(tensors[0].device, torch.float64)
     return torch.stack(norms).square()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: its own storage, not a copy."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # with gradients it would be a node of the graph
-        return tensor.to_local()
-
-
-def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return local values as a part of a whole that is laid out as `parameter` is."""
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _sharding_axes(tensor: torch.Tensor) -> list[int]:
