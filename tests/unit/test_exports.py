@@ -123,6 +123,18 @@ EXPORTS = {
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": [],
+    "training.optimizers": [
+        "LAMB",
+        "LARS",
+        "LargeBatchRate",
+        "LayerNorms",
+        "ShardedNorms",
+        "large_batch_schedule",
+        "linear_scaling",
+        "parameter_groups",
+        "square_root_scaling",
+    ],
+    "training.precision": ["LossScaler", "MasterWeights", "agree"],
 }
 
 
