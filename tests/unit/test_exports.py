@@ -123,6 +123,18 @@ EXPORTS = {
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": [],
+    "training.compression": [
+        "CompressionEstimate",
+        "DGCOptions",
+        "DeepGradientCompression",
+        "DensitySchedule",
+        "HalfCompression",
+        "MomentumTakeover",
+        "estimate",
+        "measure",
+        "register_hook",
+        "register_powersgd",
+    ],
 }
 
 
