@@ -22,11 +22,13 @@ from torch import nn
 from paceline.core.errors import UsageError
 from paceline.training.engine.buckets import Bucket, divide, make_buckets
 from paceline.training.engine.modes import AllReduce, Root, Sharded
+from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.training.engine.modes import Mode, ModeName, Ranks
+    from paceline.training.health import GradientCheck
 
 MIB = 1 << 20
 _MODES: dict[str, Any] = {"allreduce": AllReduce, "sharded": Sharded, "root": Root}
@@ -40,10 +42,11 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
     Args:
         module: the model, with equal parameters on all ranks (rank 0's are taken).
         ranks: that train it.
-        mode: how gradients are reduced and parameters updated.
+        mode: how gradients are reduced and parameters updated; a name, or what `modes` has.
         bucket_bytes, first_bucket_bytes: gradients that are reduced in one collective.
         overlap_gradients: whether buckets are reduced during the backward pass.
         overlap_parameters: whether updated parameters are awaited layer by layer.
+        check: sees the gradients of this rank before they are reduced.
 
     Raises:
         UsageError: the ranks' models differ; the error names the first difference.
@@ -54,17 +57,19 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         module: nn.Module,
         ranks: Ranks,
         *,
-        mode: ModeName = "allreduce",
+        mode: ModeName | Mode = "allreduce",
         bucket_bytes: int = 25 * MIB,
         first_bucket_bytes: int = MIB,
         overlap_gradients: bool = True,
         overlap_parameters: bool = True,
+        check: GradientCheck | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.ranks = ranks
         self.buckets: list[Bucket] = []
-        self.mode: Mode = _MODES[mode](ranks)
+        self.mode: Mode = _MODES[mode](ranks) if isinstance(mode, str) else mode
+        self._check = check
         self._sizes = (first_bucket_bytes, bucket_bytes)
         self._overlaps = (overlap_gradients, overlap_parameters)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -141,26 +146,49 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
     def _reduce_full(self) -> None:
         """Start to reduce the buckets that are full, in their order."""
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._complete(self.buckets[self._next])
             self._start(self.buckets[self._next])
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.complete()
         self._started.append((bucket, self.mode.reduce(bucket)))
         self._next = bucket.number + 1
 
+    def _complete(self, bucket: Bucket) -> None:
+        """Make a bucket ready to be reduced; the check sees what the backward pass brought."""
+        if self._check is not None:
+            brought = [index for index, present in enumerate(bucket.present) if present]
+            names = [bucket.names[index] for index in brought]
+            self._check.observe(names, [bucket.views[index] for index in brought])
+        bucket.complete()
+
     def _finish(self) -> None:
         """End a backward pass: all buckets are reduced, and gradients are where they belong."""
-        for bucket in self.buckets[self._next :]:
+        rest = self.buckets[self._next :]
+        for bucket in rest:
+            self._complete(bucket)
+        if not self._may_reduce():
+            rest = []
+        for bucket in rest:
             self._start(bucket)
         for bucket, work in self._started:
             if work is not None:
                 work.wait()
             self.mode.reduced(bucket)
+        for bucket in self.buckets:
             bucket.reset()
         self._started, self._next, self._begun = [], 0, False
         if self._order is not None:
             order, self._order = self._order, None
             self._rearrange(order)
+
+    def _may_reduce(self) -> bool:
+        """Return whether the mode takes these gradients: one with residuals takes finite ones only.
+
+        The ranks agree. Otherwise the gradients stay as they are, and the check has seen them.
+        """
+        if self._check is None or not self.mode.needs_finite:
+            return True
+        return not agree(self._check.flag(), self.ranks.group)
 
     def _rearrange(self, order: list[str]) -> None:
         """Fill the buckets in the order of rank 0's first backward pass from now on."""

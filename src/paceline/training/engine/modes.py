@@ -21,11 +21,15 @@ from torch import nn
 
 from paceline.collectives.tensor_heap import TensorHeap
 from paceline.core.errors import UsageError
+from paceline.training.optimizers.layerwise import LayerwiseOptimizer
+from paceline.training.optimizers.norms import ShardedNorms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.training.compression.hooks import Compressor
     from paceline.training.engine.buckets import Bucket
+    from paceline.training.precision.scaling import Scale
 
 # Torch renamed both after 2.12.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,9 +66,11 @@ class Mode(Protocol):
 
     Attributes:
         returns_parameters: whether updated parameters come back from other ranks.
+        needs_finite: whether no rank's gradients may be infinite or NaN.
     """
 
     returns_parameters: bool
+    needs_finite: bool
 
     def arrange(self, buckets: Sequence[Bucket]) -> None:
         """Take these buckets in place of the ones before."""
@@ -86,6 +92,7 @@ class AllReduce:
     """Every rank has all gradients and updates all parameters."""
 
     returns_parameters = False
+    needs_finite = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -114,10 +121,35 @@ class AllReduce:
         """Leave the optimizer as it is."""
 
 
+class CompressedAllReduce(AllReduce):
+    """The same, with a compressor's average in place of the exact one."""
+
+    needs_finite = True
+
+    def __init__(self, ranks: Ranks, compressor: Compressor, scale: Scale) -> None:
+        super().__init__(ranks)
+        self._compressor = compressor
+        self._scale = scale
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Average what the ranks send; gradients are unscaled for it, since residuals stay."""
+        gradients = bucket.gradients[: bucket.extents[-1][1]]
+        gradients.div_(self._scale.scale)
+        named = zip(bucket.names, bucket.views, strict=True)
+        self._compressor.reduce_buffer(gradients, named, self._ranks.group)
+        gradients.mul_(self._scale.scale)
+        return dist.all_reduce(bucket.used, group=self._ranks.group, async_op=True)
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give each parameter its average; None to one that no rank used."""
+        give(bucket, bucket.used.tolist())
+
+
 class Root:
     """Rank 0 has all gradients and updates all parameters."""
 
     returns_parameters = True
+    needs_finite = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -157,6 +189,7 @@ class Sharded:
     """Every rank has the gradients of its part of each bucket, and updates that part."""
 
     returns_parameters = True
+    needs_finite = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -165,6 +198,7 @@ class Sharded:
         self._slices: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._names: dict[int, str] = {}
         self.slices: dict[str, nn.Parameter] = {}
+        self.starts: dict[str, int] = {}  # first element of a slice in its parameter
         self._adopted = False
 
     def arrange(self, buckets: Sequence[Bucket]) -> None:
@@ -191,11 +225,12 @@ class Sharded:
             self._flat[bucket.number], self._own_gradients[bucket.number] = flat, own
             slices = []
             for name, (first, last) in zip(bucket.names, bucket.extents, strict=True):
-                low, high = max(first, begin), min(last, begin + length)
-                if low < high:
-                    part = nn.Parameter(flat[low:high])
-                    self.slices[name] = part
-                    slices.append((part, own[low - begin : high - begin]))
+                low = min(max(first, begin), begin + length)
+                high = max(min(last, begin + length), low)
+                part = nn.Parameter(flat[low:high])  # empty where this rank has nothing of it
+                self.slices[name] = part
+                self.starts[name] = low - first
+                slices.append((part, own[low - begin : high - begin]))
             self._slices[bucket.number] = slices
 
     def reduce(self, bucket: Bucket) -> Any:
@@ -236,7 +271,9 @@ class Sharded:
             )
         for group in optimizer.param_groups:
             names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
-            group["params"] = [self.slices[name] for name in names if name in self.slices]
+            group["params"] = [self.slices[name] for name in names]
+        if isinstance(optimizer, LayerwiseOptimizer):
+            optimizer.layer_norms = ShardedNorms(self._ranks.group)
         self._adopted = True
 
 

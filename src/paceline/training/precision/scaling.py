@@ -19,7 +19,8 @@ those of torch.amp.GradScaler.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -111,7 +112,7 @@ class LossScaler:
         Raises:
             UsageError: an output is of another type: tensors inside of it would not be scaled.
         """
-        return tree_map(self._scale_leaf, outputs) if self.enabled else outputs
+        return scale_gradients(outputs, self) if self.enabled else outputs
 
     def unscale_and_check(
         self,
@@ -195,40 +196,58 @@ class LossScaler:
         self._applied_in_a_row = int(state["applied_in_a_row"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
 
-    def _scale_leaf(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.is_floating_point():
-                return value
-            return _ScaledGradient.apply(value, self)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {
-                field.name: self.scale_outputs(getattr(value, field.name))
-                for field in dataclasses.fields(value)
-                if field.init
-            }
-            return dataclasses.replace(value, **fields)
-        if isinstance(value, _PLAIN + _PLAIN_TORCH):
-            return value
-        raise UsageError(
-            f"the model returns a {type(value).__name__}, whose tensors cannot be found",
-            why="the gradients of its tensors would not be scaled",
-            fix="Return tensors in lists, tuples, dicts or dataclasses, or register the type with "
-            "torch.utils._pytree.register_pytree_node",
-        )
+
+class Scale(Protocol):
+    """A factor that may change from step to step."""
+
+    scale: float
+
+
+def scale_gradients(outputs: Any, by: Scale) -> Any:
+    """Return a model's outputs with the same values, whose gradients `by` multiplies.
+
+    Args:
+        outputs: as for `LossScaler.scale_outputs`.
+        by: whose scale is read in the backward pass.
+
+    Raises:
+        UsageError: an output is of another type: tensors inside of it would not be scaled.
+    """
+    return tree_map(functools.partial(_scale_leaf, by=by), outputs)
+
+
+def _scale_leaf(value: Any, by: Scale) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _ScaledGradient.apply(value, by) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: scale_gradients(getattr(value, field.name), by)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, _PLAIN + _PLAIN_TORCH):
+        return value
+    raise UsageError(
+        f"the model returns a {type(value).__name__}, whose tensors cannot be found",
+        why="the gradients of its tensors would not be scaled",
+        fix="Return tensors in lists, tuples, dicts or dataclasses, or register the type with "
+        "torch.utils._pytree.register_pytree_node",
+    )
 
 
 class _ScaledGradient(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed for us
     """Identity, in fp32 for an fp16 tensor; its gradient is multiplied by the scale."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
-        ctx.scaler, ctx.dtype = scaler, tensor.dtype
+    def forward(ctx: Any, tensor: torch.Tensor, by: Scale) -> torch.Tensor:
+        ctx.by, ctx.dtype = by, tensor.dtype
         return tensor.float() if tensor.dtype == torch.float16 else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # The scale of this moment, which is the one that the coming step divides by.
-        return (gradient * ctx.scaler.scale).to(ctx.dtype), None
+        return (gradient * ctx.by.scale).to(ctx.dtype), None
 
 
 def _values_of(parameter: torch.Tensor) -> torch.Tensor:
