@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline.core.errors import ConfigError, CorruptData
 from paceline.core.record import nearest
-from paceline.scheduler.formats.lines import read_table
+from paceline.scheduler.formats.lines import read_table, whole
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import Profile, RateModel
@@ -157,6 +157,8 @@ def _value(row: Row, column: str) -> Any:
         return row.whole(column)
     if kind == tuple[str, ...]:
         return tuple(text.split())
+    if kind == tuple[int, ...]:
+        return tuple(whole(size, row.where(column), least=1) for size in text.split())
     if column in ("work", DURATION):
         return _positive(row, column)
     return row.number(column)

@@ -206,10 +206,11 @@ class Realisation:
     def _start(self, group: JobGroup, parts: Parts) -> Iterator[Action]:
         if all(self._name(index) not in self.state.waiting for index in group.members):
             return
-        placement = self.state.inventory.placement(parts, jobs=len(group.members))
         for index in group.members:
             name = self._name(index)
             if name in self.state.waiting:
+                job = self.candidates[index].job.job
+                placement = self.state.placement(job, parts, jobs=len(group.members))
                 yield Start(
                     name=name,
                     placement=placement,

@@ -124,13 +124,13 @@ def pays_to_move(state: State, job: JobState, rate: float) -> bool:
 
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:
     """Return the action that starts a job on free devices."""
-    placement = state.inventory.placement(fit.parts)
+    placement = state.placement(job.job, fit.parts)
     return Start(name=job.job.name, placement=placement, reason=reason, rejected=rejected)
 
 
 def join(state: State, job: JobState, slot: Slot, *, reason: str) -> Start:
     """Return the action that starts a job beside those on some devices."""
-    placement = state.inventory.placement(slot.parts, jobs=len(slot.jobs) + 1)
+    placement = state.placement(job.job, slot.parts, jobs=len(slot.jobs) + 1)
     return Start(name=job.job.name, placement=placement, reason=reason)
 
 

@@ -167,7 +167,7 @@ class Marble:
         )
 
     def _resize(self, state: State, job: JobState, parts: Parts, reason: str) -> list[Action]:
-        placement = state.inventory.placement(parts)
+        placement = state.placement(job.job, parts)
         name = job.job.name
         return [
             Preempt(name=name, reason=f"it is resized: {reason}"),

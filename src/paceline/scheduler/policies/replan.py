@@ -243,7 +243,7 @@ def carry_out(state: State, draft: Draft, *, why_stopped: str) -> Iterator[Actio
     for entry in draft.placed:
         for job in entry.wanted.jobs:
             if not job.running:
-                placement = state.inventory.placement(entry.parts, jobs=len(entry.wanted.jobs))
+                placement = state.placement(job.job, entry.parts, jobs=len(entry.wanted.jobs))
                 yield Start(
                     name=job.job.name,
                     placement=placement,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.scheduler.placement import NodeDevices, Placement, Shape, close_together
+from paceline.scheduler.placement import NodeDevices, Shape, close_together
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -184,15 +184,13 @@ class Inventory:
             for index, bits in parts
         )
 
-    def placement(self, parts: Parts, *, jobs: int = 1) -> Placement:
-        """Return the placement of each of so many jobs that share devices: equal shares for all."""
-        return Placement(parts=self.devices(parts), share=1 / jobs)
-
     def parts(self, devices: tuple[NodeDevices, ...]) -> Parts:
         """Return devices by index of their node; the opposite of `devices`."""
-        return tuple(
-            sorted((self.index[part.node], sum(1 << i for i in part.devices)) for part in devices)
-        )
+        bits: dict[int, int] = {}
+        for part in devices:
+            index = self.index[part.node]
+            bits[index] = bits.get(index, 0) | sum(1 << device for device in part.devices)
+        return tuple(sorted(bits.items()))
 
     def largest_free(self, device_type: str) -> int:
         """Return the largest number of free devices on one node of a type."""

@@ -32,6 +32,7 @@ from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Placement, Shape
 from paceline.scheduler.rates.corrected import Learner
 from paceline.scheduler.state.inventory import Inventory, Parts
+from paceline.scheduler.state.mapping import in_rank_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,6 +201,19 @@ class State:
         """
         prefer = self.data_nodes.get(job.dataset, {})
         return self.inventory.find(device_type, count, max_level=max_level, prefer=prefer)
+
+    def placement(self, job: Job, parts: Parts, *, jobs: int = 1) -> Placement:
+        """Return the placement of a job on devices, in the order of its ranks.
+
+        Args:
+            job: that is to run there.
+            parts: the devices.
+            jobs: that share them, this one included: all get equal shares.
+        """
+        devices = self.inventory.devices(parts)
+        if job.mesh:
+            devices = in_rank_order(self.cluster, devices, job.mesh)
+        return Placement(parts=devices, share=1 / jobs)
 
     def rate_of(self, job: JobState, shape: Shape, neighbours: Sequence[Job]) -> float:
         """Return the estimated rate of a job if it ran so."""
