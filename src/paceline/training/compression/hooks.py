@@ -127,7 +127,8 @@ def register_hook(
         What keeps the compressor, whose `state_dict` belongs into checkpoints.
     """
     state = HookState(model, compressor, check_finite=check_finite)
-    model.register_comm_hook(state, HookState.hook)
+    # torch refuses hooks whose annotations are strings, as all are in this module.
+    model.register_comm_hook(state, lambda state, bucket: state.hook(bucket))
     return state
 
 
