@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import CorruptData, UsageError
-from paceline.training.compression.exchange import Ownership, SparseAllReduce, method_for
+from paceline.training.compression.exchange import Ownership, Part, SparseAllReduce, method_for
 from paceline.training.compression.selection import Entries
 from paceline.training.compression.wire import VALUE_TYPES, Codec, rounded
 
@@ -100,10 +100,17 @@ def test_values_of_another_dtype_are_refused():
 
 
 @settings(deadline=None, max_examples=100)
-@given(length=st.integers(1, 5000), ranks=st.integers(1, 9))
-def test_each_element_has_one_owner_and_one_place(length, ranks):
-    owned = Ownership(length=length, ranks=ranks)
-    indices = torch.arange(length)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 9)), min_size=1, max_size=4),
+    ranks=st.integers(1, 9),
+)
+def test_each_element_has_one_owner_and_one_place(lengths, ranks):
+    parts, start = [], 0
+    for length, gap in lengths:
+        parts.append(Part(start + gap, length, 1))
+        start += gap + length
+    owned = Ownership(parts, ranks, torch.device("cpu"))
+    indices = torch.cat([torch.arange(part.start, part.start + part.length) for part in parts])
     owners, local = owned.owner(indices), owned.to_local(indices)
     for rank in range(ranks):
         own = local[owners == rank]
@@ -113,7 +120,7 @@ def test_each_element_has_one_owner_and_one_place(length, ranks):
 
 
 def test_ownership_is_balanced_where_one_layer_has_most_entries():
-    owned = Ownership(length=1_000_000, ranks=8)
+    owned = Ownership([Part(0, 1_000_000, 1000)], 8, torch.device("cpu"))
     layer = torch.arange(300_000, 400_000)
     counts = torch.bincount(owned.owner(layer), minlength=8)
     assert counts.max() <= 1.3 * counts.min()
@@ -123,7 +130,11 @@ def volume(ranks, method):
     """Return the bytes that a rank sends in an all-reduce of 11 M elements, 0.1 % of them."""
     length, wanted = 11_000_000, 11_000
     plan = SparseAllReduce(
-        ranks=ranks, length=length, wanted=wanted, dtype=torch.float32, method=method
+        ranks=ranks,
+        length=length,
+        parts=(Part(0, length, wanted),),
+        dtype=torch.float32,
+        method=method,
     )
     results = plan.result_bytes // ranks * (ranks - 1)
     if method == "gather":

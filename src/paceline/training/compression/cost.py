@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.core.errors import UsageError
 from paceline.training.compression.density import DensitySchedule
 from paceline.training.compression.dgc import DeepGradientCompression, DGCOptions
-from paceline.training.compression.exchange import SparseAllReduce, method_for
+from paceline.training.compression.exchange import Part, SparseAllReduce, method_for
 from paceline.training.compression.selection import (
     Accumulation,
     accumulate_and_select,
@@ -129,7 +129,7 @@ def estimate(
     plan = SparseAllReduce(
         ranks=ends,
         length=count,
-        wanted=wanted_count(count, density),
+        parts=(Part(0, count, wanted_count(count, density)),),
         dtype=value_dtype,
         method=method,
     )

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.training.compression.density import DensitySchedule
-from paceline.training.compression.exchange import SparseAllReduce, method_for
+from paceline.training.compression.exchange import Part, SparseAllReduce, method_for
 from paceline.training.compression.selection import (
     Accumulation,
     Entries,
@@ -348,7 +348,10 @@ class DeepGradientCompression:
         return SparseAllReduce(
             ranks=topology.hosts,
             length=flat.numel(),
-            wanted=sum(wanted_count(span.length, self.density) for span in spans),
+            parts=tuple(
+                Part(span.start, span.length, wanted_count(span.length, self.density))
+                for span in sorted(spans, key=lambda span: span.start)
+            ),
             dtype=self.options.value_dtype,
             method=method_for(topology.hosts) if chosen == "auto" else chosen,
         )

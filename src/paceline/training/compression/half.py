@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.errors import UsageError
+from paceline.training.compression.exchange import all_gather
 from paceline.training.compression.wire import rounded
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def average_in_16_bits(flat: Tensor, dtype: torch.dtype, group: ProcessGroup | N
     dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
     mean = received.view(ranks, share).sum(0, dtype=torch.float32).div_(ranks)
     own = rounded(mean, dtype).to(dtype)
-    dist.all_gather_into_tensor(sent.view(torch.uint8), own.view(torch.uint8), group=group)
+    all_gather(sent.view(torch.uint8), own.view(torch.uint8), group)
     flat.copy_(sent[: flat.numel()])
 
 

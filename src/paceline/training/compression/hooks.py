@@ -127,7 +127,7 @@ def register_hook(
         What keeps the compressor, whose `state_dict` belongs into checkpoints.
     """
     state = HookState(model, compressor, check_finite=check_finite)
-    # Without annotations: torch compares them with types, and here they are strings.
+    # torch refuses hooks whose annotations are strings, as all are in this module.
     model.register_comm_hook(state, lambda state, bucket: state.hook(bucket))
     return state
 

@@ -84,7 +84,7 @@ def form(group: ProcessGroup | None, hosts: Sequence[Sequence[int]] | None) -> T
         columns=columns,
         column=column,
         inside=_group_of([members[peer] for peer in own]),
-        across=_group_of(across),
+        across=_group_of(across or [members[rank]]),
         peers=tuple(members[peer] for peer in own),
     )
 
@@ -95,8 +95,9 @@ def hosts_of(group: ProcessGroup | None) -> list[list[int]]:
     Raises:
         DeadlineExceeded: a rank did not take part.
     """
-    own = group or dist.group.WORLD
-    assert own is not None, "torch.distributed is initialized"
+    # A store of its own for each search: a name in a store serves once.
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    own = dist.new_group(members, use_local_synchronization=True)
     return find_hosts(
         own.get_group_store(),
         dist.get_rank(group),
@@ -107,7 +108,7 @@ def hosts_of(group: ProcessGroup | None) -> list[list[int]]:
 
 
 def _group_of(ranks: list[int]) -> ProcessGroup | None:
-    if len(ranks) < 2:
-        return None
+    # Also for one rank: torch (2.13) names such a group by how many groups the process has, so that
+    # all ranks must make equally many, or wait for each other under different names.
     group: ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return group
+    return group if len(ranks) > 1 else None
