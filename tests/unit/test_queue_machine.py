@@ -2,16 +2,18 @@
 
 import pytest
 
+from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
 from paceline.scheduler.local.attempt import AttemptFolder
-from paceline.scheduler.local.daemon import make_queue
+from paceline.scheduler.local.daemon import Daemon, make_queue
 from paceline.scheduler.local.database import Database, Setup, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
 from paceline.scheduler.local.records import Exit, Stop
+from paceline.scheduler.local.replay import replay
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
 from paceline.scheduler.placement import NodeDevices, Placement
@@ -235,6 +237,24 @@ class TestRebuilding:
         assert [stop.job for stop in turn.stops] == ["a"]
         turn = other.handle([Exited("a", 1, Exit(code=75))], 3.0)
         assert [start.number for start in turn.starts] == [2]
+
+
+class TestClock:
+    def test_a_wall_clock_before_the_queues_first_moment_does_not_take_it_back(self, tmp_path):
+        paths = queue_paths(tmp_path, {})
+        times_s = []
+        for wall_s, policy in [(2e9, "fifo"), (1e9, "srtf"), (2e9 + 500, "fifo")]:
+            clock = ManualClock(wall=wall_s)
+            devices = setup_of().devices
+            daemon = Daemon(paths, devices, policy, clock, lambda _: None, MeasuredRates())
+            clock.advance(10)
+            job = submit(f"of-{policy}-{len(times_s)}", DEVICES)
+            turn = daemon.queue.handle([job], daemon.now_s())
+            daemon.database.commit(len(daemon.database.segments()), turn, daemon.queue.entries)
+            times_s.append(daemon.queue.now_s)
+            daemon.close()
+        assert times_s == [10.0, 20.0, 510.0]
+        assert replay(paths.database).difference is None
 
 
 class TestDevices:

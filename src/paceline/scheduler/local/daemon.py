@@ -108,6 +108,9 @@ class Daemon:
         self._lock = _take(paths)
         self.database = Database(paths.database, first_s=clock.wall_s())
         self._epoch_s = self.database.first_s
+        # A wall clock may be set at any time: it counts once, and never takes the queue back.
+        self._ahead_s = max(clock.wall_s() - self._epoch_s, self.database.last_s())
+        self._ahead_s -= clock.now_s()
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(paths.socket, self._selector)
         self._running = Running(self._selector)
@@ -168,7 +171,7 @@ class Daemon:
             self._progress_s = now_s + PROGRESS_S
             inputs.extend(self._running.progress())
         wake_s = self.queue.wake_s()
-        if wake_s is not None and wake_s <= self._now_s():
+        if wake_s is not None and wake_s <= self.now_s():
             inputs.append(TimerExpired())
         answers = [answer for asked in requests if (answer := self._ask(*asked, inputs))]
         self._handle(inputs)
@@ -185,17 +188,17 @@ class Daemon:
             at_s.append(self._progress_s)
         wake_s = self.queue.wake_s()
         if wake_s is not None:
-            at_s.append(now_s + wake_s - self._now_s())
+            at_s.append(now_s + wake_s - self.now_s())
         return max(0.0, min(at_s) - now_s)
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
         """Return seconds since the queue's first moment; it never goes back."""
-        return max(self.queue.now_s, self.clock.wall_s() - self._epoch_s)
+        return max(self.queue.now_s, self._ahead_s + self.clock.now_s())
 
     def _handle(self, inputs: list[Input]) -> None:
         """Pass inputs on, and what follows from them, until nothing is left to do."""
         while inputs:
-            turn = self.queue.handle(inputs, self._now_s())
+            turn = self.queue.handle(inputs, self.now_s())
             self.database.commit(self._segment.number, turn, self.queue.entries)
             inputs = list(self._carry_out(turn))
 
@@ -280,7 +283,7 @@ class Daemon:
                 where=f"queue {self.paths.folder}",
                 fix="Submit it under another --name",
             )
-        now_s = self._now_s()
+        now_s = self.now_s()
         deadline_s = submission.job.deadline_s
         job = replace(
             submission.job,
@@ -325,7 +328,6 @@ class Daemon:
         """Rebuild the queue from the log, or begin a new segment of it."""
         entries = self.database.entries()
         self.queue.entries = entries
-        self.queue.now_s = self.clock.wall_s() - self._epoch_s
         last = self.database.last_segment()
         if last is not None and self.queue.active:
             why = "its devices, rates or policy changed"
@@ -337,7 +339,7 @@ class Daemon:
                 self.queue.entries = self.database.entries()
             self.say(f"all jobs of the queue are decided anew: {why}")
         same_devices = last is not None and last.setup.devices == self.devices
-        turn = self.queue.begin_anew(self._now_s(), same_devices=same_devices)
+        turn = self.queue.begin_anew(self.now_s(), same_devices=same_devices)
         # Attempts that it stops or starts are carried out by `_adopt`.
         return self.database.begin_segment(self._setup, turn, self.queue.entries)
 

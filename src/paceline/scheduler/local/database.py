@@ -186,6 +186,12 @@ class Database:
         """The queue's first moment, seconds since 1970."""
         return float(self._settings["first_s"])
 
+    def last_s(self) -> float:
+        """Return the time of the last event; 0 if there is none."""
+        with self._errors():
+            row = self._sql.execute("SELECT at_s FROM events ORDER BY id DESC LIMIT 1").fetchone()
+            return float(row[0]) if row else 0.0
+
     def last_segment(self) -> Segment | None:
         """Return the segment that was begun last."""
         return next(reversed(self.segments()), None)

@@ -116,13 +116,19 @@ class Running:
             signal.pidfd_send_signal(watch.process, number)
 
     def read(self, watch: Watch, descriptor: int) -> Iterator[Input]:
-        """Yield what a descriptor of a watch has to say."""
+        """Yield what a descriptor of a watch has to say.
+
+        A job may begin and end before anybody looks: both descriptors are ready then, in any order.
+        """
         attempt = watch.attempt
-        if descriptor == watch.notify:
-            began = bool(os.read(descriptor, 1))
+        if self._watches.get(attempt.job) is not watch:
+            return  # it was read to its end just before
+        if watch.notify is not None:  # also when the process has ended: then this does not block
+            began = bool(os.read(watch.notify, 1))
             self._close_notify(watch)
             if began:
                 yield Began(attempt.job, attempt.number)
+        if descriptor != watch.process:
             return
         self._unwatch(watch)
         claim = watch.folder.read_claim()
