@@ -13,10 +13,13 @@ from paceline.scheduler.local.devices import LocalDevices
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Exit
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit, TimerExpired
 
 DEVICES = 4
 POLICIES = ("fifo", "srtf", "las", "paceline")  # without measured sharing all are exclusive
+
+NEVER_BEGAN = Exit(code=None, error="never began", passing=True)
+NOT_STARTED = Exit(code=127, error="no space", passing=True)
 
 
 class World:
@@ -70,18 +73,36 @@ class World:
                 assert not attempt.began
                 if attempt.stop:  # the daemon claims it, so that it never runs
                     self.processes[key] = False
-                    self.end(key, None)
+                    self.end(key, NEVER_BEGAN)
                     continue
                 self.start(attempt)
             if attempt.stop:
                 self.stop(attempt)
         self.check()
 
-    def end(self, key, code):
+    def end(self, key, ended):
         del self.processes[key]
-        if code == 0:
+        if ended.code == 0:
             self.completed.append(key[0])
-        self.give(Exited(*key, Exit(code=code, error="" if code is not None else "never began")))
+        self.give(Exited(*key, ended))
+
+    def wake(self):
+        """Let the time pass to the next retry."""
+        self.now_s = max(self.now_s, self.queue.wake_s())
+        self.give(TimerExpired())
+
+    def run_out(self):
+        """Let what is left run to its end; who is asked to stop, saves."""
+        for _ in range(1000):
+            if not self.queue.active:
+                return
+            if not self.processes:
+                self.wake()
+                continue
+            key, asked = next(iter(self.processes.items()))
+            if not asked:
+                self.give(Began(*key))
+            self.end(key, Exit(code=75 if self.processes.get(key) else 0))
 
     def check(self):
         live = self.queue.live()
@@ -116,14 +137,9 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
             elif what == "report":
                 world.give(Progress(*key, data.draw(st.floats(0.0, 900.0)), None), crash=crash)
             elif what == "end":
-                world.end(key, data.draw(st.sampled_from([0, 1, 75, -9])))
-    for _ in range(1000):  # what is left runs to its end; who is asked to stop, saves
-        if not world.queue.active:
-            break
-        key, asked = next(iter(world.processes.items()))
-        if not asked:
-            world.give(Began(*key))
-        world.end(key, 75 if world.processes.get(key) else 0)
+                ends = [Exit(code=code) for code in (0, 1, 75, -9)]
+                world.end(key, data.draw(st.sampled_from([*ends, NOT_STARTED])))
+    world.run_out()
     assert not world.queue.active, "a job waits for ever"
     assert len(world.completed) == len(set(world.completed)), "a job ran twice to its end"
     done = {name for name, entry in world.queue.entries.items() if entry.status == "done"}

@@ -12,10 +12,10 @@ from paceline.scheduler.local.database import Database, Setup, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
-from paceline.scheduler.local.records import Exit, Stop
+from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.replay import replay
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit, TimerExpired
 from paceline.scheduler.placement import NodeDevices, Placement
 
 DEVICES = 2
@@ -51,7 +51,7 @@ class TestAttempts:
         turn = queue.handle([submit("short", 1, work=1)], 2.0)
         assert [(stop.job, stop.stop) for stop in turn.stops] == [("long", Stop.PREEMPT)]
         assert turn.starts == []
-        assert "gets local[0] when long left" in queue.why("short")
+        assert "gets local[0] when long left" in queue.why("short", 2.0)
         turn = queue.handle([Exited("long", 1, Exit(code=75))], 3.0)
         assert [start.job for start in turn.starts] == ["short"]
         assert queue.entries["long"].status == "waiting"
@@ -117,6 +117,75 @@ class TestAttempts:
         queue.handle([Progress("a", 1, 60.0, 2.0)], 1.0)
         assert queue.state.running["a"].work_done == 60.0
         assert queue.state.running["a"].rate == 2.0
+
+
+class TestFailedStarts:
+    NO_SPACE = Exit(code=127, error="no space left on device", passing=True)
+
+    def test_a_start_that_may_succeed_later_is_tried_again_and_others_go_first(self):
+        queue = make_queue(setup_of("fifo"))
+        first = queue.handle([submit("a", 2), submit("b", 2)], 0.0)
+        assert [start.job for start in first.starts] == ["a"]
+        turn = queue.handle([Exited("a", 1, self.NO_SPACE)], 1.0)
+        assert [start.job for start in turn.starts] == ["b"]
+        assert queue.why("a", 1.25) == (
+            "It is tried again in 1 s: start 1 failed: no space left on device."
+        )
+        assert queue.wake_s() == 2.0
+        queue.handle([TimerExpired()], 2.0)
+        assert "2 devices" in queue.why("a", 2.0)
+        assert "no space left on device" in queue.why("a", 2.0)
+        turn = queue.handle([Exited("b", 1, Exit(code=0))], 3.0)
+        assert [(start.job, start.number) for start in turn.starts] == [("a", 2)]
+
+    def test_tries_come_at_growing_intervals_and_end_with_a_failure_that_counts_them(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        waits_s = []
+        while not queue.entries["a"].ended:
+            now_s = queue.now_s
+            queue.handle([Exited("a", queue.entries["a"].starts, self.NO_SPACE)], now_s)
+            if not queue.entries["a"].ended:
+                waits_s.append(queue.wake_s() - now_s)
+                queue.handle([TimerExpired()], queue.wake_s())
+        assert waits_s == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+        entry = queue.entries["a"]
+        assert entry.status == "failed"
+        assert entry.reason == "it could not be started 12 times: no space left on device"
+
+    def test_only_failures_in_a_row_count(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        for _ in range(30):
+            queue.handle([Exited("a", queue.entries["a"].starts, self.NO_SPACE)], queue.now_s)
+            queue.handle([TimerExpired()], queue.wake_s())
+            queue.handle([Exited("a", queue.entries["a"].starts, Exit(code=75))], queue.now_s)
+        assert queue.entries["a"].status == "starting"
+
+    def test_a_job_that_waits_to_be_tried_again_can_be_cancelled(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        queue.handle([Exited("a", 1, self.NO_SPACE)], 0.0)
+        queue.handle([Cancel("a")], 0.5)
+        assert queue.entries["a"].status == "cancelled"
+        assert queue.wake_s() is None
+
+    def test_the_next_daemon_tries_again_at_the_same_time(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        for given in (submit("a"), Exited("a", 1, self.NO_SPACE)):
+            database.commit(segment.number, queue.handle([given], 1.0), queue.entries)
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            again.repeat(instant.events)
+        assert again.wake_s() == queue.wake_s() == 2.0
+        assert again.handle([TimerExpired()], 2.0).starts == [
+            Attempt(job="a", number=2, placement=again.entries["a"].wanted)
+        ]
+        database.close()
 
 
 class TestReports:
@@ -213,7 +282,7 @@ class TestRebuilding:
         assert [stop.job for stop in turn.stops] == ["a"]
         fewer.handle([Exited("a", 1, Exit(code=75))], 3.0)
         assert fewer.entries["a"].status == "waiting"
-        assert "needs 2 devices" in fewer.why("a")
+        assert "needs 2 devices" in fewer.why("a", 3.0)
         more = make_queue(setup_of())
         more.entries = fewer.entries
         assert [(start.job, start.number) for start in more.begin_anew(4.0).starts] == [("a", 2)]

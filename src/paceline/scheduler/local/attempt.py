@@ -6,6 +6,7 @@
         claim.json            which process it is: id, start time, boot (supervisor, once)
         exit.json             how the command ended (supervisor, at the end)
         log                   what the command printed
+        supervisor            what the supervisor printed: nothing, unless it failed
         progress              what it reported of its progress (the command)
 
 Each file is written once, whole and durable. The claim is a hard link, which fails if there is one
@@ -20,11 +21,11 @@ import contextlib
 import json
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.core.errors import storage_errors
+from paceline.core.errors import StorageError, storage_errors
 from paceline.core.files import commit_text, sync_folder
 from paceline.core.record import Record
 from paceline.scheduler.local.records import Exit
@@ -32,6 +33,7 @@ from paceline.scheduler.local.records import Exit
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 _PROGRESS_BYTES = 4096
+_EXIT_BYTES = 16384  # more than the longest path of a program that cannot be started
 # What a line of a progress file that is not a report can raise: it is the job's, not ours.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _FIX = "Free space on that file system, or make it writable again"
@@ -119,7 +121,9 @@ class AttemptFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log = path / "log"
+        self.supervisor = path / "supervisor"
         self.progress = path / "progress"
+        self._reserved = path / f".exit.{os.getpid()}"
 
     def order(self, order: Order) -> None:
         """Write what the supervisor is to start."""
@@ -155,9 +159,35 @@ class AttemptFolder:
         except FileNotFoundError:
             return None
 
+    def withdraw(self) -> bool:
+        """See to it that the attempt never runs; return False if it was claimed before.
+
+        A daemon before this one may have started a supervisor that is still on its way.
+        """
+        try:
+            return self.claim(Claim(pid=0, start_ticks=0, boot=""))
+        except StorageError:  # a full disk: taking something away needs no space
+            (self.path / "order.json").unlink(missing_ok=True)
+            return True
+
+    def reserve(self) -> None:
+        """Take the space of `finish` before the command runs: then the disk may be full."""
+        with self._reserved.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _EXIT_BYTES)
+
+    def release(self) -> None:
+        """Give back the space that `reserve` took."""
+        self._reserved.unlink(missing_ok=True)
+
     def finish(self, ended: Exit) -> None:
-        """Write how the command ended."""
-        commit_text(self.path / "exit.json", ended.to_text())
+        """Write how the command ended; `reserve` came before."""
+        with self._reserved.open("r+b") as file:
+            file.write(ended.to_text().encode(errors="backslashreplace"))
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        self._reserved.replace(self.path / "exit.json")
+        sync_folder(self.path)
 
     def read_exit(self) -> Exit | None:
         """Return how the command ended, with the end of its log; None if it was not written."""
@@ -166,7 +196,7 @@ class AttemptFolder:
             ended = Exit.from_text(path.read_text(encoding="utf-8"), where=str(path))
         except FileNotFoundError:
             return None
-        return Exit(code=ended.code, killed=ended.killed, error=ended.error, tail=self.tail())
+        return replace(ended, tail=self.tail())
 
     def tail(self) -> str:
         """Return the last lines of the log."""

@@ -257,7 +257,7 @@ class Daemon:
         if request.verb == "cancel":
             inputs.append(Cancel(name))
         if request.verb == "why":
-            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name))
+            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name, self.now_s()))
         return lambda: Reply(jobs=(self._view(entry),))
 
     def _submit(self, request: Request, inputs: list[Input]) -> str:

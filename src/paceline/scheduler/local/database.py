@@ -89,6 +89,8 @@ _STORED = (
     "status",
     "starts",
     "own_stops",
+    "failed_starts",
+    "retry_s",
     "submitted_s",
     "began_s",
     "ended_s",

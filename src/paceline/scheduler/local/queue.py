@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from paceline.scheduler.state.state import State
 
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
+# Starts that fail before the job runs, because the machine lacks something for a moment: tried
+# again after 1 s, 2 s, 4 s ... at most 5 minutes; the last try comes after about 19 minutes.
+_FAILED_STARTS_MAX = 12
+_RETRY_S, _RETRY_S_MAX = 1.0, 300.0
 
 
 class JobQueue:
@@ -87,11 +91,18 @@ class JobQueue:
         return never_fits(self.state, submission.job)
 
     def wake_s(self) -> float | None:
-        """Return when the policy wants to be asked although nothing happened."""
-        return self.policy.wake_s(self.state)
+        """Return when there is something to do although nothing happened."""
+        times = [entry.retry_s for entry in self.entries.values() if entry.retry_s is not None]
+        if (policy_s := self.policy.wake_s(self.state)) is not None:
+            times.append(policy_s)
+        return min(times, default=None)
 
-    def why(self, name: str) -> str:
+    def why(self, name: str, now_s: float) -> str:
         """Return why a job waits, where it runs or how it ended.
+
+        Args:
+            name: of the job.
+            now_s: not before the last turn.
 
         Raises:
             NotFound: there is no such job.
@@ -101,6 +112,8 @@ class JobQueue:
             where = f" on {entry.attempt.placement.describe()}" if entry.attempt else ""
             reason = f": {entry.reason}" if entry.reason else ""
             return f"It is {entry.status}{where}{reason}."
+        if entry.retry_s is not None:
+            return f"It is tried again in {max(0.0, entry.retry_s - now_s):.0f} s: {entry.reason}."
         if self.state.job(name) is None:
             return f"It waits for another queue daemon: {entry.reason}."
         if entry.wanted is not None:
@@ -152,7 +165,7 @@ class JobQueue:
         turn = Turn()
         self.now_s = now_s
         for entry in self.active:
-            entry.wanted = None
+            entry.wanted = entry.retry_s = None
             attempt = entry.attempt
             if attempt and attempt.stop == Stop.CANCEL:
                 continue
@@ -197,7 +210,7 @@ class JobQueue:
             case Cancel(name=name):
                 return self._cancel(self.entry(name), turn)
             case TimerExpired():
-                return [Timer(at_s=self.now_s)]
+                return self._wake(turn)
         entry = self.entries[given.name]
         if entry.attempt is None or entry.attempt.number != given.number:
             return []  # of an attempt that is over
@@ -208,6 +221,17 @@ class JobQueue:
                 return self._exited(entry, entry.attempt, ended, turn)
             case Progress(work_done=work_done, rate=rate):
                 return self._progress(entry, work_done, rate, turn)
+
+    def _wake(self, turn: Turn) -> Iterable[Event]:
+        """Let jobs be started again whose time came, and ask the policy if it wants to be."""
+        policy_s = self.policy.wake_s(self.state)
+        for entry in self.active:
+            if entry.retry_s is not None and entry.retry_s <= self.now_s:
+                entry.retry_s = None
+                turn.changed[entry.name] = None
+                yield Submitted(at_s=self.now_s, job=entry.submission.job)
+        if policy_s is not None and policy_s <= self.now_s:
+            yield Timer(at_s=self.now_s)
 
     def _submit(self, submission: Submission, turn: Turn) -> Iterable[Event]:
         # Numbers as the log has them (1.0, not 1): digests of inputs are made of their texts.
@@ -225,7 +249,7 @@ class JobQueue:
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
         if entry.ended or (entry.attempt and entry.attempt.stop == Stop.CANCEL):
             return
-        entry.wanted = None
+        entry.wanted = entry.retry_s = None
         entry.reason = "its user cancelled it"
         turn.changed[entry.name] = None
         if entry.attempt is None:
@@ -265,6 +289,8 @@ class JobQueue:
         turn.ended.append(attempt)
         turn.changed[entry.name] = None
         how = _how(ended, entry.submission.grace_s)
+        if not ended.error:
+            entry.failed_starts = 0
         if attempt.stop == Stop.CANCEL:
             entry.exit_code = ended.code
             entry.reason = f"{entry.reason}; {how}"
@@ -276,6 +302,8 @@ class JobQueue:
             # Whatever it ended with: nobody knows what it would have come to without the stop.
             entry.reason = f"{entry.reason}; {how}"
             self._wait(entry, turn)
+        elif ended.passing:
+            yield from self._put_off(entry, ended, turn)
         elif ended.code in (TRY_AGAIN, None) and not ended.error:
             entry.own_stops += 1
             if entry.own_stops > _OWN_STOPS_MAX:
@@ -293,6 +321,21 @@ class JobQueue:
             entry.exit_code = ended.code
             entry.reason = f"{how}\n{ended.tail}".strip()
             yield from self._finish(entry, JobStatus.FAILED, turn)
+
+    def _put_off(self, entry: Entry, ended: Exit, turn: Turn) -> Iterable[Event]:
+        """Have a job wait that could not be started; the policy forgets it for so long."""
+        entry.failed_starts += 1
+        if entry.failed_starts >= _FAILED_STARTS_MAX:
+            entry.exit_code = ended.code
+            entry.reason = f"it could not be started {entry.failed_starts} times: {ended.error}"
+            yield from self._finish(entry, JobStatus.FAILED, turn)
+            return
+        after_s = min(_RETRY_S * 2 ** (entry.failed_starts - 1), _RETRY_S_MAX)
+        entry.wanted = None
+        entry.retry_s = self.now_s + after_s
+        entry.reason = f"start {entry.starts} failed: {ended.error}"
+        self._wait(entry, turn)
+        yield Cancelled(at_s=self.now_s, name=entry.name)
 
     def _finish(self, entry: Entry, status: JobStatus, turn: Turn) -> Iterable[Event]:
         entry.wanted = None

@@ -47,12 +47,14 @@ class Exit(Record):
             supervisor was killed, or the machine stopped.
         killed: its grace period had passed.
         error: why the command was not started, in words; empty if it was.
+        passing: that may be over at the next try: no space, no process, a folder that is away.
         tail: the last lines of its log.
     """
 
     code: int | None
     killed: bool = False
     error: str = ""
+    passing: bool = False
     tail: str = ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline.scheduler.local.attempt import AttemptFolder, Claim, ProgressReport
 from paceline.scheduler.local.records import Attempt, Exit, Stop
-from paceline.scheduler.local.supervisor import CANCEL, PREEMPT
+from paceline.scheduler.local.supervisor import BEGAN, CANCEL, PREEMPT
 from paceline.scheduler.local.turns import Began, Exited, Input, Progress
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.scheduler.local.attempt import Order
 
-_NEVER_BEGAN = Exit(code=None, error="it was stopped before it began")
+_NEVER_BEGAN = Exit(code=None, error="it was stopped before it began", passing=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +40,7 @@ class Watch:
         process: descriptor of its process.
         notify: of its pipe, until it has begun; None if another daemon started it.
         child: if this daemon started it.
+        problem: why the supervisor could not begin, if it said so.
         reported: its last report of progress.
     """
 
@@ -47,6 +49,7 @@ class Watch:
     process: int
     notify: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    problem: str = ""
     reported: ProgressReport | None = None
 
 
@@ -60,30 +63,25 @@ class Running:
     def start(
         self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
     ) -> Iterator[Input]:
-        """Start a supervisor; yield the attempt's end if that is impossible."""
-        reader, writer = os.pipe()
-        try:
-            folder.order(order())
-            with (folder.path / "supervisor").open("ab") as output:
-                child = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "paceline.scheduler.local.supervisor"),
-                        *(str(folder.path), str(writer)),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(writer,),
-                    start_new_session=True,
-                )
-        except OSError as problem:  # no process, no memory, no space: perhaps later
-            os.close(reader)
-            why = f"its supervisor cannot be started: {problem}"
-            yield Exited(attempt.job, attempt.number, Exit(code=127, error=why))
-            return
-        finally:
-            os.close(writer)
-        self._watch(Watch(attempt, folder, os.pidfd_open(child.pid), reader, child))
+        """Start a supervisor; yield the attempt's end if that is impossible now."""
+        with contextlib.ExitStack() as undo:
+            try:
+                reader, writer = os.pipe()
+                undo.callback(os.close, reader)
+                with os.fdopen(writer, "wb") as pipe:
+                    child = _supervisor(folder, order(), pipe.fileno())
+                undo.callback(_end, child)
+                process = os.pidfd_open(child.pid)
+            except OSError as problem:  # no process, no descriptor, no space: perhaps later
+                why = problem
+            else:
+                undo.pop_all()
+                self._watch(Watch(attempt, folder, process, reader, child))
+                return
+        if folder.withdraw():
+            yield _not_started(attempt, str(why))
+        else:  # it was started by a daemon before this one
+            yield from self.adopt(attempt, folder, order)
 
     def adopt(
         self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
@@ -91,7 +89,7 @@ class Running:
         """Yield what happened to an attempt of a daemon before this one, and watch it."""
         claim = folder.read_claim()
         if claim is None:
-            if attempt.stop and folder.claim(Claim(pid=0, start_ticks=0, boot="")):
+            if attempt.stop and folder.withdraw():
                 yield Exited(attempt.job, attempt.number, _NEVER_BEGAN)
             else:  # its supervisor was not started, or is on its way: then one of the two leaves
                 yield from self.start(attempt, folder, order)
@@ -124,16 +122,23 @@ class Running:
         if self._watches.get(attempt.job) is not watch:
             return  # it was read to its end just before
         if watch.notify is not None:  # also when the process has ended: then this does not block
-            began = bool(os.read(watch.notify, 1))
+            heard = os.read(watch.notify, select.PIPE_BUF)
             self._close_notify(watch)
-            if began:
+            if heard == BEGAN:
                 yield Began(attempt.job, attempt.number)
+            elif heard:
+                watch.problem = heard.decode(errors="replace")
         if descriptor != watch.process:
             return
         self._unwatch(watch)
-        claim = watch.folder.read_claim()
         if watch.child is not None:
             watch.child.wait()  # it has ended already
+        claim = watch.folder.read_claim()
+        if claim is None and watch.folder.withdraw():
+            yield _not_started(attempt, watch.problem or "it ended before it began")
+            return
+        if watch.child is not None:
+            claim = claim or watch.folder.read_claim()
             if claim is not None and claim.pid not in (0, watch.child.pid):
                 # A supervisor that a daemon before this one had started was faster.
                 yield Began(attempt.job, attempt.number)
@@ -181,6 +186,32 @@ class Running:
             self._selector.unregister(watch.notify)
             os.close(watch.notify)
             watch.notify = None
+
+
+def _supervisor(folder: AttemptFolder, order: Order, writer: int) -> subprocess.Popen[bytes]:
+    folder.order(order)
+    module = "paceline.scheduler.local.supervisor"
+    with folder.supervisor.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(folder.path), str(writer)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+
+
+def _not_started(attempt: Attempt, why: str) -> Exited:
+    """Return the end of an attempt whose supervisor could not do its work: nothing of the job."""
+    error = f"its supervisor cannot be started: {why}"
+    return Exited(attempt.job, attempt.number, Exit(code=127, error=error, passing=True))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a supervisor that cannot be watched; the kernel kills its command."""
+    child.kill()
+    child.wait()
 
 
 def _exit_of(folder: AttemptFolder, claim: Claim | None) -> Exit:

@@ -49,7 +49,7 @@ class Progress(NamedTuple):
 
 
 class TimerExpired(NamedTuple):
-    """The moment came at which the policy wanted to be asked."""
+    """The moment came at which the queue wanted to be asked."""
 
 
 Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired
@@ -66,6 +66,8 @@ class Entry:
         attempt: its live attempt; None if no process of it may exist.
         starts: number of its last attempt.
         own_stops: how often it stopped although nobody asked it to.
+        failed_starts: how often in a row it could not be started.
+        retry_s: when it is tried again, if it waits for that; the policy does not know it then.
         submitted_s, began_s, ended_s: seconds since the queue's first moment.
         work_done, rate: as it reported last.
         exit_code: of its end.
@@ -78,6 +80,8 @@ class Entry:
     attempt: Attempt | None = None
     starts: int = 0
     own_stops: int = 0
+    failed_starts: int = 0
+    retry_s: float | None = None
     submitted_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
