@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.daemon import make_queue
-from paceline.scheduler.local.database import Setup
 from paceline.scheduler.local.devices import LocalDevices
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Exit
+from paceline.scheduler.local.setup import Setup, make_queue
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit, TimerExpired
 
@@ -28,7 +27,7 @@ class World:
     def __init__(self, policy):
         node = Node(name="local", device_type="cpu", devices=DEVICES)
         devices = LocalDevices(cluster=Cluster(nodes=(node,)))
-        self.setup = Setup(policy, devices, MeasuredRates())
+        self.setup = Setup(policy, devices, MeasuredRates(learns=True))
         self.queue = make_queue(self.setup)
         self.log = []  # events of instants
         self.processes = {}  # (job, number) -> asked to stop

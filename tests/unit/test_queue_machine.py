@@ -1,21 +1,33 @@
 """The state machine of a machine's queue: no process, no clock, no file."""
 
+import sqlite3
+
 import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Node
+from paceline.scheduler.events import Rated, Submitted
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.attempt import AttemptFolder
-from paceline.scheduler.local.daemon import Daemon, make_queue
-from paceline.scheduler.local.database import Database, Setup, decision_text
+from paceline.scheduler.local.attempt import AttemptFolder, ProgressReport
+from paceline.scheduler.local.daemon import Daemon
+from paceline.scheduler.local.database import Database, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
 from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.replay import replay
+from paceline.scheduler.local.setup import PolicyOptions, Setup, make_queue
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit, TimerExpired
+from paceline.scheduler.local.turns import (
+    Began,
+    Cancel,
+    Exited,
+    Progress,
+    Submit,
+    TimerExpired,
+    Turn,
+)
 from paceline.scheduler.placement import NodeDevices, Placement
 
 DEVICES = 2
@@ -23,7 +35,7 @@ DEVICES = 2
 
 def setup_of(policy="srtf", devices=DEVICES):
     node = Node(name="local", device_type="cpu", devices=devices)
-    return Setup(policy, LocalDevices(cluster=Cluster(nodes=(node,))), MeasuredRates())
+    return Setup(policy, LocalDevices(cluster=Cluster(nodes=(node,))), MeasuredRates(learns=True))
 
 
 def submit(name, devices=1, work=None, **options):
@@ -210,6 +222,34 @@ class TestReports:
         assert report is None or report.work_done == 2  # None: the garbage fills what is read
 
 
+class TestReportedRates:
+    @pytest.mark.parametrize(
+        ("before", "now", "rate"),
+        [
+            (None, ProgressReport(10.0, None, 5.0), None),
+            (None, ProgressReport(10.0, 3.0, 5.0), 3.0),
+            (ProgressReport(4.0, None, 3.0), ProgressReport(10.0, None, 5.0), 3.0),
+            (ProgressReport(4.0, None, 3.0), ProgressReport(10.0, 2.0, 5.0), 2.0),
+            (ProgressReport(4.0, None, 5.0), ProgressReport(10.0, None, 5.0), None),
+            (ProgressReport(10.0, None, 3.0), ProgressReport(10.0, None, 5.0), None),
+        ],
+    )
+    def test_it_is_what_the_job_said_or_what_it_did_since_the_report_before(
+        self, before, now, rate
+    ):
+        assert now.rate_since(before) == rate
+
+    def test_the_log_keeps_few_reports_of_a_long_job_and_the_queue_the_last(self):
+        queue = make_queue(setup_of())
+        begin(queue, 0.0, submit("a", work=1e6))
+        logged = 0
+        for step in range(1, 10_000):
+            turn = queue.handle([Progress("a", 1, float(step), 0.5)], step * 2.0)
+            logged += len(turn.events)
+            assert queue.entries["a"].work_done == step
+        assert logged < 700
+
+
 class TestRebuilding:
     def test_a_stored_queue_decides_as_the_one_that_was_killed(self, tmp_path):
         setup = setup_of()
@@ -314,8 +354,7 @@ class TestClock:
         times_s = []
         for wall_s, policy in [(2e9, "fifo"), (1e9, "srtf"), (2e9 + 500, "fifo")]:
             clock = ManualClock(wall=wall_s)
-            devices = setup_of().devices
-            daemon = Daemon(paths, devices, policy, clock, lambda _: None, MeasuredRates())
+            daemon = Daemon(paths, setup_of(policy), clock, lambda _: None)
             clock.advance(10)
             job = submit(f"of-{policy}-{len(times_s)}", DEVICES)
             turn = daemon.queue.handle([job], daemon.now_s())
@@ -365,6 +404,116 @@ class TestPaths:
         paths = queue_paths(None, environ)
         assert paths.database == tmp_path / "paceline" / "queue" / "queue.db"
         assert str(paths.socket) == "/run/user/1/paceline-queue.sock"
+
+
+class TestSetup:
+    def test_a_tenant_gets_no_more_than_its_quota(self):
+        options = PolicyOptions(quotas={"ann": 1})
+        queue = make_queue(setup_of("paceline")._replace(options=options))
+        queue.handle([submit(name, work=10, tenant="ann") for name in "ab"], 0.0)
+        assert [attempt.job for attempt in queue.live()] == ["a"]
+        assert "the 1 device of its quota" in queue.why("b", 0.0)
+
+    def test_a_job_that_its_quota_can_never_let_in_is_refused_at_submission(self):
+        options = PolicyOptions(quotas={"ann": 1}, round_s=10.0)
+        queue = make_queue(setup_of("paceline")._replace(options=options))
+        assert "the quota of ann is 1" in queue.refusal(submit("a", 2, tenant="ann").submission)
+        assert queue.refusal(submit("a", 2, tenant="bob").submission) == ""
+
+    def test_options_that_a_policy_does_not_have_are_refused(self):
+        with pytest.raises(UsageError, match="fifo has no quotas"):
+            make_queue(setup_of("fifo")._replace(options=PolicyOptions(quotas={"ann": 1})))
+        with pytest.raises(UsageError, match="can choose its objective"):
+            make_queue(setup_of("fifo")._replace(options=PolicyOptions(objective="jct")))
+
+    def test_a_log_of_format_1_is_replayed_and_carried_on(self, root, tmp_path):
+        paths = queue_paths(tmp_path, {})
+        sqlite3.connect(paths.database).executescript(
+            (root / "tests" / "golden" / "queue-1.sql").read_text()
+        )
+        before = replay(paths.database)
+        assert (before.events, before.difference) == (9, None)
+        daemon = Daemon(paths, setup_of(), ManualClock(wall=1.7e9 + 100), lambda _: None)
+        assert daemon.queue.why("long", 100.0).startswith("It is stopping on local[0-1]")
+        assert [entry.name for entry in daemon.queue.active] == ["long", "short"]
+        daemon.close()
+        after = replay(paths.database)
+        assert (after.segments, after.difference) == (2, None)
+
+
+class TestLearning:
+    """Two jobs share a device by an estimate; their reports say otherwise."""
+
+    SHARING = MeasuredSharing(used={"small": (0.3,)}, most=2)
+
+    def sharing_queue(self):
+        measured = MeasuredRates(
+            alone={"small": {"": {"1": 10.0}}}, sharing=self.SHARING, learns=True
+        )
+        setup = setup_of("paceline", devices=1)._replace(rates=measured)
+        queue = make_queue(setup)
+        events = begin(queue, 0.0, *(submit(n, work=1e5, profile="small") for n in "ab")).events
+        assert len(queue.live()) == 2
+        return setup, queue, [events]
+
+    def report(self, queue, log, rate, times):
+        for _ in range(times):
+            now_s = queue.now_s + 60.0
+            work = now_s * rate
+            reports = [Progress(a.job, a.number, work, rate) for a in queue.live() if not a.stop]
+            log.append(queue.handle(reports, now_s))
+        return [stop.job for turn in log if isinstance(turn, Turn) for stop in turn.stops]
+
+    def test_a_group_of_which_reports_say_that_it_does_not_pay_is_parted_and_not_formed_again(self):
+        _, queue, log = self.sharing_queue()
+        (parted,) = self.report(queue, log, 3.0, 4)
+        turn = queue.handle([Exited(parted, 1, Exit(code=75))], queue.now_s + 1)
+        assert turn.starts == []
+        assert queue.entries[parted].status == "waiting"
+
+    def test_a_group_that_pays_stays(self):
+        _, queue, log = self.sharing_queue()
+        assert self.report(queue, log, 9.0, 10) == []
+
+    def test_a_report_of_an_interval_in_which_a_neighbour_came_teaches_nothing(self):
+        _, queue, _ = self.sharing_queue()
+        queue.handle([Exited("b", 1, Exit(code=1))], 1.0)
+        queue.handle([submit("c", work=1e5, profile="small")], 2.0)
+        assert queue.entries["c"].status == "starting"
+        turn = queue.handle([Progress("a", 1, 20.0, 10.0)], 70.0)  # c does not run yet
+        assert [event.rate for event in turn.events] == [None]
+        queue.handle([Began("c", 1)], 71.0)
+        rates = []
+        for now_s in (140.0, 210.0):
+            turn = queue.handle([Progress("a", 1, now_s, 9.0)], now_s)
+            rates += [event.rate for event in turn.events]
+        assert rates == [None, 9.0]
+
+    def test_what_was_learned_comes_with_the_events_and_goes_to_the_next_log(self):
+        setup, queue, log = self.sharing_queue()
+        self.report(queue, log, 3.0, 4)
+        rates = queue.learned_rates(setup.rates)
+        assert [group.group for group in rates.learned.slow] == [("small", "small")]
+        assert MeasuredRates.from_json(rates.to_json()) == rates
+        after = make_queue(setup.after(rates))
+        after.handle([submit(name, work=1e5, profile="small") for name in "de"], 0.0)
+        assert len(after.live()) == 1
+
+    def test_rates_that_come_with_a_submission_count_for_its_class(self):
+        queue = make_queue(setup_of("paceline"))
+        # A second device adds nothing to this job, so that another one gets it.
+        given = Submission(
+            job=Job(name="a", max_devices=2, work=100, profile="flat"),
+            command=("true",),
+            folder="/",
+            rates={"": {"1": 10.0, "2": 10.5}},
+        )
+        turn = queue.handle([Submit(given), submit("b", work=100)], 0.0)
+        assert [type(event) for event in turn.events] == [Rated, Submitted, Submitted]
+        assert sorted(attempt.placement.devices for attempt in queue.live()) == [1, 1]
+        assert queue.state.running["a"].rate == 10.0
+        carried = queue.learned_rates(MeasuredRates(learns=True))
+        assert carried.given == {"flat": given.rates}
 
 
 class TestMeasuredSharing:

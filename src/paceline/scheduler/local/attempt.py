@@ -109,10 +109,19 @@ class ProgressReport(NamedTuple):
     Attributes:
         work_done: units of work since the job's begin.
         rate: units of work per second; None if it did not say.
+        at_s: when it wrote that, seconds since 1970.
     """
 
     work_done: float
     rate: float | None
+    at_s: float = 0.0
+
+    def rate_since(self, before: ProgressReport | None) -> float | None:
+        """Return the rate that it said, else that since a report before; None if not known."""
+        if self.rate is not None or before is None:
+            return self.rate
+        passed_s, work = self.at_s - before.at_s, self.work_done - before.work_done
+        return work / passed_s if passed_s > 0 and work > 0 else None
 
 
 class AttemptFolder:
@@ -215,13 +224,14 @@ class AttemptFolder:
         """
         try:
             with self.progress.open("rb") as file:
+                at_s = os.fstat(file.fileno()).st_mtime
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _PROGRESS_BYTES))
                 lines = file.read(_PROGRESS_BYTES).splitlines(keepends=True)
         except OSError:
             return None
         for line in reversed(lines):
             with contextlib.suppress(*_UNREADABLE):
-                return _report(line)
+                return _report(line)._replace(at_s=at_s)
         return None
 
 

@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import PacelineError, UsageError, storage_errors
 from paceline.core.files import LockOutcome, try_lock
-from paceline.core.record import nearest
 from paceline.scheduler.local.attempt import AttemptFolder
 from paceline.scheduler.local.connections import Connections, Peer
-from paceline.scheduler.local.database import Database, Segment, Setup, decision_text
+from paceline.scheduler.local.database import Database, Segment, decision_text
 from paceline.scheduler.local.orders import impossible, order_for
 from paceline.scheduler.local.protocol import VERBS, Reply, Request
-from paceline.scheduler.local.queue import JobQueue
 from paceline.scheduler.local.records import JobStatus, JobView
 from paceline.scheduler.local.running import Running, Watch
+from paceline.scheduler.local.setup import make_queue
 from paceline.scheduler.local.turns import Cancel, Entry, Input, Submit, TimerExpired
-from paceline.scheduler.policies import POLICIES
-from paceline.scheduler.state.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,10 +36,10 @@ if TYPE_CHECKING:
 
     from paceline.core.clock import Clock
     from paceline.scheduler.local.attempt import Order
-    from paceline.scheduler.local.devices import LocalDevices
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.local.queue import JobQueue
     from paceline.scheduler.local.records import Attempt
+    from paceline.scheduler.local.setup import Setup
     from paceline.scheduler.local.turns import Turn
 
 PROGRESS_S = 2.0  # how often reports of progress are looked for, and logged at most
@@ -58,52 +55,34 @@ class _Waiting(NamedTuple):
     until_s: float
 
 
-def make_queue(setup: Setup) -> JobQueue:
-    """Return an empty queue, the same whenever its log is decided again.
-
-    Raises:
-        UsageError: there is no such policy.
-    """
-    if setup.policy not in POLICIES:
-        raise UsageError(
-            f"no policy is called '{setup.policy}'", fix=nearest(setup.policy, POLICIES)
-        )
-    cluster = setup.devices.cluster
-    return JobQueue(POLICIES[setup.policy](), State(cluster, setup.rates.model(cluster)))
-
-
 class Daemon:
     """Serves one queue; see the module."""
 
     def __init__(
         self,
         paths: QueuePaths,
-        devices: LocalDevices,
-        policy: str,
+        setup: Setup,
         clock: Clock,
         say: Callable[[str], None],
-        rates: MeasuredRates,
     ) -> None:
         """Take the queue's lock, and find out where the last daemon left it.
 
         Args:
             paths: of the queue.
-            devices: that jobs may be given.
-            policy: name of one of `POLICIES`.
+            setup: what it decides by.
             clock: for deadlines, and for the times of events.
             say: gets a line for each thing that happens.
-            rates: of jobs, as measured.
 
         Raises:
-            UsageError: another daemon serves the queue, or there is no such policy.
+            UsageError: another daemon serves the queue, or there is no such policy or option.
             StorageError: its folder cannot be used.
             CorruptData: its database is damaged.
         """
         self.paths = paths
-        self.devices = devices
+        self.devices = setup.devices
         self.clock = clock
         self.say = say
-        self._setup = Setup(policy, devices, rates)
+        self._setup = setup
         self.queue = make_queue(self._setup)
         self._lock = _take(paths)
         self.database = Database(paths.database, first_s=clock.wall_s())
@@ -288,6 +267,8 @@ class Daemon:
         job = replace(
             submission.job,
             name=name,
+            # What is learned of a job without a class is true of it alone.
+            profile=submission.job.profile or name,
             submitted_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
         )
@@ -326,30 +307,40 @@ class Daemon:
 
     def _resume(self) -> Segment:
         """Rebuild the queue from the log, or begin a new segment of it."""
-        entries = self.database.entries()
-        self.queue.entries = entries
         last = self.database.last_segment()
-        if last is not None and self.queue.active:
+        before = self._decided_again(last) if last is not None else None
+        if last is not None and last.setup.declared == self._setup:
+            if before is not None:
+                self.queue = before
+                return last
+            why = "this Paceline decides otherwise than the one that wrote the log"
+        else:
             why = "its devices, rates or policy changed"
-            if last.setup == self._setup:
-                if self._repeat(last):
-                    return last
-                why = "this Paceline decides otherwise than the one that wrote the log"
-                self.queue = make_queue(self._setup)
-                self.queue.entries = self.database.entries()
+        setup = self._setup
+        if last is not None:
+            rates = last.setup.rates
+            setup = setup.after(rates if before is None else before.learned_rates(rates))
+            self.queue = make_queue(setup)
+        self.queue.entries = self.database.entries()
+        if self.queue.active:
             self.say(f"all jobs of the queue are decided anew: {why}")
         same_devices = last is not None and last.setup.devices == self.devices
         turn = self.queue.begin_anew(self.now_s(), same_devices=same_devices)
         # Attempts that it stops or starts are carried out by `_adopt`.
-        return self.database.begin_segment(self._setup, turn, self.queue.entries)
+        return self.database.begin_segment(setup, turn, self.queue.entries)
 
-    def _repeat(self, segment: Segment) -> bool:
-        """Decide the log of a segment again; return whether the decisions are the same."""
+    def _decided_again(self, segment: Segment) -> JobQueue | None:
+        """Return the queue at the end of a segment; None if it cannot be decided as it was."""
+        try:
+            queue = make_queue(segment.setup)
+        except UsageError:  # the policy of another version
+            return None
+        queue.entries = self.database.entries()
         for instant in self.database.instants(segment.number):
-            decisions = self.queue.repeat(instant.events)
+            decisions = queue.repeat(instant.events)
             if [decision_text(decision) for decision in decisions] != instant.decisions:
-                return False
-        return True
+                return None
+        return queue
 
     def _adopt(self) -> None:
         """Find out what became of the live attempts, and carry out what was decided for them."""

@@ -28,6 +28,7 @@ from paceline.scheduler.events import (
     Event,
     Measured,
     Preempt,
+    Rated,
     Refuse,
     Start,
     Started,
@@ -50,12 +51,15 @@ from paceline.scheduler.local.turns import (
     Turn,
 )
 from paceline.scheduler.policies.fitting import never_fits
+from paceline.scheduler.policies.paceline import Paceline
 from paceline.scheduler.policies.reasons import why
+from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.scheduler.decide import Policy
+    from paceline.scheduler.local.rates import MeasuredRates
     from paceline.scheduler.state.state import State
 
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
@@ -63,6 +67,8 @@ _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without be
 # again after 1 s, 2 s, 4 s ... at most 5 minutes; the last try comes after about 19 minutes.
 _FAILED_STARTS_MAX = 12
 _RETRY_S, _RETRY_S_MAX = 1.0, 300.0
+
+_MEASURED_SHARE, _MEASURED_S_MAX = 0.01, 60.0  # between two reports that the policy sees
 
 
 class JobQueue:
@@ -88,7 +94,18 @@ class JobQueue:
 
     def refusal(self, submission: Submission) -> str:
         """Return why a job can never run here, in words; empty if it can."""
-        return never_fits(self.state, submission.job)
+        job = submission.job
+        if reason := never_fits(self.state, job):
+            return reason
+        policy = self.policy.policy if isinstance(self.policy, Rounds) else self.policy
+        return policy.never_allowed(job) if isinstance(policy, Paceline) else ""
+
+    def learned_rates(self, rates: MeasuredRates) -> MeasuredRates:
+        """Return the rates with which the queue began, with what was given and learned since."""
+        for entry in self.entries.values():
+            if entry.submission.rates:
+                rates = rates.given_also(entry.submission.job.profile, entry.submission.rates)
+        return rates.after(self.state.rates)
 
     def wake_s(self) -> float | None:
         """Return when there is something to do although nothing happened."""
@@ -244,6 +261,8 @@ class JobQueue:
         self.entries[name] = Entry(replace(submission, job=job), submitted_s=self.now_s)
         turn.changed[name] = None
         turn.notes.append(f"{name}: submitted, {_devices(submission.job.devices)}")
+        if submission.rates:
+            yield Rated(at_s=self.now_s, profile=job.profile, alone=submission.rates)
         yield Submitted(at_s=self.now_s, job=job)
 
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
@@ -262,6 +281,7 @@ class JobQueue:
         if attempt.began:
             return
         entry.attempt = replace(attempt, began=True)
+        entry.beside = self._beside(attempt)
         if entry.began_s is None:
             entry.began_s = self.now_s
         turn.changed[entry.name] = None
@@ -278,14 +298,37 @@ class JobQueue:
         self, entry: Entry, work_done: float, rate: float | None, turn: Turn
     ) -> Iterable[Event]:
         entry.work_done, entry.rate = work_done, rate
+        if entry.attempt is None or entry.attempt.stop or not self._is_due(entry):
+            return
+        entry.measured_s = self.now_s
         turn.changed[entry.name] = None
-        if entry.attempt and not entry.attempt.stop:
-            yield Measured(at_s=self.now_s, name=entry.name, work_done=work_done, rate=rate)
+        beside, entry.beside = entry.beside, self._beside(entry.attempt)
+        job = self.state.running.get(entry.name)
+        decided = {other.name for other in job.neighbours} if job else None
+        if not entry.beside == beside == decided:
+            rate = None  # of an interval in which its neighbours changed
+        yield Measured(at_s=self.now_s, name=entry.name, work_done=work_done, rate=rate)
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether the policy should see a report: seldom of long jobs, as the log keeps it."""
+        if entry.measured_s is None or entry.began_s is None:
+            return True
+        ran_s = self.now_s - entry.began_s
+        return self.now_s - entry.measured_s >= min(_MEASURED_SHARE * ran_s, _MEASURED_S_MAX)
+
+    def _beside(self, attempt: Attempt) -> set[str]:
+        """Return the other jobs of which processes run on an attempt's devices."""
+        return {
+            other.job
+            for other in self.live()
+            if other.began
+            and other.job != attempt.job
+            and other.placement.parts == attempt.placement.parts
+        }
 
     def _exited(self, entry: Entry, attempt: Attempt, ended: Exit, turn: Turn) -> Iterable[Event]:
         """The end of an attempt: the job's own end, or it waits again."""
-        entry.attempt = None
-        entry.rate = None
+        entry.attempt = entry.rate = entry.beside = None
         turn.ended.append(attempt)
         turn.changed[entry.name] = None
         how = _how(ended, entry.submission.grace_s)

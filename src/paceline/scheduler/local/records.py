@@ -82,12 +82,13 @@ class JobView(Record):
     """A job as `paceline queue ls` shows it.
 
     Attributes:
-        name, tenant, command: as submitted.
+        name, tenant, profile, command: as submitted.
         status: a `JobStatus`.
         devices: that it holds, or asked for.
         where: the devices that it holds, in short form.
         starts: how often it was started.
         submitted_s, began_s, ended_s: seconds since 1970; of the first start, and the end.
+        deadline_s: seconds since 1970 by which it should end.
         work, work_done, rate: units of work in all, done, and per second, as far as known.
         exit_code: of its end; negative for a signal.
         reason: why it waits, stopped or ended, in words.
@@ -99,11 +100,13 @@ class JobView(Record):
     devices: int
     command: tuple[str, ...]
     tenant: str = ""
+    profile: str = ""
     where: str = ""
     starts: int = 0
     submitted_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
+    deadline_s: float | None = None
     work: float | None = None
     work_done: float = 0.0
     rate: float | None = None

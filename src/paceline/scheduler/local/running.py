@@ -146,18 +146,13 @@ class Running:
                 if process is not None:
                     self._watch(Watch(attempt, watch.folder, process))
                     return
-        report = watch.folder.read_progress()
-        if report is not None and report != watch.reported:
-            yield Progress(attempt.job, attempt.number, *report)
+        yield from _news(watch)
         yield Exited(attempt.job, attempt.number, _exit_of(watch.folder, claim))
 
     def progress(self) -> Iterator[Input]:
         """Yield what jobs reported since the last call."""
         for watch in self._watches.values():
-            report = watch.folder.read_progress()
-            if report is not None and report != watch.reported:
-                watch.reported = report
-                yield Progress(watch.attempt.job, watch.attempt.number, *report)
+            yield from _news(watch)
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -212,6 +207,15 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill a supervisor that cannot be watched; the kernel kills its command."""
     child.kill()
     child.wait()
+
+
+def _news(watch: Watch) -> Iterator[Progress]:
+    """Yield what a job reported since the last look, if it did."""
+    report, before = watch.folder.read_progress(), watch.reported
+    if report is not None and report != before:
+        watch.reported = report
+        attempt, rate = watch.attempt, report.rate_since(before)
+        yield Progress(attempt.job, attempt.number, report.work_done, rate)
 
 
 def _exit_of(folder: AttemptFolder, claim: Claim | None) -> Exit:

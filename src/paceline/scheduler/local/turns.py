@@ -72,6 +72,8 @@ class Entry:
         work_done, rate: as it reported last.
         exit_code: of its end.
         reason: why it waits, stopped or ended, in words.
+        measured_s: when the policy saw its progress last.
+        beside: other jobs that ran on its devices then, or when it began; None: not known.
     """
 
     submission: Submission
@@ -89,6 +91,8 @@ class Entry:
     rate: float | None = None
     exit_code: int | None = None
     reason: str = ""
+    measured_s: float | None = field(default=None, compare=False)
+    beside: set[str] | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -113,6 +117,8 @@ class Entry:
             devices=placement.devices if placement else self.submission.job.devices,
             command=self.submission.command,
             tenant=self.submission.job.tenant,
+            profile=self.submission.job.profile,
+            deadline_s=wall_s(self.submission.job.deadline_s),
             where=placement.describe() if placement else "",
             starts=self.starts,
             submitted_s=epoch_s + self.submitted_s,

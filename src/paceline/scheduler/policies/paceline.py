@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import UsageError
 from paceline.core.record import nearest
 from paceline.scheduler.events import (
+    DevicesBack,
+    DevicesLost,
     Measured,
     NodeBack,
     NodeLost,
@@ -153,7 +155,7 @@ class Paceline:
         for event in events:
             if not isinstance(event, Submitted) or event.job.name not in state.waiting:
                 continue
-            if reason := never_fits(state, event.job) or self._never_allowed(event.job):
+            if reason := never_fits(state, event.job) or self.never_allowed(event.job):
                 yield Refuse(name=event.job.name, reason=reason)
 
     def _plan(self, state: State) -> Iterator[Action]:
@@ -186,7 +188,8 @@ class Paceline:
 
     def _start_at_best(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Start new jobs on their best devices, while all others have theirs: nothing to plan."""
-        if any(isinstance(event, NodeLost | NodeBack | Stopped) for event in events):
+        disturbing = NodeLost | NodeBack | DevicesLost | DevicesBack | Stopped
+        if any(isinstance(event, disturbing) for event in events):
             self._settled = False
             return
         inventory = state.inventory
@@ -246,7 +249,8 @@ class Paceline:
         left = job.work_left(state.now_s)
         return left is None or state.now_s + left / fit.rate > reservation.at_s
 
-    def _never_allowed(self, job: Job) -> str:
+    def never_allowed(self, job: Job) -> str:
+        """Return why the quota of its tenant is too small for a job; empty if it is not."""
         quota = self.quotas.get(job.tenant)
         if quota is None or job.limits[1] <= quota:
             return ""
