@@ -12,11 +12,27 @@ from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Exit
 from paceline.scheduler.local.setup import Setup, make_queue
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit, TimerExpired
+from paceline.scheduler.local.turns import (
+    Began,
+    Cancel,
+    DevicesSeen,
+    Exited,
+    Progress,
+    Submit,
+    TimerExpired,
+)
 
 DEVICES = 4
-POLICIES = ("fifo", "srtf", "las", "paceline")  # without measured sharing all are exclusive
+POLICIES = (
+    "fifo",
+    "srtf",
+    "las",
+    "marble",
+    "optimus",
+    "paceline",
+)  # without measured sharing all are exclusive
 
+KINDS = ("submit", "begin", "end", "cancel", "report", "crash", "devices", "shorten")
 NEVER_BEGAN = Exit(code=None, error="never began", passing=True)
 NOT_STARTED = Exit(code=127, error="no space", passing=True)
 
@@ -26,10 +42,11 @@ class World:
 
     def __init__(self, policy):
         node = Node(name="local", device_type="cpu", devices=DEVICES)
-        devices = LocalDevices(cluster=Cluster(nodes=(node,)))
+        devices = LocalDevices(cluster=Cluster(nodes=(node,)), cores=tuple(range(DEVICES)))
         self.setup = Setup(policy, devices, MeasuredRates(learns=True))
         self.queue = make_queue(self.setup)
         self.log = []  # events of instants
+        self.present = frozenset(range(DEVICES))
         self.processes = {}  # (job, number) -> asked to stop
         self.completed = []
         self.now_s = 0.0
@@ -40,6 +57,9 @@ class World:
         turn = self.queue.handle(inputs, self.now_s)
         if turn.events:
             self.log.append(turn.events)
+        self.carry_out(turn, crash=crash)
+
+    def carry_out(self, turn, *, crash):
         if crash:
             self.restart()
             return
@@ -48,6 +68,18 @@ class World:
         for attempt in turn.starts:
             self.start(attempt)
         self.check()
+
+    def shorten(self, *, crash):
+        """Begin a new log with the jobs as they stand."""
+        self.now_s += 1.0
+        before, self.queue = self.queue, make_queue(self.setup)
+        work = {name: job.work_done_at(self.now_s) for name, job in before.state.running.items()}
+        turn = self.queue.carry_on(before, self.now_s)
+        self.log = [turn.events] if turn.events else []
+        for name in work.keys() & self.queue.state.running.keys():
+            if self.queue.state.running[name].starts == before.state.running[name].starts:
+                assert self.queue.state.running[name].work_done_at(self.now_s) == work[name]
+        self.carry_out(turn, crash=crash)
 
     def start(self, attempt):
         assert (attempt.job, attempt.number) not in self.processes
@@ -85,6 +117,11 @@ class World:
             self.completed.append(key[0])
         self.give(Exited(*key, ended))
 
+    def see(self, present, *, crash=False):
+        """Lose devices, or get them back."""
+        self.present = frozenset(present)
+        self.give(DevicesSeen(self.present, "gone"), crash=crash)
+
     def wake(self):
         """Let the time pass to the next retry."""
         self.now_s = max(self.now_s, self.queue.wake_s())
@@ -92,6 +129,7 @@ class World:
 
     def run_out(self):
         """Let what is left run to its end; who is asked to stop, saves."""
+        self.see(range(DEVICES))
         for _ in range(1000):
             if not self.queue.active:
                 return
@@ -109,6 +147,9 @@ class World:
         held = [d for attempt in live for part in attempt.placement.parts for d in part.devices]
         assert len(held) == len(set(held)), "two processes hold one device"
         assert set(held) <= set(range(DEVICES))
+        stay = [attempt for attempt in live if not attempt.stop]
+        used = {d for attempt in stay for part in attempt.placement.parts for d in part.devices}
+        assert used <= self.present, "a job stays on a device that was lost"
 
 
 @given(data=st.data(), policy=st.sampled_from(POLICIES))
@@ -116,7 +157,7 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
     world = World(policy)
     names = []
     for _ in range(data.draw(st.integers(1, 40), "instants")):
-        what = data.draw(st.sampled_from(["submit", "begin", "end", "cancel", "report", "crash"]))
+        what = data.draw(st.sampled_from(KINDS))
         crash = data.draw(st.booleans(), "crash")
         running = sorted(world.processes)
         if what == "submit":
@@ -129,6 +170,10 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
             world.give(Cancel(data.draw(st.sampled_from(names))), crash=crash)
         elif what == "crash":
             world.restart()
+        elif what == "shorten":
+            world.shorten(crash=crash)
+        elif what == "devices":
+            world.see(data.draw(st.sets(st.integers(0, DEVICES - 1))), crash=crash)
         elif running:
             key = data.draw(st.sampled_from(running))
             if what == "begin":

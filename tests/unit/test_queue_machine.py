@@ -1,5 +1,6 @@
 """The state machine of a machine's queue: no process, no clock, no file."""
 
+import json
 import sqlite3
 
 import pytest
@@ -10,18 +11,20 @@ from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.events import Rated, Submitted
 from paceline.scheduler.job import Job
 from paceline.scheduler.local.attempt import AttemptFolder, ProgressReport
-from paceline.scheduler.local.daemon import Daemon
+from paceline.scheduler.local.daemon import Daemon, Retention
 from paceline.scheduler.local.database import Database, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
 from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.replay import replay
+from paceline.scheduler.local.running import Running
 from paceline.scheduler.local.setup import PolicyOptions, Setup, make_queue
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import (
     Began,
     Cancel,
+    DevicesSeen,
     Exited,
     Progress,
     Submit,
@@ -35,7 +38,8 @@ DEVICES = 2
 
 def setup_of(policy="srtf", devices=DEVICES):
     node = Node(name="local", device_type="cpu", devices=devices)
-    return Setup(policy, LocalDevices(cluster=Cluster(nodes=(node,))), MeasuredRates(learns=True))
+    found = LocalDevices(cluster=Cluster(nodes=(node,)), cores=tuple(range(devices)))
+    return Setup(policy, found, MeasuredRates(learns=True))
 
 
 def submit(name, devices=1, work=None, **options):
@@ -48,6 +52,12 @@ def begin(queue, now_s, *submissions):
     turn = queue.handle(submissions, now_s)
     queue.handle([Began(attempt.job, attempt.number) for attempt in turn.starts], now_s)
     return turn
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Let a daemon start no process: a test says what becomes of its attempts."""
+    monkeypatch.setattr(Running, "start", lambda *_: iter(()))
 
 
 class TestAttempts:
@@ -348,7 +358,126 @@ class TestRebuilding:
         assert [start.number for start in turn.starts] == [2]
 
 
+class TestShortening:
+    def daemon(self, tmp_path, clock, events=20, jobs=3):
+        retention = Retention(events, jobs)
+        paths = queue_paths(tmp_path, {})
+        return Daemon(paths, setup_of("fifo"), clock, lambda _: None, retention=retention)
+
+    def run_jobs(self, daemon, clock, names):
+        for name in names:
+            clock.advance(1)
+            daemon.take([submit(name)])
+            attempt = daemon.queue.entries[name].attempt
+            clock.advance(1)
+            daemon.take([Began(name, attempt.number)])
+            clock.advance(1)
+            daemon.take([Exited(name, attempt.number, Exit(code=0))])
+
+    @pytest.mark.usefixtures("no_processes")
+    def test_old_events_and_jobs_are_forgotten_and_what_is_kept_is_replayed(self, tmp_path):
+        clock = ManualClock()
+        daemon = self.daemon(tmp_path, clock)
+        self.run_jobs(daemon, clock, [f"job-{number}" for number in range(40)])
+        counts = [daemon.database.event_count(s.number) for s in daemon.database.segments()]
+        assert 5 <= sum(counts) <= 20 + 5
+        assert 3 <= len(daemon.database.entries()) <= 3 + 3
+        assert daemon.database.entries().keys() == daemon.queue.entries.keys()
+        lines = [json.loads(line) for line in daemon.paths.ended.read_text().splitlines()]
+        forgotten = [line["name"] for line in lines]
+        assert [*forgotten, *daemon.queue.entries] == [f"job-{number}" for number in range(40)]
+        assert {line["status"] for line in lines} == {"done"}
+        daemon.close()
+        assert replay(daemon.paths.database).difference is None
+
+    @pytest.mark.usefixtures("no_processes")
+    def test_jobs_that_run_and_wait_go_on_and_the_next_daemon_finds_them_as_they_are(
+        self, tmp_path
+    ):
+        clock = ManualClock()
+        daemon = self.daemon(tmp_path, clock)
+        daemon.take([submit("long", work=100.0)])
+        daemon.take([Began("long", 1)])
+        daemon.take([submit("wide", 2)])
+        first = daemon.database.segments()[-1].number
+        for step in range(1, 40):
+            clock.advance(100)
+            daemon.take([Progress("long", 1, float(step), 0.01)])
+        assert daemon.database.segments()[-1].number > first + 3
+        assert daemon.queue.entries["long"].starts == 1
+        state = daemon.queue.state
+        assert (state.running["long"].work_done, state.running["long"].rate) == (39.0, 0.01)
+        assert state.running["long"].starts == 1
+        assert list(state.waiting) == ["wide"]
+        daemon.close()
+        again = self.daemon(tmp_path, clock)
+        assert again.queue.entries == daemon.queue.entries
+        assert again.queue.state.inputs == state.inputs
+        again.close()
+
+
+class TestLostDevices:
+    def see(self, queue, *present, reason="it fell off the bus"):
+        return queue.handle([DevicesSeen(frozenset(present), reason)], queue.now_s + 1)
+
+    def test_a_job_of_a_lost_device_is_stopped_and_waits_and_others_go_on(self):
+        queue = make_queue(setup_of("fifo"))
+        begin(queue, 1.0, submit("a"), submit("b"))
+        turn = self.see(queue, 0)
+        assert [(stop.job, stop.stop) for stop in turn.stops] == [("b", Stop.PREEMPT)]
+        queue.handle([Exited("b", 1, Exit(code=-6))], 3.0)
+        assert queue.entries["b"].status == "waiting"
+        why = queue.why("b", 3.0)
+        assert "core 1 lost: it fell off the bus" in why
+        assert queue.entries["a"].status == "running"
+        turn = self.see(queue, 0, 1)
+        assert [(start.job, start.number) for start in turn.starts] == [("b", 2)]
+
+    def test_why_counts_the_lost_devices(self):
+        queue = make_queue(setup_of("fifo"))
+        self.see(queue, 0)
+        queue.handle([submit("wide", 2)], 2.0)
+        assert queue.entries["wide"].status == "waiting"
+        assert "It needs 2 devices of one type; 1 device lost, 1 cpu left." in queue.why(
+            "wide", 2.0
+        )
+
+    def test_a_job_that_waits_for_a_device_to_be_left_does_not_get_a_lost_one(self):
+        queue = make_queue(setup_of("srtf"))
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        queue.handle([submit("short", 1, work=1)], 2.0)
+        assert queue.entries["short"].wanted is not None
+        self.see(queue)
+        turn = queue.handle([Exited("long", 1, Exit(code=75))], 4.0)
+        assert turn.starts == []
+
+    def test_what_was_seen_before_changes_nothing(self):
+        queue = make_queue(setup_of())
+        self.see(queue, 0)
+        before = queue.state.inputs
+        assert self.see(queue, 0).events == []
+        assert queue.state.inputs == before
+
+    def test_the_next_daemon_knows_which_devices_are_lost(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        for given in (submit("a", 2), DevicesSeen(frozenset({1}), "gone"), submit("b")):
+            turn = queue.handle([given], queue.now_s + 1)
+            database.commit(segment.number, turn, queue.entries)
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            decisions = again.repeat(instant.events)
+            assert [decision_text(decision) for decision in decisions] == instant.decisions
+        assert again.entries == queue.entries
+        assert again.state.inventory.lost_bits == [0b01]
+        database.close()
+
+
 class TestClock:
+    @pytest.mark.usefixtures("no_processes")
     def test_a_wall_clock_before_the_queues_first_moment_does_not_take_it_back(self, tmp_path):
         paths = queue_paths(tmp_path, {})
         times_s = []
@@ -357,8 +486,7 @@ class TestClock:
             daemon = Daemon(paths, setup_of(policy), clock, lambda _: None)
             clock.advance(10)
             job = submit(f"of-{policy}-{len(times_s)}", DEVICES)
-            turn = daemon.queue.handle([job], daemon.now_s())
-            daemon.database.commit(len(daemon.database.segments()), turn, daemon.queue.entries)
+            daemon.take([job])
             times_s.append(daemon.queue.now_s)
             daemon.close()
         assert times_s == [10.0, 20.0, 510.0]

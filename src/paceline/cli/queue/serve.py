@@ -61,6 +61,31 @@ Example: paceline queue serve --policy fifo
     metavar="SECONDS",
     help="Decide at multiples of this time only [default: whenever something happens].",
 )
+@click.option(
+    "--check-devices",
+    "check_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=15.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks whether all devices are there.",
+)
+@click.option(
+    "--keep-events",
+    type=click.IntRange(min=5),
+    default=100_000,
+    show_default=True,
+    metavar="N",
+    help="Of the log, for replay.",
+)
+@click.option(
+    "--keep-jobs",
+    type=click.IntRange(min=0),
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="That have ended; those before go to the file ended.jsonl.",
+)
 @click.option("--once", is_flag=True, help="End when all jobs have ended; 1 if one failed.")
 def serve(
     folder: Path | None,
@@ -72,6 +97,9 @@ def serve(
     quotas: tuple[str, ...],
     objective: str,
     round_s: float,
+    check_s: float,
+    keep_events: int,
+    keep_jobs: int,
     once: bool,
 ) -> None:
     """Run the jobs of this machine's queue, until Ctrl-C or SIGTERM.
@@ -82,7 +110,7 @@ def serve(
     from paceline.core.clock import SystemClock
     from paceline.core.config import environment
     from paceline.core.errors import UsageError
-    from paceline.scheduler.local.daemon import Daemon
+    from paceline.scheduler.local.daemon import Daemon, Retention
     from paceline.scheduler.local.devices import cpu_devices, gpu_devices
     from paceline.scheduler.local.rates import read_measured
     from paceline.scheduler.local.setup import PolicyOptions, Setup
@@ -92,7 +120,14 @@ def serve(
     devices = gpu_devices(environment().get("CUDA_VISIBLE_DEVICES")) if gpus else cpu_devices(slots)
     options = PolicyOptions(objective=objective, round_s=round_s, quotas=_quotas(quotas))
     setup = Setup(policy, devices, read_measured(rates, sharing), options)
-    daemon = Daemon(find_paths(folder), setup, SystemClock(), _say)
+    daemon = Daemon(
+        find_paths(folder),
+        setup,
+        SystemClock(),
+        _say,
+        check_s=check_s,
+        retention=Retention(keep_events, keep_jobs),
+    )
     try:
         well = daemon.run(once=once)
     finally:

@@ -44,7 +44,7 @@ from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from paceline.core.record import Record
@@ -95,6 +95,7 @@ _EVENTS: dict[str, type[Event]] = {
         Timer,
     )
 }
+_OF_SEGMENTS = (("events", "segment"), ("decisions", "segment"), ("segments", "id"))
 _STORED = (
     "status",
     "starts",
@@ -264,10 +265,31 @@ class Database:
             row = self._sql.execute("SELECT name FROM jobs WHERE token = ?", (token,)).fetchone()
             return str(row[0]) if row else None
 
-    def job_count(self) -> int:
-        """Return the number of jobs that were ever submitted."""
+    def event_count(self, segment: int) -> int:
+        """Return the number of events of a segment."""
         with self._errors():
-            return int(self._sql.execute("SELECT COUNT(*) FROM jobs").fetchone()[0])
+            row = self._sql.execute("SELECT COUNT(*) FROM events WHERE segment = ?", (segment,))
+            return int(row.fetchone()[0])
+
+    def forget(self, jobs: Iterable[str], *, keep_events: int) -> None:
+        """Delete jobs that ended, and the oldest segments beyond so many events.
+
+        The last segment stays. The file does not shrink; what becomes free in it is used again.
+        """
+        with self._errors(), self._transaction():
+            counts = self._sql.execute(
+                "SELECT segments.id, COUNT(events.id) FROM segments LEFT JOIN events "
+                "ON events.segment = segments.id GROUP BY segments.id ORDER BY segments.id DESC"
+            ).fetchall()
+            kept = 0
+            for index, (segment, count) in enumerate(counts):
+                kept += count
+                if index and kept > keep_events:
+                    for table, column in _OF_SEGMENTS:
+                        self._sql.execute(f"DELETE FROM {table} WHERE {column} = ?", (segment,))
+            names = [(name,) for name in jobs]
+            self._sql.executemany("DELETE FROM jobs WHERE name = ?", names)
+            self._sql.executemany("DELETE FROM attempts WHERE job = ?", names)
 
     def commit(self, segment: int, turn: Turn, entries: dict[str, Entry]) -> None:
         """Store what a turn changed, all of it or nothing.

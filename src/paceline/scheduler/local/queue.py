@@ -21,9 +21,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound, UsageError
 from paceline.core.processes import signal_name
+from paceline.report.units import plural
 from paceline.scheduler.decide import Decision, decide
 from paceline.scheduler.events import (
     Cancelled,
+    Carried,
+    DevicesBack,
+    DevicesLost,
     Ended,
     Event,
     Measured,
@@ -42,6 +46,7 @@ from paceline.scheduler.local.submission import TRY_AGAIN, Submission
 from paceline.scheduler.local.turns import (
     Began,
     Cancel,
+    DevicesSeen,
     Entry,
     Exited,
     Input,
@@ -59,7 +64,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.scheduler.decide import Policy
+    from paceline.scheduler.local.devices import LocalDevices
     from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.placement import Placement
     from paceline.scheduler.state.state import State
 
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
@@ -77,13 +84,15 @@ class JobQueue:
     Attributes:
         policy: decides.
         state: what the policy sees.
+        devices: of the machine.
         entries: all jobs, by name, in order of submission.
         now_s: time of the last turn.
     """
 
-    def __init__(self, policy: Policy, state: State) -> None:
+    def __init__(self, policy: Policy, state: State, devices: LocalDevices) -> None:
         self.policy = policy
         self.state = state
+        self.devices = devices
         self.entries: dict[str, Entry] = {}
         self.now_s = 0.0
 
@@ -149,7 +158,8 @@ class JobQueue:
             return self.entries[name]
         except KeyError:
             raise NotFound(
-                f"the queue has no job '{name}'", fix="See its jobs: paceline queue ls --all"
+                f"the queue has no job '{name}'",
+                fix="See its jobs: paceline queue ls --all; those that ended long ago: ended.jsonl",
             ) from None
 
     def handle(self, inputs: Sequence[Input], now_s: float) -> Turn:
@@ -200,12 +210,45 @@ class JobQueue:
         self._pursue(turn)
         return turn
 
+    def carry_on(self, before: JobQueue, now_s: float) -> Turn:
+        """Take over the jobs of a queue as they stand: a new log begins, nothing else changes.
+
+        Args:
+            before: of the same policy and devices; it is not used any more.
+            now_s: not before that of its last turn.
+        """
+        turn = Turn()
+        self.now_s, self.entries = now_s, before.entries
+        state = before.state
+        (node,), (bits,) = state.cluster.nodes, state.inventory.lost_bits
+        if bits:
+            lost = tuple(index for index in range(node.devices) if bits >> index & 1)
+            turn.events.append(DevicesLost(at_s=now_s, node=node.name, devices=lost))
+        for name in (*state.running, *state.waiting):
+            carried = state.carried(name, now_s)
+            turn.events.append(replace(carried, placement=self.entries[name].wanted))
+        if turn.events:
+            turn.decisions = self._decide(turn.events, turn)
+        self._pursue(turn)
+        return turn
+
+    def ended_before_last(self, count: int) -> list[Entry]:
+        """Return jobs that ended, the first ones first, but for the last so many."""
+        ended = [entry for entry in self.entries.values() if entry.ended_s is not None]
+        ended.sort(key=lambda entry: entry.ended_s or 0.0)
+        return ended[: max(0, len(ended) - count)]
+
     def repeat(self, events: Sequence[Event]) -> list[Decision]:
         """Apply logged events of one instant, and return what is decided now: as it was logged."""
         self.now_s = events[0].at_s
         for event in events:
-            if isinstance(event, (Ended, Cancelled, Stopped)):
-                self.entries[event.name].wanted = None
+            match event:
+                case Ended(name=name) | Cancelled(name=name) | Stopped(name=name):
+                    self.entries[name].wanted = None
+                case Carried(job=job, placement=placement):
+                    self.entries[job.name].wanted = placement
+                case DevicesLost(devices=devices):
+                    self._take_away(devices)
         decisions = decide(self.policy, self.state, events)
         for decision in decisions:
             action = decision.action
@@ -228,6 +271,8 @@ class JobQueue:
                 return self._cancel(self.entry(name), turn)
             case TimerExpired():
                 return self._wake(turn)
+            case DevicesSeen():
+                return self._see(given, turn)
         entry = self.entries[given.name]
         if entry.attempt is None or entry.attempt.number != given.number:
             return []  # of an attempt that is over
@@ -250,6 +295,46 @@ class JobQueue:
         if policy_s is not None and policy_s <= self.now_s:
             yield Timer(at_s=self.now_s)
 
+    def _see(self, seen: DevicesSeen, turn: Turn) -> Iterable[Event]:
+        """Stop the jobs of devices that were lost, at a checkpoint if they still can."""
+        (node,) = self.state.cluster.nodes
+        known = self.state.inventory.lost_bits[0]
+        lost = tuple(
+            index
+            for index in range(node.devices)
+            if index not in seen.present and not known >> index & 1
+        )
+        back = tuple(index for index in sorted(seen.present) if known >> index & 1)
+        if back:
+            turn.notes.append(f"{plural(len(back), 'device')} can be used again: {back}")
+            yield DevicesBack(at_s=self.now_s, node=node.name, devices=back)
+        if not lost:
+            return
+        turn.notes.append(f"{plural(len(lost), 'device')} lost: {lost} ({seen.reason})")
+        for entry in self._take_away(lost):
+            held = sorted(_indices(entry.attempt.placement) & {*lost} if entry.attempt else lost)
+            entry.reason = f"{self.devices.names(held)} was lost: {seen.reason}"
+            turn.changed[entry.name] = None
+            if entry.attempt and not entry.attempt.stop:
+                self._stop(entry, entry.attempt, Stop.PREEMPT, turn)
+        yield DevicesLost(
+            at_s=self.now_s,
+            node=node.name,
+            devices=lost,
+            reason=f"{self.devices.names(lost)} lost: {seen.reason}",
+        )
+
+    def _take_away(self, devices: Sequence[int]) -> list[Entry]:
+        """Let no job want lost devices; return the jobs that did."""
+        losers = [
+            entry
+            for entry in self.active
+            if entry.wanted and not _indices(entry.wanted).isdisjoint(devices)
+        ]
+        for entry in losers:
+            entry.wanted = None
+        return losers
+
     def _submit(self, submission: Submission, turn: Turn) -> Iterable[Event]:
         # Numbers as the log has them (1.0, not 1): digests of inputs are made of their texts.
         job = Job.from_json(submission.job.to_json())
@@ -260,7 +345,7 @@ class JobQueue:
             )
         self.entries[name] = Entry(replace(submission, job=job), submitted_s=self.now_s)
         turn.changed[name] = None
-        turn.notes.append(f"{name}: submitted, {_devices(submission.job.devices)}")
+        turn.notes.append(f"{name}: submitted, {plural(submission.job.devices, 'device')}")
         if submission.rates:
             yield Rated(at_s=self.now_s, profile=job.profile, alone=submission.rates)
         yield Submitted(at_s=self.now_s, job=job)
@@ -457,8 +542,9 @@ class JobQueue:
         ]
 
 
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
+def _indices(holder: Placement) -> set[int]:
+    """Return the indices of devices on the queue's one node."""
+    return {index for part in holder.parts for index in part.devices}
 
 
 def _because(reason: str) -> str:

@@ -97,4 +97,4 @@ def make_queue(setup: Setup) -> JobQueue:
     """
     cluster = setup.devices.cluster
     policy = setup.options.make(setup.policy)
-    return JobQueue(policy, State(cluster, setup.rates.learning(cluster)))
+    return JobQueue(policy, State(cluster, setup.rates.learning(cluster)), setup.devices)

@@ -52,7 +52,19 @@ class TimerExpired(NamedTuple):
     """The moment came at which the queue wanted to be asked."""
 
 
-Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired
+class DevicesSeen(NamedTuple):
+    """Somebody looked which devices are there.
+
+    Attributes:
+        present: their indices.
+        reason: why others are not, in words about one of them.
+    """
+
+    present: frozenset[int]
+    reason: str
+
+
+Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired | DevicesSeen
 
 
 @dataclass(slots=True)

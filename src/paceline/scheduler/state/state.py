@@ -180,12 +180,11 @@ class State:
                 if running := self.running.get(event.name):
                     self._report(running, event)
 
-    def carried(self, name: str) -> Carried:
-        """Return a job as the first event of a new log has it."""
+    def carried(self, name: str, at_s: float) -> Carried:
+        """Return a job as one of the first events of a new log has it."""
         job = self.waiting.get(name) or self.running[name]
-        job.count_until(self.now_s)
         return Carried(
-            at_s=self.now_s,
+            at_s=at_s,
             job=job.job,
             placement=None if job.slot is None else job.slot.placement,
             rate=job.rate,
@@ -227,8 +226,12 @@ class State:
             self.waiting[event.job.name] = JobState(event.job)
         job = self.waiting[event.job.name]
         if event.placement is not None:
-            self._start(job, self.inventory.parts(event.placement.parts))
-            job.rate = event.rate
+            parts = self.inventory.parts(event.placement.parts)
+            others = self.slots[parts].jobs.values() if parts in self.slots else ()
+            rates = [(other, other.rate) for other in others]
+            self._start(job, parts)
+            for carried, rate in (*rates, (job, event.rate)):
+                carried.rate = rate
         job.work_done, job.attained_s = event.work_done, event.attained_s
         job.counted_s = event.counted_s
         job.waiting_since_s, job.waited_s = event.waiting_since_s, event.waited_s
