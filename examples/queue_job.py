@@ -43,7 +43,7 @@ def main() -> int:
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     step = load(folder / "checkpoint.pt", model, optimizer)
-    began_s, first = time.perf_counter(), step
+    reported_s, reported = time.perf_counter(), step
     while step < options.steps:
         # The data of a step depend on its number alone, whenever it is trained.
         data = torch.Generator().manual_seed(step * ranks + rank)
@@ -58,7 +58,9 @@ def main() -> int:
         stop = any_rank(bool(asked_to_stop), ranks)
         if rank == 0 and (stop or step % options.checkpoint_every == 0 or step == options.steps):
             save(folder / "checkpoint.pt", model, optimizer, step)
-            report(step, (step - first) / (time.perf_counter() - began_s))
+            now_s = time.perf_counter()
+            report(step, (step - reported) / (now_s - reported_s))
+            reported_s, reported = now_s, step
         if stop and step < options.steps:
             print(f"stopped after step {step}", flush=True)
             return TRY_AGAIN

@@ -18,6 +18,7 @@ ALLOWED_SKIPS = (
     "mounting a tmpfs needs root",
     "no Slurm here",
     "no GPU here",
+    "one core here",
     "no Open MPI here",
     "no glibc here",
     "no namespaces of process ids here",

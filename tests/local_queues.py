@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from launching import await_true
 
+from paceline.cli.app import main
+
 DEADLINE_S = 120
 PYTHON = sys.executable
 
@@ -24,6 +27,7 @@ class QueueUnderTest:
 
     Attributes:
         folder: of the queue; short, since a socket's path is limited.
+        environ: of the daemon.
         daemon: the process of the daemon; None before the first `serve`.
     """
 
@@ -35,6 +39,7 @@ class QueueUnderTest:
             path = self.folder / "sharing.json"
             path.write_text(json.dumps(sharing))
             self.options += ["--sharing", str(path)]
+        self.environ = dict(os.environ)
         self.daemon: subprocess.Popen | None = None
         self.log = self.folder / "daemon.log"
 
@@ -54,7 +59,7 @@ class QueueUnderTest:
         with self.log.open("ab") as log:
             command = [PYTHON, "-m", "paceline", "queue", "serve", "--dir", str(self.folder)]
             command += [*self.options, *options]
-            self.daemon = subprocess.Popen(command, stdout=log, stderr=log)
+            self.daemon = subprocess.Popen(command, stdout=log, stderr=log, env=self.environ)
         daemon = self.daemon
 
         def answers() -> bool:
@@ -70,14 +75,9 @@ class QueueUnderTest:
         self.daemon.wait()
 
     def run(self, verb: str, *args, check: bool = True) -> subprocess.CompletedProcess:
-        """Run a subcommand to its end."""
-        done = subprocess.run(
-            [PYTHON, "-m", "paceline", "queue", verb, "--dir", str(self.folder), *map(str, args)],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        """Run a subcommand to its end: in this process, as starting Python takes longer than it."""
+        argv = ["paceline", "queue", verb, "--dir", str(self.folder), *map(str, args)]
+        done = run_here(argv)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -110,14 +110,16 @@ class QueueUnderTest:
 
     def replay(self) -> dict:
         """Decide the queue's log again."""
-        done = subprocess.run(
-            [PYTHON, "-m", "paceline", "queue", "replay", str(self.folder), "--json"],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        return json.loads(done.stdout)
+        argv = ["paceline", "queue", "replay", str(self.folder), "--json"]
+        return json.loads(run_here(argv).stdout)
+
+    def cancel_all(self) -> None:
+        """Let no job wait or run any more."""
+        active = json.loads(self.run("ls", "--json").stdout)["jobs"]
+        for job in active:
+            self.run("cancel", job["name"])
+        for job in active:
+            self.await_status(job["name"], "cancelled", "done", "failed")
 
     def processes(self) -> list[int]:
         """Return the processes of this queue's jobs that still run."""
@@ -133,6 +135,24 @@ class QueueUnderTest:
             except OSError:  # it has ended
                 continue
         return found
+
+
+def run_here(argv: list[str]) -> subprocess.CompletedProcess:
+    """Run the command line in this process."""
+    output = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    before, sys.argv = sys.argv, argv
+    try:
+        with contextlib.redirect_stdout(output[0]), contextlib.redirect_stderr(output[1]):
+            main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.argv = before
+    texts = []
+    for stream in output:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())
+    return subprocess.CompletedProcess(argv, code, *texts)
 
 
 def with_signal(pid: int, number: int) -> None:

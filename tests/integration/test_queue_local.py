@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import subprocess
 
@@ -92,6 +93,34 @@ class TestOneJob:
             assert "false-1: failed" in queue.log.read_text()
 
 
+class TestSubmitted:
+    def test_what_a_user_says_of_a_job_reaches_the_policy(self, root, queue):
+        run = root / "tests" / "golden" / "run-v1"  # two ranks, steps of 19.9 ms
+        options = ("--restart-cost", 30, "--start-cost", 5, "--weight", 2, "--profile", "golden")
+        queue.submit("--name", "a", *options, "--device-type", "cpu", "--rates", run, "--", "true")
+        queue.kill()
+        with sqlite3.connect(queue.folder / "queue.db") as log:
+            events = [json.loads(text) for (text,) in log.execute("SELECT event FROM events")]
+        rated, submitted = events[:2]
+        assert (rated["kind"], rated["profile"]) == ("Rated", "golden")
+        assert rated["alone"][""]["2"] == pytest.approx(50.16, rel=1e-3)
+        job = submitted["job"]
+        assert (job["restart_s"], job["start_s"], job["weight"]) == (30, 5, 2)
+        assert (job["profile"], job["device_types"]) == ("golden", ["cpu"])
+
+    def test_a_tenant_waits_for_its_quota_and_the_quota_is_named(self, tmp_path):
+        with QueueUnderTest("paceline") as queue:
+            queue.kill()
+            queue.serve("--quota", "ann=1")
+            command = ("--tenant", "ann", "--", PYTHON, STEPS, FOREVER, tmp_path / "done")
+            queue.submit("--name", "a", *command)
+            queue.submit("--name", "b", *command)
+            queue.await_status("a", "running")
+            assert "the 1 device of its quota" in queue.run("why", "b").stdout
+            done = queue.run("submit", "-n", 2, *command, check=False)
+            assert "the quota of ann is 1" in done.stderr
+
+
 class TestRefusal:
     def test_a_job_that_can_never_fit_is_refused_with_the_reason(self, queue):
         done = queue.run("submit", "-n", 3, "--", "true", check=False)
@@ -108,6 +137,7 @@ class TestRefusal:
             (["--memory", "1000000", "--", "true"], "GiB on each device"),
             (["--signal", "SIGKILL", "--", "true"], "SIGKILL"),
             (["--name", "../up", "--", "true"], "../up"),
+            (["--device-type", "h200", "--", "true"], "asks for h200, the cluster has cpu"),
         ],
     )
     def test_what_cannot_start_is_refused_before_it_waits(self, queue, arguments, reason):
@@ -351,8 +381,6 @@ class TestCrash:
         assert list(queue.jobs()) == ["true-1"]
 
     def test_a_log_that_was_changed_is_found(self, queue):
-        import sqlite3
-
         queue.submit("--wait", "--", "true")
         queue.kill()
         with sqlite3.connect(queue.folder / "queue.db") as log:

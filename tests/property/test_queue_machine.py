@@ -7,16 +7,34 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.daemon import make_queue
-from paceline.scheduler.local.database import Setup
 from paceline.scheduler.local.devices import LocalDevices
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Exit
+from paceline.scheduler.local.setup import Setup, make_queue
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+from paceline.scheduler.local.turns import (
+    Began,
+    Cancel,
+    DevicesSeen,
+    Exited,
+    Progress,
+    Submit,
+    TimerExpired,
+)
 
 DEVICES = 4
-POLICIES = ("fifo", "srtf", "las", "paceline")  # without measured sharing all are exclusive
+POLICIES = (
+    "fifo",
+    "srtf",
+    "las",
+    "marble",
+    "optimus",
+    "paceline",
+)  # without measured sharing all are exclusive
+
+KINDS = ("submit", "begin", "end", "cancel", "report", "crash", "devices", "shorten")
+NEVER_BEGAN = Exit(code=None, error="never began", passing=True)
+NOT_STARTED = Exit(code=127, error="no space", passing=True)
 
 
 class World:
@@ -24,10 +42,11 @@ class World:
 
     def __init__(self, policy):
         node = Node(name="local", device_type="cpu", devices=DEVICES)
-        devices = LocalDevices(cluster=Cluster(nodes=(node,)))
-        self.setup = Setup(policy, devices, MeasuredRates())
+        devices = LocalDevices(cluster=Cluster(nodes=(node,)), cores=tuple(range(DEVICES)))
+        self.setup = Setup(policy, devices, MeasuredRates(learns=True))
         self.queue = make_queue(self.setup)
         self.log = []  # events of instants
+        self.present = frozenset(range(DEVICES))
         self.processes = {}  # (job, number) -> asked to stop
         self.completed = []
         self.now_s = 0.0
@@ -38,6 +57,9 @@ class World:
         turn = self.queue.handle(inputs, self.now_s)
         if turn.events:
             self.log.append(turn.events)
+        self.carry_out(turn, crash=crash)
+
+    def carry_out(self, turn, *, crash):
         if crash:
             self.restart()
             return
@@ -46,6 +68,18 @@ class World:
         for attempt in turn.starts:
             self.start(attempt)
         self.check()
+
+    def shorten(self, *, crash):
+        """Begin a new log with the jobs as they stand."""
+        self.now_s += 1.0
+        before, self.queue = self.queue, make_queue(self.setup)
+        work = {name: job.work_done_at(self.now_s) for name, job in before.state.running.items()}
+        turn = self.queue.carry_on(before, self.now_s)
+        self.log = [turn.events] if turn.events else []
+        for name in work.keys() & self.queue.state.running.keys():
+            if self.queue.state.running[name].starts == before.state.running[name].starts:
+                assert self.queue.state.running[name].work_done_at(self.now_s) == work[name]
+        self.carry_out(turn, crash=crash)
 
     def start(self, attempt):
         assert (attempt.job, attempt.number) not in self.processes
@@ -70,18 +104,42 @@ class World:
                 assert not attempt.began
                 if attempt.stop:  # the daemon claims it, so that it never runs
                     self.processes[key] = False
-                    self.end(key, None)
+                    self.end(key, NEVER_BEGAN)
                     continue
                 self.start(attempt)
             if attempt.stop:
                 self.stop(attempt)
         self.check()
 
-    def end(self, key, code):
+    def end(self, key, ended):
         del self.processes[key]
-        if code == 0:
+        if ended.code == 0:
             self.completed.append(key[0])
-        self.give(Exited(*key, Exit(code=code, error="" if code is not None else "never began")))
+        self.give(Exited(*key, ended))
+
+    def see(self, present, *, crash=False):
+        """Lose devices, or get them back."""
+        self.present = frozenset(present)
+        self.give(DevicesSeen(self.present, "gone"), crash=crash)
+
+    def wake(self):
+        """Let the time pass to the next retry."""
+        self.now_s = max(self.now_s, self.queue.wake_s())
+        self.give(TimerExpired())
+
+    def run_out(self):
+        """Let what is left run to its end; who is asked to stop, saves."""
+        self.see(range(DEVICES))
+        for _ in range(1000):
+            if not self.queue.active:
+                return
+            if not self.processes:
+                self.wake()
+                continue
+            key, asked = next(iter(self.processes.items()))
+            if not asked:
+                self.give(Began(*key))
+            self.end(key, Exit(code=75 if self.processes.get(key) else 0))
 
     def check(self):
         live = self.queue.live()
@@ -89,6 +147,9 @@ class World:
         held = [d for attempt in live for part in attempt.placement.parts for d in part.devices]
         assert len(held) == len(set(held)), "two processes hold one device"
         assert set(held) <= set(range(DEVICES))
+        stay = [attempt for attempt in live if not attempt.stop]
+        used = {d for attempt in stay for part in attempt.placement.parts for d in part.devices}
+        assert used <= self.present, "a job stays on a device that was lost"
 
 
 @given(data=st.data(), policy=st.sampled_from(POLICIES))
@@ -96,7 +157,7 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
     world = World(policy)
     names = []
     for _ in range(data.draw(st.integers(1, 40), "instants")):
-        what = data.draw(st.sampled_from(["submit", "begin", "end", "cancel", "report", "crash"]))
+        what = data.draw(st.sampled_from(KINDS))
         crash = data.draw(st.booleans(), "crash")
         running = sorted(world.processes)
         if what == "submit":
@@ -109,6 +170,10 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
             world.give(Cancel(data.draw(st.sampled_from(names))), crash=crash)
         elif what == "crash":
             world.restart()
+        elif what == "shorten":
+            world.shorten(crash=crash)
+        elif what == "devices":
+            world.see(data.draw(st.sets(st.integers(0, DEVICES - 1))), crash=crash)
         elif running:
             key = data.draw(st.sampled_from(running))
             if what == "begin":
@@ -116,14 +181,9 @@ def test_no_device_is_given_twice_and_every_job_ends_whatever_happens(data, poli
             elif what == "report":
                 world.give(Progress(*key, data.draw(st.floats(0.0, 900.0)), None), crash=crash)
             elif what == "end":
-                world.end(key, data.draw(st.sampled_from([0, 1, 75, -9])))
-    for _ in range(1000):  # what is left runs to its end; who is asked to stop, saves
-        if not world.queue.active:
-            break
-        key, asked = next(iter(world.processes.items()))
-        if not asked:
-            world.give(Began(*key))
-        world.end(key, 75 if world.processes.get(key) else 0)
+                ends = [Exit(code=code) for code in (0, 1, 75, -9)]
+                world.end(key, data.draw(st.sampled_from([*ends, NOT_STARTED])))
+    world.run_out()
     assert not world.queue.active, "a job waits for ever"
     assert len(world.completed) == len(set(world.completed)), "a job ran twice to its end"
     done = {name for name, entry in world.queue.entries.items() if entry.status == "done"}

@@ -8,7 +8,7 @@ from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.events import Measured, Start, Submitted
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import NodeDevices, Placement, Shape
-from paceline.scheduler.rates.corrected import CorrectedRates
+from paceline.scheduler.rates.corrected import CorrectedRates, Learned
 from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.rates.sharing import PairKey, PairTable
 from paceline.scheduler.state.state import State
@@ -118,3 +118,28 @@ def test_what_one_job_reports_changes_the_estimate_for_the_next_of_its_class():
     assert state.running["x"].rate == 5.0
     state.apply(Submitted(at_s=11.0, job=Job(name="next", profile="x", work=100.0)))
     assert state.rate_of(state.waiting["next"], ONE, ()) == pytest.approx(5.0)
+
+
+def test_what_was_learned_can_be_handed_on_and_goes_with_rates_that_are_given_anew():
+    rates = CorrectedRates(estimates())
+    rates.observe(X, [], ONE, 7.0)
+    for _ in range(3):
+        rates.observe(X, [Y], ONE, 1.0)
+        rates.observe(Y, [X], ONE, 1.0)
+    learned = Learned.from_json(rates.learned(1000).to_json())
+    after = CorrectedRates(estimates(), learned=learned)
+    assert after.alone(X, ONE) == pytest.approx(7.0)
+    assert after.kept(X, [Y], ONE) == rates.kept(X, [Y], ONE) == 0.0
+    assert after.learned(1000) == learned
+    assert after.give("x", {"gpu": {1: 20.0}})
+    assert after.alone(X, ONE) == 20.0
+
+
+def test_what_a_job_keeps_is_not_known_before_it_ran_alone_if_nobody_measured_its_class():
+    rates = CorrectedRates(estimates(), is_measured=lambda profile: profile == "y")
+    before = rates.kept(X, [Y], ONE)
+    assert not rates.observe(X, [Y], ONE, 80.0)
+    assert rates.kept(X, [Y], ONE) == before
+    rates.observe(X, [], ONE, 100.0)
+    assert rates.observe(X, [Y], ONE, 40.0)
+    assert rates.kept(X, [Y], ONE) < before

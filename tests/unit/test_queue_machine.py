@@ -1,19 +1,36 @@
 """The state machine of a machine's queue: no process, no clock, no file."""
 
+import json
+import sqlite3
+
 import pytest
 
+from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Node
+from paceline.scheduler.events import Rated, Submitted
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.attempt import AttemptFolder
-from paceline.scheduler.local.daemon import make_queue
-from paceline.scheduler.local.database import Database, Setup, decision_text
+from paceline.scheduler.local.attempt import AttemptFolder, ProgressReport
+from paceline.scheduler.local.daemon import Daemon, Retention
+from paceline.scheduler.local.database import Database, decision_text
 from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
 from paceline.scheduler.local.paths import queue_paths
 from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
-from paceline.scheduler.local.records import Exit, Stop
+from paceline.scheduler.local.records import Attempt, Exit, Stop
+from paceline.scheduler.local.replay import replay
+from paceline.scheduler.local.running import Running
+from paceline.scheduler.local.setup import PolicyOptions, Setup, make_queue
 from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Began, Cancel, Exited, Progress, Submit
+from paceline.scheduler.local.turns import (
+    Began,
+    Cancel,
+    DevicesSeen,
+    Exited,
+    Progress,
+    Submit,
+    TimerExpired,
+    Turn,
+)
 from paceline.scheduler.placement import NodeDevices, Placement
 
 DEVICES = 2
@@ -21,7 +38,8 @@ DEVICES = 2
 
 def setup_of(policy="srtf", devices=DEVICES):
     node = Node(name="local", device_type="cpu", devices=devices)
-    return Setup(policy, LocalDevices(cluster=Cluster(nodes=(node,))), MeasuredRates())
+    found = LocalDevices(cluster=Cluster(nodes=(node,)), cores=tuple(range(devices)))
+    return Setup(policy, found, MeasuredRates(learns=True))
 
 
 def submit(name, devices=1, work=None, **options):
@@ -34,6 +52,12 @@ def begin(queue, now_s, *submissions):
     turn = queue.handle(submissions, now_s)
     queue.handle([Began(attempt.job, attempt.number) for attempt in turn.starts], now_s)
     return turn
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Let a daemon start no process: a test says what becomes of its attempts."""
+    monkeypatch.setattr(Running, "start", lambda *_: iter(()))
 
 
 class TestAttempts:
@@ -49,7 +73,7 @@ class TestAttempts:
         turn = queue.handle([submit("short", 1, work=1)], 2.0)
         assert [(stop.job, stop.stop) for stop in turn.stops] == [("long", Stop.PREEMPT)]
         assert turn.starts == []
-        assert "gets local[0] when long left" in queue.why("short")
+        assert "gets local[0] when long left" in queue.why("short", 2.0)
         turn = queue.handle([Exited("long", 1, Exit(code=75))], 3.0)
         assert [start.job for start in turn.starts] == ["short"]
         assert queue.entries["long"].status == "waiting"
@@ -117,6 +141,75 @@ class TestAttempts:
         assert queue.state.running["a"].rate == 2.0
 
 
+class TestFailedStarts:
+    NO_SPACE = Exit(code=127, error="no space left on device", passing=True)
+
+    def test_a_start_that_may_succeed_later_is_tried_again_and_others_go_first(self):
+        queue = make_queue(setup_of("fifo"))
+        first = queue.handle([submit("a", 2), submit("b", 2)], 0.0)
+        assert [start.job for start in first.starts] == ["a"]
+        turn = queue.handle([Exited("a", 1, self.NO_SPACE)], 1.0)
+        assert [start.job for start in turn.starts] == ["b"]
+        assert queue.why("a", 1.25) == (
+            "It is tried again in 1 s: start 1 failed: no space left on device."
+        )
+        assert queue.wake_s() == 2.0
+        queue.handle([TimerExpired()], 2.0)
+        assert "2 devices" in queue.why("a", 2.0)
+        assert "no space left on device" in queue.why("a", 2.0)
+        turn = queue.handle([Exited("b", 1, Exit(code=0))], 3.0)
+        assert [(start.job, start.number) for start in turn.starts] == [("a", 2)]
+
+    def test_tries_come_at_growing_intervals_and_end_with_a_failure_that_counts_them(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        waits_s = []
+        while not queue.entries["a"].ended:
+            now_s = queue.now_s
+            queue.handle([Exited("a", queue.entries["a"].starts, self.NO_SPACE)], now_s)
+            if not queue.entries["a"].ended:
+                waits_s.append(queue.wake_s() - now_s)
+                queue.handle([TimerExpired()], queue.wake_s())
+        assert waits_s == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+        entry = queue.entries["a"]
+        assert entry.status == "failed"
+        assert entry.reason == "it could not be started 12 times: no space left on device"
+
+    def test_only_failures_in_a_row_count(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        for _ in range(30):
+            queue.handle([Exited("a", queue.entries["a"].starts, self.NO_SPACE)], queue.now_s)
+            queue.handle([TimerExpired()], queue.wake_s())
+            queue.handle([Exited("a", queue.entries["a"].starts, Exit(code=75))], queue.now_s)
+        assert queue.entries["a"].status == "starting"
+
+    def test_a_job_that_waits_to_be_tried_again_can_be_cancelled(self):
+        queue = make_queue(setup_of())
+        queue.handle([submit("a")], 0.0)
+        queue.handle([Exited("a", 1, self.NO_SPACE)], 0.0)
+        queue.handle([Cancel("a")], 0.5)
+        assert queue.entries["a"].status == "cancelled"
+        assert queue.wake_s() is None
+
+    def test_the_next_daemon_tries_again_at_the_same_time(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        for given in (submit("a"), Exited("a", 1, self.NO_SPACE)):
+            database.commit(segment.number, queue.handle([given], 1.0), queue.entries)
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            again.repeat(instant.events)
+        assert again.wake_s() == queue.wake_s() == 2.0
+        assert again.handle([TimerExpired()], 2.0).starts == [
+            Attempt(job="a", number=2, placement=again.entries["a"].wanted)
+        ]
+        database.close()
+
+
 class TestReports:
     @pytest.mark.parametrize(
         "garbage",
@@ -137,6 +230,34 @@ class TestReports:
         folder.progress.write_bytes(b'{"work_done": 2}\n' + text)
         report = folder.read_progress()
         assert report is None or report.work_done == 2  # None: the garbage fills what is read
+
+
+class TestReportedRates:
+    @pytest.mark.parametrize(
+        ("before", "now", "rate"),
+        [
+            (None, ProgressReport(10.0, None, 5.0), None),
+            (None, ProgressReport(10.0, 3.0, 5.0), 3.0),
+            (ProgressReport(4.0, None, 3.0), ProgressReport(10.0, None, 5.0), 3.0),
+            (ProgressReport(4.0, None, 3.0), ProgressReport(10.0, 2.0, 5.0), 2.0),
+            (ProgressReport(4.0, None, 5.0), ProgressReport(10.0, None, 5.0), None),
+            (ProgressReport(10.0, None, 3.0), ProgressReport(10.0, None, 5.0), None),
+        ],
+    )
+    def test_it_is_what_the_job_said_or_what_it_did_since_the_report_before(
+        self, before, now, rate
+    ):
+        assert now.rate_since(before) == rate
+
+    def test_the_log_keeps_few_reports_of_a_long_job_and_the_queue_the_last(self):
+        queue = make_queue(setup_of())
+        begin(queue, 0.0, submit("a", work=1e6))
+        logged = 0
+        for step in range(1, 10_000):
+            turn = queue.handle([Progress("a", 1, float(step), 0.5)], step * 2.0)
+            logged += len(turn.events)
+            assert queue.entries["a"].work_done == step
+        assert logged < 700
 
 
 class TestRebuilding:
@@ -211,7 +332,7 @@ class TestRebuilding:
         assert [stop.job for stop in turn.stops] == ["a"]
         fewer.handle([Exited("a", 1, Exit(code=75))], 3.0)
         assert fewer.entries["a"].status == "waiting"
-        assert "needs 2 devices" in fewer.why("a")
+        assert "needs 2 devices" in fewer.why("a", 3.0)
         more = make_queue(setup_of())
         more.entries = fewer.entries
         assert [(start.job, start.number) for start in more.begin_anew(4.0).starts] == [("a", 2)]
@@ -235,6 +356,141 @@ class TestRebuilding:
         assert [stop.job for stop in turn.stops] == ["a"]
         turn = other.handle([Exited("a", 1, Exit(code=75))], 3.0)
         assert [start.number for start in turn.starts] == [2]
+
+
+class TestShortening:
+    def daemon(self, tmp_path, clock, events=20, jobs=3):
+        retention = Retention(events, jobs)
+        paths = queue_paths(tmp_path, {})
+        return Daemon(paths, setup_of("fifo"), clock, lambda _: None, retention=retention)
+
+    def run_jobs(self, daemon, clock, names):
+        for name in names:
+            clock.advance(1)
+            daemon.take([submit(name)])
+            attempt = daemon.queue.entries[name].attempt
+            clock.advance(1)
+            daemon.take([Began(name, attempt.number)])
+            clock.advance(1)
+            daemon.take([Exited(name, attempt.number, Exit(code=0))])
+
+    @pytest.mark.usefixtures("no_processes")
+    def test_old_events_and_jobs_are_forgotten_and_what_is_kept_is_replayed(self, tmp_path):
+        clock = ManualClock()
+        daemon = self.daemon(tmp_path, clock)
+        self.run_jobs(daemon, clock, [f"job-{number}" for number in range(40)])
+        counts = [daemon.database.event_count(s.number) for s in daemon.database.segments()]
+        assert 5 <= sum(counts) <= 20 + 5
+        assert 3 <= len(daemon.database.entries()) <= 3 + 3
+        assert daemon.database.entries().keys() == daemon.queue.entries.keys()
+        lines = [json.loads(line) for line in daemon.paths.ended.read_text().splitlines()]
+        forgotten = [line["name"] for line in lines]
+        assert [*forgotten, *daemon.queue.entries] == [f"job-{number}" for number in range(40)]
+        assert {line["status"] for line in lines} == {"done"}
+        daemon.close()
+        assert replay(daemon.paths.database).difference is None
+
+    @pytest.mark.usefixtures("no_processes")
+    def test_jobs_that_run_and_wait_go_on_and_the_next_daemon_finds_them_as_they_are(
+        self, tmp_path
+    ):
+        clock = ManualClock()
+        daemon = self.daemon(tmp_path, clock)
+        daemon.take([submit("long", work=100.0)])
+        daemon.take([Began("long", 1)])
+        daemon.take([submit("wide", 2)])
+        first = daemon.database.segments()[-1].number
+        for step in range(1, 40):
+            clock.advance(100)
+            daemon.take([Progress("long", 1, float(step), 0.01)])
+        assert daemon.database.segments()[-1].number > first + 3
+        assert daemon.queue.entries["long"].starts == 1
+        state = daemon.queue.state
+        assert (state.running["long"].work_done, state.running["long"].rate) == (39.0, 0.01)
+        assert state.running["long"].starts == 1
+        assert list(state.waiting) == ["wide"]
+        daemon.close()
+        again = self.daemon(tmp_path, clock)
+        assert again.queue.entries == daemon.queue.entries
+        assert again.queue.state.inputs == state.inputs
+        again.close()
+
+
+class TestLostDevices:
+    def see(self, queue, *present, reason="it fell off the bus"):
+        return queue.handle([DevicesSeen(frozenset(present), reason)], queue.now_s + 1)
+
+    def test_a_job_of_a_lost_device_is_stopped_and_waits_and_others_go_on(self):
+        queue = make_queue(setup_of("fifo"))
+        begin(queue, 1.0, submit("a"), submit("b"))
+        turn = self.see(queue, 0)
+        assert [(stop.job, stop.stop) for stop in turn.stops] == [("b", Stop.PREEMPT)]
+        queue.handle([Exited("b", 1, Exit(code=-6))], 3.0)
+        assert queue.entries["b"].status == "waiting"
+        why = queue.why("b", 3.0)
+        assert "core 1 lost: it fell off the bus" in why
+        assert queue.entries["a"].status == "running"
+        turn = self.see(queue, 0, 1)
+        assert [(start.job, start.number) for start in turn.starts] == [("b", 2)]
+
+    def test_why_counts_the_lost_devices(self):
+        queue = make_queue(setup_of("fifo"))
+        self.see(queue, 0)
+        queue.handle([submit("wide", 2)], 2.0)
+        assert queue.entries["wide"].status == "waiting"
+        assert "It needs 2 devices of one type; 1 device lost, 1 cpu left." in queue.why(
+            "wide", 2.0
+        )
+
+    def test_a_job_that_waits_for_a_device_to_be_left_does_not_get_a_lost_one(self):
+        queue = make_queue(setup_of("srtf"))
+        begin(queue, 1.0, submit("long", 2, work=1000))
+        queue.handle([submit("short", 1, work=1)], 2.0)
+        assert queue.entries["short"].wanted is not None
+        self.see(queue)
+        turn = queue.handle([Exited("long", 1, Exit(code=75))], 4.0)
+        assert turn.starts == []
+
+    def test_what_was_seen_before_changes_nothing(self):
+        queue = make_queue(setup_of())
+        self.see(queue, 0)
+        before = queue.state.inputs
+        assert self.see(queue, 0).events == []
+        assert queue.state.inputs == before
+
+    def test_the_next_daemon_knows_which_devices_are_lost(self, tmp_path):
+        setup = setup_of()
+        queue = make_queue(setup)
+        database = Database(tmp_path / "queue.db", first_s=0.0)
+        segment = database.begin_segment(setup, queue.begin_anew(0.0), queue.entries)
+        for given in (submit("a", 2), DevicesSeen(frozenset({1}), "gone"), submit("b")):
+            turn = queue.handle([given], queue.now_s + 1)
+            database.commit(segment.number, turn, queue.entries)
+        again = make_queue(setup)
+        again.entries = database.entries()
+        for instant in database.instants(segment.number):
+            decisions = again.repeat(instant.events)
+            assert [decision_text(decision) for decision in decisions] == instant.decisions
+        assert again.entries == queue.entries
+        assert again.state.inventory.lost_bits == [0b01]
+        database.close()
+
+
+class TestClock:
+    @pytest.mark.usefixtures("no_processes")
+    def test_a_wall_clock_before_the_queues_first_moment_does_not_take_it_back(self, tmp_path):
+        paths = queue_paths(tmp_path, {})
+        times_s = []
+        for wall_s, policy in [(2e9, "fifo"), (1e9, "srtf"), (2e9 + 500, "fifo")]:
+            clock = ManualClock(wall=wall_s)
+            daemon = Daemon(paths, setup_of(policy), clock, lambda _: None)
+            clock.advance(10)
+            job = submit(f"of-{policy}-{len(times_s)}", DEVICES)
+            daemon.take([job])
+            times_s.append(daemon.queue.now_s)
+            daemon.close()
+        assert times_s == [10.0, 20.0, 510.0]
+        assert replay(paths.database).difference is None
 
 
 class TestDevices:
@@ -276,6 +532,116 @@ class TestPaths:
         paths = queue_paths(None, environ)
         assert paths.database == tmp_path / "paceline" / "queue" / "queue.db"
         assert str(paths.socket) == "/run/user/1/paceline-queue.sock"
+
+
+class TestSetup:
+    def test_a_tenant_gets_no_more_than_its_quota(self):
+        options = PolicyOptions(quotas={"ann": 1})
+        queue = make_queue(setup_of("paceline")._replace(options=options))
+        queue.handle([submit(name, work=10, tenant="ann") for name in "ab"], 0.0)
+        assert [attempt.job for attempt in queue.live()] == ["a"]
+        assert "the 1 device of its quota" in queue.why("b", 0.0)
+
+    def test_a_job_that_its_quota_can_never_let_in_is_refused_at_submission(self):
+        options = PolicyOptions(quotas={"ann": 1}, round_s=10.0)
+        queue = make_queue(setup_of("paceline")._replace(options=options))
+        assert "the quota of ann is 1" in queue.refusal(submit("a", 2, tenant="ann").submission)
+        assert queue.refusal(submit("a", 2, tenant="bob").submission) == ""
+
+    def test_options_that_a_policy_does_not_have_are_refused(self):
+        with pytest.raises(UsageError, match="fifo has no quotas"):
+            make_queue(setup_of("fifo")._replace(options=PolicyOptions(quotas={"ann": 1})))
+        with pytest.raises(UsageError, match="can choose its objective"):
+            make_queue(setup_of("fifo")._replace(options=PolicyOptions(objective="jct")))
+
+    def test_a_log_of_format_1_is_replayed_and_carried_on(self, root, tmp_path):
+        paths = queue_paths(tmp_path, {})
+        sqlite3.connect(paths.database).executescript(
+            (root / "tests" / "golden" / "queue-1.sql").read_text()
+        )
+        before = replay(paths.database)
+        assert (before.events, before.difference) == (9, None)
+        daemon = Daemon(paths, setup_of(), ManualClock(wall=1.7e9 + 100), lambda _: None)
+        assert daemon.queue.why("long", 100.0).startswith("It is stopping on local[0-1]")
+        assert [entry.name for entry in daemon.queue.active] == ["long", "short"]
+        daemon.close()
+        after = replay(paths.database)
+        assert (after.segments, after.difference) == (2, None)
+
+
+class TestLearning:
+    """Two jobs share a device by an estimate; their reports say otherwise."""
+
+    SHARING = MeasuredSharing(used={"small": (0.3,)}, most=2)
+
+    def sharing_queue(self):
+        measured = MeasuredRates(
+            alone={"small": {"": {"1": 10.0}}}, sharing=self.SHARING, learns=True
+        )
+        setup = setup_of("paceline", devices=1)._replace(rates=measured)
+        queue = make_queue(setup)
+        events = begin(queue, 0.0, *(submit(n, work=1e5, profile="small") for n in "ab")).events
+        assert len(queue.live()) == 2
+        return setup, queue, [events]
+
+    def report(self, queue, log, rate, times):
+        for _ in range(times):
+            now_s = queue.now_s + 60.0
+            work = now_s * rate
+            reports = [Progress(a.job, a.number, work, rate) for a in queue.live() if not a.stop]
+            log.append(queue.handle(reports, now_s))
+        return [stop.job for turn in log if isinstance(turn, Turn) for stop in turn.stops]
+
+    def test_a_group_of_which_reports_say_that_it_does_not_pay_is_parted_and_not_formed_again(self):
+        _, queue, log = self.sharing_queue()
+        (parted,) = self.report(queue, log, 3.0, 4)
+        turn = queue.handle([Exited(parted, 1, Exit(code=75))], queue.now_s + 1)
+        assert turn.starts == []
+        assert queue.entries[parted].status == "waiting"
+
+    def test_a_group_that_pays_stays(self):
+        _, queue, log = self.sharing_queue()
+        assert self.report(queue, log, 9.0, 10) == []
+
+    def test_a_report_of_an_interval_in_which_a_neighbour_came_teaches_nothing(self):
+        _, queue, _ = self.sharing_queue()
+        queue.handle([Exited("b", 1, Exit(code=1))], 1.0)
+        queue.handle([submit("c", work=1e5, profile="small")], 2.0)
+        assert queue.entries["c"].status == "starting"
+        turn = queue.handle([Progress("a", 1, 20.0, 10.0)], 70.0)  # c does not run yet
+        assert [event.rate for event in turn.events] == [None]
+        queue.handle([Began("c", 1)], 71.0)
+        rates = []
+        for now_s in (140.0, 210.0):
+            turn = queue.handle([Progress("a", 1, now_s, 9.0)], now_s)
+            rates += [event.rate for event in turn.events]
+        assert rates == [None, 9.0]
+
+    def test_what_was_learned_comes_with_the_events_and_goes_to_the_next_log(self):
+        setup, queue, log = self.sharing_queue()
+        self.report(queue, log, 3.0, 4)
+        rates = queue.learned_rates(setup.rates)
+        assert [group.group for group in rates.learned.slow] == [("small", "small")]
+        assert MeasuredRates.from_json(rates.to_json()) == rates
+        after = make_queue(setup.after(rates))
+        after.handle([submit(name, work=1e5, profile="small") for name in "de"], 0.0)
+        assert len(after.live()) == 1
+
+    def test_rates_that_come_with_a_submission_count_for_its_class(self):
+        queue = make_queue(setup_of("paceline"))
+        # A second device adds nothing to this job, so that another one gets it.
+        given = Submission(
+            job=Job(name="a", max_devices=2, work=100, profile="flat"),
+            command=("true",),
+            folder="/",
+            rates={"": {"1": 10.0, "2": 10.5}},
+        )
+        turn = queue.handle([Submit(given), submit("b", work=100)], 0.0)
+        assert [type(event) for event in turn.events] == [Rated, Submitted, Submitted]
+        assert sorted(attempt.placement.devices for attempt in queue.live()) == [1, 1]
+        assert queue.state.running["a"].rate == 10.0
+        carried = queue.learned_rates(MeasuredRates(learns=True))
+        assert carried.given == {"flat": given.rates}
 
 
 class TestMeasuredSharing:

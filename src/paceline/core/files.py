@@ -187,6 +187,23 @@ def check_replaceable(
         raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
 
 
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines of UTF-8 to a file of this user, durably; it is made if it is not there.
+
+    Raises:
+        StorageError: it cannot be written; it may end with a part of them.
+    """
+    data = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+    fix = "Free space on that file system, or make it writable again"
+    with storage_errors("cannot append to a file", where=path, fix=fix):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def prepare_file(path: Path) -> None:
     """Make the folder of `path`, and see that a file can be written there, before work begins.
 

@@ -85,6 +85,67 @@ class Measured(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Carried(Record):
+    """A job as it stood at the end of a log: a new log begins with one for each.
+
+    Attributes:
+        placement: where it runs; None if it waits.
+        rate, work_done, attained_s, counted_s, waiting_since_s, waited_s, starts, reason: as
+            `JobState` has them.
+    """
+
+    at_s: float
+    job: Job
+    placement: Placement | None = None
+    rate: float = 0.0
+    work_done: float = 0.0
+    attained_s: float = 0.0
+    counted_s: float = 0.0
+    waiting_since_s: float = 0.0
+    waited_s: float = 0.0
+    starts: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rated(Record):
+    """The rates of a class of jobs were given, in place of what was known of them.
+
+    Attributes:
+        profile: name of the class.
+        alone: units of work per second by device type (empty: any) and number of devices.
+    """
+
+    at_s: float
+    profile: str
+    alone: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicesLost(Record):
+    """Devices of a node failed, not all of it; their jobs are stopped.
+
+    Attributes:
+        devices: indices.
+        reason: in words.
+    """
+
+    at_s: float
+    node: str
+    devices: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicesBack(Record):
+    """Lost devices of a node can be used again."""
+
+    at_s: float
+    node: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLost(Record):
     """A node failed: `Stopped` events of its jobs come at the same instant, before this one."""
 
@@ -141,6 +202,18 @@ class Refuse(Record):
 
 
 Event: TypeAlias = (
-    Submitted | Started | Ended | Stopped | Cancelled | Measured | NodeLost | NodeBack | Timer
+    Submitted
+    | Started
+    | Ended
+    | Stopped
+    | Cancelled
+    | Measured
+    | Carried
+    | Rated
+    | DevicesLost
+    | DevicesBack
+    | NodeLost
+    | NodeBack
+    | Timer
 )
 Action: TypeAlias = Start | Preempt | Refuse

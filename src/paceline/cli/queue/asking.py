@@ -75,7 +75,7 @@ def _row(job: JobView, now_s: float) -> tuple[str, ...]:
         job.status,
         job.where or str(job.devices),
         str(job.starts),
-        format_seconds((job.ended_s or now_s) - job.submitted_s),
+        format_seconds(max(0.0, (job.ended_s or now_s) - job.submitted_s)),
         progress if job.work_done or job.work else "-",
         job.reason.partition("\n")[0],
     )

@@ -34,12 +34,46 @@ Example: paceline queue submit -n 2 --work 5000 -- python train.py --epochs 5
 @click.option("--max-devices", type=int, default=0, help="Most it can use [default: -n].")
 @click.option("--name", default="", help="Of the job, unique [default: the program, a number].")
 @click.option("--profile", default="", help="Class of jobs that run alike, for measured rates.")
+@click.option(
+    "--rates",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE|RUN",
+    help="Measured rates of its profile: a CSV file, or the folder of a run, in steps; may be "
+    "given several times.",
+)
+@click.option(
+    "--device-type", "device_types", multiple=True, metavar="TYPE", help="May be given again."
+)
 @click.option("--work", type=float, help="Units of work, for example steps [default: not known].")
 @click.option(
     "--deadline", type=float, metavar="SECONDS", help="From now, by which it should have ended."
 )
 @click.option("--memory", "memory_gib", type=float, metavar="GIB", help="On each device.")
 @click.option("--tenant", default="", help="Who pays.")
+@click.option(
+    "--weight",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="2 counts as two jobs in a mean.",
+)
+@click.option(
+    "--restart-cost",
+    "restart_s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Without progress whenever it starts from a checkpoint: it is moved only where that pays.",
+)
+@click.option(
+    "--start-cost",
+    "start_s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Without progress when it starts for the first time.",
+)
 @click.option("--no-preempt", is_flag=True, help="Never stop it for another job.")
 @click.option("--no-share", is_flag=True, help="Never let it share devices with other jobs.")
 @click.option("--ranks", is_flag=True, help="COMMAND is a script for paceline run, with -n ranks.")
@@ -75,10 +109,15 @@ def submit(
     max_devices: int,
     name: str,
     profile: str,
+    rates: tuple[Path, ...],
+    device_types: tuple[str, ...],
     work: float | None,
     deadline: float | None,
     memory_gib: float | None,
     tenant: str,
+    weight: float,
+    restart_s: float,
+    start_s: float,
     no_preempt: bool,
     no_share: bool,
     ranks: bool,
@@ -101,18 +140,24 @@ def submit(
     from paceline.scheduler.job import Job
     from paceline.scheduler.local.client import wait_for_end
     from paceline.scheduler.local.protocol import Request
+    from paceline.scheduler.local.rates import read_given
     from paceline.scheduler.local.submission import Submission
 
+    profile, given = read_given(rates, profile)
     job = Job(
         name=name,
         devices=devices,
         min_devices=min_devices,
         max_devices=max_devices,
+        device_types=device_types,
         profile=profile,
         work=work,
         deadline_s=deadline,
         memory_bytes=int((memory_gib or 0) * 2**30),
         tenant=tenant,
+        weight=weight,
+        restart_s=restart_s,
+        start_s=start_s,
         preemptible=not no_preempt,
         shares=not no_share,
     )
@@ -124,6 +169,7 @@ def submit(
         launcher=sys.executable if ranks else "",
         stop_signal=stop_signal,
         grace_s=grace_s,
+        rates=given,
         token=uuid.uuid4().hex,
     )
     reply = ask_daemon(folder, Request(verb="submit", submission=submission))

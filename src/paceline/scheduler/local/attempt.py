@@ -6,6 +6,7 @@
         claim.json            which process it is: id, start time, boot (supervisor, once)
         exit.json             how the command ended (supervisor, at the end)
         log                   what the command printed
+        supervisor            what the supervisor printed: nothing, unless it failed
         progress              what it reported of its progress (the command)
 
 Each file is written once, whole and durable. The claim is a hard link, which fails if there is one
@@ -20,10 +21,10 @@ import contextlib
 import json
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.core.errors import storage_errors
+from paceline.core.errors import StorageError, storage_errors
 from paceline.core.files import commit_text, sync_folder
 from paceline.core.processes import boot_id, started_ticks
 from paceline.core.record import Record
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 _PROGRESS_BYTES = 4096
+_EXIT_BYTES = 16384  # more than the longest path of a program that cannot be started
 # What a line of a progress file that is not a report can raise: it is the job's, not ours.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _FIX = "Free space on that file system, or make it writable again"
@@ -110,10 +112,19 @@ class ProgressReport(NamedTuple):
     Attributes:
         work_done: units of work since the job's begin.
         rate: units of work per second; None if it did not say.
+        at_s: when it wrote that, seconds since 1970.
     """
 
     work_done: float
     rate: float | None
+    at_s: float = 0.0
+
+    def rate_since(self, before: ProgressReport | None) -> float | None:
+        """Return the rate that it said, else that since a report before; None if not known."""
+        if self.rate is not None or before is None:
+            return self.rate
+        passed_s, work = self.at_s - before.at_s, self.work_done - before.work_done
+        return work / passed_s if passed_s > 0 and work > 0 else None
 
 
 class AttemptFolder:
@@ -122,7 +133,9 @@ class AttemptFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log = path / "log"
+        self.supervisor = path / "supervisor"
         self.progress = path / "progress"
+        self._reserved = path / f".exit.{os.getpid()}"
 
     def order(self, order: Order) -> None:
         """Write what the supervisor is to start."""
@@ -158,9 +171,35 @@ class AttemptFolder:
         except FileNotFoundError:
             return None
 
+    def withdraw(self) -> bool:
+        """See to it that the attempt never runs; return False if it was claimed before.
+
+        A daemon before this one may have started a supervisor that is still on its way.
+        """
+        try:
+            return self.claim(Claim(pid=0, start_ticks=0, boot=""))
+        except StorageError:  # a full disk: taking something away needs no space
+            (self.path / "order.json").unlink(missing_ok=True)
+            return True
+
+    def reserve(self) -> None:
+        """Take the space of `finish` before the command runs: then the disk may be full."""
+        with self._reserved.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _EXIT_BYTES)
+
+    def release(self) -> None:
+        """Give back the space that `reserve` took."""
+        self._reserved.unlink(missing_ok=True)
+
     def finish(self, ended: Exit) -> None:
-        """Write how the command ended."""
-        commit_text(self.path / "exit.json", ended.to_text())
+        """Write how the command ended; `reserve` came before."""
+        with self._reserved.open("r+b") as file:
+            file.write(ended.to_text().encode(errors="backslashreplace"))
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        self._reserved.replace(self.path / "exit.json")
+        sync_folder(self.path)
 
     def read_exit(self) -> Exit | None:
         """Return how the command ended, with the end of its log; None if it was not written."""
@@ -169,7 +208,7 @@ class AttemptFolder:
             ended = Exit.from_text(path.read_text(encoding="utf-8"), where=str(path))
         except FileNotFoundError:
             return None
-        return Exit(code=ended.code, killed=ended.killed, error=ended.error, tail=self.tail())
+        return replace(ended, tail=self.tail())
 
     def tail(self) -> str:
         """Return the last lines of the log."""
@@ -188,13 +227,14 @@ class AttemptFolder:
         """
         try:
             with self.progress.open("rb") as file:
+                at_s = os.fstat(file.fileno()).st_mtime
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _PROGRESS_BYTES))
                 lines = file.read(_PROGRESS_BYTES).splitlines(keepends=True)
         except OSError:
             return None
         for line in reversed(lines):
             with contextlib.suppress(*_UNREADABLE):
-                return _report(line)
+                return _report(line)._replace(at_s=at_s)
         return None
 
 

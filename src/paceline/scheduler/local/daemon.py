@@ -11,6 +11,7 @@ attempts what did happen, and goes on from there.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -19,35 +20,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import PacelineError, UsageError, storage_errors
-from paceline.core.files import LockOutcome, try_lock
-from paceline.core.record import nearest
+from paceline.core.files import LockOutcome, append_lines, try_lock
 from paceline.scheduler.local.attempt import AttemptFolder
 from paceline.scheduler.local.connections import Connections, Peer
-from paceline.scheduler.local.database import Database, Segment, Setup, decision_text
+from paceline.scheduler.local.database import Database, Segment, decision_text
+from paceline.scheduler.local.device_watch import CHECK_S, DeviceWatch
 from paceline.scheduler.local.orders import impossible, order_for
 from paceline.scheduler.local.protocol import VERBS, Reply, Request
-from paceline.scheduler.local.queue import JobQueue
 from paceline.scheduler.local.records import JobStatus, JobView
 from paceline.scheduler.local.running import Running, Watch
-from paceline.scheduler.local.turns import Cancel, Entry, Input, Submit, TimerExpired
-from paceline.scheduler.policies import POLICIES
-from paceline.scheduler.state.state import State
+from paceline.scheduler.local.setup import make_queue
+from paceline.scheduler.local.submission import TRY_AGAIN
+from paceline.scheduler.local.turns import Cancel, Entry, Exited, Input, Submit, TimerExpired
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from paceline.core.clock import Clock
     from paceline.scheduler.local.attempt import Order
-    from paceline.scheduler.local.devices import LocalDevices
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.local.queue import JobQueue
     from paceline.scheduler.local.records import Attempt
-    from paceline.scheduler.local.turns import Turn
+    from paceline.scheduler.local.setup import Setup
+    from paceline.scheduler.local.turns import DevicesSeen, Turn
 
 PROGRESS_S = 2.0  # how often reports of progress are looked for, and logged at most
-_IDLE_S = 3600.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Retention(NamedTuple):
+    """How much a queue remembers.
+
+    Attributes:
+        events: of the log; a new segment begins after a fifth of them.
+        jobs: that have ended; those before them are lines of ``ended.jsonl``.
+    """
+
+    events: int = 100_000
+    jobs: int = 1000
+
+
+DEFAULT_RETENTION = Retention()
 
 
 class _Waiting(NamedTuple):
@@ -58,63 +72,57 @@ class _Waiting(NamedTuple):
     until_s: float
 
 
-def make_queue(setup: Setup) -> JobQueue:
-    """Return an empty queue, the same whenever its log is decided again.
-
-    Raises:
-        UsageError: there is no such policy.
-    """
-    if setup.policy not in POLICIES:
-        raise UsageError(
-            f"no policy is called '{setup.policy}'", fix=nearest(setup.policy, POLICIES)
-        )
-    cluster = setup.devices.cluster
-    return JobQueue(POLICIES[setup.policy](), State(cluster, setup.rates.model(cluster)))
-
-
 class Daemon:
     """Serves one queue; see the module."""
 
     def __init__(
         self,
         paths: QueuePaths,
-        devices: LocalDevices,
-        policy: str,
+        setup: Setup,
         clock: Clock,
         say: Callable[[str], None],
-        rates: MeasuredRates,
+        *,
+        check_s: float = CHECK_S,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> None:
         """Take the queue's lock, and find out where the last daemon left it.
 
         Args:
             paths: of the queue.
-            devices: that jobs may be given.
-            policy: name of one of `POLICIES`.
+            setup: what it decides by.
             clock: for deadlines, and for the times of events.
             say: gets a line for each thing that happens.
-            rates: of jobs, as measured.
+            check_s: between two looks whether the devices are there.
+            retention: how much of the past is kept.
 
         Raises:
-            UsageError: another daemon serves the queue, or there is no such policy.
+            UsageError: another daemon serves the queue, or there is no such policy or option.
             StorageError: its folder cannot be used.
             CorruptData: its database is damaged.
         """
         self.paths = paths
-        self.devices = devices
+        self.devices = setup.devices
         self.clock = clock
         self.say = say
-        self._setup = Setup(policy, devices, rates)
+        self._setup = setup
         self.queue = make_queue(self._setup)
         self._lock = _take(paths)
         self.database = Database(paths.database, first_s=clock.wall_s())
         self._epoch_s = self.database.first_s
+        # A wall clock may be set at any time: it counts once, and never takes the queue back.
+        self._ahead_s = max(clock.wall_s() - self._epoch_s, self.database.last_s())
+        self._ahead_s -= clock.now_s()
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(paths.socket, self._selector)
         self._running = Running(self._selector)
+        self._watch = DeviceWatch(setup.devices, self._selector, check_s=check_s)
+        self._judged_later: list[tuple[int, Exited]] = []
         self._waiting: list[_Waiting] = []
         self._stop = ""
         self._progress_s = clock.now_s()
+        self._retention = retention
         self._segment = self._resume()
+        self._events = self.database.event_count(self._segment.number)
 
     def run(self, *, once: bool = False) -> bool:
         """Serve until a stop signal; jobs go on then.
@@ -141,6 +149,7 @@ class Daemon:
     def close(self) -> None:
         """Let the queue go; jobs that run go on."""
         self._running.close()
+        self._watch.close()
         self._connections.close()
         self._selector.close()
         self.database.close()
@@ -150,10 +159,13 @@ class Daemon:
 
     def _turn(self) -> None:
         inputs: list[Input] = []
+        seen: list[Input] = []
         requests: list[tuple[Peer, Request]] = []
         for key, events in self._selector.select(self._timeout_s()):
             if isinstance(key.data, Watch):
                 inputs.extend(self._running.read(key.data, key.fd))
+            elif key.data is self._watch:
+                seen.extend(self._seen(self._watch.read()))
             elif isinstance(key.data, Peer):
                 if events & selectors.EVENT_WRITE:
                     self._connections.send(key.data)
@@ -164,40 +176,94 @@ class Daemon:
             else:  # a signal
                 os.read(key.fd, 64)
         now_s = self.clock.now_s()
+        inputs = [*seen, *self._to_judge(inputs), *self._seen(self._watch.look(now_s))]
         if now_s >= self._progress_s:
             self._progress_s = now_s + PROGRESS_S
             inputs.extend(self._running.progress())
         wake_s = self.queue.wake_s()
-        if wake_s is not None and wake_s <= self._now_s():
+        if wake_s is not None and wake_s <= self.now_s():
             inputs.append(TimerExpired())
         answers = [answer for asked in requests if (answer := self._ask(*asked, inputs))]
-        self._handle(inputs)
-        for answer in answers:
-            answer()
-        self._answer_waiting()
+        self.take(inputs, answers)
         self._connections.drop_late(self.clock.now_s())
+
+    def _to_judge(self, inputs: list[Input]) -> list[Input]:
+        """Return the inputs without failures of jobs that may come from a lost device.
+
+        They are judged when somebody has looked at the devices: a job that lost its device waits
+        again, any other one has failed.
+        """
+        later = [
+            given
+            for given in inputs
+            if isinstance(given, Exited)
+            and self._watch.exits_tell
+            and given.exit.code not in (0, TRY_AGAIN, None)
+            and not given.exit.error
+        ]
+        if later:
+            # A look that has begun before a job ended says nothing of it.
+            self._judged_later += [(self._watch.begun + 1, given) for given in later]
+            self._watch.hurry()
+        return [given for given in inputs if given not in later]
+
+    def _seen(self, seen: DevicesSeen | None) -> list[Input]:
+        """Return inputs of a look at the devices, and of the jobs that it was for."""
+        if seen is None:
+            return []
+        ended = [given for begun, given in self._judged_later if begun <= self._watch.begun]
+        self._judged_later = [held for held in self._judged_later if held[0] > self._watch.begun]
+        return [seen, *ended]
 
     def _timeout_s(self) -> float:
         """Return seconds after which there is something to do although nothing happens."""
         now_s = self.clock.now_s()
-        at_s = [now_s + _IDLE_S, *(waiting.until_s for waiting in self._waiting)]
+        at_s = [self._watch.wake_s, *(waiting.until_s for waiting in self._waiting)]
         if len(self._running):
             at_s.append(self._progress_s)
         wake_s = self.queue.wake_s()
         if wake_s is not None:
-            at_s.append(now_s + wake_s - self._now_s())
+            at_s.append(now_s + wake_s - self.now_s())
         return max(0.0, min(at_s) - now_s)
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
         """Return seconds since the queue's first moment; it never goes back."""
-        return max(self.queue.now_s, self.clock.wall_s() - self._epoch_s)
+        return max(self.queue.now_s, self._ahead_s + self.clock.now_s())
+
+    def take(self, inputs: list[Input], answers: Sequence[Callable[[], None]] = ()) -> None:
+        """Pass inputs on, answer clients by what follows, and bound the log."""
+        self._handle(inputs)
+        for answer in answers:
+            answer()
+        self._answer_waiting()
+        if self._events > self._retention.events // 5:
+            self._shorten()
 
     def _handle(self, inputs: list[Input]) -> None:
         """Pass inputs on, and what follows from them, until nothing is left to do."""
         while inputs:
-            turn = self.queue.handle(inputs, self._now_s())
+            turn = self.queue.handle(inputs, self.now_s())
             self.database.commit(self._segment.number, turn, self.queue.entries)
+            self._events += len(turn.events)
             inputs = list(self._carry_out(turn))
+
+    def _shorten(self) -> None:
+        """Begin a new segment of the log with all jobs as they stand, and forget the oldest."""
+        setup = self._setup.after(self.queue.learned_rates(self._segment.setup.rates))
+        fresh = make_queue(setup)
+        turn = fresh.carry_on(self.queue, self.now_s())
+        self.queue = fresh
+        self._segment = self.database.begin_segment(setup, turn, fresh.entries)
+        self._events = len(turn.events)
+        old = fresh.ended_before_last(self._retention.jobs)
+        if old:  # first here, then not there: after a crash a line may come twice
+            append_lines(
+                self.paths.ended, [json.dumps(self._view(entry).to_json()) for entry in old]
+            )
+        self.database.forget([entry.name for entry in old], keep_events=self._retention.events)
+        for entry in old:
+            del fresh.entries[entry.name]
+        self._handle(list(self._carry_out(turn)))
 
     def _carry_out(self, turn: Turn) -> Iterator[Input]:
         """Start and stop what a stored turn says; yield what went wrong at once."""
@@ -254,7 +320,7 @@ class Daemon:
         if request.verb == "cancel":
             inputs.append(Cancel(name))
         if request.verb == "why":
-            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name))
+            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name, self.now_s()))
         return lambda: Reply(jobs=(self._view(entry),))
 
     def _submit(self, request: Request, inputs: list[Input]) -> str:
@@ -273,18 +339,24 @@ class Daemon:
         if known is not None:
             return known  # the answer to the first try was lost
         taken = {*self.queue.entries, *pending}
-        name = submission.job.name or _new_name(submission.command[0], taken)
-        if name in taken:
+
+        def is_taken(name: str) -> bool:  # also by a job that was forgotten: its folder is left
+            return name in taken or self.paths.job(name).exists()
+
+        name = submission.job.name or _new_name(submission.command[0], len(taken) + 1, is_taken)
+        if is_taken(name):
             raise UsageError(
                 f"a job named '{name}' was submitted before",
                 where=f"queue {self.paths.folder}",
-                fix="Submit it under another --name",
+                fix="Submit it under another --name; one that ended long ago has left its folder",
             )
-        now_s = self._now_s()
+        now_s = self.now_s()
         deadline_s = submission.job.deadline_s
         job = replace(
             submission.job,
             name=name,
+            # What is learned of a job without a class is true of it alone.
+            profile=submission.job.profile or name,
             submitted_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
         )
@@ -323,31 +395,40 @@ class Daemon:
 
     def _resume(self) -> Segment:
         """Rebuild the queue from the log, or begin a new segment of it."""
-        entries = self.database.entries()
-        self.queue.entries = entries
-        self.queue.now_s = self.clock.wall_s() - self._epoch_s
         last = self.database.last_segment()
-        if last is not None and self.queue.active:
+        before = self._decided_again(last) if last is not None else None
+        if last is not None and last.setup.declared == self._setup:
+            if before is not None:
+                self.queue = before
+                return last
+            why = "this Paceline decides otherwise than the one that wrote the log"
+        else:
             why = "its devices, rates or policy changed"
-            if last.setup == self._setup:
-                if self._repeat(last):
-                    return last
-                why = "this Paceline decides otherwise than the one that wrote the log"
-                self.queue = make_queue(self._setup)
-                self.queue.entries = self.database.entries()
+        setup = self._setup
+        if last is not None:
+            rates = last.setup.rates
+            setup = setup.after(rates if before is None else before.learned_rates(rates))
+            self.queue = make_queue(setup)
+        self.queue.entries = self.database.entries()
+        if self.queue.active:
             self.say(f"all jobs of the queue are decided anew: {why}")
         same_devices = last is not None and last.setup.devices == self.devices
-        turn = self.queue.begin_anew(self._now_s(), same_devices=same_devices)
+        turn = self.queue.begin_anew(self.now_s(), same_devices=same_devices)
         # Attempts that it stops or starts are carried out by `_adopt`.
-        return self.database.begin_segment(self._setup, turn, self.queue.entries)
+        return self.database.begin_segment(setup, turn, self.queue.entries)
 
-    def _repeat(self, segment: Segment) -> bool:
-        """Decide the log of a segment again; return whether the decisions are the same."""
+    def _decided_again(self, segment: Segment) -> JobQueue | None:
+        """Return the queue at the end of a segment; None if it cannot be decided as it was."""
+        try:
+            queue = make_queue(segment.setup)
+        except UsageError:  # the policy of another version
+            return None
+        queue.entries = self.database.entries()
         for instant in self.database.instants(segment.number):
-            decisions = self.queue.repeat(instant.events)
+            decisions = queue.repeat(instant.events)
             if [decision_text(decision) for decision in decisions] != instant.decisions:
-                return False
-        return True
+                return None
+        return queue
 
     def _adopt(self) -> None:
         """Find out what became of the live attempts, and carry out what was decided for them."""
@@ -360,7 +441,7 @@ class Daemon:
         for attempt in live:
             if attempt.stop:
                 self._running.stop(attempt)
-        self._handle(inputs)
+        self._handle(self._to_judge(inputs))
 
     def _all_ended(self) -> bool:
         return bool(self.queue.entries) and not self.queue.active
@@ -422,10 +503,9 @@ def _take(paths: QueuePaths) -> int:
     return descriptor
 
 
-def _new_name(program: str, taken: set[str]) -> str:
+def _new_name(program: str, number: int, is_taken: Callable[[str], bool]) -> str:
     """Return a name for a job that has none: of its program, with a number."""
     stem = "".join(c if c.isalnum() else "-" for c in Path(program).stem).strip("-")[:40] or "job"
-    number = len(taken) + 1
-    while f"{stem}-{number}" in taken:
+    while is_taken(f"{stem}-{number}"):
         number += 1
     return f"{stem}-{number}"

@@ -1,8 +1,8 @@
 """What the queue remembers, in SQLite: jobs, live attempts, and the log of events and decisions.
 
     settings   key, value            format version, the queue's first moment
-    segments   id, policy, devices,  the log begins anew when one of these changes, or when a daemon
-               rates                 starts and no job is left; each can be decided again by itself
+    segments   id, policy, devices,  the log begins anew when one of these changes, and when it is
+               rates, options        long; each segment can be decided again by itself
     events     id, segment, instant, at_s, event         in the order in which they were applied
     decisions  id, segment, instant, at_s, decision      what `decide` answered at that instant
     jobs       name, submission, entry                   each job as it stands
@@ -23,10 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.core.errors import CorruptData, NotFound, StorageError, storage_errors
 from paceline.scheduler.events import (
     Cancelled,
+    Carried,
+    DevicesBack,
+    DevicesLost,
     Ended,
     Measured,
     NodeBack,
     NodeLost,
+    Rated,
     Started,
     Stopped,
     Submitted,
@@ -35,11 +39,12 @@ from paceline.scheduler.events import (
 from paceline.scheduler.local.devices import LocalDevices
 from paceline.scheduler.local.rates import MeasuredRates
 from paceline.scheduler.local.records import Attempt
+from paceline.scheduler.local.setup import PolicyOptions, Setup
 from paceline.scheduler.local.submission import Submission
 from paceline.scheduler.local.turns import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from paceline.core.record import Record
@@ -48,13 +53,14 @@ if TYPE_CHECKING:
     from paceline.scheduler.local.turns import Turn
 
 NAME = "queue.db"
-FORMAT = 1
+FORMAT = 2  # 1 has no segments.options
 _BUSY_S = 10.0
 _FIX = "Free space; keep it on a local file system that you may write to"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS segments (
-    id INTEGER PRIMARY KEY, policy TEXT NOT NULL, devices TEXT NOT NULL, rates TEXT NOT NULL);
+    id INTEGER PRIMARY KEY, policy TEXT NOT NULL, devices TEXT NOT NULL, rates TEXT NOT NULL,
+    options TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, instant INTEGER NOT NULL,
     at_s REAL NOT NULL, event TEXT NOT NULL);
@@ -80,15 +86,22 @@ _EVENTS: dict[str, type[Event]] = {
         Stopped,
         Cancelled,
         Measured,
+        Carried,
+        Rated,
+        DevicesLost,
+        DevicesBack,
         NodeLost,
         NodeBack,
         Timer,
     )
 }
+_OF_SEGMENTS = (("events", "segment"), ("decisions", "segment"), ("segments", "id"))
 _STORED = (
     "status",
     "starts",
     "own_stops",
+    "failed_starts",
+    "retry_s",
     "submitted_s",
     "began_s",
     "ended_s",
@@ -97,20 +110,6 @@ _STORED = (
     "exit_code",
     "reason",
 )
-
-
-class Setup(NamedTuple):
-    """What decisions depend on beside events.
-
-    Attributes:
-        policy: its name.
-        devices: of the machine.
-        rates: as measured.
-    """
-
-    policy: str
-    devices: LocalDevices
-    rates: MeasuredRates
 
 
 class Segment(NamedTuple):
@@ -168,14 +167,22 @@ class Database:
                         self._sql.execute(
                             "INSERT OR IGNORE INTO settings VALUES (?, ?)", (key, value)
                         )
+                    self._upgrade()
             self._settings = dict(self._sql.execute("SELECT key, value FROM settings"))
-        if self._settings.get("format") != str(FORMAT):
+        if self._settings.get("format") not in ("1", str(FORMAT)):
             raise CorruptData(
                 f"the queue's log has format {self._settings.get('format')}",
                 where=str(path),
-                why=f"this Paceline reads format {FORMAT}",
+                why=f"this Paceline reads formats 1 to {FORMAT}",
                 fix="Use the Paceline that wrote it, or another --dir",
             )
+
+    def _upgrade(self) -> None:
+        """Make a database of format 1 one of format 2."""
+        row = self._sql.execute("SELECT value FROM settings WHERE key = 'format'").fetchone()
+        if row == ("1",):
+            self._sql.execute("ALTER TABLE segments ADD COLUMN options TEXT NOT NULL DEFAULT '{}'")
+            self._sql.execute("UPDATE settings SET value = '2' WHERE key = 'format'")
 
     def close(self) -> None:
         """Close the file."""
@@ -186,6 +193,12 @@ class Database:
         """The queue's first moment, seconds since 1970."""
         return float(self._settings["first_s"])
 
+    def last_s(self) -> float:
+        """Return the time of the last event; 0 if there is none."""
+        with self._errors():
+            row = self._sql.execute("SELECT at_s FROM events ORDER BY id DESC LIMIT 1").fetchone()
+            return float(row[0]) if row else 0.0
+
     def last_segment(self) -> Segment | None:
         """Return the segment that was begun last."""
         return next(reversed(self.segments()), None)
@@ -193,21 +206,18 @@ class Database:
     def segments(self) -> list[Segment]:
         """Return all segments, oldest first."""
         with self._errors():
-            rows = self._sql.execute("SELECT id, policy, devices, rates FROM segments ORDER BY id")
-            return [
-                Segment(
-                    number,
-                    Setup(policy, LocalDevices.from_text(devices), MeasuredRates.from_text(rates)),
-                )
-                for number, policy, devices, rates in rows
-            ]
+            options = "options" if self._settings["format"] != "1" else "'{}'"
+            rows = self._sql.execute(
+                f"SELECT id, policy, devices, rates, {options} FROM segments ORDER BY id"
+            )
+            return [_segment(*row) for row in rows]
 
     def begin_segment(self, setup: Setup, turn: Turn, entries: dict[str, Entry]) -> Segment:
         """Begin a segment with the turn in which jobs of the last one are submitted anew."""
         with self._errors(), self._transaction():
             done = self._sql.execute(
-                "INSERT INTO segments (policy, devices, rates) VALUES (?, ?, ?)",
-                (setup.policy, _text(setup.devices), _text(setup.rates)),
+                "INSERT INTO segments (policy, devices, rates, options) VALUES (?, ?, ?, ?)",
+                (setup.policy, *(_text(record) for record in setup[1:])),
             )
             assert done.lastrowid is not None
             self._put(done.lastrowid, turn, entries)
@@ -255,10 +265,31 @@ class Database:
             row = self._sql.execute("SELECT name FROM jobs WHERE token = ?", (token,)).fetchone()
             return str(row[0]) if row else None
 
-    def job_count(self) -> int:
-        """Return the number of jobs that were ever submitted."""
+    def event_count(self, segment: int) -> int:
+        """Return the number of events of a segment."""
         with self._errors():
-            return int(self._sql.execute("SELECT COUNT(*) FROM jobs").fetchone()[0])
+            row = self._sql.execute("SELECT COUNT(*) FROM events WHERE segment = ?", (segment,))
+            return int(row.fetchone()[0])
+
+    def forget(self, jobs: Iterable[str], *, keep_events: int) -> None:
+        """Delete jobs that ended, and the oldest segments beyond so many events.
+
+        The last segment stays. The file does not shrink; what becomes free in it is used again.
+        """
+        with self._errors(), self._transaction():
+            counts = self._sql.execute(
+                "SELECT segments.id, COUNT(events.id) FROM segments LEFT JOIN events "
+                "ON events.segment = segments.id GROUP BY segments.id ORDER BY segments.id DESC"
+            ).fetchall()
+            kept = 0
+            for index, (segment, count) in enumerate(counts):
+                kept += count
+                if index and kept > keep_events:
+                    for table, column in _OF_SEGMENTS:
+                        self._sql.execute(f"DELETE FROM {table} WHERE {column} = ?", (segment,))
+            names = [(name,) for name in jobs]
+            self._sql.executemany("DELETE FROM jobs WHERE name = ?", names)
+            self._sql.executemany("DELETE FROM attempts WHERE job = ?", names)
 
     def commit(self, segment: int, turn: Turn, entries: dict[str, Entry]) -> None:
         """Store what a turn changed, all of it or nothing.
@@ -334,6 +365,16 @@ class Database:
                 why=str(problem),
                 fix="Restore it, or serve another --dir",
             ) from problem
+
+
+def _segment(number: int, policy: str, devices: str, rates: str, options: str) -> Segment:
+    setup = Setup(
+        policy,
+        LocalDevices.from_text(devices),
+        MeasuredRates.from_text(rates),
+        PolicyOptions.from_text(options),
+    )
+    return Segment(number, setup)
 
 
 def _text(record: Record) -> str:

@@ -16,12 +16,12 @@ from paceline.core.record import Record
 from paceline.scheduler.cluster import Cluster, Node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from paceline.scheduler.placement import Placement
 
 NODE = "local"
-_QUERY = ("nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits")
+GPU_QUERY = ("nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits")
 _QUERY_S = 30.0
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the key that limits memory is torch 2.13's
 
@@ -47,6 +47,12 @@ class LocalDevices(Record):
             if self.cores
             else ()
         )
+
+    def names(self, indices: Iterable[int]) -> str:
+        """Return devices in words, for example ``GPU GPU-1b2c`` or ``core 3``."""
+        if self.gpus:
+            return ", ".join(f"GPU {self.gpus[index]}" for index in indices)
+        return ", ".join(f"core {self.cores[index]}" for index in indices)
 
     def environment(self, placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that keep a job to its devices, and to its share of them.
@@ -99,9 +105,9 @@ def gpu_devices(visible: str | None = None) -> LocalDevices:
     Raises:
         Missing: there is no nvidia-smi, or it finds none.
     """
-    if shutil.which(_QUERY[0]) is None:
+    if shutil.which(GPU_QUERY[0]) is None:
         raise Missing("no nvidia-smi here", fix="Install NVIDIA's driver, or serve CPU slots")
-    done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    done = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=_QUERY_S, check=False)
     if done.returncode:
         raise Missing(
             "nvidia-smi failed",

@@ -38,6 +38,11 @@ class QueuePaths:
         """Locked by the daemon."""
         return self.folder / "lock"
 
+    @property
+    def ended(self) -> Path:
+        """Jobs that ended long ago, a line for each."""
+        return self.folder / "ended.jsonl"
+
     def job(self, name: str) -> Path:
         """Return the folder that a job keeps over its starts."""
         return self.folder / "jobs" / name

@@ -25,10 +25,14 @@ from paceline.report.units import plural
 from paceline.scheduler.decide import Decision, decide
 from paceline.scheduler.events import (
     Cancelled,
+    Carried,
+    DevicesBack,
+    DevicesLost,
     Ended,
     Event,
     Measured,
     Preempt,
+    Rated,
     Refuse,
     Start,
     Started,
@@ -42,6 +46,7 @@ from paceline.scheduler.local.submission import TRY_AGAIN, Submission
 from paceline.scheduler.local.turns import (
     Began,
     Cancel,
+    DevicesSeen,
     Entry,
     Exited,
     Input,
@@ -51,15 +56,26 @@ from paceline.scheduler.local.turns import (
     Turn,
 )
 from paceline.scheduler.policies.fitting import never_fits
+from paceline.scheduler.policies.paceline import Paceline
 from paceline.scheduler.policies.reasons import why
+from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.scheduler.decide import Policy
+    from paceline.scheduler.local.devices import LocalDevices
+    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.placement import Placement
     from paceline.scheduler.state.state import State
 
 _OWN_STOPS_MAX = 100  # a job that asks to be started again for ever, without being stopped
+# Starts that fail before the job runs, because the machine lacks something for a moment: tried
+# again after 1 s, 2 s, 4 s ... at most 5 minutes; the last try comes after about 19 minutes.
+_FAILED_STARTS_MAX = 12
+_RETRY_S, _RETRY_S_MAX = 1.0, 300.0
+
+_MEASURED_SHARE, _MEASURED_S_MAX = 0.01, 60.0  # between two reports that the policy sees
 
 
 class JobQueue:
@@ -68,13 +84,15 @@ class JobQueue:
     Attributes:
         policy: decides.
         state: what the policy sees.
+        devices: of the machine.
         entries: all jobs, by name, in order of submission.
         now_s: time of the last turn.
     """
 
-    def __init__(self, policy: Policy, state: State) -> None:
+    def __init__(self, policy: Policy, state: State, devices: LocalDevices) -> None:
         self.policy = policy
         self.state = state
+        self.devices = devices
         self.entries: dict[str, Entry] = {}
         self.now_s = 0.0
 
@@ -85,14 +103,32 @@ class JobQueue:
 
     def refusal(self, submission: Submission) -> str:
         """Return why a job can never run here, in words; empty if it can."""
-        return never_fits(self.state, submission.job)
+        job = submission.job
+        if reason := never_fits(self.state, job):
+            return reason
+        policy = self.policy.policy if isinstance(self.policy, Rounds) else self.policy
+        return policy.never_allowed(job) if isinstance(policy, Paceline) else ""
+
+    def learned_rates(self, rates: MeasuredRates) -> MeasuredRates:
+        """Return the rates with which the queue began, with what was given and learned since."""
+        for entry in self.entries.values():
+            if entry.submission.rates:
+                rates = rates.given_also(entry.submission.job.profile, entry.submission.rates)
+        return rates.after(self.state.rates)
 
     def wake_s(self) -> float | None:
-        """Return when the policy wants to be asked although nothing happened."""
-        return self.policy.wake_s(self.state)
+        """Return when there is something to do although nothing happened."""
+        times = [entry.retry_s for entry in self.entries.values() if entry.retry_s is not None]
+        if (policy_s := self.policy.wake_s(self.state)) is not None:
+            times.append(policy_s)
+        return min(times, default=None)
 
-    def why(self, name: str) -> str:
+    def why(self, name: str, now_s: float) -> str:
         """Return why a job waits, where it runs or how it ended.
+
+        Args:
+            name: of the job.
+            now_s: not before the last turn.
 
         Raises:
             NotFound: there is no such job.
@@ -102,6 +138,8 @@ class JobQueue:
             where = f" on {entry.attempt.placement.describe()}" if entry.attempt else ""
             reason = f": {entry.reason}" if entry.reason else ""
             return f"It is {entry.status}{where}{reason}."
+        if entry.retry_s is not None:
+            return f"It is tried again in {max(0.0, entry.retry_s - now_s):.0f} s: {entry.reason}."
         if self.state.job(name) is None:
             return f"It waits for another queue daemon: {entry.reason}."
         if entry.wanted is not None:
@@ -120,7 +158,8 @@ class JobQueue:
             return self.entries[name]
         except KeyError:
             raise NotFound(
-                f"the queue has no job '{name}'", fix="See its jobs: paceline queue ls --all"
+                f"the queue has no job '{name}'",
+                fix="See its jobs: paceline queue ls --all; those that ended long ago: ended.jsonl",
             ) from None
 
     def handle(self, inputs: Sequence[Input], now_s: float) -> Turn:
@@ -153,7 +192,7 @@ class JobQueue:
         turn = Turn()
         self.now_s = now_s
         for entry in self.active:
-            entry.wanted = None
+            entry.wanted = entry.retry_s = None
             attempt = entry.attempt
             if attempt and attempt.stop == Stop.CANCEL:
                 continue
@@ -171,12 +210,45 @@ class JobQueue:
         self._pursue(turn)
         return turn
 
+    def carry_on(self, before: JobQueue, now_s: float) -> Turn:
+        """Take over the jobs of a queue as they stand: a new log begins, nothing else changes.
+
+        Args:
+            before: of the same policy and devices; it is not used any more.
+            now_s: not before that of its last turn.
+        """
+        turn = Turn()
+        self.now_s, self.entries = now_s, before.entries
+        state = before.state
+        (node,), (bits,) = state.cluster.nodes, state.inventory.lost_bits
+        if bits:
+            lost = tuple(index for index in range(node.devices) if bits >> index & 1)
+            turn.events.append(DevicesLost(at_s=now_s, node=node.name, devices=lost))
+        for name in (*state.running, *state.waiting):
+            carried = state.carried(name, now_s)
+            turn.events.append(replace(carried, placement=self.entries[name].wanted))
+        if turn.events:
+            turn.decisions = self._decide(turn.events, turn)
+        self._pursue(turn)
+        return turn
+
+    def ended_before_last(self, count: int) -> list[Entry]:
+        """Return jobs that ended, the first ones first, but for the last so many."""
+        ended = [entry for entry in self.entries.values() if entry.ended_s is not None]
+        ended.sort(key=lambda entry: entry.ended_s or 0.0)
+        return ended[: max(0, len(ended) - count)]
+
     def repeat(self, events: Sequence[Event]) -> list[Decision]:
         """Apply logged events of one instant, and return what is decided now: as it was logged."""
         self.now_s = events[0].at_s
         for event in events:
-            if isinstance(event, (Ended, Cancelled, Stopped)):
-                self.entries[event.name].wanted = None
+            match event:
+                case Ended(name=name) | Cancelled(name=name) | Stopped(name=name):
+                    self.entries[name].wanted = None
+                case Carried(job=job, placement=placement):
+                    self.entries[job.name].wanted = placement
+                case DevicesLost(devices=devices):
+                    self._take_away(devices)
         decisions = decide(self.policy, self.state, events)
         for decision in decisions:
             action = decision.action
@@ -198,7 +270,9 @@ class JobQueue:
             case Cancel(name=name):
                 return self._cancel(self.entry(name), turn)
             case TimerExpired():
-                return [Timer(at_s=self.now_s)]
+                return self._wake(turn)
+            case DevicesSeen():
+                return self._see(given, turn)
         entry = self.entries[given.name]
         if entry.attempt is None or entry.attempt.number != given.number:
             return []  # of an attempt that is over
@@ -209,6 +283,57 @@ class JobQueue:
                 return self._exited(entry, entry.attempt, ended, turn)
             case Progress(work_done=work_done, rate=rate):
                 return self._progress(entry, work_done, rate, turn)
+
+    def _wake(self, turn: Turn) -> Iterable[Event]:
+        """Let jobs be started again whose time came, and ask the policy if it wants to be."""
+        policy_s = self.policy.wake_s(self.state)
+        for entry in self.active:
+            if entry.retry_s is not None and entry.retry_s <= self.now_s:
+                entry.retry_s = None
+                turn.changed[entry.name] = None
+                yield Submitted(at_s=self.now_s, job=entry.submission.job)
+        if policy_s is not None and policy_s <= self.now_s:
+            yield Timer(at_s=self.now_s)
+
+    def _see(self, seen: DevicesSeen, turn: Turn) -> Iterable[Event]:
+        """Stop the jobs of devices that were lost, at a checkpoint if they still can."""
+        (node,) = self.state.cluster.nodes
+        known = self.state.inventory.lost_bits[0]
+        lost = tuple(
+            index
+            for index in range(node.devices)
+            if index not in seen.present and not known >> index & 1
+        )
+        back = tuple(index for index in sorted(seen.present) if known >> index & 1)
+        if back:
+            turn.notes.append(f"{plural(len(back), 'device')} can be used again: {back}")
+            yield DevicesBack(at_s=self.now_s, node=node.name, devices=back)
+        if not lost:
+            return
+        turn.notes.append(f"{plural(len(lost), 'device')} lost: {lost} ({seen.reason})")
+        for entry in self._take_away(lost):
+            held = sorted(_indices(entry.attempt.placement) & {*lost} if entry.attempt else lost)
+            entry.reason = f"{self.devices.names(held)} was lost: {seen.reason}"
+            turn.changed[entry.name] = None
+            if entry.attempt and not entry.attempt.stop:
+                self._stop(entry, entry.attempt, Stop.PREEMPT, turn)
+        yield DevicesLost(
+            at_s=self.now_s,
+            node=node.name,
+            devices=lost,
+            reason=f"{self.devices.names(lost)} lost: {seen.reason}",
+        )
+
+    def _take_away(self, devices: Sequence[int]) -> list[Entry]:
+        """Let no job want lost devices; return the jobs that did."""
+        losers = [
+            entry
+            for entry in self.active
+            if entry.wanted and not _indices(entry.wanted).isdisjoint(devices)
+        ]
+        for entry in losers:
+            entry.wanted = None
+        return losers
 
     def _submit(self, submission: Submission, turn: Turn) -> Iterable[Event]:
         # Numbers as the log has them (1.0, not 1): digests of inputs are made of their texts.
@@ -221,12 +346,14 @@ class JobQueue:
         self.entries[name] = Entry(replace(submission, job=job), submitted_s=self.now_s)
         turn.changed[name] = None
         turn.notes.append(f"{name}: submitted, {plural(submission.job.devices, 'device')}")
+        if submission.rates:
+            yield Rated(at_s=self.now_s, profile=job.profile, alone=submission.rates)
         yield Submitted(at_s=self.now_s, job=job)
 
     def _cancel(self, entry: Entry, turn: Turn) -> Iterable[Event]:
         if entry.ended or (entry.attempt and entry.attempt.stop == Stop.CANCEL):
             return
-        entry.wanted = None
+        entry.wanted = entry.retry_s = None
         entry.reason = "its user cancelled it"
         turn.changed[entry.name] = None
         if entry.attempt is None:
@@ -239,6 +366,7 @@ class JobQueue:
         if attempt.began:
             return
         entry.attempt = replace(attempt, began=True)
+        entry.beside = self._beside(attempt)
         if entry.began_s is None:
             entry.began_s = self.now_s
         turn.changed[entry.name] = None
@@ -255,17 +383,42 @@ class JobQueue:
         self, entry: Entry, work_done: float, rate: float | None, turn: Turn
     ) -> Iterable[Event]:
         entry.work_done, entry.rate = work_done, rate
+        if entry.attempt is None or entry.attempt.stop or not self._is_due(entry):
+            return
+        entry.measured_s = self.now_s
         turn.changed[entry.name] = None
-        if entry.attempt and not entry.attempt.stop:
-            yield Measured(at_s=self.now_s, name=entry.name, work_done=work_done, rate=rate)
+        beside, entry.beside = entry.beside, self._beside(entry.attempt)
+        job = self.state.running.get(entry.name)
+        decided = {other.name for other in job.neighbours} if job else None
+        if not entry.beside == beside == decided:
+            rate = None  # of an interval in which its neighbours changed
+        yield Measured(at_s=self.now_s, name=entry.name, work_done=work_done, rate=rate)
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether the policy should see a report: seldom of long jobs, as the log keeps it."""
+        if entry.measured_s is None or entry.began_s is None:
+            return True
+        ran_s = self.now_s - entry.began_s
+        return self.now_s - entry.measured_s >= min(_MEASURED_SHARE * ran_s, _MEASURED_S_MAX)
+
+    def _beside(self, attempt: Attempt) -> set[str]:
+        """Return the other jobs of which processes run on an attempt's devices."""
+        return {
+            other.job
+            for other in self.live()
+            if other.began
+            and other.job != attempt.job
+            and other.placement.parts == attempt.placement.parts
+        }
 
     def _exited(self, entry: Entry, attempt: Attempt, ended: Exit, turn: Turn) -> Iterable[Event]:
         """The end of an attempt: the job's own end, or it waits again."""
-        entry.attempt = None
-        entry.rate = None
+        entry.attempt = entry.rate = entry.beside = None
         turn.ended.append(attempt)
         turn.changed[entry.name] = None
         how = _how(ended, entry.submission.grace_s)
+        if not ended.error:
+            entry.failed_starts = 0
         if attempt.stop == Stop.CANCEL:
             entry.exit_code = ended.code
             entry.reason = f"{entry.reason}; {how}"
@@ -277,6 +430,8 @@ class JobQueue:
             # Whatever it ended with: nobody knows what it would have come to without the stop.
             entry.reason = f"{entry.reason}; {how}"
             self._wait(entry, turn)
+        elif ended.passing:
+            yield from self._put_off(entry, ended, turn)
         elif ended.code in (TRY_AGAIN, None) and not ended.error:
             entry.own_stops += 1
             if entry.own_stops > _OWN_STOPS_MAX:
@@ -294,6 +449,21 @@ class JobQueue:
             entry.exit_code = ended.code
             entry.reason = f"{how}\n{ended.tail}".strip()
             yield from self._finish(entry, JobStatus.FAILED, turn)
+
+    def _put_off(self, entry: Entry, ended: Exit, turn: Turn) -> Iterable[Event]:
+        """Have a job wait that could not be started; the policy forgets it for so long."""
+        entry.failed_starts += 1
+        if entry.failed_starts >= _FAILED_STARTS_MAX:
+            entry.exit_code = ended.code
+            entry.reason = f"it could not be started {entry.failed_starts} times: {ended.error}"
+            yield from self._finish(entry, JobStatus.FAILED, turn)
+            return
+        after_s = min(_RETRY_S * 2 ** (entry.failed_starts - 1), _RETRY_S_MAX)
+        entry.wanted = None
+        entry.retry_s = self.now_s + after_s
+        entry.reason = f"start {entry.starts} failed: {ended.error}"
+        self._wait(entry, turn)
+        yield Cancelled(at_s=self.now_s, name=entry.name)
 
     def _finish(self, entry: Entry, status: JobStatus, turn: Turn) -> Iterable[Event]:
         entry.wanted = None
@@ -370,6 +540,11 @@ class JobQueue:
                 for device in part.devices
             )
         ]
+
+
+def _indices(holder: Placement) -> set[int]:
+    """Return the indices of devices on the queue's one node."""
+    return {index for part in holder.parts for index in part.devices}
 
 
 def _because(reason: str) -> str:

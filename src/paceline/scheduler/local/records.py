@@ -47,12 +47,14 @@ class Exit(Record):
             supervisor was killed, or the machine stopped.
         killed: its grace period had passed.
         error: why the command was not started, in words; empty if it was.
+        passing: that may be over at the next try: no space, no process, a folder that is away.
         tail: the last lines of its log.
     """
 
     code: int | None
     killed: bool = False
     error: str = ""
+    passing: bool = False
     tail: str = ""
 
 
@@ -80,12 +82,13 @@ class JobView(Record):
     """A job as `paceline queue ls` shows it.
 
     Attributes:
-        name, tenant, command: as submitted.
+        name, tenant, profile, command: as submitted.
         status: a `JobStatus`.
         devices: that it holds, or asked for.
         where: the devices that it holds, in short form.
         starts: how often it was started.
         submitted_s, began_s, ended_s: seconds since 1970; of the first start, and the end.
+        deadline_s: seconds since 1970 by which it should end.
         work, work_done, rate: units of work in all, done, and per second, as far as known.
         exit_code: of its end; negative for a signal.
         reason: why it waits, stopped or ended, in words.
@@ -97,11 +100,13 @@ class JobView(Record):
     devices: int
     command: tuple[str, ...]
     tenant: str = ""
+    profile: str = ""
     where: str = ""
     starts: int = 0
     submitted_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
+    deadline_s: float | None = None
     work: float | None = None
     work_done: float = 0.0
     rate: float | None = None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.record import Record
 from paceline.scheduler.decide import decide
-from paceline.scheduler.local.daemon import make_queue
 from paceline.scheduler.local.database import Database, decision_text
+from paceline.scheduler.local.setup import make_queue
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from paceline.core.processes import running_processes, stat_fields
 from paceline.scheduler.local.attempt import AttemptFolder, Claim, ProgressReport
 from paceline.scheduler.local.records import Attempt, Exit, Stop
-from paceline.scheduler.local.supervisor import CANCEL, PREEMPT
+from paceline.scheduler.local.supervisor import BEGAN, CANCEL, PREEMPT
 from paceline.scheduler.local.turns import Began, Exited, Input, Progress
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.scheduler.local.attempt import Order
 
-_NEVER_BEGAN = Exit(code=None, error="it was stopped before it began")
+_NEVER_BEGAN = Exit(code=None, error="it was stopped before it began", passing=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +40,7 @@ class Watch:
         process: descriptor of its process.
         notify: of its pipe, until it has begun; None if another daemon started it.
         child: if this daemon started it.
+        problem: why the supervisor could not begin, if it said so.
         reported: its last report of progress.
     """
 
@@ -47,6 +49,7 @@ class Watch:
     process: int
     notify: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    problem: str = ""
     reported: ProgressReport | None = None
 
 
@@ -60,30 +63,25 @@ class Running:
     def start(
         self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
     ) -> Iterator[Input]:
-        """Start a supervisor; yield the attempt's end if that is impossible."""
-        reader, writer = os.pipe()
-        try:
-            folder.order(order())
-            with (folder.path / "supervisor").open("ab") as output:
-                child = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "paceline.scheduler.local.supervisor"),
-                        *(str(folder.path), str(writer)),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(writer,),
-                    start_new_session=True,
-                )
-        except OSError as problem:  # no process, no memory, no space: perhaps later
-            os.close(reader)
-            why = f"its supervisor cannot be started: {problem}"
-            yield Exited(attempt.job, attempt.number, Exit(code=127, error=why))
-            return
-        finally:
-            os.close(writer)
-        self._watch(Watch(attempt, folder, os.pidfd_open(child.pid), reader, child))
+        """Start a supervisor; yield the attempt's end if that is impossible now."""
+        with contextlib.ExitStack() as undo:
+            try:
+                reader, writer = os.pipe()
+                undo.callback(os.close, reader)
+                with os.fdopen(writer, "wb") as pipe:
+                    child = _supervisor(folder, order(), pipe.fileno())
+                undo.callback(_end, child)
+                process = os.pidfd_open(child.pid)
+            except OSError as problem:  # no process, no descriptor, no space: perhaps later
+                why = problem
+            else:
+                undo.pop_all()
+                self._watch(Watch(attempt, folder, process, reader, child))
+                return
+        if folder.withdraw():
+            yield _not_started(attempt, str(why))
+        else:  # it was started by a daemon before this one
+            yield from self.adopt(attempt, folder, order)
 
     def adopt(
         self, attempt: Attempt, folder: AttemptFolder, order: Callable[[], Order]
@@ -91,7 +89,7 @@ class Running:
         """Yield what happened to an attempt of a daemon before this one, and watch it."""
         claim = folder.read_claim()
         if claim is None:
-            if attempt.stop and folder.claim(Claim(pid=0, start_ticks=0, boot="")):
+            if attempt.stop and folder.withdraw():
                 yield Exited(attempt.job, attempt.number, _NEVER_BEGAN)
             else:  # its supervisor was not started, or is on its way: then one of the two leaves
                 yield from self.start(attempt, folder, order)
@@ -116,18 +114,31 @@ class Running:
             signal.pidfd_send_signal(watch.process, number)
 
     def read(self, watch: Watch, descriptor: int) -> Iterator[Input]:
-        """Yield what a descriptor of a watch has to say."""
+        """Yield what a descriptor of a watch has to say.
+
+        A job may begin and end before anybody looks: both descriptors are ready then, in any order.
+        """
         attempt = watch.attempt
-        if descriptor == watch.notify:
-            began = bool(os.read(descriptor, 1))
+        if self._watches.get(attempt.job) is not watch:
+            return  # it was read to its end just before
+        if watch.notify is not None:  # also when the process has ended: then this does not block
+            heard = os.read(watch.notify, select.PIPE_BUF)
             self._close_notify(watch)
-            if began:
+            if heard == BEGAN:
                 yield Began(attempt.job, attempt.number)
+            elif heard:
+                watch.problem = heard.decode(errors="replace")
+        if descriptor != watch.process:
             return
         self._unwatch(watch)
-        claim = watch.folder.read_claim()
         if watch.child is not None:
             watch.child.wait()  # it has ended already
+        claim = watch.folder.read_claim()
+        if claim is None and watch.folder.withdraw():
+            yield _not_started(attempt, watch.problem or "it ended before it began")
+            return
+        if watch.child is not None:
+            claim = claim or watch.folder.read_claim()
             if claim is not None and claim.pid not in (0, watch.child.pid):
                 # A supervisor that a daemon before this one had started was faster.
                 yield Began(attempt.job, attempt.number)
@@ -135,18 +146,13 @@ class Running:
                 if process is not None:
                     self._watch(Watch(attempt, watch.folder, process))
                     return
-        report = watch.folder.read_progress()
-        if report is not None and report != watch.reported:
-            yield Progress(attempt.job, attempt.number, *report)
+        yield from _news(watch)
         yield Exited(attempt.job, attempt.number, _exit_of(watch.folder, claim))
 
     def progress(self) -> Iterator[Input]:
         """Yield what jobs reported since the last call."""
         for watch in self._watches.values():
-            report = watch.folder.read_progress()
-            if report is not None and report != watch.reported:
-                watch.reported = report
-                yield Progress(watch.attempt.job, watch.attempt.number, *report)
+            yield from _news(watch)
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -175,6 +181,41 @@ class Running:
             self._selector.unregister(watch.notify)
             os.close(watch.notify)
             watch.notify = None
+
+
+def _supervisor(folder: AttemptFolder, order: Order, writer: int) -> subprocess.Popen[bytes]:
+    folder.order(order)
+    module = "paceline.scheduler.local.supervisor"
+    with folder.supervisor.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(folder.path), str(writer)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+
+
+def _not_started(attempt: Attempt, why: str) -> Exited:
+    """Return the end of an attempt whose supervisor could not do its work: nothing of the job."""
+    error = f"its supervisor cannot be started: {why}"
+    return Exited(attempt.job, attempt.number, Exit(code=127, error=error, passing=True))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a supervisor that cannot be watched; the kernel kills its command."""
+    child.kill()
+    child.wait()
+
+
+def _news(watch: Watch) -> Iterator[Progress]:
+    """Yield what a job reported since the last look, if it did."""
+    report, before = watch.folder.read_progress(), watch.reported
+    if report is not None and report != before:
+        watch.reported = report
+        attempt, rate = watch.attempt, report.rate_since(before)
+        yield Progress(attempt.job, attempt.number, report.work_done, rate)
 
 
 def _exit_of(folder: AttemptFolder, claim: Claim | None) -> Exit:

@@ -26,6 +26,8 @@ class Submission(Record):
             empty: the command is started as it is, once.
         stop_signal: that asks the job's processes to save their state and end with `TRY_AGAIN`.
         grace_s: seconds from that signal to SIGKILL.
+        rates: of the job's profile, units of work per second by device type (empty: any) and number
+            of devices; empty: as they are known to the queue.
         token: the same for every try of one submission, so that it is accepted once.
     """
 
@@ -36,6 +38,7 @@ class Submission(Record):
     launcher: str = ""
     stop_signal: str = "SIGUSR1"
     grace_s: float = 30.0
+    rates: dict[str, dict[str, float]] = field(default_factory=dict)
     token: str = ""
 
     def __post_init__(self) -> None:
@@ -50,6 +53,13 @@ class Submission(Record):
             raise ConfigError(
                 f"the grace period must be at least 0 s, got {self.grace_s}", fix="Give seconds"
             )
+        for by_count in self.rates.values():
+            for count, rate in by_count.items():
+                if not count.isdecimal() or int(count) < 1 or not 0 < rate < float("inf"):
+                    raise ConfigError(
+                        f"a rate of {rate} on {count} devices cannot be",
+                        fix="Give positive rates on one or more devices",
+                    )
         name = self.job.name
         if name and not (
             name.replace("-", "").replace("_", "").replace(".", "").isalnum()

@@ -15,7 +15,9 @@ supervisor itself is killed, the kernel kills the command.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,9 +40,16 @@ if TYPE_CHECKING:
     from paceline.scheduler.local.attempt import Order
 
 PREEMPT, CANCEL = signal.SIGUSR1, signal.SIGTERM
+BEGAN = b"1"
 _SIGNALS = {PREEMPT, CANCEL, signal.SIGCHLD}
 _DEFAULT = (*PREEMPTION_SIGNALS, *STOP_SIGNALS)
 _IDLE_S = 3600.0  # a wait has an end; nothing happens at it
+# What is wrong with the command itself. All else may pass: no memory, no process, no space, a
+# program that is being written, a folder of a file server that is away for a moment.
+_LASTING = {
+    *(errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.E2BIG, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ELIBBAD),
+}
 
 
 def supervise(folder: AttemptFolder, notify: int, clock: Clock) -> None:
@@ -48,32 +57,46 @@ def supervise(folder: AttemptFolder, notify: int, clock: Clock) -> None:
 
     Args:
         folder: of the attempt.
-        notify: a pipe to the daemon: a byte says that the command runs, its end that it never will.
+        notify: a pipe to the daemon: `BEGAN` says that the command runs, any other text why it does
+            not, its end that it never will.
         clock: for the grace period.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    if not folder.claim(Claim.of_this_process()):
+    try:
+        folder.reserve()
+        claimed = folder.claim(Claim.of_this_process())
+    except OSError as problem:  # not into a file: the disk may be full
+        _notify(notify, str(problem).encode())
+        return
+    if not claimed:
+        folder.release()
         return
     become_reaper()
     order = folder.read_order()
-    if order.cores:
-        os.sched_setaffinity(0, order.cores)
     try:
         child = _start(order, folder)
     except (OSError, subprocess.SubprocessError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else str(problem)
-        folder.finish(Exit(code=127, error=f"{order.command[0]} cannot be started: {why}"))
+        number = problem.errno if isinstance(problem, OSError) else None
+        why = os.strerror(number) if number else str(problem)
+        error = f"{order.command[0]} cannot be started: {why}"
+        folder.finish(Exit(code=127, error=error, passing=number not in _LASTING))
         return
-    with contextlib.suppress(BrokenPipeError):  # no daemon: it finds the claim
-        os.write(notify, b"1")
+    _notify(notify, BEGAN)
     os.close(notify)
     ended = _watch(child, order, clock)
     end_descendants(clock)  # what it left in the background: its devices are given away now
     folder.finish(ended)
 
 
+def _notify(pipe: int, text: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # no daemon: the next one looks into the folder
+        os.write(pipe, text[: select.PIPE_BUF])
+
+
 def _start(order: Order, folder: AttemptFolder) -> subprocess.Popen[bytes]:
     parent = os.getpid()
+    if order.cores:
+        os.sched_setaffinity(0, order.cores)
 
     def prepare() -> None:
         for number in _DEFAULT:  # a shell's background job, for one, ignores SIGINT

@@ -49,10 +49,22 @@ class Progress(NamedTuple):
 
 
 class TimerExpired(NamedTuple):
-    """The moment came at which the policy wanted to be asked."""
+    """The moment came at which the queue wanted to be asked."""
 
 
-Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired
+class DevicesSeen(NamedTuple):
+    """Somebody looked which devices are there.
+
+    Attributes:
+        present: their indices.
+        reason: why others are not, in words about one of them.
+    """
+
+    present: frozenset[int]
+    reason: str
+
+
+Input: TypeAlias = Submit | Cancel | Began | Exited | Progress | TimerExpired | DevicesSeen
 
 
 @dataclass(slots=True)
@@ -66,10 +78,14 @@ class Entry:
         attempt: its live attempt; None if no process of it may exist.
         starts: number of its last attempt.
         own_stops: how often it stopped although nobody asked it to.
+        failed_starts: how often in a row it could not be started.
+        retry_s: when it is tried again, if it waits for that; the policy does not know it then.
         submitted_s, began_s, ended_s: seconds since the queue's first moment.
         work_done, rate: as it reported last.
         exit_code: of its end.
         reason: why it waits, stopped or ended, in words.
+        measured_s: when the policy saw its progress last.
+        beside: other jobs that ran on its devices then, or when it began; None: not known.
     """
 
     submission: Submission
@@ -78,6 +94,8 @@ class Entry:
     attempt: Attempt | None = None
     starts: int = 0
     own_stops: int = 0
+    failed_starts: int = 0
+    retry_s: float | None = None
     submitted_s: float = 0.0
     began_s: float | None = None
     ended_s: float | None = None
@@ -85,6 +103,8 @@ class Entry:
     rate: float | None = None
     exit_code: int | None = None
     reason: str = ""
+    measured_s: float | None = field(default=None, compare=False)
+    beside: set[str] | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -109,6 +129,8 @@ class Entry:
             devices=placement.devices if placement else self.submission.job.devices,
             command=self.submission.command,
             tenant=self.submission.job.tenant,
+            profile=self.submission.job.profile,
+            deadline_s=wall_s(self.submission.job.deadline_s),
             where=placement.describe() if placement else "",
             starts=self.starts,
             submitted_s=epoch_s + self.submitted_s,

@@ -26,6 +26,8 @@ from paceline.core.errors import UsageError
 from paceline.core.record import nearest
 from paceline.report.units import plural
 from paceline.scheduler.events import (
+    DevicesBack,
+    DevicesLost,
     Measured,
     NodeBack,
     NodeLost,
@@ -92,7 +94,7 @@ class Paceline:
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
-        yield from refuse_unfit(state, events, self._never_allowed)
+        yield from refuse_unfit(state, events, self.never_allowed)
         self._changed |= any(not isinstance(event, Measured | Started) for event in events)
         if self._rates_changed(state, events):
             self._changed, self._settled = True, False
@@ -179,7 +181,8 @@ class Paceline:
 
     def _start_at_best(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Start new jobs on their best devices, while all others have theirs: nothing to plan."""
-        if any(isinstance(event, NodeLost | NodeBack | Stopped) for event in events):
+        disturbing = NodeLost | NodeBack | DevicesLost | DevicesBack | Stopped
+        if any(isinstance(event, disturbing) for event in events):
             self._settled = False
             return
         inventory = state.inventory
@@ -239,7 +242,8 @@ class Paceline:
         left = job.work_left(state.now_s)
         return left is None or state.now_s + left / fit.rate > reservation.at_s
 
-    def _never_allowed(self, job: Job) -> str:
+    def never_allowed(self, job: Job) -> str:
+        """Return why the quota of its tenant is too small for a job; empty if it is not."""
         quota = self.quotas.get(job.tenant)
         if quota is None or job.limits[1] <= quota:
             return ""

@@ -20,6 +20,8 @@ from paceline.scheduler.policies.fitting import allowed_types, never_fits
 from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.scheduler.decide import Policy
     from paceline.scheduler.state.state import JobState, State
 
@@ -79,8 +81,7 @@ def _missing(state: State, job: JobState) -> str:
     kinds = allowed_types(state, job.job)
     usable = {kind: inventory.usable[kind] for kind in kinds}
     if max(usable.values()) < fewest:
-        lost = sum(1 for index in inventory.lost if inventory.nodes[index].device_type in kinds)
-        return f"it needs {asked} of one type; {plural(lost, 'node')} lost, {_list(usable)} left"
+        return f"it needs {asked} of one type; {_lost(state, kinds)} lost, {_list(usable)} left"
     free = {kind: inventory.free[kind] for kind in kinds}
     if max(free.values()) < fewest:
         holders = {
@@ -101,6 +102,17 @@ def _missing(state: State, job: JobState) -> str:
             "node"
         )
     return f"it needs {asked}; {_list(free)} free"
+
+
+def _lost(state: State, kinds: Sequence[str]) -> str:
+    """Return how many nodes, and devices of other nodes, are lost."""
+    inventory = state.inventory
+    of_kinds = [i for i, node in enumerate(inventory.nodes) if node.device_type in kinds]
+    nodes = sum(1 for index in of_kinds if index in inventory.lost)
+    devices = sum(inventory.lost_bits[i].bit_count() for i in of_kinds if i not in inventory.lost)
+    if not devices:
+        return plural(nodes, "node")
+    return ", ".join([*([plural(nodes, "node")] if nodes else []), plural(devices, "device")])
 
 
 def _round(state: State, policy: Rounds) -> str:

@@ -16,10 +16,13 @@ Source: exponentially weighted moving average; W. Xiao et al., Gandiva, OSDI 201
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from paceline.core.record import Record
+from paceline.scheduler.rates.model import RateModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from paceline.scheduler.job import Job
     from paceline.scheduler.placement import Shape
@@ -42,6 +45,52 @@ class Learner(Protocol):
         work_done: float = 0.0,
     ) -> bool:
         """Take a measured rate; return whether estimates changed noticeably."""
+
+    def give(self, profile: str, alone: Mapping[str, Mapping[int, float]]) -> bool:
+        """Take rates of a class in place of what is known; return whether they are used."""
+
+
+class AloneFactor(NamedTuple):
+    """What reports made of an estimated rate: measured over estimated, and their number."""
+
+    profile: str
+    device_type: str
+    devices: int
+    value: float
+    reports: int
+
+
+class SharedFactor(NamedTuple):
+    """The same of the share that a job of `profile` keeps in a group of classes."""
+
+    device_type: str
+    devices: int
+    group: tuple[str, ...]
+    profile: str
+    value: float
+    reports: int
+
+
+class SlowGroup(NamedTuple):
+    """How often in a row a group of classes did not pay."""
+
+    device_type: str
+    devices: int
+    group: tuple[str, ...]
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned(Record):
+    """What reports taught: `CorrectedRates` can begin with it.
+
+    Attributes:
+        alone, shared, slow: one row for each class, member of a group, and group.
+    """
+
+    alone: tuple[AloneFactor, ...] = ()
+    shared: tuple[SharedFactor, ...] = ()
+    slow: tuple[SlowGroup, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,14 +117,19 @@ class CorrectedRates:
         doubt: float = 0.1,
         least_gain: float = 0.2,
         slow_limit: int = 3,
+        learned: Learned | None = None,
+        is_measured: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Begin with factors of 1.
+        """Begin with factors of 1, or with those that were learned before.
 
         Args:
             estimates: to be corrected.
             doubt: share by which an estimate of what jobs keep is lowered before any report.
             least_gain: weight of a new report among many.
             slow_limit: reports in a row, of groups that do not pay, after which they are undone.
+            learned: by other corrected rates of the same estimates.
+            is_measured: whether the estimates have rates of a profile. What a job of another one
+                keeps beside neighbours is not known before it reported alone.
         """
         self.estimates = estimates
         self.doubt = doubt
@@ -84,6 +138,36 @@ class CorrectedRates:
         self._alone: dict[tuple[str, str, int], _Factor] = {}
         self._kept: dict[tuple[_Group, str], _Factor] = {}
         self._slow: dict[_Group, int] = {}
+        self._is_measured = is_measured
+        for row in learned.alone if learned else ():
+            key = (row.profile, row.device_type, row.devices)
+            self._alone[key] = _Factor(row.value, row.reports)
+        for member in learned.shared if learned else ():
+            group = (member.device_type, member.devices, member.group)
+            self._kept[group, member.profile] = _Factor(member.value, member.reports)
+        for slow in learned.slow if learned else ():
+            self._slow[slow.device_type, slow.devices, slow.group] = slow.times
+
+    def learned(self, most: int) -> Learned:
+        """Return what was learned, at most so many rows of a kind: those that came last."""
+        alone = [AloneFactor(*key, f.value, f.reports) for key, f in self._alone.items()]
+        shared = [
+            SharedFactor(*group, profile, f.value, f.reports)
+            for (group, profile), f in self._kept.items()
+        ]
+        slow = [SlowGroup(*group, times) for group, times in self._slow.items() if times]
+        return Learned(
+            alone=tuple(alone[-most:]), shared=tuple(shared[-most:]), slow=tuple(slow[-most:])
+        )
+
+    def give(self, profile: str, alone: Mapping[str, Mapping[int, float]]) -> bool:
+        """Take rates of a class; what was learned of it counted for others."""
+        if not isinstance(self.estimates, RateModel):
+            return False
+        self.estimates.give(profile, alone)
+        for key in [key for key in self._alone if key[0] == profile]:
+            del self._alone[key]
+        return True
 
     @property
     def most_sharing(self) -> int:
@@ -143,6 +227,9 @@ class CorrectedRates:
             key = (job.profile, shape.device_type, shape.devices)
             factor = self._alone.setdefault(key, _Factor())
             return factor.move(rate / estimated, self.least_gain)
+        key = (job.profile, shape.device_type, shape.devices)
+        if key not in self._alone and not self._is_measured(job.profile):
+            return False
         alone = self.alone(job, shape, work_done)
         estimated = alone * self.estimates.kept(job, neighbours, shape)
         if estimated <= 0:

@@ -76,7 +76,7 @@ class RateModel:
             levels: links of the cluster; empty: `Profile.exchange` makes no difference.
             node_devices: devices of a node, by type; a type that is missing has nodes of any size.
         """
-        self.profiles = profiles
+        self.profiles = dict(profiles)
         self.sharing = sharing or NoSharing()
         self.levels = tuple(levels)
         self.node_devices = dict(node_devices or {})
@@ -103,6 +103,12 @@ class RateModel:
         if rate is None:
             rate = self._cache[key] = self._rate(job.profile, profile, shape)
         return rate
+
+    def give(self, profile: str, alone: Mapping[str, Mapping[int, float]]) -> None:
+        """Take measured rates of a profile, by device type and number of devices, for its own."""
+        self.profiles[profile] = Profile(alone=alone)
+        self._cache = {key: rate for key, rate in self._cache.items() if key[0] != profile}
+        self._curves = {key: curve for key, curve in self._curves.items() if key[0] != profile}
 
     def kept(self, job: Job, neighbours: Sequence[Job], shape: Shape) -> float:
         """Return the share of its rate that a job keeps; see `Rates.kept`."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from paceline.scheduler.placement import NodeDevices, Shape, close_together
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from paceline.scheduler.cluster import Cluster
 
@@ -42,6 +42,7 @@ class Inventory:
         self.free = dict.fromkeys(self.total, 0)
         self.usable = dict.fromkeys(self.free, 0)
         self.lost = set(range(len(cluster.nodes)))
+        self.lost_bits = [0] * len(cluster.nodes)  # of devices that are lost by themselves
         self.largest_node = cluster.largest_nodes()
         # Nodes of one type are taken to be alike: the smallest known memory counts.
         self.memory_bytes = dict.fromkeys(self.free, 0)
@@ -67,18 +68,36 @@ class Inventory:
         """Let a node's devices be used (again); all of them are free."""
         node = self.nodes[index]
         self.lost.discard(index)
-        self.usable[node.device_type] += node.devices
+        bits = self._usable_bits(index)
+        self.usable[node.device_type] += bits.bit_count()
         self._buckets[node.device_type][0][index] = None
-        self._set_free(index, (1 << node.devices) - 1)
+        self._set_free(index, bits)
 
     def remove(self, index: int) -> None:
         """Take a node out: all of its devices must be free."""
         node = self.nodes[index]
-        assert self.free_bits[index] == (1 << node.devices) - 1, "jobs hold devices of this node"
+        bits = self._usable_bits(index)
+        assert self.free_bits[index] == bits, "jobs hold devices of this node"
         self._set_free(index, 0)
         del self._buckets[node.device_type][0][index]
-        self.usable[node.device_type] -= node.devices
+        self.usable[node.device_type] -= bits.bit_count()
         self.lost.add(index)
+
+    def remove_devices(self, index: int, bits: int) -> None:
+        """Take devices of a node out: they must be free, or the node lost."""
+        self.lost_bits[index] |= bits
+        if index not in self.lost:
+            assert not bits & ~self.free_bits[index], "jobs hold these devices"
+            self.usable[self.nodes[index].device_type] -= bits.bit_count()
+            self._set_free(index, self.free_bits[index] & ~bits)
+
+    def restore_devices(self, index: int, bits: int) -> None:
+        """Let lost devices of a node be used again."""
+        assert not bits & ~self.lost_bits[index], "these devices are not lost"
+        self.lost_bits[index] &= ~bits
+        if index not in self.lost:
+            self.usable[self.nodes[index].device_type] += bits.bit_count()
+            self._set_free(index, self.free_bits[index] | bits)
 
     def take(self, parts: Parts) -> None:
         """Mark free devices as taken."""
@@ -95,6 +114,9 @@ class Inventory:
     def emptied(self) -> Inventory:
         """Return the same nodes with all usable devices free, to plan on."""
         empty = Inventory(self.cluster)
+        for index, bits in enumerate(self.lost_bits):
+            if bits:
+                empty.remove_devices(index, bits)
         for index in sorted(self.lost):
             empty.remove(index)
         return empty
@@ -189,7 +211,7 @@ class Inventory:
         bits: dict[int, int] = {}
         for part in devices:
             index = self.index[part.node]
-            bits[index] = bits.get(index, 0) | sum(1 << device for device in part.devices)
+            bits[index] = bits.get(index, 0) | bits_of(part.devices)
         return tuple(sorted(bits.items()))
 
     def largest_free(self, device_type: str) -> int:
@@ -263,6 +285,9 @@ class Inventory:
                     return tuple(sorted(parts))
         raise AssertionError("the count of free devices is wrong")
 
+    def _usable_bits(self, index: int) -> int:
+        return ((1 << self.nodes[index].devices) - 1) & ~self.lost_bits[index]
+
     def _set_free(self, index: int, bits: int) -> None:
         node = self.nodes[index]
         before, after = self.free_bits[index].bit_count(), bits.bit_count()
@@ -279,6 +304,11 @@ class Inventory:
                     whole[index] = None
                 else:
                     del whole[index]
+
+
+def bits_of(devices: Iterable[int]) -> int:
+    """Return indices of devices as bits."""
+    return sum(1 << device for device in devices)
 
 
 def _block(free: int, count: int) -> int:

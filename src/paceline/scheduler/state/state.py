@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.events import (
     Cancelled,
+    Carried,
+    DevicesBack,
+    DevicesLost,
     Ended,
     Measured,
     NodeBack,
     NodeLost,
     Preempt,
+    Rated,
     Refuse,
     Start,
     Started,
@@ -31,11 +35,11 @@ from paceline.scheduler.events import (
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Placement, Shape
 from paceline.scheduler.rates.corrected import Learner
-from paceline.scheduler.state.inventory import Inventory, Parts
+from paceline.scheduler.state.inventory import Inventory, Parts, bits_of
 from paceline.scheduler.state.mapping import in_rank_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.scheduler.cluster import Cluster
     from paceline.scheduler.events import Action, Event
@@ -171,15 +175,34 @@ class State:
         match event:
             case Submitted(job=job):
                 self._submit(job)
+            case Carried():
+                self._carry(event)
+            case Rated(profile=profile, alone=alone):
+                self._give_rates(profile, alone)
             case Ended(name=name) | Cancelled(name=name):
                 self._leave(name)
-            case NodeLost(node=node):
-                self._lose(self._node_index(node))
-            case NodeBack(node=node):
-                self._restore(self._node_index(node))
+            case NodeLost() | NodeBack() | DevicesLost() | DevicesBack():
+                self._change_devices(event)
             case Started() | Stopped() | Measured():
                 if running := self.running.get(event.name):
                     self._report(running, event)
+
+    def carried(self, name: str, at_s: float) -> Carried:
+        """Return a job as one of the first events of a new log has it."""
+        job = self.waiting.get(name) or self.running[name]
+        return Carried(
+            at_s=at_s,
+            job=job.job,
+            placement=None if job.slot is None else job.slot.placement,
+            rate=job.rate,
+            work_done=job.work_done,
+            attained_s=job.attained_s,
+            counted_s=job.counted_s,
+            waiting_since_s=job.waiting_since_s,
+            waited_s=job.waited_s,
+            starts=job.starts,
+            reason=job.reason,
+        )
 
     def act(self, action: Action) -> None:
         """Change the state by an action that `decide` chose."""
@@ -227,6 +250,31 @@ class State:
                 fix="Submit it under another name",
             )
         self.waiting[job.name] = JobState(job, waiting_since_s=self.now_s)
+
+    def _carry(self, event: Carried) -> None:
+        if self.job(event.job.name) is None:
+            self.waiting[event.job.name] = JobState(event.job)
+        job = self.waiting[event.job.name]
+        if event.placement is not None:
+            parts = self.inventory.parts(event.placement.parts)
+            others = self.slots[parts].jobs.values() if parts in self.slots else ()
+            rates = [(other, other.rate) for other in others]
+            self._start(job, parts)
+            for carried, rate in (*rates, (job, event.rate)):
+                carried.rate = rate
+        job.work_done, job.attained_s = event.work_done, event.attained_s
+        job.counted_s = event.counted_s
+        job.waiting_since_s, job.waited_s = event.waiting_since_s, event.waited_s
+        job.starts, job.reason = event.starts, event.reason
+
+    def _give_rates(self, profile: str, alone: Mapping[str, Mapping[str, float]]) -> None:
+        if not isinstance(self.rates, Learner):
+            return
+        by_count = {
+            device_type: {int(count): rate for count, rate in rates.items()}
+            for device_type, rates in alone.items()
+        }
+        self.learned += self.rates.give(profile, by_count)
 
     def _report(self, job: JobState, event: Started | Stopped | Measured) -> None:
         match event:
@@ -300,6 +348,19 @@ class State:
         for job in slot.jobs.values():
             job.rate = self.rate_of(job, slot.shape, job.neighbours if len(slot.jobs) > 1 else ())
 
+    def _change_devices(self, event: NodeLost | NodeBack | DevicesLost | DevicesBack) -> None:
+        index = self._node_index(event.node)
+        match event:
+            case NodeLost():
+                self._lose(index)
+            case NodeBack():
+                self._restore(index)
+            case DevicesLost(devices=devices, reason=reason):
+                self._lose_devices(index, bits_of(devices), reason)
+            case DevicesBack(devices=devices):
+                found = bits_of(devices) & self.inventory.lost_bits[index]
+                self.inventory.restore_devices(index, found)
+
     def _lose(self, index: int) -> None:
         if index in self.inventory.lost:
             return
@@ -310,6 +371,14 @@ class State:
         self.inventory.remove(index)
         for nodes in self.data_nodes.values():
             nodes.pop(index, None)
+
+    def _lose_devices(self, index: int, bits: int, reason: str) -> None:
+        bits &= ~self.inventory.lost_bits[index]
+        holders = [slot for parts, slot in self.slots.items() if dict(parts).get(index, 0) & bits]
+        for slot in holders:
+            for job in list(slot.jobs.values()):
+                self._stop(job, reason)
+        self.inventory.remove_devices(index, bits)
 
     def _restore(self, index: int) -> None:
         if index in self.inventory.lost:
