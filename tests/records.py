@@ -116,6 +116,9 @@ def _value(hint: typing.Any, name: str) -> typing.Any:
         return {"key": _value(arguments[1], name)}
     if isinstance(hint, type) and issubclass(hint, Record):
         return example(hint)
+    if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
+        hints = typing.get_type_hints(hint)
+        return hint(**{field: _value(hints[field], field) for field in hints})
     return {bool: True, int: 3, float: 1.5, str: name, typing.Any: name}[hint]
 
 

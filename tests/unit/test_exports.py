@@ -123,6 +123,7 @@ EXPORTS = {
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": ["Prepared", "prepare"],
+    "training.engine": [],
     "training.compression": [
         "CompressionEstimate",
         "DGCOptions",
