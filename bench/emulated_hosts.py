@@ -34,6 +34,8 @@ def network(hosts, rate_bits_per_s):
             _run(f"ip netns add {space}")
             stack.callback(_run, f"ip netns del {space}", check=False)
             _run(f"ip link add {device} type veth peer name eth0 netns {space}")
+            # It would go with its namespace, but later: the next network may have its name by then.
+            stack.callback(_run, f"ip link del {device}", check=False)
             _run(f"ip link set {device} master {PREFIX}b up")
             _run(f"ip -n {space} addr add {address_of(host)}/24 dev eth0")
             _run(f"ip -n {space} link set eth0 up")

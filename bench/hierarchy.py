@@ -1,9 +1,9 @@
 """All-reduce between hosts of a slow network: two levels against one, and float32 against bfloat16.
 
 Hosts are emulated on this machine: each is a network namespace with a link of 1 Gbit/s (a token
-bucket in both directions), and a process-id namespace, so that its ranks share memory with each
-other and with no rank of another host. Two hosts, then four, with two ranks each. Needs root and
-iproute2; what it sets up it takes down.
+bucket in both directions; see `emulated_hosts`), and a process-id namespace, so that its ranks
+share memory with each other and with no rank of another host. Two hosts, then four, with two ranks
+each. Needs root and iproute2.
 
     flat       gloo, which knows no hosts
     two-level  shared memory inside a host, gloo between the ranks that hold the same shard
@@ -21,7 +21,6 @@ send, 2 n (H-1)/H for n bytes on H hosts, at the link's nominal rate.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -32,6 +31,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import emulated_hosts
 from harness import Report, options, tell
 
 MIB = 1024 * 1024
@@ -39,7 +39,6 @@ HOST_RANKS = 2
 RATE_BITS_PER_S = 1e9
 SIZES = [16 * 1024, 64 * 1024, 256 * 1024, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 FORMS = ("flat", "two-level", "bfloat16", "chosen")
-PREFIX = f"pl{os.getpid() % 10000}"  # of namespaces and devices: a device's name has 15 letters
 # Form -> settings of the backend; see paceline.collectives.options.
 SETTINGS = {
     "two-level": {"FLAT_BELOW_BYTES": "0"},
@@ -56,10 +55,10 @@ def main():
     if given.rank:
         return run_rank(*given.rank)
     report = Report("hierarchy", given.json)
-    if os.geteuid() != 0:
-        sys.exit("network namespaces need root")
+    if why := emulated_hosts.available():
+        sys.exit(why)
     for hosts in (2, 4):
-        with network(hosts):
+        with emulated_hosts.network(hosts, RATE_BITS_PER_S):
             times = run_job(hosts, given.quick)
         judge(report, hosts, times)
     return report.print()
@@ -101,47 +100,6 @@ def judge(report, hosts, times):
             )
 
 
-# --- the network ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def network(hosts):
-    """Make a bridge and a namespace for each host, with links of limited rate; remove them."""
-    shape = f"root tbf rate {RATE_BITS_PER_S / 1e6:.0f}mbit burst 256kb latency 50ms"
-    with contextlib.ExitStack() as stack:
-        ip(f"link add {PREFIX}b type bridge")
-        stack.callback(ip, f"link del {PREFIX}b", must=False)
-        ip(f"link set {PREFIX}b up")
-        for host in range(hosts):
-            space, device = f"{PREFIX}n{host}", f"{PREFIX}v{host}"
-            ip(f"netns add {space}")
-            stack.callback(ip, f"netns del {space}", must=False)
-            ip(f"link add {device} type veth peer name eth0 netns {space}")
-            stack.callback(ip, f"link del {device}", must=False)
-            ip(f"link set {device} master {PREFIX}b up")
-            ip(f"-n {space} addr add 10.77.0.{host + 1}/24 dev eth0")
-            ip(f"-n {space} link set eth0 up")
-            ip(f"-n {space} link set lo up")
-            run(["tc", "qdisc", "add", "dev", device, *shape.split()])
-            run([*inside(host), "tc", "qdisc", "add", "dev", "eth0", *shape.split()])
-        yield
-
-
-def ip(words, *, must=True):
-    run(["ip", *words.split()], must=must)
-
-
-def run(command, *, must=True):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if must and done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr}")
-
-
-def inside(host):
-    """Return the words that run a command on an emulated host."""
-    return ["ip", "netns", "exec", f"{PREFIX}n{host}"]
-
-
 # --- the job -------------------------------------------------------------------------------------
 
 
@@ -160,7 +118,9 @@ def run_hosts(hosts, folder, *own):
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [sys.executable, str(Path(__file__).resolve()), "--host"]
     started = [
-        subprocess.Popen([*inside(host), *command, str(host), str(hosts), *own], cwd=folder)
+        subprocess.Popen(
+            [*emulated_hosts.inside(host), *command, str(host), str(hosts), *own], cwd=folder
+        )
         for host in range(hosts)
     ]
     codes = [process.wait(timeout=1200) for process in started]
@@ -183,7 +143,7 @@ def run_host(host, hosts, what, mode):
             "GLOO_SOCKET_IFNAME": "eth0",
             "RANK": str(rank),
             "WORLD_SIZE": str(int(hosts) * HOST_RANKS),
-            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_ADDR": emulated_hosts.address_of(0),
             "MASTER_PORT": "29556",
         }
         own = [] if what == "probe" else [str(rank), hosts, mode]
@@ -200,7 +160,8 @@ def run_rank(rank, hosts, mode):
     rank, ranks = int(rank), int(hosts) * HOST_RANKS
     torch.set_num_threads(1)
     limit = timedelta(seconds=300)
-    store = dist.TCPStore("10.77.0.1", 29555, ranks, rank == 0, timeout=limit)
+    address = emulated_hosts.address_of(0)
+    store = dist.TCPStore(address, 29555, ranks, rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     groups = {"flat": dist.group.WORLD}
     for form, settings in SETTINGS.items():

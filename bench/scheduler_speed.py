@@ -5,6 +5,8 @@
                 of the capacity, and at 1.1 of it, where the queue grows without limit
     decisions   10,000 devices, 100,000 jobs submitted, most of them waiting: wall time of each
                 decision while 2,000 more events come, and of a full plan; peak memory
+    sharing     the same with the five classes of MARBLE's drawn queue, of which some pairs share
+                devices
 
 Each part runs in a process of its own. Queues are drawn, seed 1: sizes 1 to 16, work log-normal.
 
@@ -32,6 +34,7 @@ from paceline.scheduler.policies.fifo import Fifo
 from paceline.scheduler.policies.paceline import Paceline
 from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.simulate.engine import Simulation, World
+from paceline.scheduler.simulate.synthetic import CLASSES, summit_rates
 from paceline.scheduler.state.state import State
 
 SIZES = [1] * 70 + [2] * 10 + [4] * 8 + [8] * 10 + [16] * 2
@@ -66,6 +69,9 @@ def main():
     report.bar("10,000 devices: decision, p99, ms", large["decision_p99_ms"], 50)
     report.bar("10,000 devices: full plan, s", large["plan_s"], 2)
     report.bar("10,000 devices: memory, MiB", large["memory_mib"], 1024)
+    shared = part(report, "sharing", 20_000 if chosen.quick else 100_000)
+    report.bar("10,000 devices, jobs share: decision, p99, ms", shared["decision_p99_ms"], 50)
+    report.bar("10,000 devices, jobs share: full plan, s", shared["plan_s"], 2)
     return report.print()
 
 
@@ -80,8 +86,9 @@ def part(report, name, jobs):
     return figures
 
 
-def drawn_jobs(count, devices, load, *, elastic=False):
+def drawn_jobs(count, devices, load, *, elastic=False, shares=False):
     """Yield jobs whose work fills a share `load` of the devices."""
+    classes = list(CLASSES.items()) if shares else []
     random_state = random.Random(1)
     gap_s = MEAN_S * MEAN_SIZE / (devices * load)
     at_s = 0.0
@@ -89,6 +96,18 @@ def drawn_jobs(count, devices, load, *, elastic=False):
         at_s += random_state.expovariate(1 / gap_s)
         size = random_state.choice(SIZES)
         seconds = max(10.0, random_state.lognormvariate(np.log(MEDIAN_S), SIGMA))
+        if classes:
+            profile, training = random_state.choice(classes)
+            yield Job(
+                name=str(number),
+                submitted_s=at_s,
+                devices=size,
+                profile=profile,
+                work=seconds * training.samples_per_s,
+                memory_bytes=training.memory_bytes,
+                restart_s=30.0,
+            )
+            continue
         yield Job(
             name=str(number),
             submitted_s=at_s,
@@ -118,17 +137,19 @@ def simulated(policy, count, load, *, elastic=False):
     return {"jobs_per_s": count / took_s, "took_s": took_s, "starts": starts}
 
 
-def decisions(count):
+def decisions(count, *, shares=False):
     """Fill 10,000 devices, queue the rest, and time decisions on events that follow."""
-    cluster = Cluster.of_text("1250x8", switch_nodes=32)
-    policy, state = Paceline(), State(cluster, rates())
-    jobs = list(drawn_jobs(count, 10_000, 1.0))
+    cluster = Cluster.of_text("v100=1250x8", switch_nodes=32)
+    policy, state = Paceline(), State(cluster, summit_rates() if shares else rates())
+    jobs = list(drawn_jobs(count, 10_000, 1.0, shares=shares))
     decide(policy, state, [Submitted(at_s=0.0, job=job) for job in jobs])
     took_s, plans_s = [], []
     ends = itertools.cycle(list(state.running))
+    profile = "lstm" if shares else ""
     for number in range(2000):
         at_s = 1.0 + number
-        events = [Submitted(at_s=at_s, job=Job(name=f"new {number}", devices=1, work=1e4))]
+        new = Job(name=f"new {number}", devices=1, work=1e4, profile=profile)
+        events = [Submitted(at_s=at_s, job=new)]
         if number % 2:
             events = [Ended(at_s=at_s, name=next(ends))]
         planned_s = policy.planned_s
@@ -139,6 +160,7 @@ def decisions(count):
     return {
         "waiting": len(state.waiting),
         "running": len(state.running),
+        "sharing": sum(len(slot.jobs) > 1 for slot in state.slots.values()),
         "decision_p50_ms": float(np.median(took_s)) * 1e3,
         "decision_p99_ms": float(np.quantile(took_s, 0.99)) * 1e3,
         "plans": len(plans_s),
@@ -154,6 +176,7 @@ PARTS = {
     "overloaded": lambda count: simulated(Paceline(), count, 1.1),
     "elastic": lambda count: simulated(Paceline(), count, 0.8, elastic=True),
     "decisions": decisions,
+    "sharing": lambda count: decisions(count, shares=True),
 }
 
 

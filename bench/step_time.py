@@ -12,14 +12,25 @@ three forms take turns, in an order drawn for each round, between barriers; a bl
 slower rank. `efficiency` is the time of "none" over that of the form, the median over rounds, with
 its bootstrapped 95 % interval. The gradients after the last step must agree between both backends.
 
-    python bench/step_time.py --json [--quick]
+With `--engine`, Paceline's data-parallel engine takes the place of DistributedDataParallel on the
+backend, and a step has the update of plain SGD as well:
+
+    allreduce     gradients averaged in shared memory, all parameters updated by every rank
+    sharded       gradients reduce-scattered, each rank updates its part, all-gathered back
+    SC-B          S-Caffe: all gradients reduced to rank 0, which updates; one blocking broadcast
+    SC-OB         the broadcast awaited layer by layer
+    SC-OBR        the reduction during the backward pass as well
+
+    python bench/step_time.py --json [--engine] [--quick]
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,19 +45,27 @@ from paceline.core.allocator import KEEP
 RANKS, BATCH, WARM = 2, 4, 3
 FORMS = ("none", "gloo", "paceline")
 BARS = {"cnn": 0.88, "transformer": 0.92}
+ENGINE_FORMS = {  # mode, overlap of gradients, of parameters
+    "allreduce": ("allreduce", False, False),
+    "sharded": ("sharded", False, False),
+    "SC-B": ("root", False, False),
+    "SC-OB": ("root", False, True),
+    "SC-OBR": ("root", True, True),
+}
 
 
 def main():
-    given = options(__doc__, "--rank")
+    given = options(__doc__, "--rank", switches={"--engine": "Paceline's data-parallel engine"})
     if given.rank:
-        rank, folder, quick = given.rank
-        return train(int(rank), Path(folder), quick == "quick")
-    report = Report("step_time", given.json)
+        rank, folder, rounds = given.rank
+        return train(int(rank), Path(folder), int(rounds), given.engine)
+    report = Report("step_time_engine" if given.engine else "step_time", given.json)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [sys.executable, __file__, "--rank"]
+        rounds = 5 if given.quick else 20
+        arguments = [sys.executable, __file__, *(["--engine"] if given.engine else []), "--rank"]
         ranks = [
             subprocess.Popen(
-                [*arguments, str(rank), folder, "quick" if given.quick else "full"],
+                [*arguments, str(rank), folder, str(rounds)],
                 env={**os.environ, **KEEP, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             )
             for rank in range(RANKS)
@@ -57,10 +76,12 @@ def main():
         measured = json.loads((Path(folder) / "measured.json").read_text())
     for model, found in measured.items():
         times = found["step_s"]
-        for form in FORMS:
+        efficiencies = {}
+        for form in times:
             median, low, high = median_interval([times[form]])
             ratios = [none / own for none, own in zip(times["none"], times[form], strict=True)]
             efficiency, worst, best = median_interval([ratios])
+            efficiencies[form] = efficiency
             report.row(
                 model=model,
                 parameters=found["parameters"],
@@ -71,13 +92,36 @@ def main():
                 efficiency_interval=[worst, best],
                 rounds=len(ratios),
             )
-            if form == "paceline":
-                report.bar(f"{model}: efficiency", efficiency, BARS[model], at_least=True)
-        report.bar(f"{model}: gradients differ, relative", found["gradient_error"], 1e-5)
+        if given.engine and model == "cnn":
+            engine_bars(report, times, efficiencies)
+        if not given.engine:
+            name = f"{model}: efficiency"
+            report.bar(name, efficiencies["paceline"], BARS[model], at_least=True)
+        kind = "parameters" if given.engine else "gradients"
+        report.bar(f"{model}: {kind} differ, relative", found["difference"], 1e-5)
     return report.print()
 
 
-def train(rank, folder, quick):
+def engine_bars(report, times, efficiencies):
+    """Compare the engine's modes with no communication, with gloo, and with each other."""
+    best = efficiencies["allreduce"]
+    report.bar("cnn: allreduce, efficiency", best, 0.92, at_least=True)
+    report.bar(
+        "cnn: allreduce against gloo", ratio(times, "gloo", "allreduce"), 1.25, at_least=True
+    )
+    forms = ["SC-B", "SC-OB", "SC-OBR", "allreduce", "sharded"]
+    for before, after in itertools.pairwise(forms[:3]):
+        report.bar(f"cnn: {after} / {before}", ratio(times, after, before), 1.0)
+    for form in forms[3:]:
+        report.bar(f"cnn: {form} / SC-OBR", ratio(times, form, "SC-OBR"), 1.0)
+
+
+def ratio(times, form, other):
+    """Return the median over rounds of the ratio of two forms' times."""
+    return statistics.median(a / b for a, b in zip(times[form], times[other], strict=True))
+
+
+def train(rank, folder, rounds, engine):
     """Train all models in all forms as one rank; rank 0 writes what was measured."""
     import torch
     import torch.distributed as dist
@@ -93,34 +137,42 @@ def train(rank, folder, quick):
     gloo = dist.new_group(backend="gloo")
     measured = {}
     for name in ("cnn", "transformer"):
-        measured[name] = measure(name, rank, gloo, rounds=5 if quick else 20)
+        measured[name] = measure(name, rank, gloo, rounds, engine)
     dist.destroy_process_group()
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(measured))
     return 0
 
 
-def measure(name, rank, gloo, rounds):
+def measure(name, rank, gloo, rounds, engine):
     """Return the parameters of a model, and the seconds of its steps by form."""
     import torch
     import torch.distributed as dist
 
     make, given, loss_of = workload(name, rank)
     groups = {"none": gloo, "gloo": gloo, "paceline": dist.group.WORLD}
-    models = {form: wrapped(make(), groups[form], form == "none") for form in FORMS}
+    trained = {
+        form: with_update(wrapped(make(), groups[form], form == "none"), engine)
+        for form in (FORMS[:2] if engine else FORMS)
+    }
+    if engine:
+        trained |= {form: in_engine(make(), *how) for form, how in ENGINE_FORMS.items()}
+    forms = list(trained)
 
     def steps(form, count):
-        model = models[form]
+        model, optimizer = trained[form]
         for _ in range(count):
             model.zero_grad()
             loss_of(model(given)).backward()
+            if optimizer is not None:
+                optimizer.step()
 
-    for form in FORMS:
+    for form in forms:
         steps(form, WARM)
-    count, times = 4, {form: [] for form in FORMS}
+    count, times = 4, {form: [] for form in forms}
     order = random.Random(0)
     for number in range(rounds):
-        for form in order.sample(FORMS, len(FORMS)):
+        for form in order.sample(forms, len(forms)):
             dist.barrier()
             begin = time.perf_counter()
             steps(form, count)
@@ -129,15 +181,53 @@ def measure(name, rank, gloo, rounds):
             times[form].append(took.item())
         if rank == 0:
             tell(f"{name}: round {number + 1} of {rounds}")
-    ours, theirs = (
-        torch.cat([parameter.grad.flatten() for parameter in models[form].parameters()])
-        for form in ("paceline", "gloo")
-    )
     return {
-        "parameters": sum(parameter.numel() for parameter in models["none"].parameters()),
+        "parameters": sum(parameter.numel() for parameter in trained["none"][0].parameters()),
         "step_s": times,
-        "gradient_error": float((ours - theirs).norm() / theirs.norm()),
+        "difference": max(difference(trained, form) for form in forms if form != "none"),
     }
+
+
+def difference(trained, form):
+    """Return how far a form's gradients, or parameters after its updates, are from gloo's."""
+    import torch
+
+    def values(name):
+        model, optimizer = trained[name]
+        parameters = list(model.state_dict().values()) if optimizer else None
+        tensors = parameters or [parameter.grad for parameter in model.parameters()]
+        return torch.cat([tensor.flatten().double() for tensor in tensors])
+
+    ours, theirs = values(form), values("gloo")
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def with_update(model, updates):
+    """Return the model with an optimizer, or with None."""
+    import torch
+
+    return model, torch.optim.SGD(model.parameters(), 1e-4) if updates else None
+
+
+def in_engine(model, mode, overlap_gradients, overlap_parameters):
+    """Return a model in the engine, and its optimizer."""
+    import torch
+
+    from paceline.training.engine.data_parallel import DataParallel
+    from paceline.training.preparation import find_ranks
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    blocking = not (overlap_gradients or overlap_parameters)
+    parallel = DataParallel(
+        model,
+        find_ranks(model),
+        mode=mode,
+        overlap_gradients=overlap_gradients,
+        overlap_parameters=overlap_parameters,
+        **({"bucket_bytes": 1 << 40, "first_bucket_bytes": 1 << 40} if blocking else {}),
+    )
+    parallel.adopt(optimizer)
+    return parallel, optimizer
 
 
 def wrapped(model, group, silent):

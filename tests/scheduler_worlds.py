@@ -111,6 +111,7 @@ class Driver:
         self.nodes = {node.name: node for node in cluster.nodes}
         self.lost = set()
         self.placed = {}  # by job: set of (node, device)
+        self.shares = {}  # of devices, by job that started in this instant, in order
         self.alive = {}  # jobs that were submitted and neither ended nor left
         self.instants = []
         self.decisions = []
@@ -137,6 +138,7 @@ class Driver:
                 case NodeBack(node=node):
                     self.lost.discard(node)
         decisions = decide(self.policy, self.state, events)
+        self.shares.clear()
         for decision in decisions:
             self._follow(decision.action)
         self.decisions.extend(decisions)
@@ -224,6 +226,9 @@ class Driver:
             assert not memory_bytes or sum(job.memory_bytes for job in jobs) <= memory_bytes
             (devices,) = {frozenset(self.placed[name]) for name in group}
             assert all(taken[device] == group for device in devices)
+            # Who starts alone and is joined in the same instant keeps the limit of its start.
+            *_, last = [1 / len(group), *(s for n, s in self.shares.items() if n in group)]
+            assert last == 1 / len(group)
         state = self.state
         assert set(state.running) == set(self.placed)
         assert set(state.waiting) == set(self.alive) - set(self.placed), "a job was lost"
@@ -248,6 +253,7 @@ class Driver:
                 assert name in self.alive
                 assert name not in self.placed
                 self.placed[name] = [(p.node, d) for p in placement.parts for d in p.devices]
+                self.shares[name] = placement.share
                 job = self.alive[name]
                 low, high = job.limits
                 assert low <= placement.devices <= high
@@ -256,6 +262,7 @@ class Driver:
                 assert not job.device_types or kinds <= set(job.device_types)
                 assert action.reason
             case Preempt():
+                self.shares.pop(name, None)
                 assert self.alive[name].preemptible, f"{name} must not be preempted"
                 assert action.reason
                 del self.placed[name]

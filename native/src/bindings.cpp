@@ -114,4 +114,5 @@ NB_MODULE(_native, module) {
   paceline::bind_collectives(module);
   paceline::bind_pack_reader(module);
   paceline::bind_pack_writer(module);
+  paceline::bind_sparsify(module);
 }

@@ -35,5 +35,6 @@ void raise_group_error(const GroupError& error) noexcept;
 void bind_collectives(nanobind::module_& module);
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
+void bind_sparsify(nanobind::module_& module);
 
 }  // namespace paceline

@@ -72,6 +72,7 @@ HostGroup::Call::Call(HostGroup& group, const CallFields& fields, double timeout
   group.wait_ = {timeout_s, 0, &shared};
   group.own().progress.fingerprints[sequence % fingerprint_count].store(
       fingerprint_of(fields, sequence), std::memory_order_relaxed);
+  group.publish_core();
 }
 
 HostGroup::Call::~Call() {

@@ -2,6 +2,7 @@
 #include "paceline/host_group.hpp"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,6 +27,9 @@ constexpr unsigned spin_own_core = 4000;
 constexpr unsigned spin_shared_core = 30;
 // A peer that is known to be in the same call answers soon.
 constexpr unsigned spin_factor_in_call = 4;
+// Turns between two looks at whether the peer has this core: after 2 us, then every 6.
+constexpr unsigned core_look_turns = 256;
+constexpr unsigned first_core_look = 64;
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -112,8 +116,25 @@ void HostGroup::await(const std::atomic<std::uint32_t>& word, std::uint32_t valu
   for (unsigned turn = 0; turn < turns; ++turn) {
     relax();
     if (reached(word.load(std::memory_order_acquire), value)) return;
+    if (turn % core_look_turns == first_core_look && shares_core(peer)) break;
   }
   sleep(word, value, peer, waiters, wait);
+}
+
+int HostGroup::publish_core() noexcept {
+  const int core = sched_getcpu();
+  std::atomic<std::int32_t>& own_core = own().progress.core;
+  if (own_core.load(std::memory_order_relaxed) != core)
+    own_core.store(core, std::memory_order_relaxed);
+  return core;
+}
+
+// Where another process keeps a core busy, two ranks may find themselves on one: then the peer gets
+// on only when this rank sleeps.
+bool HostGroup::shares_core(std::size_t peer) noexcept {
+  const int core = publish_core();
+  return peer != any_peer && core >= 0 &&
+         peers_[peer].progress->core.load(std::memory_order_relaxed) == core;
 }
 
 void HostGroup::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t value,

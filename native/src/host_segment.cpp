@@ -113,6 +113,7 @@ std::shared_ptr<HostSegment> HostSegment::create(std::uint32_t rank, std::uint32
   std::memcpy(static_cast<void*>(segment->base_), static_cast<const void*>(&layout),
               offsetof(SegmentHeader, progress));
   segment->header().waits_for.store(-1);
+  segment->header().progress.core.store(-1);
   segment->read_layout();
   return segment;
 }

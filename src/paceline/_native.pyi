@@ -257,3 +257,18 @@ class NameMerger:
 def start_writeback(descriptor: int, offset: int, length: int) -> None: ...
 def zstd_available() -> bool: ...
 def zstd_compress(data: NDArray[numpy.uint8], level: int = 3) -> bytes: ...
+def accumulate_and_select(
+    gradient: object,
+    momentum: object,
+    residual: object,
+    indices: object,
+    values: object,
+    stride: int,
+    start: int,
+    sample_wanted: int,
+    scale: float,
+    factor: float,
+    nesterov: bool,
+    mask_momentum: bool,
+) -> int: ...
+def scatter_add(target: object, indices: object, values: object, scale: float = 1.0) -> None: ...

@@ -44,11 +44,13 @@ HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 Recorder = _native.Recorder
+accumulate_and_select = _native.accumulate_and_select
 crc32c = _native.crc32c
 gather = _native.gather
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 name_hashes = _native.name_hashes
+scatter_add = _native.scatter_add
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
 zstd_available = _native.zstd_available
@@ -71,6 +73,7 @@ __all__ = [
     "PackEntry",
     "PackReader",
     "Recorder",
+    "accumulate_and_select",
     "corrupt_sample",
     "crc32c",
     "encode",
@@ -80,6 +83,7 @@ __all__ = [
     "monotonic_ns",
     "name_hashes",
     "read_files",
+    "scatter_add",
     "sorted_order",
     "start_writeback",
     "zstd_available",

@@ -3,11 +3,10 @@
 import json
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 import queues
+from command_line import without_torch
 
 from paceline.cli.queue.group import VERBS
 from paceline.cli.queue.progress import shown_progress
@@ -16,25 +15,9 @@ from paceline.core.clock import ManualClock
 from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.formats.read import FORMATS
 
-WITHOUT_TORCH = """
-import sys
-from paceline.cli.app import main
-try:
-    main()
-finally:
-    assert "torch" not in sys.modules, "torch was loaded"
-"""
-
 
 def paceline(folder, *args, **options):
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "queue", *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
-    )
+    return without_torch("queue", *args, cwd=folder, text=True, **options)
 
 
 @pytest.fixture
@@ -156,14 +139,7 @@ def test_progress_is_a_line_every_ten_seconds_with_the_time_left(capsys):
 def test_on_a_terminal_progress_is_a_bar_that_goes_away(folder):
     master, terminal = pty.openpty()
     args = ("simulate", "philly.csv", "--cluster", "2x8", "--policy", "fifo", "--json")
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "queue", *args],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm"},
-        timeout=120,
-    )
+    done = paceline(folder, *args, stderr=terminal, env={**os.environ, "TERM": "xterm"})
     os.close(terminal)
     assert done.returncode == 0
     assert json.loads(done.stdout)["kind"] == "queue-simulation"

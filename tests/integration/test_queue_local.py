@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import stat
 import subprocess
@@ -11,6 +12,8 @@ import subprocess
 import pytest
 from launching import EXAMPLES, SCRIPTS, await_true
 from local_queues import DEADLINE_S, PYTHON, QueueUnderTest, with_signal
+
+from paceline.scheduler.local.paths import queue_paths
 
 STEPS = str(SCRIPTS / "queue_steps.py")
 FOREVER = "1000000"
@@ -320,6 +323,17 @@ class TestCancel:
         done = queue.run("cancel", "nobody", check=False)
         assert done.returncode == 2
         assert "no job 'nobody'" in done.stderr
+
+
+class TestRequests:
+    def test_a_request_that_cannot_be_read_is_answered_with_the_error(self, queue):
+        with socket.socket(socket.AF_UNIX) as client, client.makefile() as answers:
+            client.settimeout(DEADLINE_S)
+            client.connect(str(queue_paths(queue.folder, {}).socket))
+            client.sendall(b'{"version": 1, "verb": "ls", "colour": "red"}\n')
+            error = json.loads(answers.readline())["error"]
+        assert error["code"] == "ConfigError"
+        assert "colour" in error["what"]
 
 
 class TestCrash:

@@ -2,24 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import without_torch
 from traces import Late, data_parallel, write_run
 
 from paceline.trace.format.files import trace_name
 
-WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = None; sys.argv[0] = 'paceline'; "
-    "from paceline.cli.app import main; main()"
-)
 
-
-def _paceline(*arguments):
-    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def _paceline(*arguments, **options):
+    return without_torch(*arguments, text=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +114,7 @@ def test_errors_are_json_when_asked(tmp_path):
 @pytest.mark.parametrize("verb", [["why"], ["report"], ["trace", "stats", "--json"]])
 def test_a_full_disk_behind_stdout_is_explained(run, verb):
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-c", WITHOUT_TORCH, *verb, str(run)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = _paceline(*verb, run, stdout=full)
     assert done.returncode == 1
     assert "cannot write" in done.stderr
     assert "standard output" in done.stderr
@@ -151,15 +143,10 @@ def test_the_demos_folder_stands_for_its_run(tmp_path):
     assert (tmp_path / "run" / "trace.json").exists()
 
 
-def _here(folder, *arguments):
-    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
-
-
 def test_without_an_argument_the_newest_run_is_taken(run, tmp_path):
     (tmp_path / "mine").symlink_to(run)
     (run / "config.json").write_text('{"version": 2, "values": {}, "script": "train.py"}')
-    done = _here(tmp_path, "why", "--verbose")
+    done = _paceline("why", "--verbose", cwd=tmp_path)
     (run / "config.json").unlink()
     assert "run: mine (the newest one here)" in done.stderr
     assert "Rank 1 arrives 18 ms late" in done.stdout
@@ -169,8 +156,7 @@ def test_without_an_argument_the_newest_run_is_taken(run, tmp_path):
 
 def test_an_ascii_locale_gets_ascii(run):
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
-    command = [sys.executable, "-c", WITHOUT_TORCH, "report", str(run)]
-    done = subprocess.run(command, capture_output=True, timeout=60, env=environ)
+    done = without_torch("report", run, env=environ)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode("ascii").splitlines()
     assert any(line.startswith("-----") for line in lines)
@@ -179,7 +165,7 @@ def test_an_ascii_locale_gets_ascii(run):
 
 def test_without_any_run_the_fix_is_named(tmp_path):
     (tmp_path / "data").mkdir()
-    done = _here(tmp_path, "why")
+    done = _paceline("why", cwd=tmp_path)
     assert done.returncode == 2
     assert "no run here" in done.stderr
     assert "paceline run script.py" in done.stderr

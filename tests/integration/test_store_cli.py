@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import without_torch
 
 from paceline.cli import pack as pack_verb
 from paceline.cli.app import VERBS
@@ -27,24 +28,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-WITHOUT_TORCH = """
-import sys
-from paceline.cli.app import main
-try:
-    main()
-finally:
-    assert "torch" not in sys.modules, "torch was loaded"
-"""
-
-
 def paceline(folder, *args, **options):
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *args],
-        cwd=folder,
-        capture_output=True,
-        timeout=120,
-        **options,
-    )
+    return without_torch(*args, cwd=folder, **options)
 
 
 def test_pack_ls_cat_verify(folder):
@@ -249,11 +234,10 @@ def test_archives_codec_parity_append_and_resume(folder):
 
 def test_a_terminal_gets_a_bar_on_stderr_alone(folder):
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-c", WITHOUT_TORCH]
-    options = {"cwd": folder, "stderr": terminal, "stdout": subprocess.PIPE, "timeout": 120}
-    done = subprocess.run([*command, "pack", "source", "pack", "--json"], check=True, **options)
+    options = {"stderr": terminal, "check": True}
+    done = paceline(folder, "pack", "source", "pack", "--json", **options)
     assert json.loads(done.stdout)["sample_count"] == 3
-    done = subprocess.run([*command, "store", "verify", "pack", "--json"], check=True, **options)
+    done = paceline(folder, "store", "verify", "pack", "--json", **options)
     assert json.loads(done.stdout)["ok"]
     os.close(terminal)
     shown = os.read(controller, 1 << 16)

@@ -5,9 +5,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
+from command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import CorruptPack, DestinationExists, NotFound, StorageError
@@ -221,8 +221,7 @@ def test_a_call_that_fails_leaves_nothing(made, code):
 
 def test_the_verb(made):
     def paceline(*args):
-        command = [sys.executable, "-m", "paceline", "store", *args]
-        return subprocess.run(command, cwd=made, capture_output=True, timeout=120)
+        return without_torch("store", *args, cwd=made)
 
     done = paceline("extract", "pack", "out", "--dry-run")
     assert done.stdout == b"would extract 4 samples, 264 B, in 5 folders\n"

@@ -8,10 +8,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
+from command_line import without_torch
 
 from paceline import store
 from paceline.core.errors import CorruptPack, NotFound, StorageError, UsageError
@@ -313,8 +312,7 @@ def test_a_call_that_fails_makes_nothing_worse(made, code):
 
 
 def paceline(folder, *args):
-    command = [sys.executable, "-m", "paceline", "store", *args]
-    return subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    return without_torch("store", *args, cwd=folder)
 
 
 def test_the_verb_repairs_and_reports(made):

@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Level
+from paceline.scheduler.job import Job
 from paceline.scheduler.placement import NodeDevices
-from paceline.scheduler.state.mapping import distances, map_ranks, mapping_cost, rank_devices
+from paceline.scheduler.rates.model import RateModel
+from paceline.scheduler.state.mapping import (
+    distances,
+    map_ranks,
+    mapping_cost,
+    mesh_traffic,
+    rank_devices,
+)
+from paceline.scheduler.state.state import State
 
 LEVELS = (
     Level(name="nvlink", latency_s=1e-6, bandwidth_bytes_per_s=100e9),
@@ -104,6 +113,42 @@ def test_ranks_are_named_by_node_and_device():
 
 def test_ranks_stay_in_order_where_every_mapping_is_as_good():
     assert map_ranks(np.ones((6, 6)), np.ones((6, 6))) == tuple(range(6))
+
+
+def test_a_placement_is_in_the_order_of_the_ranks_of_a_mesh():
+    """Six devices of a node hold one group of four; the two left belong with those elsewhere."""
+    cluster = Cluster(nodes=Cluster.of_text("2x6").nodes, levels=LEVELS)
+    state = State(cluster, RateModel({}))
+    state.inventory.take(((0, 0b001001), (1, 0b111000)))  # 4 and 3 are free
+    state.inventory.give_back(((1, 0b001000),))
+    parts = state.inventory.find("gpu", 8)
+    for mesh in ((2, 4), (4, 2), (2, 2, 2)):
+        job = Job(name="a", devices=8, mesh=mesh)
+        placement = state.placement(job, parts)
+        places = [(part.node, device) for part in placement.parts for device in part.devices]
+        assert sorted(places) == sorted(
+            (part.node, device)
+            for part in state.inventory.devices(parts)
+            for device in part.devices
+        )
+        assert state.inventory.parts(placement.parts) == parts
+        traffic = mesh_traffic(mesh)
+        one_each = [NodeDevices(node=node, devices=(device,)) for node, device in places]
+        cost = mapping_cost(traffic, distances(cluster, one_each), range(8))
+        assert cost == pytest.approx(least_cost(traffic, distances(cluster, one_each)))
+
+
+def test_ranks_along_the_last_axis_exchange_the_most():
+    traffic = mesh_traffic((2, 3))
+    assert traffic[0].tolist() == [0, 10, 10, 1, 0, 0]
+    assert (traffic == traffic.T).all()
+
+
+def test_a_mesh_has_a_rank_for_each_device_of_a_rigid_job():
+    assert Job(name="a", devices=6, mesh=(2, 3)).mesh == (2, 3)
+    for fields in ({"devices": 4}, {"devices": 6, "max_devices": 8}, {"devices": 0, "mesh": (0,)}):
+        with pytest.raises(ConfigError):
+            Job(**{"name": "a", "mesh": (2, 3), **fields})
 
 
 def test_distances_are_those_of_the_levels():

@@ -10,21 +10,18 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
-from paceline.scheduler.rates.curve import PRIORS, Curve
+from paceline.scheduler.rates.curve import PRIORS, Curve, knee
 from paceline.scheduler.rates.sharing import (
-    Interleaving,
     MeasuredPairs,
     PairKey,
     PairTable,
     ResourceVectors,
-    shortest_round_s,
 )
 from paceline.scheduler.rates.topology import Exchange, distance_factor
 from paceline.scheduler.simulate.synthetic import FAST_LEVELS, SLOW_LEVELS
 
 rates = st.floats(0.01, 1000)
 points = st.dictionaries(st.integers(1, 64), rates, min_size=1, max_size=8)
-stages = st.lists(st.floats(0.01, 10), min_size=4, max_size=4).map(tuple)
 ONE = Shape("v100", (1,), 0)
 
 
@@ -55,13 +52,13 @@ def test_the_envelope_bends_only_where_it_was_measured(measured):
 @given(points, st.floats(0.01, 1), st.integers(1, 64))
 def test_the_knee_is_the_last_device_that_pays(measured, threshold, limit):
     curve = Curve(measured.items())
-    knee = curve.knee(threshold, limit)
     paying = [
         devices
         for devices in range(2, limit + 1)
         if curve.rate(devices) - curve.rate(devices - 1) >= threshold * curve.rate(1)
     ]
-    assert knee == max(paying, default=1)
+    on_curve = [curve.rate(devices) for devices in range(1, limit + 1)]
+    assert knee(on_curve, threshold) == max(paying, default=1)
 
 
 @given(st.sampled_from(sorted(PRIORS)), st.integers(1, 64), rates)
@@ -69,34 +66,6 @@ def test_one_point_takes_the_shape_of_its_prior(name, devices, rate):
     curve = Curve([(devices, rate)], PRIORS[name])
     assert curve.rate(devices) >= rate * (1 - 1e-9)
     assert curve.rate(1) <= curve.rate(1024)
-
-
-@given(st.lists(stages, min_size=1, max_size=4))
-def test_a_round_lasts_at_least_as_its_busiest_resource_and_at_most_all_steps(group):
-    round_s = shortest_round_s(tuple(group))
-    busiest = max(sum(job[resource] for job in group) for resource in range(4))
-    assert round_s >= busiest * (1 - 1e-9)
-    assert round_s >= max(sum(job) for job in group) * (1 - 1e-9)
-    assert round_s <= sum(sum(job) for job in group) * (1 + 1e-9)
-
-
-@given(st.lists(stages, min_size=1, max_size=5), st.floats(0, 0.3))
-def test_interleaved_jobs_keep_less_than_all_and_the_same_for_equal_jobs(group, interference):
-    model = Interleaving({f"p{i}": s for i, s in enumerate(group)}, interference=interference)
-    jobs = [Job(name=f"j{i}", profile=f"p{i}") for i in range(len(group))]
-    kept = [model.kept(job, [j for j in jobs if j is not job], ONE) for job in jobs]
-    assert all(0 <= share <= 1 for share in kept)
-    if len(group) > model.most:
-        assert not any(kept)
-    # In a round every job does one step: rates are equal, so shares are in ratio of the steps.
-    rounds = [sum(s) / share for s, share in zip(group, kept, strict=True) if share]
-    assert rounds == pytest.approx([rounds[0]] * len(rounds)) if rounds else True
-
-
-def test_jobs_of_one_resource_gain_nothing_by_turns():
-    model = Interleaving({"gpu": (0.0, 0.0, 1.0, 0.0)})
-    first, second = Job(name="a", profile="gpu"), Job(name="b", profile="gpu")
-    assert model.kept(first, [second], ONE) == pytest.approx(0.5)
 
 
 @given(

@@ -10,8 +10,9 @@ from scheduler_worlds import CLUSTERS, random_job, rate_model
 
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.policies.fitting import never_fits
+from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.simulate.engine import NodeFailure, Simulation, World
-from paceline.scheduler.simulate.metrics import mean_jobs, metrics
+from paceline.scheduler.simulate.metrics import alone_times_s, mean_jobs, metrics
 from paceline.scheduler.state.state import State
 
 JOBS = 40
@@ -45,6 +46,21 @@ def world(seed, cluster, *, told):
     )
 
 
+def uneven(rates, rng):
+    """Return rates of which each number of devices was measured, neither monotone nor concave."""
+    profiles = {
+        name: Profile(
+            alone={
+                kind: {n: n**0.7 * float(rng.uniform(0.5, 1.5)) for n in range(1, 17)}
+                for kind in profile.alone
+            },
+            spread=profile.spread,
+        )
+        for name, profile in rates.profiles.items()
+    }
+    return RateModel(profiles, rates.sharing)
+
+
 def simulated(name, the_world):
     return Simulation(the_world, POLICIES[name](), the_world.rates).run()
 
@@ -69,10 +85,21 @@ def test_every_job_ends_and_equal_seeds_give_equal_logs(name, told, seed, cluste
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=8)
-@given(seed=st.integers(0, 2**32), cluster=st.sampled_from(sorted(CLUSTERS)))
-def test_no_policy_beats_the_lower_bounds(name, seed, cluster):
+@given(seed=st.integers(0, 2**32), cluster=st.sampled_from(sorted(CLUSTERS)), shared=st.booleans())
+def test_no_policy_beats_the_lower_bounds(name, seed, cluster, shared):
+    """Whatever numbers of devices it chooses, and whichever of them happen to be the fastest."""
     the_world = world(seed, cluster, told="truth")
-    figures = metrics(simulated(name, the_world), the_world.rates)
+    jobs = [dataclasses.replace(job, shares=shared) for job in the_world.jobs]
+    rates = uneven(the_world.rates, np.random.default_rng(seed))
+    the_world = dataclasses.replace(the_world, jobs=jobs, rates=rates)
+    outcome = simulated(name, the_world)
+    figures = metrics(outcome, the_world.rates)
+    ended = [job for job in outcome.jobs.values() if job.ended_s is not None]
+    alone_s = alone_times_s([job.job for job in ended], the_world.cluster, the_world.rates)
+    for job, least_s in zip(ended, alone_s, strict=True):
+        assert job.ended_s - job.job.submitted_s >= least_s * (1 - 1e-6)
+    if not any(job.job.shares for job in ended):
+        assert figures.useful <= figures.allocated * (1 + 1e-6)
     assert figures.jct_mean_s >= figures.jct_bound_s * (1 - 1e-9)
     assert figures.makespan_s >= figures.makespan_bound_s * (1 - 1e-9)
     assert 0 < figures.allocated <= 1 + 1e-9

@@ -122,7 +122,31 @@ EXPORTS = {
     "trace.collectors": [],
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
-    "training": [],
+    "training": ["Prepared", "prepare"],
+    "training.compression": [
+        "CompressionEstimate",
+        "DGCOptions",
+        "DeepGradientCompression",
+        "DensitySchedule",
+        "HalfCompression",
+        "MomentumTakeover",
+        "estimate",
+        "measure",
+        "register_hook",
+        "register_powersgd",
+    ],
+    "training.optimizers": [
+        "LAMB",
+        "LARS",
+        "LargeBatchRate",
+        "LayerNorms",
+        "ShardedNorms",
+        "large_batch_schedule",
+        "linear_scaling",
+        "parameter_groups",
+        "square_root_scaling",
+    ],
+    "training.precision": ["LossScaler", "MasterWeights", "agree"],
 }
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from paceline.core import files
-from paceline.core.errors import NotFound, StorageError
+from paceline.core.errors import CorruptData, NotFound, StorageError
 from paceline.core.files import (
     LockOutcome,
     commit_bytes,
@@ -110,7 +110,7 @@ def test_reading_says_what_is_wrong(tmp_path):
     with pytest.raises(StorageError, match="cannot read"):
         read_text(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(StorageError, match="cannot read"):
+    with pytest.raises(CorruptData, match="not a text file"):
         read_text(tmp_path / "binary")
 
 

@@ -23,7 +23,7 @@ from paceline.scheduler.rates.goodput import (
 )
 from paceline.scheduler.rates.step_times import StepTime, StepTimes
 from paceline.scheduler.simulate.engine import Simulation, World
-from paceline.scheduler.simulate.metrics import best_alone_s
+from paceline.scheduler.simulate.metrics import alone_times_s
 
 CIFAR10 = BatchLimits(initial=128, largest=4096, local_least=32, local_most=1024)
 BERT = BatchLimits(initial=12, largest=384, local_least=4, local_most=12)
@@ -251,7 +251,7 @@ def test_a_simulated_training_ends_after_the_seconds_of_its_epochs(submitted_s):
     assert not simulation.jobs_left
     took_s = simulation.outcome.jobs["a"].ended_s - submitted_s
     assert took_s == pytest.approx(31.0, abs=1e-6)
-    assert best_alone_s(job, cluster, rates) == pytest.approx(31.0)
+    assert alone_times_s([job], cluster, rates) == pytest.approx(31.0)
 
 
 def test_the_bound_of_a_training_alone_is_the_sum_of_its_best_epochs():
@@ -270,4 +270,4 @@ def test_the_bound_of_a_training_alone_is_the_sum_of_its_best_epochs():
     )
     rates, cluster = GoodputRates({"a": adaptive}), Cluster.of_text("1x2")
     job = Job(name="a", min_devices=1, max_devices=2, profile="a", work=30.0, start_s=5.0)
-    assert best_alone_s(job, cluster, rates) == pytest.approx(5 + 10 / 1.0 + 20 / (2 / 1.25))
+    assert alone_times_s([job], cluster, rates) == pytest.approx(5 + 10 / 1.0 + 20 / (2 / 1.25))

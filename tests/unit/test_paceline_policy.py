@@ -31,6 +31,22 @@ def test_a_gang_whose_waiting_gave_it_devices_keeps_them_while_short_jobs_come()
     assert ended.ended_s < stream[-1].submitted_s
 
 
+def test_a_gang_gets_its_turn_within_the_bound_of_its_patience_although_a_queue_grows():
+    stream = [
+        Job(name=f"s{i}", submitted_s=i * HOUR_S / 10, work=HOUR_S, restart_s=30.0)
+        for i in range(400)
+    ]
+    gang = Job(name="gang", submitted_s=HOUR_S, devices=8, work=HOUR_S, restart_s=30.0)
+    policy = Paceline()
+    world = World(jobs=[*stream, gang], cluster=Cluster.of_text("1x8"), rates=PLAIN)
+    ended = Simulation(world, policy, PLAIN).run().jobs["gang"]
+    aged_s = policy.objective.patience * 8**policy.objective.alpha * HOUR_S
+    assert aged_s < 10 * HOUR_S  # the stream lasts for 40 h
+    # What runs has less left than a new job, half on average, and is worth more for it.
+    assert ended.started_s <= gang.submitted_s + 1.5 * aged_s
+    assert ended.starts == 1
+
+
 @pytest.mark.parametrize("preemptible", [True, False])
 def test_plan_and_backfill_count_a_quota_alike(preemptible):
     """An elastic job holds 2 of the 6 devices that it may take: no other one fits beside it."""

@@ -13,7 +13,7 @@ PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from paceline.core.clock import ManualClock, SystemClock
 from paceline.core.processes import (
-    StopRequested, become_reaper, descendants, end_descendants, ended_on_signal
+    StopRequested, become_reaper, descendants, end_descendants, ended_on_signal, started_ticks
 )
 FOREVER = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 DEAF = [sys.executable, "-c",
@@ -53,6 +53,17 @@ def test_descendants_are_found_parents_first():
     assert descendants(child.pid) == [grandchild]
     assert descendants(grandchild) == []
     end_descendants(SystemClock())
+    """)
+
+
+def test_a_process_whose_name_is_no_text_is_found():
+    run("""
+    name = r"import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff) \\xfe', 0, 0, 0); "
+    child, _ = ready([sys.executable, "-c", name + FOREVER[2]])
+    assert descendants(os.getpid()) == [child.pid]
+    assert started_ticks(child.pid) > 0
+    end_descendants(SystemClock())
+    assert started_ticks(child.pid) is None
     """)
 
 

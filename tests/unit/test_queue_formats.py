@@ -139,6 +139,12 @@ def test_gavel_without_its_table_is_an_error_that_names_the_option(tmp_path):
         read_queue(path)
 
 
+def test_a_table_of_gavel_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFound) as caught:
+        read_gavel_rates(tmp_path / "none.json")
+    assert str(tmp_path / "none.json") in caught.value.where
+
+
 def test_sacct_reads_devices_times_and_tenants_and_counts_what_it_leaves_out(write):
     queue = read_queue(write(queues.SACCT))
     assert [(j.name, j.submitted_s, j.devices, j.work, j.tenant) for j in queue.jobs] == [

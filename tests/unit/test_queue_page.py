@@ -29,6 +29,7 @@ def figures(name="fifo", hours=2.0):
     return QueueFigures(
         policy=name,
         jobs=3,
+        refused=0,
         jct_mean_s=3600 * hours,
         jct_p50_s=3000.0,
         jct_p99_s=9000.0,
@@ -39,7 +40,10 @@ def figures(name="fifo", hours=2.0):
         allocated=0.5,
         useful=0.25,
         restarts=1200,
-        waits=(WaitOfSize(1, 2, 60.0, 120.0), WaitOfSize(4, 1, 7200.0, 9000.0)),
+        waits=(
+            WaitOfSize(devices=1, jobs=2, mean_s=60.0, p99_s=120.0),
+            WaitOfSize(devices=4, jobs=1, mean_s=7200.0, p99_s=9000.0),
+        ),
         jct_bound_s=1800.0,
         makespan_bound_s=7200.0,
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import queues
 
-from paceline.core.errors import UsageError
-from paceline.scheduler.cluster import Cluster
+from paceline.core.errors import CorruptData, UsageError
+from paceline.scheduler.cluster import Cluster, Level
 from paceline.scheduler.events import Start
 from paceline.scheduler.formats.read import read_queue
 from paceline.scheduler.formats.workload import Queue
@@ -51,6 +51,76 @@ def test_first_in_first_out_by_hand():
     assert figures.jct_bound_s == pytest.approx(60)
     assert figures.makespan_bound_s == 100
     assert [(wait.devices, wait.mean_s) for wait in figures.waits] == [(1, 80), (4, 90), (8, 0)]
+
+
+RATES = """profile,devices,rate,message_bytes,compute_s
+heavy,1,1,4e8,0.1
+heavy,4,4,,
+heavy,8,6,,
+light,1,1,1e3,0.1
+"""
+
+
+def completion_s(tmp_path, bandwidth_bytes_per_s, jobs):
+    """Return when jobs end, first in first out, on two nodes of four devices and such a link."""
+    (tmp_path / "rates.csv").write_text(RATES)
+    (tmp_path / "jobs.csv").write_text("name,devices,profile,work\n" + jobs)
+    queue = read_queue(tmp_path / "jobs.csv", rates=tmp_path / "rates.csv")
+    levels = (
+        Level(name="nvlink", bandwidth_bytes_per_s=50e9),
+        Level(name="network", bandwidth_bytes_per_s=bandwidth_bytes_per_s),
+    )
+    cluster = Cluster(nodes=CLUSTER.nodes, levels=levels)
+    study = run_study("jobs.csv", queue, cluster, [Fifo()], Scenario())
+    return {name: job.ended_s for name, job in study.runs[0].outcome.jobs.items()}
+
+
+def test_links_of_the_cluster_slow_down_what_exchanges_much_over_them(tmp_path):
+    """Three devices of each node are taken: who comes then is on both nodes."""
+    jobs = "a,3,light,30\nb,3,light,30\nheavy,2,heavy,10\n"
+    slow, fast = (completion_s(tmp_path, bandwidth, jobs) for bandwidth in (1e9, 50e9))
+    assert slow["a"] == fast["a"] < 30
+    # A step over 4e8 bytes: 0.1 s and, at 1e9 bytes/s, 0.4 s of exchange less the 0.05 hidden.
+    assert slow["heavy"] == pytest.approx(fast["heavy"] * 0.45 / 0.1)
+    little = jobs.replace("heavy,2,heavy", "light,2,light")
+    assert completion_s(tmp_path, 1e9, little) == completion_s(tmp_path, 50e9, little)
+
+
+def test_a_measured_number_of_devices_was_measured_on_the_nodes_that_it_needs(tmp_path):
+    jobs = "eight,8,heavy,60\n"
+    assert completion_s(tmp_path, 1e9, jobs) == completion_s(tmp_path, 50e9, jobs) == {"eight": 10}
+    # Six were not measured: 5 on the curve inside a node, and slower over the link.
+    assert completion_s(tmp_path, 1e9, "six,6,heavy,60\n")["six"] > 2 * 60 / 5
+
+
+def test_the_spread_of_a_rate_counts_on_more_nodes_than_needed_only():
+    profile = Profile(alone={"gpu": {2: 2.0, 8: 8.0}}, spread={("gpu", 2): 0.5, ("gpu", 8): 0.5})
+    rates = RateModel({"class": profile}).on(CLUSTER)
+    job = Job(name="a", devices=8, profile="class", work=1.0)
+    shapes = {"gpu": Shape("gpu", (4, 4), 1), "wide": Shape("gpu", (4, 3, 1), 1)}
+    assert {name: rates.alone(job, shape) for name, shape in shapes.items()} == {
+        "gpu": 8,
+        "wide": 4,
+    }
+    assert rates.alone(job, Shape("gpu", (1, 1), 1)) == 1
+    assert rates.alone(job, Shape("gpu", (2,), 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("heavy,1,1,4e8,,", "line 2, compute_s"),
+        ("heavy,1,1,,0.1,", "line 2, message_bytes"),
+        ("heavy,1,1,4e8,0.1,1.5", "line 2, overlap"),
+        ("heavy,1,1,4e8,0,", "line 2, compute_s"),
+    ],
+)
+def test_a_wrong_exchange_names_line_and_field(tmp_path, line, where):
+    (tmp_path / "jobs.csv").write_text("name,devices,profile,work\na,1,heavy,1\n")
+    header = "profile,devices,rate,message_bytes,compute_s,overlap\n"
+    (tmp_path / "rates.csv").write_text(header + line + "\n")
+    with pytest.raises(CorruptData, match=where):
+        read_queue(tmp_path / "jobs.csv", rates=tmp_path / "rates.csv")
 
 
 def test_groups_of_nodes_of_one_type_are_numbered_on():

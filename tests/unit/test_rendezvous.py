@@ -227,8 +227,8 @@ def test_a_task_that_dies_is_lost(run):
         one.start()
         one.await_start()
         client = one._client
-        client._inbox = None  # its thread ends with an error, as the process would
-        client._wake_writer.send(b"\0")
+        client._state = None  # its thread ends with an error, as the process would
+        client.put(None)
 
     quiet = threading.excepthook
     threading.excepthook = lambda _: None

@@ -6,7 +6,17 @@ import pytest
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.decide import decide
-from paceline.scheduler.events import Ended, Measured, Preempt, Refuse, Start, Submitted
+from paceline.scheduler.events import (
+    Ended,
+    Measured,
+    NodeBack,
+    NodeLost,
+    Preempt,
+    Refuse,
+    Start,
+    Submitted,
+    Timer,
+)
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies import POLICIES
@@ -18,9 +28,9 @@ from paceline.scheduler.policies.muri import Muri, match
 from paceline.scheduler.policies.optimus import Optimus
 from paceline.scheduler.policies.srtf import ShortestRemaining
 from paceline.scheduler.rates.model import Profile, RateModel
-from paceline.scheduler.rates.sharing import Interleaving, PairKey, PairTable
+from paceline.scheduler.rates.sharing import PairKey, PairTable
 from paceline.scheduler.simulate.engine import Simulation, World
-from paceline.scheduler.simulate.metrics import best_alone_s, metrics
+from paceline.scheduler.simulate.metrics import alone_times_s, metrics
 from paceline.scheduler.simulate.synthetic import (
     CLASSES,
     FAST_LEVELS,
@@ -28,6 +38,7 @@ from paceline.scheduler.simulate.synthetic import (
     summit_cluster,
     summit_trace,
 )
+from paceline.scheduler.state.inventory import Inventory
 from paceline.scheduler.state.state import State
 
 ONE_NODE = Cluster.of_text("1x4")
@@ -50,6 +61,62 @@ def ends(policy, jobs, **settings):
 def test_fifo_lets_the_head_of_the_queue_block_those_behind_it():
     jobs = [job("a", 10, 3), job("b", 10, 4), job("c", 1, 1)]
     assert ends(Fifo(), jobs) == {"a": 10, "b": 20, "c": 21}
+
+
+def test_the_time_at_which_a_policy_is_asked_is_among_the_inputs_of_its_decisions():
+    """A deadline or a round that passes changes what is decided although nothing else happened."""
+
+    def inputs(*events):
+        state = State(ONE_NODE, PLAIN)
+        for event in [Submitted(at_s=0.0, job=job("a", 10)), *events]:
+            state.apply(event)
+        return state.inputs
+
+    digests = [inputs(), inputs(Timer(at_s=60.0)), inputs(Timer(at_s=61.0))]
+    assert len(set(digests)) == 3
+    assert inputs(Timer(at_s=60.0)) == digests[1]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "fifo-nodes"])
+def test_a_job_goes_to_the_node_that_holds_its_data_if_another_one_is_no_better(name):
+    cluster = Cluster.of_text("2x4")
+    state = State(cluster, PLAIN)
+    policy, round_s = POLICIES[name](), 600.0
+
+    def submitted(at_s, *jobs):
+        made = decide(policy, state, [Submitted(at_s=at_s, job=each) for each in jobs])
+        starts = {each.action.name: each.action for each in made if isinstance(each.action, Start)}
+        return [starts[each.name].placement.parts[0].node for each in jobs]
+
+    first, second = submitted(0.0, job("a", 1e6, 4), job("b", 1e6, 4, dataset="images"))
+    decide(policy, state, [Ended(at_s=round_s, name="a")])
+    decide(policy, state, [Ended(at_s=2 * round_s, name="b")])
+    assert submitted(3 * round_s, job("other", 1e6, 4)) == [first]
+    decide(policy, state, [Ended(at_s=4 * round_s, name="other")])
+    decide(
+        policy,
+        state,
+        [NodeLost(at_s=4 * round_s, node=first), NodeBack(at_s=4 * round_s, node=first)],
+    )
+    assert submitted(5 * round_s, job("c", 1e6, 2, dataset="images")) == [second]
+
+
+def test_a_tighter_node_comes_before_one_that_holds_the_data():
+    inventory = Inventory(Cluster.of_text("3x4"))
+    assert inventory.find("gpu", 2, prefer=[2]) == ((2, 0b0011),)
+    inventory.take(((1, 0b0011),))
+    assert inventory.find("gpu", 2, prefer=[2]) == ((1, 0b1100),)
+    assert inventory.find("gpu", 4, prefer=[1, 2]) == ((2, 0b1111),)
+    assert inventory.find("gpu", 6, prefer=[2]) == ((0, 0b0011), (2, 0b1111))
+
+
+def test_a_lost_node_holds_no_data():
+    state = State(Cluster.of_text("2x4"), PLAIN)
+    policy = Fifo()
+    decide(policy, state, [Submitted(at_s=0.0, job=job("a", 10, 8, dataset="images"))])
+    assert list(state.data_nodes["images"]) == [0, 1]
+    decide(policy, state, [NodeLost(at_s=1.0, node="n1")])
+    assert list(state.data_nodes["images"]) == [0]
 
 
 def test_a_batch_system_gives_whole_nodes_although_jobs_use_one_device_of_them():
@@ -189,6 +256,21 @@ def test_marble_takes_back_what_does_not_pay_when_somebody_waits():
     assert outcome.jobs["b"].ended_s == 15
 
 
+def test_marble_takes_back_what_does_not_pay_although_the_next_job_would_fit_worse():
+    jobs = [
+        job("a", 100, 4, min_devices=1, max_devices=4, profile="m"),
+        job("b", 10, 4, at_s=5, min_devices=1, max_devices=4, profile="m"),
+    ]
+    outcome = play(Marble(), jobs, cluster=Cluster.of_text("1x5"), rates=knee_rates())
+    starts = [
+        (d.action.name, d.action.placement.devices)
+        for d in outcome.decisions
+        if d.at_s == 5 and isinstance(d.action, Start)
+    ]
+    # One device was free, and a had grown from its 3 to 4.
+    assert starts == [("a", 3), ("b", 2)]
+
+
 def test_marble_knees_follow_theta():
     state = State(ONE_NODE, knee_rates())
     from_one = job("a", 1, 4, min_devices=1, max_devices=4, profile="m")
@@ -206,15 +288,16 @@ def test_marble_shares_devices_only_in_its_second_mode():
     assert ends(Marble(share=True), jobs, rates=pair_rates(0.52)) == {"a": 70, "b": 140}
 
 
-STAGES = {  # storage, CPU, device, network
-    "cpu": (0.0, 3.0, 1.0, 0.0),
-    "gpu": (0.0, 1.0, 3.0, 0.0),
-}
-
-
 def stage_rates():
-    profiles = {name: Profile(alone={"gpu": {4: 0.25}}) for name in STAGES}
-    return RateModel(profiles, Interleaving(STAGES))
+    """Two classes whose steps of 4 s fit: a round of 5 s does both, one of 7 s two equal ones."""
+    names = ("cpu", "gpu")
+    factors = {
+        PairKey("gpu", 4, own, other): 4 / (7 if own == other else 5)
+        for own in names
+        for other in names
+    }
+    profiles = {name: Profile(alone={"gpu": {4: 0.25}}) for name in names}
+    return RateModel(profiles, PairTable(factors))
 
 
 def test_marble_parts_a_job_that_stands_still_from_its_neighbour():
@@ -232,7 +315,6 @@ def test_marble_parts_a_job_that_stands_still_from_its_neighbour():
 
 
 def test_muri_pairs_jobs_whose_stages_fit_and_only_if_devices_are_short():
-    # cpu + gpu: a round of 5 s does both steps of 4 s each; two equal ones would need 7 s.
     jobs = [
         job("a", 25, 4, profile="cpu"),
         job("b", 25, 4, profile="cpu"),
@@ -309,7 +391,7 @@ def test_a_start_names_the_job_that_it_was_preferred_to():
 def test_the_bound_counts_the_whole_cluster_of_an_elastic_job():
     rates = RateModel({"m": Profile(alone={"gpu": {1: 1.0, 6: 6.0}})})
     wide = job("a", 60, 1, max_devices=16, profile="m")
-    assert best_alone_s(wide, Cluster.of_text("1x6"), rates) == pytest.approx(10)
+    assert alone_times_s([wide], Cluster.of_text("1x6"), rates) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("seed", range(2))

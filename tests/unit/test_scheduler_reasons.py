@@ -1,4 +1,4 @@
-"""A waiting job is told what it lacks, with numbers."""
+"""A waiting job has a reason that says what it lacks, with numbers."""
 
 import pytest
 

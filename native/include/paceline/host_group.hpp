@@ -177,6 +177,8 @@ class HostGroup {
   // Waiting (host_group.cpp)
   void await(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
              std::atomic<std::uint32_t>& waiters, Wait& wait);
+  int publish_core() noexcept;
+  bool shares_core(std::size_t peer) noexcept;
   void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,
              std::atomic<std::uint32_t>& waiters, Wait& wait);
   void sleep_until(const std::atomic<std::uint32_t>& word, std::uint32_t value, std::size_t peer,

@@ -54,8 +54,9 @@ struct alignas(2 * cache_line_bytes) Progress {
   std::atomic<std::uint32_t> waiters;   // ranks that sleep until one of the three changes
   std::atomic<std::uint16_t> fingerprints[fingerprint_count];  // of calls, by sequence number
   std::atomic<std::uint64_t> announced[2];  // an argument that peers need, by announcement
+  std::atomic<std::int32_t> core;  // where this rank was last seen to run, on a line of its own
 };
-static_assert(offsetof(Progress, announced) + 16 == cache_line_bytes);
+static_assert(offsetof(Progress, core) == cache_line_bytes);
 
 struct SegmentHeader {
   char magic[8];  // "PACEHOST"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from paceline.core.errors import PacelineError
     from paceline.runs.result import RunResult
 
 
@@ -33,6 +34,15 @@ def warn(warnings: Iterable[str]) -> None:
     """Print one line per warning."""
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
+
+
+def show_traceback(error: PacelineError, run: Path) -> None:
+    """Print the traceback of the script, if it raised and the run failed for that."""
+    from paceline.core.errors import ScriptFailed
+    from paceline.launch.failures import first_traceback
+
+    if isinstance(error, ScriptFailed) and (text := first_traceback(run)):
+        click.echo(text, err=True)
 
 
 def print_result(result: RunResult, run: Path, *, as_json: bool, recorded: bool) -> None:

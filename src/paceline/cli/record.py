@@ -50,10 +50,9 @@ def record(
     backward pass without a process group. The run's folder has the files that paceline run writes.
     """
     click.echo(f"paceline record: {command[0]}", err=True)
-    from paceline.cli.output import print_result, stdout_as_stderr, warn
+    from paceline.cli.output import print_result, show_traceback, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
-    from paceline.core.errors import PacelineError, ScriptFailed
-    from paceline.launch.failures import first_traceback
+    from paceline.core.errors import PacelineError
     from paceline.launch.record import (
         claim_command_folder,
         prepare_command,
@@ -73,8 +72,7 @@ def record(
         with stdout_as_stderr() if as_json else contextlib.nullcontext():
             result = record_command(job, machine=described, clock=clock)
     except PacelineError as error:
-        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
-            click.echo(text, err=True)
+        show_traceback(error, job.run_folder)
         raise
     finally:
         warn((*trace_warnings(job.run_folder), *recording_warnings(job.run_folder)))

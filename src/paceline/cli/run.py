@@ -168,17 +168,15 @@ def run(
 @contextlib.contextmanager
 def _failures_shown(job: PreparedJob) -> Iterator[None]:
     """Print the traceback of a script that raised, and what its traces lack."""
-    from paceline.cli.output import warn
-    from paceline.core.errors import PacelineError, ScriptFailed
+    from paceline.cli.output import show_traceback, warn
+    from paceline.core.errors import PacelineError
     from paceline.core.processes import ignore_preemption
-    from paceline.launch.failures import first_traceback
     from paceline.launch.summary import trace_warnings
 
     try:
         yield
     except PacelineError as error:
-        if isinstance(error, ScriptFailed) and (text := first_traceback(job.run_folder)):
-            click.echo(text, err=True)
+        show_traceback(error, job.run_folder)
         warn(trace_warnings(job.run_folder))
         raise
     finally:

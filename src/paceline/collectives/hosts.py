@@ -15,17 +15,16 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import DeadlineExceeded, PacelineError, UsageError, first_line
+from paceline.core.processes import boot_id
 from paceline.native import HostSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _LOG = logging.getLogger(__name__)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class KeyValueStore(Protocol):
@@ -55,7 +54,7 @@ class SegmentAddress:
     def of(segment: HostSegment) -> SegmentAddress:
         """Return the address of this process's segment, whose descriptor is open."""
         return SegmentAddress(
-            boot_id=_BOOT_ID.read_text().strip(),
+            boot_id=boot_id(),
             user=os.getuid(),
             process=os.getpid(),
             descriptor=segment.descriptor,
@@ -78,8 +77,7 @@ class SegmentAddress:
             OSError: it cannot be opened from this process.
             ValueError: another process has that id, or that descriptor is another file.
         """
-        own_boot_id = _BOOT_ID.read_text().strip()
-        if (self.boot_id, self.user) != (own_boot_id, os.getuid()):
+        if (self.boot_id, self.user) != (boot_id(), os.getuid()):
             raise ValueError("another host or user")
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         return HostSegment.open(path, bytes.fromhex(self.nonce))
@@ -102,20 +100,10 @@ def exchange(
         DeadlineExceeded: a rank gave nothing; the error names it.
     """
     store.set(f"{topic}/{rank}", value)
-    keys = [f"{topic}/{peer}" for peer in range(ranks)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except Exception as problem:  # torch raises RuntimeErrors of its own
-        if isinstance(problem, PacelineError):
-            raise
-        silent = [peer for peer in range(ranks) if peer != rank and not _is_set(store, keys[peer])]
-        raise DeadlineExceeded(
-            f"ranks did not come to the forming of a group within {timeout_s:g} s",
-            where=f"rank {rank} waited for ranks {silent}",
-            why=first_line(problem),
-            fix="Look at the output of those ranks",
-        ) from problem
-    return [store.get(key) for key in keys]
+    keys = {peer: f"{topic}/{peer}" for peer in range(ranks)}
+    what = "ranks did not come to the forming of a group"
+    _wait_for_ranks(store, keys, rank, what, timeout_s)
+    return [store.get(key) for key in keys.values()]
 
 
 def from_first_rank(
@@ -143,15 +131,7 @@ def from_first_rank(
             raise
         store.set(key, json.dumps({"text": text}).encode())
         return text
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except Exception as problem:  # torch raises RuntimeErrors of its own
-        raise DeadlineExceeded(
-            f"rank 0 did not say its {topic} within {timeout_s:g} s",
-            where=f"rank {rank} waited for rank 0",
-            why=first_line(problem),
-            fix="Look at the output of rank 0",
-        ) from problem
+    _wait_for_ranks(store, {0: key}, rank, f"rank 0 did not say its {topic}", timeout_s)
     decided = json.loads(store.get(key))
     if "problem" in decided:
         raise UsageError(
@@ -160,6 +140,26 @@ def from_first_rank(
             fix="Correct it where rank 0 runs",
         )
     return str(decided["text"])
+
+
+def _wait_for_ranks(
+    store: KeyValueStore, keys: Mapping[int, str], rank: int, what: str, timeout_s: float
+) -> None:
+    """Wait until ranks have set their keys; an error begins with `what` and names the others."""
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except PacelineError:
+        raise
+    except Exception as problem:  # torch raises RuntimeErrors of its own
+        others = [peer for peer in keys if peer != rank]
+        late = [peer for peer in others if not _is_set(store, keys[peer])]
+        names = f"rank {', '.join(map(str, late or others))}"  # none: they have come since
+        raise DeadlineExceeded(
+            f"{what} within {timeout_s:g} s",
+            where=f"rank {rank} waited for {names}",
+            why=first_line(problem),
+            fix=f"Look at the output of {names}",
+        ) from problem
 
 
 def _is_set(store: KeyValueStore, key: str) -> bool:

@@ -16,7 +16,7 @@ from paceline.collectives.choice import Crossover, PathChoice, measured_crossove
 from paceline.collectives.hosts import from_first_rank
 from paceline.collectives.options import FLAT_BELOW_BYTES, CollectivesConfig
 from paceline.core.config import resolve
-from paceline.core.errors import ConfigError, StorageError
+from paceline.core.errors import ConfigError, CorruptData, StorageError
 from paceline.core.machine_file import machine_path, read_machine
 from paceline.core.record import Record
 
@@ -117,7 +117,7 @@ def _own_table() -> tuple[CollectiveCost, ...]:
         return ()
     try:
         return _costs_between_hosts(str(path))
-    except (ConfigError, StorageError) as problem:
+    except (ConfigError, StorageError, CorruptData) as problem:
         _LOG.warning("the probed machine is not used for collectives: %s", problem)
         return ()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.core.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,11 @@ class Breakdown(Record):
         """Yield each phase's name and seconds, in the order of a step."""
         for name in PHASES:
             yield name, getattr(self, name)
+
+    @staticmethod
+    def mean(breakdowns: Collection[Breakdown]) -> Breakdown:
+        """Return the mean of each phase; 0 where there is nothing to take it of."""
+        return sum(breakdowns, Breakdown()).scaled(1 / max(1, len(breakdowns)))
 
     def scaled(self, factor: float) -> Breakdown:
         """Return each phase times `factor`."""

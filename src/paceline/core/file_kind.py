@@ -9,8 +9,8 @@ import json
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError, DestinationExists, NotFound, storage_errors
-from paceline.core.files import prepare_file
+from paceline.core.errors import ConfigError, storage_errors
+from paceline.core.files import check_replaceable, prepare_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,12 +76,9 @@ def prepare_output(path: Path, kind: FileKind) -> None:
     """
     fix = "Name another file with --out"
     with storage_errors("cannot write", where=path, fix=fix):  # in a folder that one may not search
-        if path.exists() and not (path.is_file() and _kind_of_file(path) is kind):
-            raise DestinationExists(
-                f"will not overwrite what is not a {kind} file", where=str(path), fix=fix
-            )
-        if not path.parent.is_dir():
-            raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
+        check_replaceable(
+            path, lambda path: _kind_of_file(path) is kind, what=f"a {kind} file", fix=fix
+        )
     prepare_file(path)
 
 

@@ -10,13 +10,20 @@ from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import NotFound, StorageError, reason, storage_errors
+from paceline.core.errors import (
+    CorruptData,
+    DestinationExists,
+    NotFound,
+    StorageError,
+    reason,
+    storage_errors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def commit_bytes(path: Path, data: bytes) -> None:
@@ -81,7 +88,7 @@ def require_space(path: Path, least_bytes: int, most_bytes: int, *, what: str, f
             why=f"{_size(least_bytes)} are needed, {_size(free)} are free",
             fix=f"Free space or choose another destination; {fix}",
         )
-    _log.warning(
+    _LOG.warning(
         "%s: there may be too little space for %s: it needs up to %s, and %s are free",
         path,
         what,
@@ -129,7 +136,7 @@ def try_lock(descriptor: int) -> LockOutcome:
 
 @cache
 def _warn_of_no_locks(why: str) -> None:
-    _log.warning(
+    _LOG.warning(
         "this file system has no locks (%s): make sure that only one command at a time writes to "
         "the same destination",
         why,
@@ -157,6 +164,27 @@ def write_all_at(descriptor: int, data: bytes | bytearray | memoryview, position
 def commit_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8; see `commit_bytes`. Bytes of paths that are not UTF-8 are escaped."""
     commit_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def check_replaceable(
+    path: Path, is_same_kind: Callable[[Path], bool], *, what: str, fix: str
+) -> None:
+    """See that writing to the `path` that the user named replaces at most a file of one kind.
+
+    Args:
+        path: the destination.
+        is_same_kind: whether a file there may be replaced.
+        what: the kind, for example "a report".
+        fix: what the user can do about another file.
+
+    Raises:
+        DestinationExists: something else is there.
+        NotFound: the folder to write to is not there.
+    """
+    if path.exists() and not (path.is_file() and is_same_kind(path)):
+        raise DestinationExists(f"will not overwrite what is not {what}", where=str(path), fix=fix)
+    if not path.parent.is_dir():
+        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
@@ -207,18 +235,17 @@ def read_text(path: Path) -> str:
     Raises:
         NotFound: there is no such file.
         StorageError: it is there but cannot be read.
+        CorruptData: it is not UTF-8.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotFound("no such file", where=str(path), fix="Check the path") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise StorageError(
-            "cannot read",
-            where=str(path),
-            why=str(problem),
-            fix="Check that it is a text file that you may read",
-        ) from problem
+    with storage_errors("cannot read", where=path, fix="Check that it is a file you may read"):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFound("no such file", where=str(path), fix="Check the path") from None
+        except UnicodeDecodeError as problem:
+            raise CorruptData(
+                "not a text file", where=str(path), why=str(problem), fix="Name a file of UTF-8"
+            ) from None
 
 
 def _partial(path: Path) -> Path:

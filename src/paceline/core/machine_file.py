@@ -26,7 +26,7 @@ def read_machine(path: Path) -> Machine:
     """Return the machine in a file.
 
     Raises:
-        NotFound, StorageError: there is no such file, or it cannot be read.
+        NotFound, StorageError, CorruptData: there is no such file, or it cannot be read.
         ConfigError: it is not a machine file.
     """
     text, where = read_text(path), str(path)

@@ -202,12 +202,45 @@ def ended_on_signal(clock: Clock) -> Iterator[None]:
         os.close(reader)
 
 
+def boot_id() -> str:
+    """Return what tells this machine since it was started from all others, and from itself before.
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None if it does not run.
+
+    With `boot_id` it tells the process from others that had its id before or get it later.
+    """
+    try:
+        state, *fields = stat_fields(pid)
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def stat_fields(pid: int) -> list[bytes]:
+    """Return the fields of a process from the third on, its state: ``/proc/PID/stat`` of proc(5).
+
+    The second one, its name, may hold any bytes.
+
+    Raises:
+        OSError: it has ended.
+    """
+    text = (Path("/proc") / str(pid) / "stat").read_bytes()
+    return text.rpartition(b")")[2].split()
+
+
+def running_processes() -> list[int]:
+    """Return the ids of all processes that this one can see."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+
+
 def _parents() -> Iterator[tuple[int, int]]:
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            text = (folder / "stat").read_text()
-        except OSError:  # it has ended
-            continue
-        yield int(folder.name), int(text.rpartition(")")[2].split()[1])
+    for pid in running_processes():
+        with contextlib.suppress(OSError):  # it has ended
+            yield pid, int(stat_fields(pid)[1])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 MIB = 1024 * 1024
 DEFAULT_BYTES = 25 * MIB  # torch's default, in every version so far
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def set_bucket_bytes(bucket_bytes: int, first_bucket_bytes: int) -> None:
@@ -39,7 +39,7 @@ def set_bucket_bytes(bucket_bytes: int, first_bucket_bytes: int) -> None:
         if "bucket_cap_mb_list" in signature.parameters:
             settings = {"bucket_cap_mb_list": [first_bucket_bytes / MIB, bucket_bytes / MIB]}
         else:
-            log.warning(
+            _LOG.warning(
                 "this torch takes bucket_bytes = %d for DDP's first bucket too, "
                 "in place of the plan's %d",
                 bucket_bytes,

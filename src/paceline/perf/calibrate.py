@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import UsageError
 from paceline.core.machine import Quantity
 from paceline.core.record import Record
-from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.perf.communication import MODELLED, collective_s
 from paceline.perf.estimate import COMPUTE_PHASES, RESIDUALS, step_breakdown
 from paceline.perf.refit import (
     add_residual,
@@ -259,12 +259,9 @@ class _Fitter:
         cost = self.machine.collective(
             observed.operation, observed.ranks, collectives=collectives, hosts=self.plan.nodes
         )
-        if cost is None or observed.operation not in ("all_reduce", "broadcast"):
+        if cost is None or observed.operation not in MODELLED:
             return
-        if observed.operation == "all_reduce":
-            predicted_s = sum(all_reduce_s(cost, observed.bytes, observed.ranks))
-        else:
-            predicted_s = broadcast_s(cost, observed.bytes, observed.ranks)
+        predicted_s = collective_s(cost, observed.bytes, observed.ranks)
         target = log_posterior(predicted_s, observed.duration, PRIOR_LOG_SD["transfer"])
         if target.weight > 0:
             self.machine = scale_collectives(
@@ -288,7 +285,7 @@ class _Fitter:
 
         def collectives_scaled(factor: float) -> Machine:
             machine = self.machine
-            for operation in ("all_reduce", "broadcast"):
+            for operation in MODELLED:
                 machine = scale_collectives(
                     machine, self.plan, operation, factor, interval=interval
                 )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from paceline.core.machine import CollectiveCost
 
+MODELLED = ("all_reduce", "broadcast")  # operations with a formula: what data parallelism calls
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
@@ -92,6 +94,13 @@ def broadcast_s(
     rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(cost.ranks))
     empty_s = bare_s if latency_s is None else latency_s
     return rounds * (empty_s + cost.seconds_at(bytes_) - bare_s)
+
+
+def collective_s(cost: CollectiveCost, bytes_: float, ranks: int) -> float:
+    """Return seconds of the operation of a cost, one of `MODELLED`, between some ranks."""
+    if cost.operation == "all_reduce":
+        return sum(all_reduce_s(cost, bytes_, ranks))
+    return broadcast_s(cost, bytes_, ranks)
 
 
 def exposed_s(

@@ -162,4 +162,3 @@ OPERATIONS: dict[str, tuple[Callable[[torch.Tensor, Any, int], Any], bool]] = {
     "reduce_scatter": (_reduce_scatter, False),
     "all_gather": (_all_gather, False),
 }
-PREDICTED = ("all_reduce", "broadcast")  # what data parallelism calls, and `plan` needs

@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from paceline.core.affinity import allowed_cores
-from paceline.core.errors import ConfigError, NotFound, StorageError
+from paceline.core.errors import ConfigError, CorruptData, NotFound, StorageError
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.core.machine_file import machine_path, read_machine
 from paceline.probe import node
@@ -39,7 +39,7 @@ def known_machine(path: Path | None) -> Machine:
     run. A damaged file that the user named is an error.
 
     Raises:
-        NotFound, StorageError, ConfigError: there is no machine at `path`.
+        NotFound, StorageError, CorruptData, ConfigError: there is no machine at `path`.
     """
     if path is not None:
         return read_machine(path)
@@ -50,7 +50,7 @@ def known_machine(path: Path | None) -> Machine:
         return read_machine(machine_path())
     except NotFound:
         pass
-    except (ConfigError, StorageError) as problem:
+    except (ConfigError, StorageError, CorruptData) as problem:
         missing = f"the probed machine cannot be read ({problem}); {missing}"
     # Figures from the kernel are not measured; a control group's limits apply to them.
     device = Device(

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from paceline.core.machine import CollectiveCost, Disturbance, FrameworkOverhead
 from paceline.core.worker_process import serve
+from paceline.perf.communication import MODELLED
 from paceline.probe.collectives import (
     OPERATIONS,
-    PREDICTED,
     libraries,
     measure_collectives,
 )
@@ -140,7 +140,7 @@ def _measure_together(request: MeasureRequest) -> WorkerMeasurement:
 def _measure_communication(
     threads: int, request: MeasureRequest, parts: QuietParts
 ) -> CommunicationMeasurement:
-    operations = OPERATIONS if request.only_collectives else PREDICTED
+    operations = OPERATIONS if request.only_collectives else MODELLED
     collectives: list[CollectiveCost] = []
     ddp: list[FrameworkOverhead] = []
     for library in libraries():

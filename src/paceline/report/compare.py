@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.breakdown import PHASES, Breakdown
 from paceline.core.record import Record
-from paceline.report.units import shown_parts
+from paceline.report.units import seconds_that_add_up, shown_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,6 +142,25 @@ def shown_phases(comparison: Comparison) -> list[PhaseComparison]:
     measured = {phase.name: phase.measured_s for phase in comparison.phases}
     shown = shown_parts(tuple(measured), [measured])
     return [phase for phase in comparison.phases if phase.name in shown or phase.predicted_s]
+
+
+def shown_cells(comparison: Comparison) -> list[list[str]]:
+    """Return predicted seconds, measured seconds and ratio, as text, of each of `shown_phases`.
+
+    A last row has the seconds of the step, to which the others add up; its ratio is left out.
+    """
+    phases = shown_phases(comparison)
+    *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
+    *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
+    cells = [
+        [
+            predicted[i] if phase.predicted_s else "-",
+            measured[i] if phase.measured_s else "-",
+            "-" if phase.ratio is None else f"{phase.ratio:.2f}",
+        ]
+        for i, phase in enumerate(phases)
+    ]
+    return [*cells, [predicted_step, measured_step]]
 
 
 def typical_steps(step_s: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from paceline.core.breakdown import Breakdown
 from paceline.core.errors import NotFound
 from paceline.core.estimate import Estimate
 from paceline.core.machine import Machine
-from paceline.perf.communication import all_reduce_s, broadcast_s
+from paceline.perf.communication import MODELLED, collective_s
 from paceline.report.advice.gather import gather_facts
 from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
@@ -47,8 +47,6 @@ from paceline.trace.merge.steps import StepRule
 
 if TYPE_CHECKING:
     from paceline.core.plan import CollectivesChoice
-
-MODELLED = ("all_reduce", "broadcast")  # operations that `perf.communication` has a formula for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -272,10 +270,7 @@ def _most_late_rank(trace: Trace, skew_s: np.ndarray) -> int | None:
 
 def mean_of(rank_phases: tuple[RankPhases, ...]) -> Breakdown:
     """Return the seconds of all steps by phase, the mean over ranks."""
-    total = Breakdown()
-    for rank in rank_phases:
-        total += rank.breakdown()
-    return total.scaled(1 / max(1, len(rank_phases)))
+    return Breakdown.mean([rank.breakdown() for rank in rank_phases])
 
 
 def modelled_s(
@@ -299,9 +294,7 @@ def modelled_s(
     cost = machine.collective(traffic.operation, traffic.ranks, collectives=backend, hosts=hosts)
     if cost is None:
         return None
-    if traffic.operation == "all_reduce":
-        return sum(all_reduce_s(cost, traffic.typical_bytes, traffic.ranks))
-    return broadcast_s(cost, traffic.typical_bytes, traffic.ranks)
+    return collective_s(cost, traffic.typical_bytes, traffic.ranks)
 
 
 def to_json(report: Report) -> dict[str, Any]:

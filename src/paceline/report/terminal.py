@@ -13,7 +13,7 @@ from rich.text import Text
 
 from paceline.core.breakdown import PHASES
 from paceline.report.advice.gather import mean_times
-from paceline.report.compare import shown_phases
+from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.fitting_table import FittingTable
 from paceline.report.model import modelled_s
 from paceline.report.units import (
@@ -305,22 +305,13 @@ def _stragglers(report: Report) -> FittingTable:
 
 def _comparison(comparison: Comparison) -> FittingTable:
     phases = shown_phases(comparison)
-    *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
-    *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
-    rows = [
-        [
-            predicted[i] if phase.predicted_s else "-",
-            measured[i] if phase.measured_s else "-",
-            "-" if phase.ratio is None else f"{phase.ratio:.2f}",
-        ]
-        for i, phase in enumerate(phases)
-    ]
+    *cells, step = shown_cells(comparison)
     error = f"error {format_share(comparison.step_time_error)}"
     return _table(
         "typical step",
         ["predicted", "measured", "ratio"],
         [*(phase_label(phase.name) for phase in phases), "step"],
-        [*rows, [predicted_step, measured_step, error]],
+        [*cells, [*step, error]],
         bold=[len(phases)],
     )
 

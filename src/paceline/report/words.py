@@ -35,7 +35,7 @@ DOING = {
     "other": "the rest of the loop",
 }
 _LABELS = {"transfer": "communication"}
-_NOTABLE_WAITING = 0.1
+NOTABLE_WAITING = 0.1  # of a step
 _NO_STEP = (
     "No step was recorded, so nothing is known about stragglers: the script calls no optimizer, "
     "takes no batch from a DataLoader and makes no backward pass. Call paceline.step() once per "
@@ -84,10 +84,12 @@ def summary_line(result: RunResult, run: Path) -> str:
 
 def mean_breakdown(result: RunResult) -> Breakdown:
     """Return the seconds of a run by phase, as the mean over its ranks."""
-    total = Breakdown()
-    for rank in result.ranks:
-        total += Breakdown(**{phase.name: phase.measured_s for phase in rank.phases})
-    return total.scaled(1 / max(1, len(result.ranks)))
+    return Breakdown.mean(
+        [
+            Breakdown(**{phase.name: phase.measured_s for phase in rank.phases})
+            for rank in result.ranks
+        ]
+    )
 
 
 def verdict(
@@ -250,7 +252,7 @@ def _even_words(world_size: int, steps: int, total: Breakdown, most_late_rank: i
     waiting = total.waiting / max(total.total_s, 1e-12)
     if world_size == 1:
         return f"One rank took {plural(steps, 'step')}: {spent}"
-    if waiting >= _NOTABLE_WAITING:
+    if waiting >= NOTABLE_WAITING:
         whom = "not always for the same rank"
         if most_late_rank is not None:
             whom = f"mostly for rank {most_late_rank}, but never for long at a time"

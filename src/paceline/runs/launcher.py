@@ -11,6 +11,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from paceline.core.processes import boot_id, started_ticks
+
 
 def this_launcher() -> dict[str, Any]:
     """Return what identifies this process among all processes of all machines, for JSON."""
@@ -19,7 +21,7 @@ def this_launcher() -> dict[str, Any]:
         "boot_id": _boot_id(),
         "namespace": _pid_namespace(),
         "pid": os.getpid(),
-        "started_ticks": _started_ticks(os.getpid()),
+        "started_ticks": started_ticks(os.getpid()),
     }
 
 
@@ -33,13 +35,13 @@ def is_alive(launcher: dict[str, Any]) -> bool | None:
     if launcher["boot_id"] != _boot_id():
         # The machine has been started again since, or it is another one.
         return False if launcher.get("host") == socket.gethostname() else None
-    ticks = _started_ticks(int(launcher.get("pid", 0)))
+    ticks = started_ticks(int(launcher.get("pid", 0)))
     return ticks is not None and ticks == launcher.get("started_ticks")
 
 
 def _boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot_id()
     except OSError:
         return ""
 
@@ -49,13 +51,3 @@ def _pid_namespace() -> str:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
-
-
-def _started_ticks(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None if it does not run."""
-    try:
-        text = (Path("/proc") / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(b")")[2].split()
-    return None if state == b"Z" else int(fields[18])

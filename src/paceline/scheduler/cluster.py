@@ -89,6 +89,13 @@ class Cluster(Record):
             counts[node.device_type] = counts.get(node.device_type, 0) + node.devices
         return counts
 
+    def largest_nodes(self) -> dict[str, int]:
+        """Return the most devices of a node by type, types in the order of the nodes."""
+        largest: dict[str, int] = {}
+        for node in self.nodes:
+            largest[node.device_type] = max(largest.get(node.device_type, 0), node.devices)
+        return largest
+
     @classmethod
     def of_text(cls, text: str, *, switch_nodes: int = 0) -> Cluster:
         """Return the cluster that a short description names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
@@ -26,7 +27,10 @@ class Job(Record):
         weight: of this job against others in a mean; twice the weight counts as two jobs.
         deadline_s: seconds since the queue's first moment by which it should end; None: no matter.
         memory_bytes: that it needs on each device; 0 if it is not known.
-        dataset: data that it reads; nodes that hold it are preferred.
+        dataset: data that it reads; among equally good nodes, those where a job that reads it ran
+            are preferred.
+        mesh: sizes of the axes of its ranks, the last one with the most traffic, for example (data,
+            pipeline, tensor); a rank for each device. Empty: ranks in any order are as good.
         restart_s: seconds without progress whenever it starts anew from a checkpoint.
         start_s: seconds without progress when it starts for the first time.
         preemptible: whether it may be stopped and started anew.
@@ -46,6 +50,7 @@ class Job(Record):
     deadline_s: float | None = None
     memory_bytes: int = 0
     dataset: str = ""
+    mesh: tuple[int, ...] = ()
     restart_s: float = 0.0
     start_s: float = 0.0
     preemptible: bool = True
@@ -57,6 +62,12 @@ class Job(Record):
             raise ConfigError(
                 f"job '{self.name}' asks for {self.devices} devices between {low} and {high}",
                 fix="Ask for at least one device, within the job's own limits",
+            )
+        if self.mesh and (min(self.mesh) < 1 or {math.prod(self.mesh)} != {low, high}):
+            raise ConfigError(
+                f"job '{self.name}' runs on {low} to {high} devices, its mesh has "
+                f"{' x '.join(map(str, self.mesh))} ranks",
+                fix="Give a rank to each device of a rigid job, or no mesh",
             )
         if self.work is not None and not self.work > 0:
             raise ConfigError(

@@ -14,7 +14,7 @@ class NodeDevices(Record):
 
     Attributes:
         node: name of the node.
-        devices: indices from 0, ascending.
+        devices: indices from 0, in the order of the job's ranks.
     """
 
     node: str
@@ -29,9 +29,10 @@ class Placement(Record):
     devices or none, so that one slow neighbour slows all ranks of a job alike.
 
     Attributes:
-        parts: nodes in the order of the job's ranks.
-        share: fraction of each device that the job may use: 1 if it has the devices to itself.
-            An executor limits a job to it where the device allows it (MPS, cgroup).
+        parts: nodes in the order of the job's ranks; a node may come more than once.
+        share: fraction of each device that the job may use: 1 if it starts with the devices to
+            itself, 1/n beside n - 1 other jobs. An executor limits a job to it where the device
+            allows it (MPS, cgroup); what runs keeps the limit with which it started.
     """
 
     parts: tuple[NodeDevices, ...]

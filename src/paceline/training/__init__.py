@@ -1,5 +1,23 @@
-"""Captures the Workload of a model before it trains, from one step on fake tensors.
+"""Trains a model on many ranks, and captures the Workload of a model before it trains.
 
-`capture.capture` derives it; `operators` sorts operators into the classes that `perf` has costs
-for. Needs torch, so that `perf`, its sibling, does not.
+    model, optimizer = paceline.training.prepare(model, optimizer)
+
+`prepare` wraps a model and its optimizer; `engine` is what reduces gradients. `capture.capture`
+derives a Workload from one step on fake tensors; `operators` sorts operators into the classes that
+`perf` has costs for. All of it needs torch, and is loaded when it is first used.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.training.preparation import Prepared, prepare
+
+__all__ = ["Prepared", "prepare"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from paceline.training import preparation
+
+        return getattr(preparation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -148,7 +148,7 @@ def simulate(  # a flag for each field of a scenario
     simulation.
     """
     from paceline.core.clock import SystemClock
-    from paceline.core.files import commit_chunks
+    from paceline.core.files import check_replaceable, commit_chunks
     from paceline.report.page.document import prepare_page
     from paceline.scheduler.formats.read import detect_format, read_queue
     from paceline.scheduler.policies.choose import make_policies
@@ -158,7 +158,9 @@ def simulate(  # a flag for each field of a scenario
     if out is not None:  # rather than after minutes of simulating
         prepare_page(out)
     if log is not None:
-        _prepare_log(log)
+        check_replaceable(
+            log, _is_log, what="a log of decisions", fix="Name another file with --log"
+        )
     chosen = make_policies(policies or ("all",), objective=objective, round_s=round_s)
     name = file_format or detect_format(trace)
     queue = read_queue(trace, file_format=name, rates=rates)
@@ -207,20 +209,6 @@ def _cluster(text: str | None, file_format: str) -> Cluster:
     if Path(text).suffix == ".json" or Path(text).is_file():
         return Cluster.from_text(read_text(Path(text)), where=text)
     return Cluster.of_text(text)
-
-
-def _prepare_log(path: Path) -> None:
-    """See that a log can be written to `path`: an older one is replaced, nothing else."""
-    from paceline.core.errors import DestinationExists, NotFound
-
-    if path.exists() and not (path.is_file() and _is_log(path)):
-        raise DestinationExists(
-            "will not overwrite what is not a log of decisions",
-            where=str(path),
-            fix="Name another file with --log",
-        )
-    if not path.parent.is_dir():
-        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
 
 
 def _is_log(path: Path) -> bool:

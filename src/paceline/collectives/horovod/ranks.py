@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from paceline.collectives.registration import NAME, register
 from paceline.core.config import environment
 from paceline.core.errors import UsageError
+from paceline.core.processes import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,6 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ def init() -> None:
         _make_group(environment())
         _job.owns_group = True
     names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, _BOOT_ID.read_text())
+    dist.all_gather_object(names, boot_id())
     _job.hosts = [
         [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
     ]

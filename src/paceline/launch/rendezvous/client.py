@@ -6,13 +6,11 @@ One thread owns the state machine and the link. The task's thread passes events 
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import select
-import socket
 import threading
 from typing import TYPE_CHECKING
 
+from paceline.launch.rendezvous.inbox import Inbox
 from paceline.launch.rendezvous.links import connect
 from paceline.launch.rendezvous.member import (
     Connect,
@@ -60,9 +58,7 @@ class MemberClient:
         self._task = task
         self._run_folder = run
         self._clock = clock
-        self._inbox: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
+        self._inbox: Inbox[MemberEvent] = Inbox()
         self._link: RootLink | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
 
@@ -73,8 +69,6 @@ class MemberClient:
     def put(self, event: MemberEvent) -> None:
         """Hand an event to the state machine; any thread may call this."""
         self._inbox.put(event)
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
 
     def join(self, timeout_s: float) -> None:
         """Wait until this member has left."""
@@ -85,9 +79,8 @@ class MemberClient:
             while self.leave is None:
                 self._wait()
                 self._receive()
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        self._handle(self._inbox.get_nowait())
+                for event in self._inbox.take():
+                    self._handle(event)
                 self._handle(Tick())
         finally:
             if self.leave is None:
@@ -95,12 +88,11 @@ class MemberClient:
             self.changed.set()
             if self._link is not None:
                 self._link.close()
-            self._wake_reader.close()
-            self._wake_writer.close()
+            self._inbox.close()
 
     def _wait(self) -> None:
         timeout_s = max(0.0, min(self._state.wakeup_s() - self._clock.now_s(), 60.0))
-        waiting = [self._wake_reader.fileno()]
+        waiting = [self._inbox.fileno()]
         if self._link is not None:
             if self._link.fileno() >= 0:
                 waiting.append(self._link.fileno())
@@ -113,8 +105,6 @@ class MemberClient:
         self._is_ready = self._link is not None and (
             self._link.fileno() < 0 or self._link.fileno() in ready
         )
-        with contextlib.suppress(BlockingIOError):
-            self._wake_reader.recv(4096)
 
     _is_ready = False
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import resource
 import selectors
 import shutil
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import PacelineError
 from paceline.core.files import commit_bytes
 from paceline.launch.rendezvous.addresses import FOLDER, choose_address
+from paceline.launch.rendezvous.inbox import Inbox
 from paceline.launch.rendezvous.messages import MAX_MESSAGE_BYTES, BadMessage, parse_report
 from paceline.launch.rendezvous.root import (
     AddressChosen,
@@ -55,7 +55,7 @@ _GREETING_S = 20.0  # for a connection to send its first report
 _SPARE_CONNECTIONS = 64  # for strangers and reconnecting members, in addition to one per task
 _SPARE_DESCRIPTORS = 256  # that this process needs in addition to one for each task
 _MAX_UNSENT_BYTES = 1 << 20
-_logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +100,7 @@ class RootServer:
         self._folder = run / FOLDER
         self._task = task
         self._clock = clock
-        self._inbox: queue.SimpleQueue[RootEvent] = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._inbox: Inbox[RootEvent] = Inbox()
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._seen_reports: dict[str, tuple[int, int]] = {}
@@ -112,16 +111,14 @@ class RootServer:
     def start(self) -> None:
         """Begin to listen."""
         _allow_descriptors(self._state.world_size + _SPARE_DESCRIPTORS)
-        for waiting in (self._listener, self._wake_reader):
-            waiting.setblocking(False)
+        self._listener.setblocking(False)
+        for waiting in (self._listener, self._inbox):
             self._selector.register(waiting, selectors.EVENT_READ)
         self._thread.start()
 
     def put(self, event: RootEvent) -> None:
         """Hand an event to the state machine; any thread may call this."""
         self._inbox.put(event)
-        with contextlib.suppress(OSError):  # full, which wakes it too, or over
-            self._wake_writer.send(b"\0")
 
     def join(self, timeout_s: float) -> None:
         """Wait until no task still expects the result."""
@@ -146,13 +143,10 @@ class RootServer:
         for key, mask in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._wake_reader:
-                self._wake_reader.recv(4096)
-            else:
+            elif key.fileobj is not self._inbox:
                 self._exchange(key.data, mask)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._handle(self._inbox.get_nowait())
+        for event in self._inbox.take():
+            self._handle(event)
 
     def _handle(self, event: RootEvent) -> None:
         for action in self._state.handle(event, self._clock.now_s()):
@@ -178,7 +172,7 @@ class RootServer:
         try:
             address, port = choose_address(self._task)
         except PacelineError as problem:  # torch says so again, with the address that it tried
-            _logger.warning("%s", problem)
+            _LOG.warning("%s", problem)
             address, port = socket.gethostname(), 0
         self._handle(AddressChosen(address, port))
 
@@ -192,7 +186,7 @@ class RootServer:
             except BlockingIOError:  # no more for now
                 return
             except OSError as problem:  # no descriptor: the others wait in the listener's queue
-                _logger.warning("cannot accept a task's connection: %s", problem)
+                _LOG.warning("cannot accept a task's connection: %s", problem)
                 self._selector.unregister(self._listener)  # it stays readable: do not spin
                 self._is_accepting = False
                 return
@@ -235,7 +229,7 @@ class RootServer:
                 connection.greeted = True
                 self._handle(Received(connection, report))
         except BadMessage as problem:
-            _logger.info("closing a connection: %s", problem)
+            _LOG.info("closing a connection: %s", problem)
             self._hang_up(connection)
 
     def _send(self, peer: Peer, notice: Notice) -> None:
@@ -302,8 +296,8 @@ class RootServer:
         for connection in self._connections:
             connection.socket.close()
         self._selector.close()
-        for opened in (self._listener, self._wake_reader, self._wake_writer):
-            opened.close()
+        self._listener.close()
+        self._inbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self.ended.set()
 

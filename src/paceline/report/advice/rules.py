@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.core.record import Record
 from paceline.report.advice.facts import working_s
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
+from paceline.report.words import NOTABLE_WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 LEAST_SHARE = 0.02  # of the loop
 LEAST_STEPS = 20  # of a run: fewer say too little about the next run
 MOST_ADVICE = 4
-NOTABLE_WAITING = 0.1  # of a step
 BETWEEN_RANKS = frozenset({"waiting", "transfer"})  # phases that need the traces of all ranks
 MOST_WORKERS = 8  # that one rank is advised to have
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")

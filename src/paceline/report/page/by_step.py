@@ -20,6 +20,7 @@ from paceline.report.page.chart import (
     Values,
     blocks,
     to_zoom,
+    vertical_scale,
     worst,
 )
 from paceline.report.units import format_seconds
@@ -169,13 +170,7 @@ def step_lines(step_s: np.ndarray, ranks: Sequence[int], shifts: Sequence[Shift]
 def _time_scale(top_s: float) -> tuple[list[str], list[str]]:
     """Return the grid and the numbers of the vertical axis."""
     factor, unit = (1e3, "ms") if top_s < 1 else (1.0, "s")
-    grid, labels = [], []
-    for at in svg.ticks(top_s * factor, 4):
-        y = _STEPS_PX * (1 - at / factor / top_s)
-        grid.append(svg.line(0, y, FIELD, y, "grid"))
-        labels.append(svg.text(LABEL_X, y + 4, f"{at:g}", "tick", "end"))
-    labels.append(svg.turned_text(12, _STEPS_PX / 2, f"step time, {unit}", "axis-name"))
-    return grid, labels
+    return vertical_scale(top_s * factor, 4, _STEPS_PX, f"step time, {unit}", "g")
 
 
 def _line_legend(

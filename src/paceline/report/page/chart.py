@@ -117,6 +117,27 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{shown}</ul>'
 
 
+def vertical_scale(
+    top: float, numbers: int, height_px: float, name: str, style: str
+) -> tuple[list[str], list[str]]:
+    """Return the grid and the labels of a vertical axis.
+
+    Args:
+        top: the axis goes from 0 to here.
+        numbers: about how many to write.
+        height_px: of the plot.
+        name: of the axis.
+        style: format of the numbers.
+    """
+    grid, labels = [], []
+    for at in svg.ticks(top, numbers):
+        y = height_px * (1 - at / top)
+        grid.append(svg.line(0, y, FIELD, y, "grid"))
+        labels.append(svg.text(LABEL_X, y + 4, format(at, style), "tick", "end"))
+    labels.append(svg.turned_text(12, height_px / 2, name, "axis-name"))
+    return grid, labels
+
+
 def blocks(count: int, limit: int) -> np.ndarray:
     """Return where each of at most `limit` nearly equal blocks of `count` things begins, and ends.
 

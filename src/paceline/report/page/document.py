@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline import __version__
-from paceline.core.errors import DestinationExists, NotFound
-from paceline.core.files import commit_text
+from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     memory,
     overview,
@@ -51,14 +50,7 @@ def write_page(page: str, path: Path) -> None:
 
 def prepare_page(path: Path) -> None:
     """See that a page can be written to `path`; errors as `write_html`."""
-    if path.is_dir() or (path.exists() and not _is_report(path)):
-        raise DestinationExists(
-            "will not overwrite what is not a report",
-            where=str(path),
-            fix="Name another file with --out",
-        )
-    if not path.parent.is_dir():
-        raise NotFound("no such folder", where=str(path.parent), fix="Make it first")
+    check_replaceable(path, _is_report, what="a report", fix="Name another file with --out")
 
 
 def render_html(report: Report) -> str:

@@ -31,6 +31,16 @@ def section(title: str, note: object, *parts: str) -> str:
     return f"<section><h2>{markup(title)}</h2>{note_html}{''.join(parts)}</section>"
 
 
+def header(title: str, cautions: Iterable[str], verdict: str, state: object) -> str:
+    """Return the top of a page: what it shows, what must be known first, and what came of it."""
+    items = "".join(f"<li>{markup(sentence)}</li>" for sentence in cautions)
+    warning = f'<ul class="cautions" role="note">{items}</ul>' if items else ""
+    return (
+        f'<header><h1>{markup(title)}</h1>{warning}<p class="verdict">{markup(verdict)}</p>'
+        f'<p class="state">{markup(state)}</p></header>'
+    )
+
+
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, total: bool = False
 ) -> str:

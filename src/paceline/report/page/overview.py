@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.report.page.markup import figures
+from paceline.report.page.markup import Html, figures, header
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.runs.folder import RunState
 
@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 def head(report: Report) -> str:
     """Return what must be known before the verdict, the verdict, and how the run ended."""
-    script = escape(str(report.config.get("script", report.run)))
-    cautions = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.cautions)
-    warning = f'<ul class="cautions" role="note">{cautions}</ul>' if cautions else ""
-    return (
-        f'<header><h1>{script}</h1>{warning}<p class="verdict">{escape(report.verdict)}</p>'
-        f'<p class="state">{_state(report)}</p></header>'
-    )
+    script = str(report.config.get("script", report.run))
+    return header(script, report.cautions, report.verdict, Html(_state(report)))
 
 
 def _state(report: Report) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.report.compare import shown_phases
+from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.page import svg
 from paceline.report.page.chart import legend
 from paceline.report.page.markup import Html, details, section, table
@@ -59,22 +59,19 @@ def _measured(comparison: Comparison) -> str:
 
 def _compared(comparison: Comparison) -> str:
     phases = shown_phases(comparison)
-    *predicted, predicted_step = seconds_that_add_up([phase.predicted_s or 0.0 for phase in phases])
-    *measured, measured_step = seconds_that_add_up([phase.measured_s for phase in phases])
+    *cells, step = shown_cells(comparison)
     top_s = max(max(phase.predicted_s or 0.0, phase.measured_s) for phase in phases)
     rows: list[list[object]] = [
         [
             phase_label(phase.name),
             Html(_pair_bar(phase.predicted_s or 0.0, phase.measured_s, top_s)),
-            predicted[i] if phase.predicted_s else "-",
-            measured[i] if phase.measured_s else "-",
-            "-" if phase.ratio is None else f"{phase.ratio:.2f}",
+            *shown,
         ]
-        for i, phase in enumerate(phases)
+        for phase, shown in zip(phases, cells, strict=True)
     ]
     step_s = comparison.predicted_step_s or 0.0
     ratio = f"{step_s / comparison.measured_step_s:.2f}" if comparison.measured_step_s else "-"
-    rows.append(["step", "", predicted_step, measured_step, ratio])
+    rows.append(["step", "", *step, ratio])
     items = [
         (svg.swatch([svg.rect(0, 2, 14, 8, style)]), style) for style in ("predicted", "measured")
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.report.page import svg
-from paceline.report.page.chart import COLUMNS, FIELD, LABEL_X, Chart
+from paceline.report.page.chart import COLUMNS, FIELD, LABEL_X, Chart, vertical_scale
 from paceline.report.queue.figures import BOUND
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def jobs_done(runs: Sequence[PolicyRun]) -> Chart:
     """Return the number of jobs done over time, and of a queue in which none waits."""
     end_s = max(float(run.ended_s.max()) for run in runs)
     most = max(len(run.ended_s) for run in runs)
-    marks, labels = _count_scale(most)
+    marks, labels = vertical_scale(most, 5, _HEIGHT_PX, "jobs done", ",.0f")
     for i, run in enumerate(runs):
         marks.append(svg.polyline(_done(run.ended_s, end_s, most), _line(i)))
     best_s = runs[0].ended_s - runs[0].jct_s + runs[0].alone_s
@@ -93,16 +93,6 @@ def _quantiles(values_s: np.ndarray, low: float, top: float) -> list[Point]:
     logs = np.log10(np.maximum(np.quantile(values_s, shares), 10**low))
     y = _HEIGHT_PX * (1 - (logs - low) / (top - low))
     return list(zip((shares * FIELD).tolist(), y.tolist(), strict=True))
-
-
-def _count_scale(most: int) -> tuple[list[str], list[str]]:
-    marks, labels = [], []
-    for at in svg.ticks(most, 5):
-        y = _HEIGHT_PX * (1 - at / most)
-        marks.append(svg.line(0, y, FIELD, y, "grid"))
-        labels.append(svg.text(LABEL_X, y + 4, f"{at:,.0f}", "tick", "end"))
-    labels.append(svg.turned_text(12, _HEIGHT_PX / 2, "jobs done", "axis-name"))
-    return marks, labels
 
 
 def _log_scale(low: float, top: float) -> tuple[list[str], list[str]]:

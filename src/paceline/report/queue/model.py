@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.core.record import Record
 
-class WaitOfSize(NamedTuple):
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitOfSize(Record):
     """How long jobs of one size waited before their first start."""
 
     devices: int
@@ -34,12 +37,13 @@ class HeldDevices(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueueFigures:
+class QueueFigures(Record):
     """Figures of a policy; times in seconds, shares of 1.
 
     Attributes:
         policy: its name.
         jobs: that ended.
+        refused: jobs that the policy refused.
         jct_mean_s, jct_p50_s, jct_p99_s: completion times.
         makespan_s: from the first submission to the last end.
         rho_worst, rho_p99: finish-time fairness; 1 is an equal share of the cluster.
@@ -54,6 +58,7 @@ class QueueFigures:
 
     policy: str
     jobs: int
+    refused: int
     jct_mean_s: float
     jct_p50_s: float
     jct_p99_s: float

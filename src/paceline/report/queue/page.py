@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.report.page.chart import render
 from paceline.report.page.document import render_page, write_page
-from paceline.report.page.markup import details, section, table
+from paceline.report.page.markup import details, header, section, table
 from paceline.report.queue.curves import completion_times, jobs_done
 from paceline.report.queue.figures import comparison, waiting
 from paceline.report.queue.gantt import colours_of, gantt
@@ -33,12 +33,8 @@ def write_queue_page(report: QueueReport, path: Path) -> None:
 def render_queue_page(report: QueueReport) -> str:
     """Return the page."""
     figures = [run.figures for run in report.runs]
-    cautions = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.cautions)
-    warning = f'<ul class="cautions" role="note">{cautions}</ul>' if cautions else ""
     body = [
-        f"<header><h1>{escape(report.title)}</h1>{warning}"
-        f'<p class="verdict">{escape(_verdict(report))}</p>'
-        f'<p class="state">{escape(report.summary)}</p></header>',
+        header(report.title, report.cautions, _verdict(report), report.summary),
         "<main>",
         section("Policies", _POLICIES, table(*comparison(figures))),
         section("Jobs done", "", render(jobs_done(report.runs))),

@@ -20,7 +20,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CorruptData
-from paceline.scheduler.formats.lines import Field, number, read_text
+from paceline.core.files import read_text
+from paceline.scheduler.formats.lines import Field, number
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import Profile, RateModel
 from paceline.scheduler.rates.sharing import PairKey, PairTable
@@ -77,8 +78,9 @@ def read_rates(path: Path, *, shares: bool = True, distance: bool = True) -> Rat
         NotFound: there is no such file.
         CorruptData: it is no such table.
     """
+    text = read_text(path)
     try:
-        return _rate_model(json.loads(read_text(path)), shares=shares, distance=distance)
+        return _rate_model(json.loads(text), shares=shares, distance=distance)
     except (ValueError, SyntaxError, KeyError, TypeError, AttributeError) as problem:
         raise CorruptData(
             "not a table of Gavel's throughputs",

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import CorruptData, NotFound, StorageError
+from paceline.core.errors import CorruptData
+from paceline.core.files import read_text
 from paceline.core.record import nearest
 
 if TYPE_CHECKING:
@@ -48,28 +49,6 @@ class Row:
     def whole(self, column: str, *, least: int = 0) -> int:
         """Return a column as a whole number; errors as `whole`."""
         return whole(self.fields[column], self.where(column), least=least)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        NotFound: there is no such file.
-        StorageError: it cannot be read.
-        CorruptData: it is not UTF-8.
-    """
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        raise NotFound("no such file", where=str(path), fix="Check the path") from None
-    except UnicodeDecodeError as problem:
-        raise CorruptData(
-            "not a text file", where=str(path), why=str(problem), fix="Give a trace as UTF-8 text"
-        ) from None
-    except OSError as problem:
-        raise StorageError(
-            "cannot be read", where=str(path), why=problem.strerror or "", fix="Check the file"
-        ) from problem
 
 
 def number(text: str, where: str, *, least: float = 0.0) -> float:
@@ -143,9 +122,9 @@ def read_table(
         separator: of the fields.
 
     Raises:
-        NotFound: there is no such file.
-        CorruptData: the header lacks a column or has an unknown one, or a line has another number
-            of fields than the header.
+        NotFound, StorageError: there is no such file, or it cannot be read.
+        CorruptData: it is not text, the header lacks a column or has an unknown one, or a line has
+            another number of fields than the header.
     """
     header: list[str] | None = None
     # Comments are blanked and not removed: the reader counts the lines for the errors.

@@ -7,14 +7,16 @@ stands for `work` of a job whose profile has no rates. An empty field is the fie
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline.core.errors import ConfigError, CorruptData
 from paceline.core.record import nearest
-from paceline.scheduler.formats.lines import read_table
+from paceline.scheduler.formats.lines import read_table, whole
 from paceline.scheduler.formats.workload import Queue
 from paceline.scheduler.job import Job
 from paceline.scheduler.rates.model import Profile, RateModel
+from paceline.scheduler.rates.topology import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 DURATION = "duration_s"
 COLUMNS = (*(field.name for field in dataclasses.fields(Job)), DURATION)
-RATE_COLUMNS = ("profile", "device_type", "devices", "rate", "spread")
+RATE_COLUMNS = (
+    *("profile", "device_type", "devices", "rate", "spread"),
+    *("message_bytes", "compute_s", "overlap"),
+)
 _KINDS = get_type_hints(Job)
 _TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -65,6 +70,7 @@ def read_rates(path: Path) -> dict[str, Profile]:
     """
     alone: dict[str, dict[str, dict[int, float]]] = {}
     spread: dict[str, dict[tuple[str, int], float]] = {}
+    exchange: dict[str, dict[str, Exchange]] = {}
     for row in read_table(path, required=("profile", "rate"), known=RATE_COLUMNS):
         name, kind = row.fields["profile"], row.fields.get("device_type", "")
         if not name:
@@ -73,9 +79,33 @@ def read_rates(path: Path) -> dict[str, Profile]:
         alone.setdefault(name, {}).setdefault(kind, {})[devices] = _positive(row, "rate")
         if row.fields.get("spread"):
             spread.setdefault(name, {})[kind, devices] = _positive(row, "spread")
+        if row.fields.get("message_bytes") or row.fields.get("compute_s"):
+            exchange.setdefault(name, {})[kind] = _exchange(row)
     return {
-        name: Profile(alone=rates, spread=spread.get(name, {})) for name, rates in alone.items()
+        name: Profile(alone=rates, spread=spread.get(name, {}), exchange=exchange.get(name, {}))
+        for name, rates in alone.items()
     }
+
+
+def _exchange(row: Row) -> Exchange:
+    for column, other in itertools.permutations(("message_bytes", "compute_s")):
+        if not row.fields.get(column):
+            raise CorruptData(
+                f"{other} without {column}",
+                where=row.where(column),
+                fix="Give both: what a step exchanges, and how long it computes",
+            )
+    message_bytes, compute_s = _positive(row, "message_bytes"), _positive(row, "compute_s")
+    if not row.fields.get("overlap"):
+        return Exchange(message_bytes, compute_s)
+    overlap = row.number("overlap")
+    if not 0 <= overlap <= 1:
+        raise CorruptData(
+            f"'{row.fields['overlap']}' is not between 0 and 1",
+            where=row.where("overlap"),
+            fix="Give the share of the computation under which the exchange can hide",
+        )
+    return Exchange(message_bytes, compute_s, overlap)
 
 
 def _job(row: Row, profiles: Mapping[str, Profile]) -> Job:
@@ -127,6 +157,8 @@ def _value(row: Row, column: str) -> Any:
         return row.whole(column)
     if kind == tuple[str, ...]:
         return tuple(text.split())
+    if kind == tuple[int, ...]:
+        return tuple(whole(size, row.where(column), least=1) for size in text.split())
     if column in ("work", DURATION):
         return _positive(row, column)
     return row.number(column)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from paceline.core.errors import NotFound, UsageError
+from paceline.core.files import read_text
 from paceline.core.record import nearest
 from paceline.scheduler.formats import adaptdl, gavel, muri, philly
-from paceline.scheduler.formats.lines import read_text
 from paceline.scheduler.formats.queue_csv import read_jobs
 from paceline.scheduler.formats.sacct import read_sacct
 from paceline.scheduler.formats.workload import Queue

@@ -22,13 +22,16 @@ import json
 import os
 import signal
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import StorageError, storage_errors
 from paceline.core.files import commit_text, sync_folder
+from paceline.core.processes import boot_id, started_ticks
 from paceline.core.record import Record
 from paceline.scheduler.local.records import Exit
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
@@ -78,12 +81,12 @@ class Claim(Record):
     def of_this_process() -> Claim:
         """Return the claim of this process."""
         pid = os.getpid()
-        return Claim(pid=pid, start_ticks=_start_ticks(pid) or 0, boot=_boot())
+        return Claim(pid=pid, start_ticks=started_ticks(pid) or 0, boot=boot_id())
 
     @property
     def is_of_this_boot(self) -> bool:
         """Whether the machine has run since, so that its ids can mean its processes."""
-        return bool(self.pid) and self.boot == _boot()
+        return bool(self.pid) and self.boot == boot_id()
 
     def open(self) -> int | None:
         """Return a descriptor of the process, by which it can be waited for and signalled.
@@ -97,7 +100,7 @@ class Claim(Record):
         except ProcessLookupError:
             return None
         # The descriptor holds the process of this moment: only now its start time is a proof.
-        if _start_ticks(self.pid) == self.start_ticks:
+        if started_ticks(self.pid) == self.start_ticks:
             return descriptor
         os.close(descriptor)
         return None
@@ -249,17 +252,3 @@ def _report(line: bytes) -> ProgressReport:
     if not 0 <= work_done < float("inf") or (rate is not None and not 0 <= rate < float("inf")):
         raise ValueError
     return ProgressReport(work_done, rate)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; None if it does not run."""
-    try:
-        text = (Path("/proc") / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()  # from the third field of proc(5) on
-    return None if state in ("Z", "X") else int(fields[18])
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -84,7 +84,7 @@ class Connections:
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
-    def receive(self, peer: Peer) -> Request | None:
+    def receive(self, peer: Peer, now_s: float) -> Request | None:
         """Read what a client sent; return its request when it is complete."""
         try:
             chunk = peer.connection.recv(_CHUNK)
@@ -108,7 +108,7 @@ class Connections:
         try:
             return Request.from_text(line.decode(errors="replace"), where="request")
         except ConfigError as problem:
-            self.reply(peer, Reply(error=problem.to_json()["error"]), 0.0)
+            self.refuse(peer, problem, now_s)
             return None
 
     def reply(self, peer: Peer, reply: Reply, now_s: float) -> None:

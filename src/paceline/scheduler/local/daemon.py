@@ -169,7 +169,7 @@ class Daemon:
             elif isinstance(key.data, Peer):
                 if events & selectors.EVENT_WRITE:
                     self._connections.send(key.data)
-                elif request := self._connections.receive(key.data):
+                elif request := self._connections.receive(key.data, self.clock.now_s()):
                     requests.append((key.data, request))
             elif key.data is self._connections:
                 self._connections.accept(self.clock.now_s())

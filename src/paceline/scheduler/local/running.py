@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.processes import running_processes, stat_fields
 from paceline.scheduler.local.attempt import AttemptFolder, Claim, ProgressReport
 from paceline.scheduler.local.records import Attempt, Exit, Stop
 from paceline.scheduler.local.supervisor import BEGAN, CANCEL, PREEMPT
@@ -230,10 +230,8 @@ def _exit_of(folder: AttemptFolder, claim: Claim | None) -> Exit:
 
 def _kill_session(claim: Claim) -> None:
     """Kill what is left of a job whose supervisor was killed; its children are its session."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
+    for pid in running_processes():
         with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(pid)
             if int(fields[3]) == claim.pid and int(fields[19]) >= claim.start_ticks:
-                os.kill(int(folder.name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)

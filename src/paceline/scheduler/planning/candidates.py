@@ -15,8 +15,10 @@ behind them.
                 of all work on the whole cluster, or of the longest job if that is more: a job that
                 could end last runs before it must. Of an elastic job, that counts for the fewest
                 devices: it should run, not run wide.
-    ageing      grows without limit once a job has waited longer than `patience` times as long as
-                it takes alone, so that none waits for ever.
+    ageing      max(1, waited / (patience x T0)), T0 the time that the whole job takes alone: one
+                that has waited patience x (S / s)^alpha times as long goes before every new one
+                with s or more left, so that none waits for ever. By the time left, what runs would
+                age faster and faster towards its end, and no gang would ever get its devices.
     change      restart / (min(amortise, T) + restart): what a start without progress costs. Where
                 it would replace what runs, it counts `caution` times.
 
@@ -51,7 +53,7 @@ class Objective:
         alpha: 1 for completion times alone, 0 for useful work alone.
         critical_from: threshold from which a job counts as critical; 0: never.
         critical_power: how strongly.
-        patience: waiting time, in times of the job alone, from which ageing begins; 0: never.
+        patience: waiting time, in times of the whole job alone, from which ageing begins; 0: never.
         amortise_s: time within which a change of devices must pay.
         caution: times its cost that a change must gain.
         unknown_s: device-seconds that a job without known work is expected to have left at its
@@ -61,7 +63,7 @@ class Objective:
     alpha: float = 0.2
     critical_from: float = 0.7
     critical_power: float = 2.0
-    patience: float = 50.0
+    patience: float = 5.0
     amortise_s: float = 5000.0
     caution: float = 3.0
     unknown_s: float = 1200.0
@@ -92,6 +94,7 @@ class Candidate:
         options: at least one.
         left: device-seconds that it has left, known or expected.
         alone_s: seconds that these take alone on its fastest devices.
+        whole_s: seconds that all of the job takes there, what is done included.
         weight: worth of one device-second of its progress.
         current: index of the option on which it runs now, or None.
         values: worth of a second on each option, with the cost of a change of devices.
@@ -102,6 +105,7 @@ class Candidate:
     options: tuple[Option, ...]
     left: float
     alone_s: float
+    whole_s: float
     weight: float = 0.0
     current: int | None = None
     values: tuple[float, ...] = ()
@@ -190,12 +194,10 @@ def _candidate(
     if not options:
         return None
     work_left = job.work_left(state.now_s)
-    if work_left is None:
-        left = objective.unknown_s + job.work_done_at(state.now_s) / unit_rate
-    else:
-        left = work_left / unit_rate
-    alone_s = left / max(option.speedup for option in options)
-    candidate = Candidate(job, options, left, alone_s)
+    done = job.work_done_at(state.now_s) / unit_rate
+    left = objective.unknown_s + done if work_left is None else work_left / unit_rate
+    fastest = max(option.speedup for option in options)
+    candidate = Candidate(job, options, left, left / fastest, (done + left) / fastest)
     if job.slot is not None:
         held = job.slot.shape
         candidate.current = candidate.option_on(held.device_type, held.devices)
@@ -230,7 +232,7 @@ def _weight(candidate: Candidate, now_s: float, objective: Objective) -> float:
     if objective.patience:
         # What it waited counts while it runs, too: else it would be preempted as soon as it runs.
         waited_s = job.waited_s + (now_s - job.waiting_since_s if job.slot is None else 0.0)
-        weight *= max(1.0, waited_s / (objective.patience * max(alone_s, 60.0)))
+        weight *= max(1.0, waited_s / (objective.patience * max(candidate.whole_s, 60.0)))
     if job.job.deadline_s is not None:
         slack_s = job.job.deadline_s - now_s - alone_s
         if 0 <= slack_s < alone_s:  # it can still be met, and not much longer

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement
 from paceline.scheduler.planning.assignment import Assignment
 from paceline.scheduler.planning.candidates import Candidate, Option
 from paceline.scheduler.planning.sharing import JobGroup
@@ -65,22 +64,20 @@ class Realisation:
         rest = sorted((g for g in groups if id(g) not in done), key=lambda g: -g.devices)
         while rest:
             group = rest.pop(0)
-            parts = self._close(group.device_type, group.devices)
+            parts = self._close(group)
             if parts is None:
                 moved = yield from self._vacate(group)
                 rest.extend(moved)
-                parts = self._close(group.device_type, group.devices) or self._fallback(group)
+                parts = self._close(group) or self._fallback(group)
             if parts is not None:
                 yield from self._start(group, parts)
 
-    def _close(self, device_type: str, devices: int) -> Parts | None:
-        """Return free devices that are as close together as such a number can be."""
+    def _close(self, group: JobGroup) -> Parts | None:
+        """Return free devices for a group that are as close together as their number can be."""
+        first = self.candidates[group.members[0]].job.job
+        parts = self.state.find(first, group.device_type, group.devices)
         inventory = self.state.inventory
-        parts = inventory.find(device_type, devices)
-        if parts is None:
-            return None
-        closest = inventory.closest(device_type, devices)
-        return parts if inventory.shape(parts).level <= closest.level else None
+        return parts if parts and inventory.is_close(inventory.shape(parts)) else None
 
     def _fallback(self, group: JobGroup) -> Parts | None:
         """Return scattered or fewer devices, whichever is worth more, if they are worth it."""
@@ -100,13 +97,13 @@ class Realisation:
         return best
 
     def _poorer(self, group: JobGroup) -> Iterator[tuple[Option, Parts]]:
-        inventory = self.state.inventory
+        first = self.candidates[group.members[0]].job.job
         for option in self.candidates[group.members[0]].options:
             if option.device_type != group.device_type or option.devices > group.devices:
                 continue
             if option.devices < group.devices and len(group.members) > 1:
                 continue  # fewer devices are for a job alone
-            parts = inventory.find(option.device_type, option.devices)
+            parts = self.state.find(first, option.device_type, option.devices)
             if parts is not None:
                 yield option, parts
 
@@ -139,12 +136,13 @@ class Realisation:
 
     def _improves(self, slot: Slot) -> bool:
         """Return whether free devices close together would pay for a move from scattered ones."""
-        closest = self.state.inventory.closest(slot.shape.device_type, slot.shape.devices)
-        if (
-            slot.shape.level <= closest.level
-            or self._close(slot.shape.device_type, closest.devices) is None
-        ):
+        inventory, shape = self.state.inventory, slot.shape
+        if inventory.is_close(shape):
             return False
+        free = inventory.find(shape.device_type, shape.devices)
+        if free is None or not inventory.is_close(inventory.shape(free)):
+            return False
+        closest = inventory.closest(shape.device_type, shape.devices)
         return all(self._pays_to_move(job, slot.shape, closest) for job in slot.jobs.values())
 
     def _pays_to_move(self, job: JobState, here: Shape, there: Shape) -> bool:
@@ -208,11 +206,11 @@ class Realisation:
     def _start(self, group: JobGroup, parts: Parts) -> Iterator[Action]:
         if all(self._name(index) not in self.state.waiting for index in group.members):
             return
-        devices = self.state.inventory.devices(parts)
-        placement = Placement(parts=devices, share=1 / len(group.members))
         for index in group.members:
             name = self._name(index)
             if name in self.state.waiting:
+                job = self.candidates[index].job.job
+                placement = self.state.placement(job, parts, jobs=len(group.members))
                 yield Start(
                     name=name,
                     placement=placement,

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.report.units import plural
 from paceline.scheduler.policies.fitting import (
-    counted,
     fastest_fit,
-    fits_close,
     refuse_unfit,
     rigid_size,
     start,
@@ -51,7 +50,7 @@ class Fifo:
         while state.waiting:
             job = next(iter(state.waiting.values()))
             fit = fastest_fit(state, job, rigid_size(state, job.job), whole_nodes=self.whole_nodes)
-            if fit is None or (self.near and not fits_close(state, fit.shape)):
+            if fit is None or (self.near and not state.inventory.is_close(fit.shape)):
                 return
             yield start(state, job, fit, reason="it is the first in the queue and fits")
 
@@ -62,8 +61,8 @@ class Fifo:
             return "it is the first in the queue"
         first = next(iter(state.waiting.values())).job
         return (
-            f"{counted(before, 'job')} before it in the queue; the first, {first.name}, waits for "
-            f"{counted(first.devices, 'device')}"
+            f"{plural(before, 'job')} before it in the queue; the first, {first.name}, waits for "
+            f"{plural(first.devices, 'device')}"
         )
 
     def wake_s(self, state: State) -> float | None:

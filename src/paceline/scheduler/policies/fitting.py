@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.scheduler.events import Refuse, Start, Submitted
-from paceline.scheduler.placement import Placement, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from paceline.scheduler.events import Action, Event
     from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
     from paceline.scheduler.state.inventory import Parts
-    from paceline.scheduler.state.state import JobState, State
+    from paceline.scheduler.state.state import JobState, Slot, State
 
 
 MOVE_GAIN = 1.25
@@ -32,11 +32,6 @@ class Fit(NamedTuple):
     rate: float
     parts: Parts
     shape: Shape
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 job``, ``2 jobs``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def allowed_types(state: State, job: Job) -> list[str]:
@@ -75,9 +70,11 @@ def free_fits(
         devices: how many.
         whole_nodes: only on nodes of which nobody holds a device.
     """
-    find = state.inventory.find_whole if whole_nodes else state.inventory.find
     for kind in allowed_types(state, job.job):
-        parts = find(kind, devices)
+        if whole_nodes:
+            parts = state.inventory.find_whole(kind, devices)
+        else:
+            parts = state.find(job.job, kind, devices)
         if parts is not None:
             shape = state.inventory.shape(parts)
             rate = state.rates.alone(job.job, shape, job.work_done)
@@ -125,22 +122,31 @@ def pays_to_move(state: State, job: JobState, rate: float) -> bool:
     return left / job.rate - left / rate > 2 * job.job.restart_s
 
 
-def fits_close(state: State, shape: Shape) -> bool:
-    """Return whether devices of a shape are as close together as their number can be."""
-    return shape.level <= state.inventory.closest(shape.device_type, shape.devices).level
-
-
 def start(state: State, job: JobState, fit: Fit, *, reason: str, rejected: str = "") -> Start:
     """Return the action that starts a job on free devices."""
-    placement = Placement(parts=state.inventory.devices(fit.parts))
+    placement = state.placement(job.job, fit.parts)
     return Start(name=job.job.name, placement=placement, reason=reason, rejected=rejected)
 
 
-def refuse_unfit(state: State, events: Sequence[Event]) -> Iterator[Action]:
-    """Yield the refusal of each job that was just submitted and can never run."""
+def join(state: State, job: JobState, slot: Slot, *, reason: str) -> Start:
+    """Return the action that starts a job beside those on some devices."""
+    placement = state.placement(job.job, slot.parts, jobs=len(slot.jobs) + 1)
+    return Start(name=job.job.name, placement=placement, reason=reason)
+
+
+def refuse_unfit(
+    state: State, events: Sequence[Event], forbidden: Callable[[Job], str] = lambda job: ""
+) -> Iterator[Action]:
+    """Yield the refusal of each job that was just submitted and can never run.
+
+    Args:
+        state: may be read only.
+        events: of this instant.
+        forbidden: returns why the policy would never start a job that fits; empty if it would.
+    """
     for event in events:
         if isinstance(event, Submitted) and event.job.name in state.waiting:
-            reason = never_fits(state, event.job)
+            reason = never_fits(state, event.job) or forbidden(event.job)
             if reason:
                 yield Refuse(name=event.job.name, reason=reason)
 

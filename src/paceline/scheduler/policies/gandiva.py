@@ -20,11 +20,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.scheduler.events import Preempt, Start
+from paceline.report.units import plural
+from paceline.scheduler.events import Preempt
 from paceline.scheduler.policies.fitting import (
     allowed_types,
-    counted,
     fastest_fit,
+    join,
     memory_suffices,
     pays_to_move,
     refuse_unfit,
@@ -96,12 +97,7 @@ class Gandiva:
                 pair = _pair(job, best)
                 self._tried[pair] += 1
                 self._trials[best.parts] = _Trial(frozenset({name, other}), state.now_s)
-                yield Start(
-                    name=name,
-                    placement=best.placement,
-                    reason=f"no devices are free; tried beside {other}",
-                )
-
+                yield join(state, job, best, reason=f"no devices are free; tried beside {other}")
         if not state.waiting:
             yield from self._migrate(state)
 
@@ -121,7 +117,7 @@ class Gandiva:
         refused = sum(len(s.jobs) == 1 and _pair(job, s) in self._refused for s in same)
         shared = sum(len(s.jobs) > 1 for s in same)
         return (
-            f"{counted(len(same), 'slot')} of {counted(size, 'device')}: {shared} shared already, "
+            f"{plural(len(same), 'slot')} of {plural(size, 'device')}: {shared} shared already, "
             f"{refused} with a job whose class did not pay beside it"
         )
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.policies.fitting import counted, refuse_unfit, rigid_size
+from paceline.report.units import plural
+from paceline.scheduler.policies.fitting import refuse_unfit, rigid_size
 from paceline.scheduler.policies.replan import Wanted, replan
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class LeastAttained:
         hours = attained_service_s(job, state.now_s) / 3600
         return (
             f"it attained {hours:.2f} device hours (level {own[0]}); "
-            f"{counted(before, 'running job')} of a lower level or an earlier submission"
+            f"{plural(before, 'running job')} of a lower level or an earlier submission"
         )
 
     def _reaches_s(self, state: State, job: JobState) -> float:

@@ -9,7 +9,8 @@ of a node and gives it no more than pay, so that several jobs share the node::
     rest    while nobody waits, free devices go one by one to the running job of their node with
             the largest (X(g + 1) - X(g)) / work left; a job is resized, by checkpoint and restart,
             if that saves more than twice the restart
-    back    while somebody waits, jobs return to g* where that makes room
+    back    jobs that were given more than g* return to it where the head of the queue then gets
+            more devices, up to its own g*
 
 At the limit theta -> 1 every job has one device; at theta = 0 all that it may use. In the mode
 `share` a job that finds no devices runs on those of another one too, where the estimated rates
@@ -25,14 +26,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement, Shape
+from paceline.scheduler.placement import Shape
 from paceline.scheduler.policies.fitting import (
     Fit,
     allowed_types,
+    join,
     memory_suffices,
     refuse_unfit,
     start,
 )
+from paceline.scheduler.rates.curve import knee
+from paceline.scheduler.state.inventory import lowest_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,12 +75,11 @@ class Marble:
         while state.waiting:
             head = next(iter(state.waiting.values()))
             fit = self._fit(state, head)
-            if fit is None:
-                back = self._back(state, head)
-                if not back:
-                    break
+            if back := self._back(state, head, fit):
                 yield from back
                 continue
+            if fit is None:
+                break
             yield start(state, head, fit, reason=self._words(state, head, fit))
         if state.waiting and self.share:
             yield from self._share(state)
@@ -91,21 +94,17 @@ class Marble:
     def explain(self, state: State, job: JobState) -> str:
         """Return the number of devices at which they pay for a job, in words."""
         knees = {kind: self.knee(state, job, kind) for kind in allowed_types(state, job.job)}
-        return "it pays on " + " or ".join(f"{knee} {kind}" for kind, knee in knees.items())
+        return "it pays on " + " or ".join(f"{count} {kind}" for kind, count in knees.items())
 
     def knee(self, state: State, job: JobState, device_type: str) -> int:
         """Return g* of a job on one node of a type, within its own limits."""
         low, high = job.job.limits
         size = state.inventory.largest_node[device_type]
-        rates = [0.0] + [
+        rates = [
             state.rates.alone(job.job, Shape(device_type, (devices,), 0), job.work_done)
             for devices in range(1, min(high, size) + 1)
         ]
-        best = 1
-        for devices in range(1, len(rates)):
-            if rates[devices] - rates[devices - 1] >= self.theta * rates[1]:
-                best = devices
-        return max(low, best)
+        return max(low, knee(rates, self.theta))
 
     def _fit(self, state: State, job: JobState) -> Fit | None:
         """Return the devices of a node, at most g*, on which a waiting job runs fastest."""
@@ -114,7 +113,7 @@ class Marble:
         for kind in allowed_types(state, job.job):
             wanted = min(self.knee(state, job, kind), max(low, state.inventory.largest_free(kind)))
             one_node = low <= state.inventory.largest_node[kind]
-            parts = state.inventory.find(kind, wanted, max_level=0 if one_node else None)
+            parts = state.find(job.job, kind, wanted, max_level=0 if one_node else None)
             if parts is None:
                 continue
             shape = state.inventory.shape(parts)
@@ -124,26 +123,38 @@ class Marble:
         return best
 
     def _words(self, state: State, job: JobState, fit: Fit) -> str:
-        knee = self.knee(state, job, fit.shape.device_type)
-        if fit.shape.devices < knee:
-            return f"{knee} devices would pay, {fit.shape.devices} are free on one node"
-        return f"{knee} devices pay"
+        paying = self.knee(state, job, fit.shape.device_type)
+        if fit.shape.devices < paying:
+            return f"{paying} devices would pay, {fit.shape.devices} are free on one node"
+        return f"{paying} devices pay"
 
-    def _back(self, state: State, head: JobState) -> list[Action]:
-        """Return what shrinks a job to g* so that the head of the queue can start; may be empty."""
-        low, _ = head.job.limits
-        kinds = allowed_types(state, head.job)
+    def _back(self, state: State, head: JobState, fit: Fit | None) -> list[Action]:
+        """Return what shrinks a job to g* so that the head of the queue gets more; may be empty.
+
+        Args:
+            state: may be read only.
+            head: of the queue.
+            fit: devices that it would get now.
+        """
+        kinds = {kind: self.knee(state, head, kind) for kind in allowed_types(state, head.job)}
+        if fit is not None and fit.shape.devices >= kinds[fit.shape.device_type]:
+            return []
+        most, shrunk = fit.shape.devices if fit else head.job.limits[0] - 1, None
         for job in state.running.values():
             slot = job.slot
             if slot is None or not self._resizable(job) or slot.shape.device_type not in kinds:
                 continue
             ((index, bits),) = slot.parts
-            knee = self.knee(state, job, slot.shape.device_type)
-            spare = bits.bit_count() - knee
-            if spare > 0 and state.inventory.free_bits[index].bit_count() + spare >= low:
-                kept = ((index, _lowest(bits, knee)),)
-                return self._resize(state, job, kept, f"{head.job.name} waits, and {knee} pay")
-        return []
+            paying = self.knee(state, job, slot.shape.device_type)
+            spare = bits.bit_count() - paying
+            free = state.inventory.free_bits[index].bit_count()
+            devices = min(free + spare, kinds[slot.shape.device_type])
+            if spare > 0 and devices > most:
+                most, shrunk = devices, (job, ((index, lowest_bits(bits, paying)),), paying)
+        if shrunk is None:
+            return []
+        job, kept, paying = shrunk
+        return self._resize(state, job, kept, f"{head.job.name} waits, and {paying} pay")
 
     def _resizable(self, job: JobState) -> bool:
         slot = job.slot
@@ -156,7 +167,7 @@ class Marble:
         )
 
     def _resize(self, state: State, job: JobState, parts: Parts, reason: str) -> list[Action]:
-        placement = Placement(parts=state.inventory.devices(parts))
+        placement = state.placement(job.job, parts)
         name = job.job.name
         return [
             Preempt(name=name, reason=f"it is resized: {reason}"),
@@ -187,7 +198,7 @@ class Marble:
             if devices > sizes[job] and self._saves(state, job, sizes[job], devices):
                 assert job.slot is not None
                 ((index, bits),) = job.slot.parts
-                more = _lowest(state.inventory.free_bits[index], devices - sizes[job])
+                more = lowest_bits(state.inventory.free_bits[index], devices - sizes[job])
                 yield from self._resize(
                     state, job, ((index, bits | more),), "nobody waits for the free devices"
                 )
@@ -213,7 +224,7 @@ class Marble:
 
     def _share(self, state: State) -> Iterator[Action]:
         """Start waiting jobs beside running ones, where that pays."""
-        for name, job in list(state.waiting.items()):
+        for job in list(state.waiting.values()):
             best, slot = max(
                 ((self._total(state, job, slot), slot) for slot in state.slots.values()),
                 key=lambda entry: entry[0],
@@ -221,11 +232,8 @@ class Marble:
             )
             if slot is not None and best > self.pays:
                 others = ", ".join(slot.jobs)
-                yield Start(
-                    name=name,
-                    placement=slot.placement,
-                    reason=f"with {others} it keeps a total of {best:.2f} of the rates alone",
-                )
+                reason = f"with {others} it keeps a total of {best:.2f} of the rates alone"
+                yield join(state, job, slot, reason=reason)
 
     def _total(self, state: State, job: JobState, slot: Slot) -> float:
         """Return the sum of the shares that jobs keep if one more joins; 0: they must not."""
@@ -264,13 +272,3 @@ class Marble:
             if stalled or left is None or left / job.rate - left / fit.rate > 2 * job.job.restart_s:
                 yield Preempt(name=job.job.name, reason="it moves to devices of its own")
                 yield start(state, job, fit, reason="nobody waits for the free devices")
-
-
-def _lowest(bits: int, count: int) -> int:
-    """Return the lowest `count` of some bits."""
-    chosen = 0
-    for _ in range(count):
-        lowest = bits & -bits
-        chosen |= lowest
-        bits ^= lowest
-    return chosen

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.record import nearest
+from paceline.report.units import plural
 from paceline.scheduler.events import (
     DevicesBack,
     DevicesLost,
     Measured,
     NodeBack,
     NodeLost,
-    Refuse,
     Started,
     Stopped,
     Submitted,
@@ -45,7 +45,7 @@ from paceline.scheduler.planning.candidates import (
 from paceline.scheduler.planning.realisation import Realisation, movable
 from paceline.scheduler.planning.reservation import Reservation, let_in, put_first, reserve
 from paceline.scheduler.planning.sharing import GroupFormer, JobGroup
-from paceline.scheduler.policies.fitting import Fit, counted, fastest_fit, never_fits, start
+from paceline.scheduler.policies.fitting import Fit, fastest_fit, refuse_unfit, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ class Paceline:
 
     def choose(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
         """Yield the actions of a new plan, or of backfill between two plans."""
-        yield from self._refuse(state, events)
+        yield from refuse_unfit(state, events, self.never_allowed)
         self._changed |= any(not isinstance(event, Measured | Started) for event in events)
         if self._rates_changed(state, events):
             self._changed, self._settled = True, False
@@ -123,7 +123,7 @@ class Paceline:
             quota, counted_on = self.quotas[request.tenant], self._counted(state, request.tenant)
             return (
                 f"running jobs of tenant {request.tenant} may take {counted_on} of the "
-                f"{counted(quota, 'device')} of its quota, and the job {request.limits[1]}"
+                f"{plural(quota, 'device')} of its quota, and the job {request.limits[1]}"
             )
         before = self._order.index(request.name) if request.name in self._order else None
         reservation = self._reservation
@@ -138,7 +138,7 @@ class Paceline:
                 f"{self.plan_s:.0f} s"
             )
         return (
-            f"{counted(before, 'waiting job')} before it by what a second of progress on a device "
+            f"{plural(before, 'waiting job')} before it by what a second of progress on a device "
             "is worth"
         )
 
@@ -150,13 +150,6 @@ class Paceline:
             for event in events
             if isinstance(event, Measured) and (job := state.running.get(event.name))
         )
-
-    def _refuse(self, state: State, events: Sequence[Event]) -> Iterator[Action]:
-        for event in events:
-            if not isinstance(event, Submitted) or event.job.name not in state.waiting:
-                continue
-            if reason := never_fits(state, event.job) or self.never_allowed(event.job):
-                yield Refuse(name=event.job.name, reason=reason)
 
     def _plan(self, state: State) -> Iterator[Action]:
         candidates = candidates_of(state, self._within_quota(state), self.objective, self._options)
@@ -196,7 +189,7 @@ class Paceline:
         for job in list(state.waiting.values()):
             _, options = self._options.of(state, job)
             best = max(options, key=lambda option: option.speedup, default=None)
-            parts = best and inventory.find(best.device_type, best.devices)
+            parts = best and state.find(job.job, best.device_type, best.devices)
             fits = best and parts and inventory.shape(parts) == best.shape
             if not (best and parts and fits) or self._over_quota(state, job):
                 self._settled = False

@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.core.errors import NotFound
-from paceline.scheduler.policies.fitting import allowed_types, counted, never_fits
+from paceline.report.units import plural
+from paceline.scheduler.policies.fitting import allowed_types, never_fits
 from paceline.scheduler.policies.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -68,14 +69,15 @@ def why(state: State, policy: Policy, name: str) -> str:
 def _where(state: State, job: JobState) -> str:
     assert job.slot is not None
     others = [other.name for other in job.neighbours]
-    shared = f", together with {', '.join(others)}" if others else ""
+    share = f", {job.slot.share:.0%} of each device for each job" if others else ""
+    shared = f", together with {', '.join(others)}{share}" if others else ""
     return f"It runs on {job.slot.placement.describe()}{shared}."
 
 
 def _missing(state: State, job: JobState) -> str:
     """Return what the free devices lack."""
     inventory, fewest = state.inventory, job.job.limits[0]
-    asked = counted(fewest if job.job.elastic else job.job.devices, "device")
+    asked = plural(fewest if job.job.elastic else job.job.devices, "device")
     kinds = allowed_types(state, job.job)
     usable = {kind: inventory.usable[kind] for kind in kinds}
     if max(usable.values()) < fewest:
@@ -90,7 +92,7 @@ def _missing(state: State, job: JobState) -> str:
         }
         return (
             f"it needs {asked} of one type; {_list(free)} free, the rest held by "
-            f"{counted(len(holders), 'job')}"
+            f"{plural(len(holders), 'job')}"
         )
     largest = {kind: inventory.largest_free(kind) for kind in kinds}
     sizes = {kind: inventory.largest_node[kind] for kind in kinds}
@@ -109,8 +111,8 @@ def _lost(state: State, kinds: Sequence[str]) -> str:
     nodes = sum(1 for index in of_kinds if index in inventory.lost)
     devices = sum(inventory.lost_bits[i].bit_count() for i in of_kinds if i not in inventory.lost)
     if not devices:
-        return counted(nodes, "node")
-    return ", ".join([*([counted(nodes, "node")] if nodes else []), counted(devices, "device")])
+        return plural(nodes, "node")
+    return ", ".join([*([plural(nodes, "node")] if nodes else []), plural(devices, "device")])
 
 
 def _round(state: State, policy: Rounds) -> str:

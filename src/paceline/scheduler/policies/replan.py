@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.scheduler.events import Preempt, Start
-from paceline.scheduler.placement import Placement
 from paceline.scheduler.policies.fitting import (
     allowed_types,
     best_rate,
@@ -138,7 +137,7 @@ class Draft:
         """Return the free devices on which a group runs fastest, relative to its jobs alone."""
         found: tuple[float, Parts] | None = None
         for kind in allowed_types(self.state, wanted.jobs[0].job):
-            parts = self._find_type(kind, wanted.devices)
+            parts = self._find_type(kind, wanted)
             if parts is None:
                 continue
             value = self._value(wanted, parts)
@@ -146,11 +145,13 @@ class Draft:
                 found = value, parts
         return found[1] if found else None
 
-    def _find_type(self, kind: str, devices: int) -> Parts | None:
+    def _find_type(self, kind: str, wanted: Wanted) -> Parts | None:
+        devices = wanted.devices
+        prefer = self.state.data_nodes.get(wanted.jobs[0].job.dataset, {})
         if not self._consolidate:
-            return self.inventory.find(kind, devices)
+            return self.inventory.find(kind, devices, prefer=prefer)
         level = self._consolidated_level(kind, devices)
-        parts = self.inventory.find(kind, devices, max_level=level)
+        parts = self.inventory.find(kind, devices, max_level=level, prefer=prefer)
         if parts is None and devices <= self.inventory.free[kind]:
             fits = self._consolidated.get((kind, devices))
             if fits is None:
@@ -158,7 +159,7 @@ class Draft:
                 fits = empty.find(kind, devices, max_level=level) is not None
                 self._consolidated[kind, devices] = fits
             if not fits:
-                return self.inventory.find(kind, devices)
+                return self.inventory.find(kind, devices, prefer=prefer)
         return parts
 
     def _consolidated_level(self, kind: str, devices: int) -> int:
@@ -242,7 +243,7 @@ def carry_out(state: State, draft: Draft, *, why_stopped: str) -> Iterator[Actio
     for entry in draft.placed:
         for job in entry.wanted.jobs:
             if not job.running:
-                placement = Placement(parts=state.inventory.devices(entry.parts))
+                placement = state.placement(job.job, entry.parts, jobs=len(entry.wanted.jobs))
                 yield Start(
                     name=job.job.name,
                     placement=placement,

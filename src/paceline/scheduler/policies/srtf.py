@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.scheduler.policies.fitting import counted, refuse_unfit, rigid_size, time_left_s
+from paceline.report.units import plural
+from paceline.scheduler.policies.fitting import refuse_unfit, rigid_size, time_left_s
 from paceline.scheduler.policies.replan import Wanted, replan
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ShortestRemaining:
         """Return what a job is behind, in words."""
         own = self.left(state, job)
         before = sum(self.left(state, other) <= own for other in state.running.values())
-        return f"{self._words(own)}; less is left of {counted(before, 'running job')}"
+        return f"{self._words(own)}; less is left of {plural(before, 'running job')}"
 
     def _words(self, left: float) -> str:
         if left == float("inf"):

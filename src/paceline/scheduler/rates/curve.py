@@ -22,6 +22,7 @@ exchange: 1 / serial), exchange what each doubling of the ranks adds to it.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +103,16 @@ class Curve:
         part = (devices - below) / (above - below)
         return rate_below + part * (rates[index] - rate_below)
 
-    def knee(self, threshold: float, limit: int) -> int:
-        """Return the largest number of devices at which the last one still pays.
 
-        Args:
-            threshold: gain of a device, relative to the rate on one, that still pays.
-            limit: most devices to consider.
-        """
-        one = self.rate(1)
-        best = 1
-        for devices in range(2, limit + 1):
-            if self.rate(devices) - self.rate(devices - 1) >= threshold * one:
-                best = devices
-        return best
+def knee(rates: Sequence[float], threshold: float) -> int:
+    """Return the largest number of devices at which the last one still pays; at least 1.
+
+    Args:
+        rates: on 1, 2, ... devices, as measured or on a curve.
+        threshold: gain of a device, relative to the rate on one, that still pays.
+    """
+    pays = [after - before >= threshold * rates[0] for before, after in itertools.pairwise(rates)]
+    return max((devices for devices, paid in enumerate(pays, 2) if paid), default=1)
 
 
 def _envelope(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

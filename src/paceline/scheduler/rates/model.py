@@ -3,10 +3,12 @@
     what is known of a profile                       used for
     rates by device type and number of devices       the curve of the type; a measured number of
                                                      devices of a rigid job as it is
-    ratio of the rate on spread devices, or          placements over several nodes
-      message size and links
+    ratio of the rate on spread devices, or          placements over more nodes than needed, or
+      message size, and the cluster's links          farther apart
     a `Sharing`                                      neighbours
 
+A number of devices that was measured was measured close together: where it needs several nodes, its
+rate holds for as many nodes below one switch.
 Device types on which a profile was never measured cannot be chosen for it.
 """
 
@@ -24,7 +26,7 @@ from paceline.scheduler.rates.topology import Exchange, distance_factor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.scheduler.cluster import Level
+    from paceline.scheduler.cluster import Cluster, Level
     from paceline.scheduler.job import Job
     from paceline.scheduler.placement import Shape
 
@@ -41,7 +43,8 @@ class Profile:
             the type `ANY_TYPE` stands for all that are not named.
         spread: the same for devices on more nodes than needed, as a share of `alone`, by device
             type and number of devices.
-        exchange: what its ranks exchange, by device type; used where `spread` has no entry.
+        exchange: what its ranks exchange, by device type as in `alone`; used where `spread` has no
+            entry.
         prior: shape of the curve of a type with one measured number of devices.
     """
 
@@ -63,12 +66,27 @@ class RateModel:
         profiles: Mapping[str, Profile],
         sharing: Sharing | None = None,
         levels: Sequence[Level] = (),
+        node_devices: Mapping[str, int] | None = None,
     ) -> None:
+        """Take what is known.
+
+        Args:
+            profiles: by name.
+            sharing: what jobs keep beside neighbours; None: they must not share.
+            levels: links of the cluster; empty: `Profile.exchange` makes no difference.
+            node_devices: devices of a node, by type; a type that is missing has nodes of any size.
+        """
         self.profiles = dict(profiles)
         self.sharing = sharing or NoSharing()
         self.levels = tuple(levels)
+        self.node_devices = dict(node_devices or {})
         self._cache: dict[tuple[str, Shape], float] = {}
         self._curves: dict[tuple[str, str], Curve] = {}
+
+    def on(self, cluster: Cluster) -> RateModel:
+        """Return the same rates on the nodes of a cluster, over its links if it names them."""
+        levels = cluster.levels or self.levels
+        return RateModel(self.profiles, self.sharing, levels, cluster.largest_nodes())
 
     @property
     def most_sharing(self) -> int:
@@ -114,10 +132,12 @@ class RateModel:
                 self._curves[name, kind] = curve
             rate = curve.rate(devices)
         if shape.level:
+            needed = -(-devices // self.node_devices.get(shape.device_type, devices))
             ratio = profile.spread.get((kind, devices))
-            exchange = profile.exchange.get(shape.device_type)
+            exchange = profile.exchange.get(kind)
             if ratio is not None:
-                rate *= ratio
+                rate *= ratio if len(shape.per_node) > needed else 1.0
             elif exchange is not None:
-                rate *= distance_factor(exchange, devices, shape.level, self.levels)
+                near = 1 if needed > 1 and devices in measured else 0
+                rate *= distance_factor(exchange, devices, shape.level, self.levels, near)
         return rate

@@ -4,8 +4,8 @@ Ways to know it, from the best to the weakest:
 
 * `PairTable`: both were measured together, by class and device type; `MeasuredPairs` is the same
   for devices of one type, and estimates other groups.
-* `Interleaving`: each step is a sequence of stages on different resources (storage, CPU, device,
-  network); jobs take turns, and a round lasts as long as its busiest stages.
+* `muri.LockstepSharing`: each step is a sequence of stages on different resources, on which jobs
+  take turns.
 * `ResourceVectors`: each job uses a fraction of each resource of a device; where the sum exceeds
   one, all are slowed by it.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -78,68 +77,6 @@ class PairTable:
         devices = shape.devices
         key = PairKey(shape.device_type, devices, job.profile, neighbours[0].profile)
         return self.factors.get(key, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Interleaving:
-    """Jobs that take turns on the resources that a step passes one after the other.
-
-    In a group of jobs whose offsets differ, a round has one part for each resource. In part p, the
-    job with offset k is in its stage (p + k), so that a part lasts as long as the longest of these
-    stages, and every job does one step in a round::
-
-        round = sum over p of max over jobs of stage[(p + offset) mod resources]
-        kept  = a job's own step / round x (1 - interference x (jobs - 1))
-
-    The order of offsets is the one with the shortest round. At the limit of equal jobs that use
-    one resource only, a round is the sum of their steps: nothing is gained. interference says by
-    how much each neighbour slows a job down although their stages do not meet; 0 is the ideal.
-    Source: Y. Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri),
-    SIGCOMM 2022, section 4.
-
-    Attributes:
-        stages: seconds of one step by resource, by profile; all of one length.
-        most: jobs on one set of devices.
-        interference: share of its rate that a job loses to each neighbour.
-    """
-
-    stages: Mapping[str, tuple[float, ...]]
-    most: int = 4
-    interference: float = 0.0
-
-    def kept(self, job: Job, neighbours: Sequence[Job], shape: Shape) -> float:
-        """Return the share of its rate that a job keeps in the best order of the group."""
-        if not neighbours:
-            return 1.0
-        if len(neighbours) >= self.most:
-            return 0.0
-        own = self.stages[job.profile]
-        group = (own, *sorted(self.stages[other.profile] for other in neighbours))
-        # Sums in another order may differ in the last bit: no job keeps more than all.
-        kept = min(1.0, sum(own) / shortest_round_s(tuple(sorted(group))))
-        return max(0.0, kept * (1 - self.interference * len(neighbours)))
-
-
-@lru_cache(maxsize=1 << 18)
-def shortest_round_s(group: tuple[tuple[float, ...], ...]) -> float:
-    """Return the seconds of a round of jobs that take turns, in their best order.
-
-    Args:
-        group: seconds of one step by resource, for each job.
-    """
-    resources = len(group[0])
-    if len(group) > resources:
-        return float("inf")
-    first, *others = group
-    best = float("inf")
-    for offsets in itertools.permutations(range(1, resources), len(others)):
-        placed = [(first, 0), *zip(others, offsets, strict=True)]
-        round_s = sum(
-            max(stages[(part + offset) % resources] for stages, offset in placed)
-            for part in range(resources)
-        )
-        best = min(best, round_s)
-    return best
 
 
 @dataclass(frozen=True, slots=True)

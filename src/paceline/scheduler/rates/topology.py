@@ -48,16 +48,19 @@ def step_s(exchange: Exchange, devices: int, level: Level) -> float:
     return exchange.compute_s + max(0.0, latency_s + transfer_s - hidden_s)
 
 
-def distance_factor(exchange: Exchange, devices: int, level: int, levels: Sequence[Level]) -> float:
-    """Return the rate at a level relative to that inside a node.
+def distance_factor(
+    exchange: Exchange, devices: int, level: int, levels: Sequence[Level], near: int = 0
+) -> float:
+    """Return the rate at a level relative to that at a nearer one.
 
     Args:
         exchange: of the job.
         devices: of the placement.
         level: of its worst link; beyond the last of `levels`, the last one counts.
         levels: from inside a node upwards; empty: distance makes no difference.
+        near: the level at which the rate is known: 0 inside a node.
     """
-    if not levels or level == 0:
+    if not levels or level <= near:
         return 1.0
-    far = levels[min(level, len(levels) - 1)]
-    return step_s(exchange, devices, levels[0]) / step_s(exchange, devices, far)
+    close, far = (levels[min(index, len(levels) - 1)] for index in (near, level))
+    return step_s(exchange, devices, close) / step_s(exchange, devices, far)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
+from paceline.report.queue.model import QueueFigures
 from paceline.scheduler.policies.fitting import never_fits
+from paceline.scheduler.rates.model import RateModel
 from paceline.scheduler.simulate.engine import QueueOutcome, Simulation
-from paceline.scheduler.simulate.metrics import Metrics, metrics
+from paceline.scheduler.simulate.metrics import metrics
 from paceline.scheduler.simulate.scenario import Scenario, believed_rates, make_world
 from paceline.scheduler.state.state import State
 
@@ -35,15 +37,18 @@ class Run:
     """
 
     outcome: QueueOutcome
-    metrics: Metrics
+    metrics: QueueFigures
 
 
 def fit_queue(queue: Queue, cluster: Cluster) -> tuple[Queue, dict[str, str]]:
     """Return the jobs that can run on a cluster, and why each of the others never can, by name.
 
-    On a cluster whose devices have no type, jobs may run on any device.
+    On a cluster whose devices have no type, jobs may run on any device. Rates are those on the
+    nodes and over the links of the cluster.
     """
     jobs: Sequence[Job] = queue.jobs
+    if isinstance(queue.rates, RateModel):
+        queue = dataclasses.replace(queue, rates=queue.rates.on(cluster))
     if set(cluster.device_counts()) == {UNTYPED}:
         jobs = [dataclasses.replace(job, device_types=()) for job in jobs]
     state = State(cluster, queue.rates)

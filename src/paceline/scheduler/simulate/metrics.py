@@ -6,68 +6,50 @@ rho               finish-time fairness: completion time / (time alone x N), N th
                   jobs in the queue while the job was in it: a job that got an equal share of
                   the cluster all the time has 1. K. Mahajan et al., Themis, NSDI 2020
 allocated         seconds x devices held / seconds x devices of the cluster until the makespan
-useful            seconds x devices that the work would take alone on the fastest type / the same
-lower bound       of the mean completion time: every job alone, at once, at its best;
-                  of the makespan: the longest such job
+useful            seconds x devices that the work takes with each job alone on the type and number
+                  of devices where that is least / the same; above allocated only if jobs share
+lower bound       of the mean completion time: every job alone, at once, at its best of all numbers
+                  of devices; of the makespan: the longest such job
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.core.record import Record
+from paceline.report.queue.model import QueueFigures, WaitOfSize
 from paceline.scheduler.placement import close_together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from paceline.scheduler.cluster import Cluster
     from paceline.scheduler.job import Job
+    from paceline.scheduler.placement import Shape
     from paceline.scheduler.rates.rates import Rates
     from paceline.scheduler.simulate.engine import JobOutcome, QueueOutcome
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizeWait(Record):
-    """How long jobs of one size waited before their first start."""
+class Ideal(NamedTuple):
+    """A job that has the cluster for itself.
 
-    devices: int
-    jobs: int
-    mean_s: float
-    p99_s: float
+    Attributes:
+        seconds: from begin to end, always at its fastest type and number of devices; where its
+            rate changes with its progress, it changes its devices at no cost.
+        device_seconds: of its work alone, always where they are fewest.
+    """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metrics(Record):
-    """Figures of a queue; see the module for their definitions. Times in seconds."""
-
-    policy: str
-    jobs: int
-    refused: int
-    jct_mean_s: float
-    jct_p50_s: float
-    jct_p99_s: float
-    makespan_s: float
-    rho_worst: float
-    rho_p99: float
-    rho_above_1_1: float
-    allocated: float
-    useful: float
-    restarts: int
-    waits: tuple[SizeWait, ...]
-    jct_bound_s: float
-    makespan_bound_s: float
+    seconds: float
+    device_seconds: float
 
 
-def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
+def metrics(outcome: QueueOutcome, rates: Rates) -> QueueFigures:
     """Return the figures of a simulation.
 
     Args:
@@ -83,12 +65,12 @@ def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
     submitted_s = np.array([job.job.submitted_s for job in ended])
     ended_s = np.array([job.ended_s for job in ended], float)
     jct_s = ended_s - submitted_s
-    alone_s = alone_times_s([job.job for job in ended], outcome.cluster, rates)
+    ideal = np.array(ideals([job.job for job in ended], outcome.cluster, rates))
+    alone_s, device_seconds = ideal.T
     makespan_s = float(ended_s.max() - submitted_s.min())
     rho = jct_s / (alone_s * np.maximum(1.0, mean_jobs(submitted_s, ended_s)))
     capacity_s = makespan_s * sum(outcome.cluster.device_counts().values())
-    devices = np.array([job.job.devices for job in ended])
-    return Metrics(
+    return QueueFigures(
         policy=outcome.policy,
         jobs=len(ended),
         refused=sum(bool(job.refused) for job in outcome.jobs.values()),
@@ -100,7 +82,7 @@ def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
         rho_p99=float(np.quantile(rho, 0.99)),
         rho_above_1_1=float((rho > 1.1).mean()),
         allocated=sum(job.held_s for job in ended) / capacity_s,
-        useful=float(alone_s @ devices) / capacity_s,
+        useful=float(device_seconds.sum()) / capacity_s,
         restarts=sum(job.starts - 1 for job in ended),
         waits=_waits(ended),
         jct_bound_s=float(alone_s.mean()),
@@ -108,48 +90,52 @@ def metrics(outcome: QueueOutcome, rates: Rates) -> Metrics:
     )
 
 
-def alone_times_s(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> NDArray[np.float64]:
-    """Return the seconds that each job takes alone, always at its best type and number of devices.
+def ideals(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> list[Ideal]:
+    """Return what each job would take alone on the cluster; infinity for one that can never run.
 
-    Where its rate changes with its progress, it changes its devices with it at no cost.
-
-    Returns:
-        Shape (jobs,); infinity for a job that can never run.
+    All numbers of devices within a job's limits are tried, since a policy may choose any: where
+    devices leave a node, or measured rates are not monotone, the best one is anywhere.
     """
-    counts = cluster.device_counts()
-    largest = dict.fromkeys(counts, 0)
-    for node in cluster.nodes:
-        largest[node.device_type] = max(largest[node.device_type], node.devices)
-    return np.array([_best_alone_s(job, counts, largest, rates) for job in jobs], float)
+    known: dict[tuple[object, ...], Ideal] = {}
+    found = []
+    for job in jobs:
+        key = (job.profile, job.limits, job.devices, job.device_types, job.work, job.start_s)
+        if key not in known:
+            known[key] = _ideal(job, _shapes(job, cluster), rates)
+        found.append(known[key])
+    return found
 
 
-def best_alone_s(job: Job, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds that a job takes alone; `alone_times_s` is faster for many jobs."""
-    return float(alone_times_s([job], cluster, rates)[0])
+def alone_times_s(jobs: Sequence[Job], cluster: Cluster, rates: Rates) -> NDArray[np.float64]:
+    """Return the seconds of `ideals`, shape (jobs,)."""
+    return np.array([ideal.seconds for ideal in ideals(jobs, cluster, rates)], float)
 
 
-def _best_alone_s(
-    job: Job, counts: Mapping[str, int], largest: Mapping[str, int], rates: Rates
-) -> float:
-    assert job.work is not None
+def _shapes(job: Job, cluster: Cluster) -> list[Shape]:
+    """Return the shapes of all sizes that a job may have on a cluster, close together."""
+    largest = cluster.largest_nodes()
     low, high = job.limits
-    sizes = sorted({low, job.devices, high, *(1 << power for power in range(16))})
-    shapes = [
+    return [
         close_together(kind, size, largest[kind])
-        for kind, count in counts.items()
+        for kind, count in cluster.device_counts().items()
         if not job.device_types or kind in job.device_types
-        for size in (*sizes, min(high, count))
-        if low <= size <= min(high, count)
+        for size in range(low, min(high, count) + 1)
     ]
-    alone_s, done = job.start_s, 0.0
+
+
+def _ideal(job: Job, shapes: Sequence[Shape], rates: Rates) -> Ideal:
+    assert job.work is not None
+    seconds, device_seconds, done = job.start_s, 0.0, 0.0
     while done < job.work:
         until = min(job.work, rates.constant_until(job, done))
-        fastest = max((rates.alone(job, shape, done) for shape in shapes), default=0.0)
+        rated = [(rates.alone(job, shape, done), shape.devices) for shape in shapes]
+        fastest = max((rate for rate, _ in rated), default=0.0)
         if fastest <= 0:
-            return math.inf
-        alone_s += (until - done) / fastest
+            return Ideal(math.inf, math.inf)
+        seconds += (until - done) / fastest
+        device_seconds += (until - done) / max(rate / devices for rate, devices in rated)
         done = until
-    return alone_s
+    return Ideal(seconds, device_seconds)
 
 
 def mean_jobs(
@@ -172,7 +158,7 @@ def mean_jobs(
     return mean
 
 
-def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:
+def _waits(ended: Sequence[JobOutcome]) -> tuple[WaitOfSize, ...]:
     by_size = sorted(ended, key=lambda job: job.job.devices)
     rows = []
     for devices, members in itertools.groupby(by_size, key=lambda job: job.job.devices):
@@ -180,7 +166,7 @@ def _waits(ended: Sequence[JobOutcome]) -> tuple[SizeWait, ...]:
             job.started_s - job.job.submitted_s for job in members if job.started_s is not None
         ]
         rows.append(
-            SizeWait(
+            WaitOfSize(
                 devices=devices,
                 jobs=len(waits_s),
                 mean_s=float(np.mean(waits_s)),

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.report.queue.model import (
-    HeldDevices,
-    PolicyRun,
-    QueueFigures,
-    QueueReport,
-    WaitOfSize,
-)
+from paceline.report.queue.model import HeldDevices, PolicyRun, QueueReport
 from paceline.report.units import format_share, plural
 from paceline.scheduler.cluster import Cluster
 from paceline.scheduler.formats.workload import Queue
@@ -30,7 +24,6 @@ if TYPE_CHECKING:
 
     from paceline.scheduler.decide import Decision, Policy
     from paceline.scheduler.simulate.engine import QueueOutcome, Simulation, Span
-    from paceline.scheduler.simulate.metrics import Metrics
 
 _SHOWN_REFUSALS = 3
 
@@ -193,24 +186,12 @@ def _policy_run(run: Run, study: Study) -> PolicyRun:
     submitted_s = np.array([job.job.submitted_s for job in ended])
     ended_s = np.array([job.ended_s for job in ended], float)
     return PolicyRun(
-        figures=_figures(run.metrics),
+        figures=run.metrics,
         ended_s=ended_s,
         jct_s=ended_s - submitted_s,
         alone_s=alone_times_s([job.job for job in ended], study.cluster, study.queue.rates),
         held=tuple(_held(outcome)),
     )
-
-
-def _figures(figures: Metrics) -> QueueFigures:
-    same = {
-        field.name: getattr(figures, field.name)
-        for field in dataclasses.fields(QueueFigures)
-        if field.name != "waits"
-    }
-    waits = tuple(
-        WaitOfSize(wait.devices, wait.jobs, wait.mean_s, wait.p99_s) for wait in figures.waits
-    )
-    return QueueFigures(**same, waits=waits)
 
 
 def _held(outcome: QueueOutcome) -> Iterator[HeldDevices]:

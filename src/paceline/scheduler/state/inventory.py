@@ -7,7 +7,8 @@ of free devices, so that the node with the fewest that suffice is found without 
            (full)                                  (whole nodes, also counted by switch)
 
 A job of up to one node's devices takes the tightest node, and in it an aligned block (devices 4-7
-rather than 3-6), so that pairs and quads with fast links stay whole for others. A wider job takes
+rather than 3-6), so that pairs and quads with fast links stay whole for others. Among equally tight
+nodes, the caller's preferred ones come first: those that hold the job's data. A wider job takes
 whole nodes below one switch, the switch with the fewest whole nodes that suffice; then below the
 next level; only then devices from wherever they are free.
 Source: H. Zhao et al., HiveD: Sharing a GPU Cluster for Deep Learning with Guarantees, OSDI 2020
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from paceline.scheduler.placement import NodeDevices, Shape, close_together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from paceline.scheduler.cluster import Cluster
 
@@ -42,12 +43,11 @@ class Inventory:
         self.usable = dict.fromkeys(self.free, 0)
         self.lost = set(range(len(cluster.nodes)))
         self.lost_bits = [0] * len(cluster.nodes)  # of devices that are lost by themselves
-        self.largest_node = dict.fromkeys(self.free, 0)
+        self.largest_node = cluster.largest_nodes()
         # Nodes of one type are taken to be alike: the smallest known memory counts.
         self.memory_bytes = dict.fromkeys(self.free, 0)
         for node in cluster.nodes:
             kind = node.device_type
-            self.largest_node[kind] = max(self.largest_node[kind], node.devices)
             if node.memory_bytes:
                 known = self.memory_bytes[kind] or node.memory_bytes
                 self.memory_bytes[kind] = min(known, node.memory_bytes)
@@ -144,7 +144,14 @@ class Inventory:
                     return tuple(sorted(parts))
         return None
 
-    def find(self, device_type: str, count: int, *, max_level: int | None = None) -> Parts | None:
+    def find(
+        self,
+        device_type: str,
+        count: int,
+        *,
+        max_level: int | None = None,
+        prefer: Collection[int] = (),
+    ) -> Parts | None:
         """Return free devices for a job, or None.
 
         Args:
@@ -152,6 +159,7 @@ class Inventory:
             count: how many.
             max_level: the highest level of a link between two of them, see `Shape.level`; None if
                 any will do.
+            prefer: nodes to take among equally good ones, by index.
         """
         if count > self.free.get(device_type, 0):
             return None
@@ -159,12 +167,15 @@ class Inventory:
         if count <= size:
             for bucket in self._buckets[device_type][count:]:
                 if bucket:
-                    index = next(iter(bucket))
+                    liked = (index for index in prefer if index in bucket)
+                    index = next(liked, None)
+                    if index is None:
+                        index = next(iter(bucket))
                     return ((index, _block(self.free_bits[index], count)),)
         top = self._depth + 1 if max_level is None else max_level
         if top < 1:
             return None
-        return self._below_one_switch(device_type, count, top) or (
+        return self._below_one_switch(device_type, count, top, prefer) or (
             self._anywhere(device_type, count) if top > self._depth else None
         )
 
@@ -184,6 +195,10 @@ class Inventory:
                 return shape._replace(level=level)
         return shape._replace(level=self._depth + 1 if self._depth else 1)
 
+    def is_close(self, shape: Shape) -> bool:
+        """Return whether devices of a shape are as close together as their number can be."""
+        return shape.level <= self.closest(shape.device_type, shape.devices).level
+
     def devices(self, parts: Parts) -> tuple[NodeDevices, ...]:
         """Return the devices by name of their node."""
         return tuple(
@@ -193,7 +208,11 @@ class Inventory:
 
     def parts(self, devices: tuple[NodeDevices, ...]) -> Parts:
         """Return devices by index of their node; the opposite of `devices`."""
-        return tuple(sorted((self.index[part.node], bits_of(part.devices)) for part in devices))
+        bits: dict[int, int] = {}
+        for part in devices:
+            index = self.index[part.node]
+            bits[index] = bits.get(index, 0) | bits_of(part.devices)
+        return tuple(sorted(bits.items()))
 
     def largest_free(self, device_type: str) -> int:
         """Return the largest number of free devices on one node of a type."""
@@ -221,7 +240,9 @@ class Inventory:
                 return level + 1
         return self._depth + 1 if self._depth else 1
 
-    def _below_one_switch(self, device_type: str, count: int, top: int) -> Parts | None:
+    def _below_one_switch(
+        self, device_type: str, count: int, top: int, prefer: Collection[int]
+    ) -> Parts | None:
         """Return whole nodes, and a part of another one for the rest, below the fullest switch."""
         size = self.largest_node[device_type]
         wanted, rest = divmod(count, size)
@@ -233,14 +254,17 @@ class Inventory:
             ]
             if fitting:
                 nodes = min(fitting, key=len)
-                return self._whole_nodes(list(nodes), wanted, rest)
+                return self._whole_nodes(nodes, wanted, rest, prefer)
         if not self._depth:
             nodes = self._buckets[device_type][size]
             if len(nodes) >= wanted + bool(rest):
-                return self._whole_nodes(list(nodes), wanted, rest)
+                return self._whole_nodes(nodes, wanted, rest, prefer)
         return None
 
-    def _whole_nodes(self, nodes: list[int], wanted: int, rest: int) -> Parts:
+    def _whole_nodes(
+        self, free: Collection[int], wanted: int, rest: int, prefer: Collection[int]
+    ) -> Parts:
+        nodes = sorted(free, key=lambda index: index not in prefer) if prefer else list(free)
         parts = [(index, self.free_bits[index]) for index in nodes[:wanted]]
         if rest:
             index = nodes[wanted]
@@ -294,11 +318,16 @@ def _block(free: int, count: int) -> int:
     for start in range(0, free.bit_length(), size):
         if (free >> start) & block == block:
             return block << start
+    return lowest_bits(free, count)
+
+
+def lowest_bits(bits: int, count: int) -> int:
+    """Return the lowest `count` of some bits."""
     chosen = 0
     for _ in range(count):
-        lowest = free & -free
+        lowest = bits & -bits
         chosen |= lowest
-        free ^= lowest
+        bits ^= lowest
     return chosen
 
 

@@ -31,12 +31,12 @@ from paceline.scheduler.events import (
     Started,
     Stopped,
     Submitted,
-    Timer,
 )
 from paceline.scheduler.job import Job
 from paceline.scheduler.placement import Placement, Shape
 from paceline.scheduler.rates.corrected import Learner
 from paceline.scheduler.state.inventory import Inventory, Parts, bits_of
+from paceline.scheduler.state.mapping import in_rank_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +54,11 @@ class Slot:
     shape: Shape
     placement: Placement
     jobs: dict[str, JobState] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Fraction of each device for each of the jobs: all get the same."""
+        return 1 / len(self.jobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +128,8 @@ class State:
         waiting, running: by name; waiting jobs in the order in which they came or stopped.
         slots: taken devices, by their parts.
         now_s: time of the last event.
+        data_nodes: by data set, nodes where a job that reads it ran: by index, in that order. The
+            data may still be in the node's page cache or on its disk.
         learned: how often a report changed the rates noticeably.
         inputs: digest of all events and actions so far.
     """
@@ -134,6 +141,7 @@ class State:
         self.waiting: dict[str, JobState] = {}
         self.running: dict[str, JobState] = {}
         self.slots: dict[Parts, Slot] = {}
+        self.data_nodes: dict[str, dict[int, None]] = {}
         self.now_s = 0.0
         self.learned = 0
         self._inputs = hashlib.blake2b(digest_size=16)
@@ -163,8 +171,7 @@ class State:
                 fix="Pass events in the order of their times",
             )
         self.now_s = event.at_s
-        if not isinstance(event, Timer):
-            self._inputs.update(repr(event).encode())
+        self._inputs.update(repr(event).encode())
         match event:
             case Submitted(job=job):
                 self._submit(job)
@@ -207,6 +214,29 @@ class State:
                 self._stop(self.running[name], reason)
             case Refuse(name=name):
                 del self.waiting[name]
+
+    def find(
+        self, job: Job, device_type: str, count: int, *, max_level: int | None = None
+    ) -> Parts | None:
+        """Return free devices for a job, or None; see `Inventory.find`.
+
+        Among equally good nodes, those that hold its data come first.
+        """
+        prefer = self.data_nodes.get(job.dataset, {})
+        return self.inventory.find(device_type, count, max_level=max_level, prefer=prefer)
+
+    def placement(self, job: Job, parts: Parts, *, jobs: int = 1) -> Placement:
+        """Return the placement of a job on devices, in the order of its ranks.
+
+        Args:
+            job: that is to run there.
+            parts: the devices.
+            jobs: that share them, this one included: all get equal shares.
+        """
+        devices = self.inventory.devices(parts)
+        if job.mesh:
+            devices = in_rank_order(self.cluster, devices, job.mesh)
+        return Placement(parts=devices, share=1 / jobs)
 
     def rate_of(self, job: JobState, shape: Shape, neighbours: Sequence[Job]) -> float:
         """Return the estimated rate of a job if it ran so."""
@@ -275,6 +305,9 @@ class State:
             devices = self.inventory.devices(parts)
             slot = Slot(parts, self.inventory.shape(parts), Placement(parts=devices))
             self.slots[parts] = slot
+        if job.job.dataset:
+            nodes = self.data_nodes.setdefault(job.job.dataset, {})
+            nodes.update(dict.fromkeys(index for index, _ in parts))
         for neighbour in slot.jobs.values():
             neighbour.count_until(self.now_s)
         del self.waiting[job.job.name]
@@ -336,6 +369,8 @@ class State:
             for job in list(slot.jobs.values()):
                 self._stop(job, f"node {self.cluster.nodes[index].name} was lost")
         self.inventory.remove(index)
+        for nodes in self.data_nodes.values():
+            nodes.pop(index, None)
 
     def _lose_devices(self, index: int, bits: int, reason: str) -> None:
         bits &= ~self.inventory.lost_bits[index]

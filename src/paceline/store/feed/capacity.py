@@ -13,7 +13,7 @@ from paceline.core.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from paceline.store.feed.options import LoaderOptions
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
 _SHARED_MEMORY = "/dev/shm"
@@ -27,7 +27,7 @@ def worker_count(options: LoaderOptions) -> int:
         computing = 1 if torch.cuda.is_available() else torch.get_num_threads()
         return max(1, min(_MAX_WORKERS, cores - computing))
     if options.workers > cores and options.worker_kind == "thread":  # torch warns about processes
-        _log.warning("%d loader workers share %d cores", options.workers, cores)
+        _LOG.warning("%d loader workers share %d cores", options.workers, cores)
     return options.workers
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.store.write.options import PackOptions, ShardLimits
     from paceline.store.write.sources.source import OpenSource, SourceTotals
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class _PackedColumns:
         self._sample_count = self._reused_sample_count = last.samples if last else 0
         self._byte_count = self._reused_byte_count = last.bytes if last else 0
         if last is not None:
-            _log.info("resuming after %s samples", f"{last.samples:,}")
+            _LOG.info("resuming after %s samples", f"{last.samples:,}")
             self._report()
 
     def add(self, placed: PlacedBytes) -> None:

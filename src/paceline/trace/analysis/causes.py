@@ -94,13 +94,10 @@ def _shares_its_cores(i: int, counters: Sequence[StepCounters], late: np.ndarray
     it shares the core with one other thread.
     """
     steps = np.flatnonzero(late)
-
-    def own_and_others(values: Sequence[np.ndarray]) -> tuple[float, float]:
-        means = np.array([value[steps].mean() for value in values])
-        return float(means[i]), float(np.delete(means, i).mean())
-
-    running_s, others_running_s = own_and_others([rank.running_s for rank in counters])
-    waiting_s, others_waiting_s = own_and_others([rank.not_running_s for rank in counters])
+    running_s, others_running_s = _own_and_others(i, [rank.running_s for rank in counters], steps)
+    waiting_s, others_waiting_s = _own_and_others(
+        i, [rank.not_running_s for rank in counters], steps
+    )
     longer = running_s / max(1e-9, others_running_s) - 1
     waits_longer = waiting_s / max(1e-9, others_waiting_s) - 1
     as_long = running_s - others_running_s > (waiting_s - others_waiting_s) / 2
@@ -153,8 +150,8 @@ def seconds_by_cause(
     steps = np.flatnonzero(late)
 
     def extra(values: Sequence[np.ndarray]) -> float:
-        means = np.array([value[steps].mean() for value in values])
-        return float(means[i] - np.delete(means, i).mean())
+        own, others = _own_and_others(i, values, steps)
+        return own - others
 
     gc_s = max(0.0, extra([rank.gc_s for rank in counters]))
     found = {
@@ -181,3 +178,9 @@ def seconds_by_cause(
         found["not_running"] = min(starved_s, rest_s - max(0.0, ran_s))
         found["compute"] = rest_s - max(0.0, found["not_running"])
     return {cause: max(0.0, seconds) for cause, seconds in found.items()}
+
+
+def _own_and_others(i: int, values: Sequence[np.ndarray], steps: np.ndarray) -> tuple[float, float]:
+    """Return the mean over some steps of rank `i`, and that of the other ranks."""
+    means = np.array([value[steps].mean() for value in values])
+    return float(means[i]), float(np.delete(means, i).mean())

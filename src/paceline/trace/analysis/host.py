@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.record import Record
 from paceline.trace.format.events import MAIN, PYTHON_CODE, Kind
-from paceline.trace.merge.evaluation import evaluation_spans, in_spans
+from paceline.trace.merge.evaluation import evaluation_spans, in_spans, span_of
 
 if TYPE_CHECKING:
     from paceline.trace.format.files import RankTrace
@@ -124,9 +124,8 @@ def _sampled(
     lengths_s = (gaps["end_ns"] - gaps["begin_ns"]) / 1e9
     total_s = np.bincount(kind_of, weights=lengths_s, minlength=len(kinds))
     times = samples["begin_ns"].astype(np.int64)
-    at = np.searchsorted(gaps["begin_ns"], times, side="right") - 1
+    at = span_of(times, gaps)
     inside = at >= 0
-    inside[inside] = times[inside] < gaps["end_ns"][at[inside]]
     all_names = (*rank.names, PYTHON_CODE)
     read_ns = times[inside] + samples["amount"][inside].astype(np.int64)
     is_known = read_ns < gaps["end_ns"][at[inside]]

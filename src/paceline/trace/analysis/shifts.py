@@ -72,8 +72,7 @@ def find_shifts(ranks: Sequence[RankPhases]) -> tuple[Shift, ...]:
     points_s = np.array([np.median(part) for part in _parts(usual_s, size)])
     least = max(_MIN_STEPS, int(_MIN_SHARE * len(points_s)))
     cuts = _merged(points_s, sorted(_cuts(points_s, 0, len(points_s), least)))
-    edges = [0, *cuts, len(points_s)]
-    levels_s = [float(np.median(points_s[a:b])) for a, b in pairwise(edges)]
+    levels_s = _levels(points_s, cuts)
     shifts = [
         Shift(
             step=_WARM_UP + size * cut,
@@ -127,6 +126,11 @@ def _best_range(values: np.ndarray, least: int) -> tuple[int, int] | None:
     return best if count**2 * upper_tail(best_score) <= _MAX_P_VALUE else None
 
 
+def _levels(values: np.ndarray, cuts: Sequence[int]) -> list[float]:
+    """Return the median of each part between two cuts."""
+    return [float(np.median(values[a:b])) for a, b in pairwise([0, *cuts, len(values)])]
+
+
 def _factor(one_s: float, other_s: float) -> float:
     """Return how many times the larger is the smaller one."""
     smaller, larger = sorted((one_s, other_s))
@@ -137,9 +141,7 @@ def _merged(values: np.ndarray, cuts: list[int]) -> list[int]:
     """Return the cuts without those at which the level hardly changes from part to part."""
     kept = list(cuts)
     while kept:
-        edges = [0, *kept, len(values)]
-        levels = [float(np.median(values[a:b])) for a, b in pairwise(edges)]
-        factors = [_factor(*pair) for pair in pairwise(levels)]
+        factors = [_factor(*pair) for pair in pairwise(_levels(values, kept))]
         least = int(np.argmin(factors))
         if factors[least] >= _LEAST_FACTOR:
             return kept

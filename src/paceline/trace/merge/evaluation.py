@@ -82,10 +82,15 @@ def evaluation_spans(rank: RankTrace) -> np.ndarray:
 
 def in_spans(times_ns: np.ndarray, spans: np.ndarray) -> np.ndarray:
     """Return which of the times are within one of the spans, which are ordered and disjoint."""
+    return np.asarray(span_of(times_ns, spans) >= 0)
+
+
+def span_of(times_ns: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Return the index of the span that each time is within, -1 for none; as `in_spans`."""
     at = np.searchsorted(spans["begin_ns"], times_ns, side="right") - 1
     inside = at >= 0
     inside[inside] = times_ns[inside] < spans["end_ns"][at[inside]]
-    return np.asarray(inside)
+    return np.where(inside, at, -1)
 
 
 def _evaluations(rank: RankTrace) -> np.ndarray:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from paceline.store.write.sources.source import OpenSource
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _MAX_CLASS_BYTES = 255
 _MAX_GROUP_BYTES = 512 << 20  # of members that are held until their group has been read
@@ -255,7 +255,7 @@ class OpenArchives:
         if self._has_groups or len(endings) < 2:
             return
         self._has_groups = True
-        _log.warning(
+        _LOG.warning(
             "%s looks like a WebDataset: each member becomes a sample of its own (%s)",
             self.where,
             ", ".join(os.fsdecode(member.name) for member in group[:4]),

@@ -1,0 +1,2 @@
+#define SPARSIFY_TABLE avx512_sparsify
+#include "sparsify_kernels.hpp"

@@ -1,0 +1,2 @@
+#define SPARSIFY_TABLE portable_sparsify
+#include "sparsify_kernels.hpp"

@@ -1,0 +1,290 @@
+"""A model whose ranks train it together.
+
+    forward     parameters that other ranks updated are awaited, front layers first
+    backward    each gradient is copied into its bucket; a full bucket is reduced, in a fixed order
+    end of it   all buckets are reduced; what the optimizer updates has its gradients
+    step        what this rank updated returns to the others, front layers first
+
+Buckets are filled in the order in which rank 0's first backward pass brought the gradients. With
+overlap a bucket is reduced as soon as it and all before it are full, otherwise at the end of the
+backward pass. All hooks run in the thread that calls them: `backward` on the CPU is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.core.errors import UsageError
+from paceline.training.engine.buckets import Bucket, divide, make_buckets
+from paceline.training.engine.modes import AllReduce, Root, Sharded
+from paceline.training.precision.agreement import agree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.training.engine.modes import Mode, ModeName, Ranks
+    from paceline.training.health import GradientCheck
+
+MIB = 1 << 20
+_MODES: dict[str, Any] = {"allreduce": AllReduce, "sharded": Sharded, "root": Root}
+
+
+class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
+    """Trains a model on several ranks; each rank passes other samples through it.
+
+    The state dict is that of the model, without a prefix.
+
+    Args:
+        module: the model, with equal parameters on all ranks (rank 0's are taken).
+        ranks: that train it.
+        mode: how gradients are reduced and parameters updated; a name, or what `modes` has.
+        bucket_bytes, first_bucket_bytes: gradients that are reduced in one collective.
+        overlap_gradients: whether buckets are reduced during the backward pass.
+        overlap_parameters: whether updated parameters are awaited layer by layer.
+        check: sees the gradients of this rank before they are reduced.
+
+    Raises:
+        UsageError: the ranks' models differ; the error names the first difference.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        *,
+        mode: ModeName | Mode = "allreduce",
+        bucket_bytes: int = 25 * MIB,
+        first_bucket_bytes: int = MIB,
+        overlap_gradients: bool = True,
+        overlap_parameters: bool = True,
+        check: GradientCheck | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.ranks = ranks
+        self.buckets: list[Bucket] = []
+        self.mode: Mode = _MODES[mode](ranks) if isinstance(mode, str) else mode
+        self._check = check
+        self._sizes = (first_bucket_bytes, bucket_bytes)
+        self._overlaps = (overlap_gradients, overlap_parameters)
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        check_equal(self._named, ranks)
+        self._synchronises = True
+        self._begun = False
+        self._next = 0  # bucket to reduce
+        self._started: list[tuple[Bucket, Any]] = []
+        self._returning: dict[int, Any] = {}  # works of parameters on their way back, by bucket
+        self._order: list[str] | None = []  # of the first backward pass
+        if ranks.size == 1:
+            return
+        self._broadcast_values()
+        self._arrange(list(reversed(self._named)))
+        for name, parameter in self._named:
+            parameter.register_post_accumulate_grad_hook(self._hook_of(name))
+        if self.mode.returns_parameters:
+            self._await_before_layers()
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass a batch through the model."""
+        if not self._overlaps[1]:
+            self.await_parameters()
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state, with the parameters that all ranks updated."""
+        self.await_parameters()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state; every rank loads the same."""
+        self.await_parameters()
+        return self.module.load_state_dict(state, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in the rank until the first backward pass after this context."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def _arrange(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.buckets = make_buckets(divide(named, *self._sizes), self.ranks.size, self.ranks.empty)
+        self.mode.arrange(self.buckets)
+        self._places = {
+            name: (bucket, index)
+            for bucket in self.buckets
+            for index, name in enumerate(bucket.names)
+        }
+
+    def _hook_of(self, name: str) -> Any:
+        def take(parameter: nn.Parameter) -> None:
+            del parameter
+            if not self._synchronises:
+                return
+            if not self._begun:
+                self._begun = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # noqa: SLF001  # as DDP
+            if self._order is not None:
+                self._order.append(name)
+            bucket, index = self._places[name]
+            if bucket.take(index) and self._overlaps[0]:
+                self._reduce_full()
+
+        return take
+
+    def _reduce_full(self) -> None:
+        """Start to reduce the buckets that are full, in their order."""
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._complete(self.buckets[self._next])
+            self._start(self.buckets[self._next])
+
+    def _start(self, bucket: Bucket) -> None:
+        self._started.append((bucket, self.mode.reduce(bucket)))
+        self._next = bucket.number + 1
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Make a bucket ready to be reduced; the check sees what the backward pass brought."""
+        if self._check is not None:
+            brought = [index for index, present in enumerate(bucket.present) if present]
+            names = [bucket.names[index] for index in brought]
+            self._check.observe(names, [bucket.views[index] for index in brought])
+        bucket.complete()
+
+    def _finish(self) -> None:
+        """End a backward pass: all buckets are reduced, and gradients are where they belong."""
+        rest = self.buckets[self._next :]
+        for bucket in rest:
+            self._complete(bucket)
+        if not self._may_reduce():
+            rest = []
+        for bucket in rest:
+            self._start(bucket)
+        for bucket, work in self._started:
+            if work is not None:
+                work.wait()
+            self.mode.reduced(bucket)
+        for bucket in self.buckets:
+            bucket.reset()
+        self._started, self._next, self._begun = [], 0, False
+        if self._order is not None:
+            order, self._order = self._order, None
+            self._rearrange(order)
+
+    def _may_reduce(self) -> bool:
+        """Return whether the mode takes these gradients: one with residuals takes finite ones only.
+
+        The ranks agree. Otherwise the gradients stay as they are, and the check has seen them.
+        """
+        if self._check is None or not self.mode.needs_finite:
+            return True
+        return not agree(self._check.flag(), self.ranks.group)
+
+    def _rearrange(self, order: list[str]) -> None:
+        """Fill the buckets in the order of rank 0's first backward pass from now on."""
+        if isinstance(self.mode, Sharded):
+            return
+        names = list(dict.fromkeys(order))
+        rest = [name for name, _ in reversed(self._named) if name not in set(names)]
+        agreed = [names + rest]
+        dist.broadcast_object_list(agreed, group=self.ranks.group, group_src=0)
+        parameters = dict(self._named)
+        gradients = {name: parameter.grad for name, parameter in self._named}
+        self._arrange([(name, parameters[name]) for name in agreed[0]])
+        for name, gradient in gradients.items():
+            bucket, index = self._places[name]
+            if gradient is not None:
+                bucket.views[index].copy_(gradient)
+                parameters[name].grad = bucket.views[index]
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer update what this rank updates, and the ranks share it after a step."""
+        if self.ranks.size == 1:
+            return
+        self.mode.adopt(optimizer)
+        if self.mode.returns_parameters:
+            optimizer.register_step_post_hook(self._return_parameters)
+
+    def _return_parameters(self, *_: Any) -> None:
+        for bucket in reversed(self.buckets):  # front layers first
+            work = self.mode.updated(bucket)
+            self._returning[bucket.number] = work
+
+    def await_parameters(self) -> None:
+        """Wait until all parameters are those that the ranks updated."""
+        for number in list(self._returning):
+            self._await(number)
+
+    def _await(self, number: int) -> None:
+        work = self._returning.pop(number, None)
+        if work is not None:
+            work.wait()
+
+    def _await_before_layers(self) -> None:
+        """Have each layer wait for its own parameters before it computes."""
+        owners: dict[str, nn.Module] = {}
+        for prefix, layer in self.module.named_modules():
+            for name, _ in layer.named_parameters(recurse=False):
+                owners[f"{prefix}.{name}" if prefix else name] = layer
+        layers: dict[nn.Module, list[str]] = {}
+        for name, layer in owners.items():
+            layers.setdefault(layer, []).append(name)
+
+        def await_own(layer: nn.Module, _given: Any) -> None:
+            for name in layers[layer]:
+                if self._returning and name in self._places:
+                    self._await(self._places[name][0].number)
+
+        for layer in layers:
+            layer.register_forward_pre_hook(await_own)
+
+    def _broadcast_values(self) -> None:
+        """Start from the parameters and buffers of rank 0."""
+        with torch.no_grad():
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                dist.broadcast(tensor, group=self.ranks.group, group_src=0)
+
+
+def check_equal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
+    """Raise an error unless all ranks have the same parameters in the same order.
+
+    Raises:
+        UsageError: they differ; the error names the first difference.
+    """
+    if ranks.size == 1:
+        return
+    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, own, group=ranks.group)
+    for rank, other in enumerate(every):
+        if other == every[0]:
+            continue
+        for place in range(max(len(other), len(every[0]))):
+            first = every[0][place] if place < len(every[0]) else None
+            second = other[place] if place < len(other) else None
+            if first != second:
+                raise UsageError(
+                    f"rank {rank} trains another model than rank 0",
+                    where=f"trainable parameter {place}",
+                    why=f"{_described(first)} on rank 0, {_described(second)} on rank {rank}",
+                    fix="Build the same model in the same order on all ranks",
+                )
+
+
+def _described(entry: Any) -> str:
+    if entry is None:
+        return "none"
+    name, shape, dtype = entry
+    return f"{name} {list(shape)} {dtype.removeprefix('torch.')}"

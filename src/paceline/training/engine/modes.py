@@ -1,0 +1,296 @@
+"""How ranks come to equal parameters: what reduces gradients, who updates, what returns.
+
+    mode        gradients         updated by           parameters return by
+    allreduce   all-reduce        every rank, all      -
+    sharded     reduce-scatter    every rank, its part all-gather, before the next forward pass
+    root        reduce            rank 0               broadcast, before the next forward pass
+
+`root` is S-Caffe's: blocking it is SC-B, with the broadcast overlapped SC-OB, with the reduction
+overlapped as well SC-OBR. `sharded` has both overlaps without a root.
+Source: A. Awan et al., S-Caffe, PPoPP 2017; S. Rajbhandari et al., ZeRO, SC 2020 (stage 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.collectives.tensor_heap import TensorHeap
+from paceline.core.errors import UsageError
+from paceline.training.optimizers.layerwise import LayerwiseOptimizer
+from paceline.training.optimizers.norms import ShardedNorms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.training.compression.hooks import Compressor
+    from paceline.training.engine.buckets import Bucket
+    from paceline.training.precision.scaling import Scale
+
+# Torch renamed both after 2.12.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+ModeName = Literal["allreduce", "sharded", "root"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The group that trains together.
+
+    Attributes:
+        group: torch's; None: one process.
+        rank: of this process in the group.
+        size: of the group.
+        heap: shared memory for buckets where all ranks share a host, or None.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    heap: TensorHeap | None
+
+    def empty(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat tensor; in the heap where there is one."""
+        if self.heap is not None and device.type == "cpu":
+            return self.heap.empty(length, dtype)
+        return torch.empty(length, dtype=dtype, device=device)
+
+
+class Mode(Protocol):
+    """What `DataParallel` asks of a mode. Works are torch's, or None for what is over.
+
+    Attributes:
+        returns_parameters: whether updated parameters come back from other ranks.
+        needs_finite: whether no rank's gradients may be infinite or NaN.
+    """
+
+    returns_parameters: bool
+    needs_finite: bool
+
+    def arrange(self, buckets: Sequence[Bucket]) -> None:
+        """Take these buckets in place of the ones before."""
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Start to reduce the gradients of a bucket; return the work."""
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give the reduced gradients to what the optimizer updates."""
+
+    def updated(self, bucket: Bucket) -> Any:
+        """Start to bring the updated parameters of a bucket back; return the work."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer update what this rank updates."""
+
+
+class AllReduce:
+    """Every rank has all gradients and updates all parameters."""
+
+    returns_parameters = False
+    needs_finite = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def arrange(self, buckets: Sequence[Bucket]) -> None:
+        """Nothing to keep."""
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Sum the gradients of all ranks, or average them where that costs nothing."""
+        heap = self._ranks.heap
+        if heap is not None and bucket.gradients.device.type == "cpu":
+            heap.average(bucket.gradients)
+            return None
+        return dist.all_reduce(bucket.gradients, group=self._ranks.group, async_op=True)
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give each parameter its average; None to one that no rank used."""
+        if self._ranks.heap is None or bucket.gradients.device.type != "cpu":
+            bucket.gradients.div_(self._ranks.size)
+        give(bucket, bucket.used.tolist())
+
+    def updated(self, bucket: Bucket) -> Any:
+        """Nothing returns: every rank made the same update."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the optimizer as it is."""
+
+
+class CompressedAllReduce(AllReduce):
+    """The same, with a compressor's average in place of the exact one."""
+
+    needs_finite = True
+
+    def __init__(self, ranks: Ranks, compressor: Compressor, scale: Scale) -> None:
+        super().__init__(ranks)
+        self._compressor = compressor
+        self._scale = scale
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Average what the ranks send; gradients are unscaled for it, since residuals stay."""
+        gradients = bucket.gradients[: bucket.extents[-1][1]]
+        gradients.div_(self._scale.scale)
+        named = zip(bucket.names, bucket.views, strict=True)
+        self._compressor.reduce_buffer(gradients, named, self._ranks.group)
+        gradients.mul_(self._scale.scale)
+        return dist.all_reduce(bucket.used, group=self._ranks.group, async_op=True)
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give each parameter its average; None to one that no rank used."""
+        give(bucket, bucket.used.tolist())
+
+
+class Root:
+    """Rank 0 has all gradients and updates all parameters."""
+
+    returns_parameters = True
+    needs_finite = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._flat: dict[int, torch.Tensor] = {}
+
+    def arrange(self, buckets: Sequence[Bucket]) -> None:
+        """Move the parameters of each bucket into one flat tensor, for one broadcast."""
+        self._flat = {bucket.number: flatten(bucket) for bucket in buckets}
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Sum the gradients of all ranks at the root."""
+        return dist.reduce(
+            bucket.gradients,
+            group=self._ranks.group,
+            group_dst=0,
+            async_op=True,
+        )
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give the root the averages; the others have nothing to update."""
+        if self._ranks.rank == 0:
+            bucket.gradients.div_(self._ranks.size)
+            give(bucket, bucket.used.tolist())
+        else:
+            give(bucket, [0.0] * len(bucket.parameters))
+
+    def updated(self, bucket: Bucket) -> Any:
+        """Broadcast the root's parameters."""
+        flat = self._flat[bucket.number]
+        return dist.broadcast(flat, group=self._ranks.group, group_src=0, async_op=True)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the optimizer as it is: parameters without gradients are not updated."""
+
+
+class Sharded:
+    """Every rank has the gradients of its part of each bucket, and updates that part."""
+
+    returns_parameters = True
+    needs_finite = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._flat: dict[int, torch.Tensor] = {}
+        self._own_gradients: dict[int, torch.Tensor] = {}
+        self._slices: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self._names: dict[int, str] = {}
+        self.slices: dict[str, nn.Parameter] = {}
+        self.starts: dict[str, int] = {}  # first element of a slice in its parameter
+        self._adopted = False
+
+    def arrange(self, buckets: Sequence[Bucket]) -> None:
+        """Move the parameters of each bucket into one flat tensor, of which each rank has a part.
+
+        Raises:
+            UsageError: an optimizer has the parts of other buckets already.
+        """
+        if self._adopted:
+            raise UsageError(
+                "the buckets of sharded parameters cannot change", where="DataParallel"
+            )
+        self.slices.clear()
+        self._names = {
+            id(parameter): name
+            for bucket in buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+        }
+        for bucket in buckets:
+            flat = flatten(bucket)
+            length = flat.numel() // self._ranks.size
+            begin = self._ranks.rank * length
+            own = torch.zeros(length, dtype=flat.dtype, device=flat.device)
+            self._flat[bucket.number], self._own_gradients[bucket.number] = flat, own
+            slices = []
+            for name, (first, last) in zip(bucket.names, bucket.extents, strict=True):
+                low = min(max(first, begin), begin + length)
+                high = max(min(last, begin + length), low)
+                part = nn.Parameter(flat[low:high])  # empty where this rank has nothing of it
+                self.slices[name] = part
+                self.starts[name] = low - first
+                slices.append((part, own[low - begin : high - begin]))
+            self._slices[bucket.number] = slices
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Sum the gradients of all ranks, of each part on its rank."""
+        return _reduce_scatter(
+            self._own_gradients[bucket.number],
+            bucket.gradients,
+            group=self._ranks.group,
+            async_op=True,
+        )
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Give each slice of a parameter its average. What no rank used has zeros."""
+        self._own_gradients[bucket.number].div_(self._ranks.size)
+        for part, gradient in self._slices[bucket.number]:
+            part.grad = gradient
+        give(bucket, [0.0] * len(bucket.parameters))
+
+    def updated(self, bucket: Bucket) -> Any:
+        """Gather the parts that the ranks updated."""
+        flat = self._flat[bucket.number]
+        length = flat.numel() // self._ranks.size
+        own = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
+        return _all_gather(flat, own, group=self._ranks.group, async_op=True)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer update this rank's slices, with the settings of their parameters.
+
+        Raises:
+            UsageError: the optimizer has state already, which belongs to whole parameters.
+        """
+        if optimizer.state:
+            raise UsageError(
+                "the optimizer has state already",
+                where=type(optimizer).__name__,
+                why="its state belongs to whole parameters, and each rank will update slices",
+                fix="Call prepare before the first step, and load a checkpoint after it",
+            )
+        for group in optimizer.param_groups:
+            names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
+            group["params"] = [self.slices[name] for name in names]
+        if isinstance(optimizer, LayerwiseOptimizer):
+            optimizer.layer_norms = ShardedNorms(self._ranks.group)
+        self._adopted = True
+
+
+def give(bucket: Bucket, used: Sequence[float]) -> None:
+    """Set the gradients of parameters to their views, or to None where `used` is 0."""
+    for parameter, view, count in zip(bucket.parameters, bucket.views, used, strict=True):
+        parameter.grad = view if count else None
+
+
+def flatten(bucket: Bucket) -> torch.Tensor:
+    """Return a flat tensor of which the bucket's parameters are views from now on.
+
+    It is as long as the bucket's gradients, so that both divide into the same parts.
+    """
+    flat = torch.zeros_like(bucket.gradients)
+    for parameter, (begin, end) in zip(bucket.parameters, bucket.extents, strict=True):
+        view = flat[begin:end].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return flat

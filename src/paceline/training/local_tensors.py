@@ -1,0 +1,28 @@
+"""What this rank holds of a tensor: all of an ordinary one, a part of a DTensor."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: its own storage, not a copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients it would be a node of the graph
+        return tensor.to_local()
+
+
+def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return local values as a part of a whole that is laid out as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return values
+    return DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,130 @@
+"""LARS: stochastic gradient descent in which each layer's rate follows from its norms.
+
+    local = trust |w| / (|g| + decay |w| + eps)          1 where |w| or |g| is 0, or not adapted
+    v     = momentum v + (lr local) (g + decay w)
+    w     = w - v
+
+An update of a layer thus has about `lr trust` of the norm of its weights, whatever the scale of the
+gradient. At |g| much larger than decay |w| it does not depend on |g|; at |g| much smaller the rate
+is trust / decay. The rate stands inside the velocity, as published: when it changes, what has
+accumulated keeps the rate that it came with. Momentum correction multiplies it by the change, which
+is the same as a rate outside (w = w - lr v).
+
+Source: You, Gitman, Ginsburg, Large Batch Training of Convolutional Networks, arXiv 1708.03888,
+algorithm 1; Goyal et al., Accurate, Large Minibatch SGD, 2017, remark 2 (momentum correction).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.training.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    check_range,
+    locals_of,
+)
+
+if TYPE_CHECKING:
+    from paceline.training.optimizers.layerwise import Work
+    from paceline.training.optimizers.norms import LayerNorms
+
+
+class LARS(LayerwiseOptimizer):
+    """Layer-wise adaptive rate scaling; see the module for the algorithm.
+
+    Parameters of at most one dim take the plain rate; make groups with `parameter_groups` so that
+    all normalisation layers do, and do not decay.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        momentum_correction: bool = False,
+        norms: LayerNorms | None = None,
+    ) -> None:
+        """Make the optimizer.
+
+        Args:
+            params: parameters, or groups of them (`parameter_groups`).
+            lr: the global rate, which a schedule changes.
+            momentum: share of the velocity that a step keeps.
+            weight_decay: L2 decay; part of the gradient, and of the local rate's denominator.
+            trust_coefficient: the local rate's factor (eta in the paper).
+            eps: added to the local rate's denominator.
+            momentum_correction: multiply the velocity by lr_new / lr_old when the rate changes.
+            norms: of layers that ranks share; by default plain tensors and DTensors are handled.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        check_range("lr", float(lr), 0, math.inf)
+        check_range("momentum", momentum, 0, 1)
+        check_range("weight_decay", weight_decay, 0, math.inf)
+        check_range("trust_coefficient", trust_coefficient, 0, math.inf)
+        check_range("eps", eps, 0, math.inf)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "momentum_correction": momentum_correction,
+            "previous_lr": None,
+        }
+        super().__init__(params, defaults, norms)
+
+    def _update(self, work: Work) -> None:
+        norms = self._norms(work, [p.grad for _, parameters in work for p in parameters])
+        for group, parameters in work:
+            lr = float(group["lr"])
+            rates = [lr * _local_rate(group, *norms.get(p, (0.0, 0.0))) for p in parameters]
+            self._update_group(group, parameters, rates)
+            group["previous_lr"] = lr
+
+    def _update_group(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], rates: list[float]
+    ) -> None:
+        weights = locals_of(parameters)
+        gradients = locals_of([p.grad for p in parameters])
+        updates = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])  # noqa: SLF001
+        torch._foreach_mul_(updates, rates)
+        if group["momentum"]:
+            velocities = locals_of([self._velocity(p) for p in parameters])
+            torch._foreach_mul_(velocities, group["momentum"] * _correction(group))
+            torch._foreach_add_(velocities, updates)
+            updates = velocities
+        torch._foreach_sub_(weights, updates)
+
+    def _velocity(self, parameter: torch.Tensor) -> torch.Tensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
+        return state["momentum_buffer"]
+
+
+def _local_rate(group: dict[str, Any], weight_norm: float, gradient_norm: float) -> float:
+    """Return the layer's own rate; 1 for a layer that does not adapt, whose norms are 0 here.
+
+    A layer of zeros must move as well, which a rate of 0 would prevent for ever.
+    """
+    if not (weight_norm > 0 and gradient_norm > 0):
+        return 1.0
+    denominator = gradient_norm + group["weight_decay"] * weight_norm + group["eps"]
+    return float(group["trust_coefficient"] * weight_norm / denominator)
+
+
+def _correction(group: dict[str, Any]) -> float:
+    """Return the velocity's factor for a changed rate; 1 after a rate of 0, whose velocity is 0."""
+    previous = group["previous_lr"]
+    return float(group["lr"]) / previous if group["momentum_correction"] and previous else 1.0

@@ -1,0 +1,193 @@
+"""A rank that trains by `prepare`: STORE RANK RANKS CASE. Prints what the case found, as JSON."""
+
+import copy
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.core.errors import PacelineError
+from paceline.training import prepare
+from paceline.training.compression import DensitySchedule, DGCOptions
+from paceline.training.optimizers import LARS, parameter_groups
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+
+
+def data(step, samples, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    shape = (samples, 6)
+    return torch.randn(shape, generator=generator, dtype=dtype), torch.randn(
+        samples, 3, generator=generator, dtype=dtype
+    )
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
+
+
+def train(prepared, rank, ranks, steps, spoil=None, dtype=torch.float64):
+    """Train on this rank's part of each step's 8 samples per rank; return the losses."""
+    model, optimizer = prepared
+    losses = []
+    for step in range(steps):
+        given, wanted = (part.chunk(ranks)[rank] for part in data(step, 8 * ranks, dtype))
+        if spoil is not None:
+            given = spoil(step, given)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(given), wanted)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(model, optimizer, steps, ranks, clip=None):
+    """Train in one process on the samples of all ranks."""
+    for step in range(steps):
+        given, wanted = data(step, 8 * ranks)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(given), wanted).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def far(model, other):
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def case_nan(rank, ranks, engine):
+    """Rank 1 meets a NaN in step 2."""
+    model = net()
+    prepared = prepare(model, sgd(model), engine=engine)
+    train(prepared, rank, ranks, 2)
+    before = copy.deepcopy(prepared.model.state_dict())
+
+    def spoil(step, given):
+        return given * float("nan") if rank == 1 else given
+
+    try:
+        train(prepared, rank, ranks, 1, spoil)
+    except PacelineError as problem:
+        after = prepared.model.state_dict()
+        same = all(torch.equal(after[key], value) for key, value in before.items())
+        return {"what": problem.what, "where": problem.where, "same": same}
+    return {}
+
+
+def case_overflow(rank, ranks, engine):
+    """In float16, the gradients of rank 0 overflow in step 1: no rank makes that step."""
+    model = net(torch.float32)
+    prepared = prepare(model, sgd(model), engine=engine, precision="float16")
+
+    def spoil(step, given):
+        return given * 3e4 if rank == 0 and step == 1 else given
+
+    losses = train(prepared, rank, ranks, 6, spoil, torch.float32)
+    values = torch.cat([v.flatten() for v in prepared.model.state_dict().values()])
+    every = [torch.empty_like(values) for _ in range(ranks)]
+    dist.all_gather(every, values)
+    return {
+        "skipped": prepared.before_step.skipped,
+        "finite": bool(values.isfinite().all()),
+        "equal": all(torch.equal(every[0], other) for other in every),
+        "types": [str(prepared.model(data(0, 2, torch.float32)[0]).dtype)],
+        "loss": [losses[0], losses[-1]],
+    }
+
+
+def case_clip(rank, ranks, engine):
+    model, reference = net(), net()
+    alone(reference, sgd(reference), 4, ranks, clip=0.1)
+    prepared = prepare(model, sgd(model), engine=engine, clip_norm=0.1)
+    train(prepared, rank, ranks, 4)
+    return {"error": far(prepared.model, reference)}
+
+
+def case_lars(rank, ranks, engine):
+    def lars(model):
+        return LARS(parameter_groups(model, weight_decay=0.01), 0.5, trust_coefficient=0.02)
+
+    model, reference = net(), net()
+    alone(reference, lars(reference), 4, ranks)
+    prepared = prepare(model, lars(model), engine=engine)
+    train(prepared, rank, ranks, 4)
+    return {"error": far(prepared.model, reference)}
+
+
+def case_compressed(rank, ranks, engine):
+    """With all entries sent and no masking, compressed training is momentum SGD."""
+    model, reference = net(torch.float32), net(torch.float32)
+    optimizer = sgd(reference)
+    for step in range(4):
+        given, wanted = data(step, 8 * ranks, torch.float32)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(given), wanted).backward()
+        optimizer.step()
+    options = DGCOptions(density=DensitySchedule(density=1.0), mask_momentum=False)
+    prepared = prepare(model, sgd(model), engine=engine, compression=options)
+    train(prepared, rank, ranks, 4, dtype=torch.float32)
+    state = prepared.state_dict()
+    prepared.load_state_dict(state)
+    return {"error": far(getattr(prepared.model, "module", prepared.model), reference)}
+
+
+def case_uneven(rank, ranks, engine):
+    """Ranks with other numbers of samples and batches: every sample of a step counts alike."""
+    sizes = [[8, 8, 8, 3], [8, 5], [2, 8, 1]]
+    model, reference = net(), net()
+    optimizer = sgd(reference)
+    for step in range(4):
+        parts = [data(100 * r + step, sizes[r][step]) for r in range(ranks) if step < len(sizes[r])]
+        given, wanted = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(given), wanted).backward()
+        optimizer.step()
+    prepared = prepare(model, sgd(model), engine=engine)
+    loader = [data(100 * rank + step, size) for step, size in enumerate(sizes[rank])]
+    for given, wanted in prepared.batches(loader):
+        prepared.optimizer.zero_grad()
+        nn.functional.mse_loss(prepared.model(given), wanted).backward()
+        prepared.optimizer.step()
+    try:
+        list(prepared.batches([] if rank == 1 else loader))
+    except PacelineError as problem:
+        empty = problem.what
+    model = getattr(prepared.model, "module", prepared.model)
+    return {"error": far(model, reference), "empty": empty}
+
+
+def case_differ(rank, ranks, engine):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3 + rank))
+    try:
+        prepare(model, sgd(model), engine=engine)
+    except PacelineError as problem:
+        return {"what": problem.what, "why": problem.why}
+    return {}
+
+
+def main():
+    store, rank, ranks, backend, engine = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:6]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    found = {name: globals()[f"case_{name}"](rank, ranks, engine) for name in sys.argv[6:]}
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+main()

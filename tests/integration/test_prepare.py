@@ -1,0 +1,108 @@
+"""`prepare`: what an ordinary loop gains, on real ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from process_groups import run_ranks
+from torch import nn
+
+from paceline.core.errors import UsageError
+from paceline.training import prepare
+
+SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
+ALL = ("nan", "overflow", "clip", "lars", "compressed", "uneven", "differ")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("paceline", "allreduce"), ("gloo", "sharded"), ("paceline", "root"), ("gloo", "ddp")],
+    ids="-".join,
+)
+def found(request, tmp_path_factory):
+    """What all cases found, by rank, with one process group for all of them."""
+    backend, engine = request.param
+    cases = [case for case in ALL if case != "compressed" or engine in ("allreduce", "ddp")]
+    cases = [case for case in cases if case != "differ" or engine != "ddp"]  # torch's own check
+    folder = tmp_path_factory.mktemp("ranks")
+    return engine, run_ranks(SCRIPT, folder, 2, backend, engine, *cases)
+
+
+def test_a_nan_is_traced_to_its_rank_step_and_layer(found):
+    engine, ranks = found
+    for rank in ranks:
+        assert rank["nan"]["where"] == "rank 1; step 2"
+        assert rank["nan"]["what"].startswith("the gradient of ")
+        assert rank["nan"]["same"], engine
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(found):
+    _, ranks = found
+    for rank in ranks:
+        result = rank["overflow"]
+        assert result["skipped"] >= 1
+        assert result["finite"]
+        assert result["equal"]
+        assert result["types"] == ["torch.float32"]
+
+
+def test_clipping_is_that_of_one_process(found):
+    assert max(rank["clip"]["error"] for rank in found[1]) < 1e-7  # torch's epsilon, and ours
+
+
+def test_lars_takes_the_norms_of_whole_layers(found):
+    assert max(rank["lars"]["error"] for rank in found[1]) < 1e-6  # norms are float32 sums
+
+
+def test_every_sample_counts_alike_where_ranks_have_other_numbers_of_them(found):
+    for rank in found[1]:
+        assert rank["uneven"]["error"] < 1e-12
+        assert rank["uneven"]["empty"] == "the loader of rank 1 has no batch"
+
+
+def test_compression_that_sends_everything_is_momentum_sgd(found):
+    engine, ranks = found
+    if engine not in ("allreduce", "ddp"):
+        pytest.skip(f"the engine {engine} does not compress")
+    assert max(rank["compressed"]["error"] for rank in ranks) < 1e-6
+
+
+def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
+    engine, ranks = found
+    if engine == "ddp":
+        pytest.skip("DistributedDataParallel has a check of its own")
+    for rank in ranks:
+        assert rank["differ"]["what"] == "rank 1 trains another model than rank 0"
+        assert "1.weight [3, 4] float32 on rank 0, 1.weight [4, 4]" in rank["differ"]["why"]
+
+
+def test_without_a_process_group_one_process_trains():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared, same = prepare(model, optimizer)
+    assert same is optimizer
+    prepared(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert list(prepared.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine": "fast"},
+        {"precision": "int8"},
+        {"engine": "sharded", "compression": "dgc"},
+        {"engine": "ddp", "compression": "dgc", "precision": "float16"},
+        {"clip_norm": 0.0},
+        {"sharding": True},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(wrong):
+    model = nn.Linear(3, 2)
+    with pytest.raises(UsageError):
+        prepare(model, torch.optim.SGD(model.parameters(), 0.1), **wrong)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(UsageError, match="no parameter of the model"):
+        prepare(nn.Linear(3, 2), torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1))
