@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
@@ -50,7 +50,8 @@ class Job(Record):
     deadline_s: float | None = None
     memory_bytes: int = 0
     dataset: str = ""
-    mesh: tuple[int, ...] = ()
+    # Not in the text of which a digest of inputs is made, as logs of before have none: see `State`.
+    mesh: tuple[int, ...] = field(default=(), repr=False)
     restart_s: float = 0.0
     start_s: float = 0.0
     preemptible: bool = True

@@ -2,7 +2,8 @@
 
     queue_steps.py STEPS|FILE DONE [ignore]
 
-Ends after so many steps, or when FILE is there, and appends a line to DONE then.
+Ends after so many steps, or when FILE is there, and appends a line to DONE then. Ranks keep a
+state of their own each.
 """
 
 import json
@@ -13,13 +14,14 @@ from pathlib import Path
 
 until, done = sys.argv[1], Path(sys.argv[2])
 folder = Path(os.environ["PACELINE_QUEUE_FOLDER"])
-state = folder / "state"
+rank = f"rank-{os.environ['RANK']} " if "RANK" in os.environ else ""
+state = folder / f"state{rank.strip()}"
 ignores = "ignore" in sys.argv
 
 signals = {signal.SIGUSR1, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 step = int(state.read_text()) if state.exists() else 0
-print("begins at step", step, "on cores", *sorted(os.sched_getaffinity(0)), flush=True)
+print(rank + "begins at step", step, "on cores", *sorted(os.sched_getaffinity(0)), flush=True)
 while not Path(until).exists() and not (until.isdecimal() and step >= int(until)):
     came = signal.sigtimedwait(signals, 0.01)  # a step takes 10 ms, or as long as nobody asks
     step += 1
@@ -28,10 +30,10 @@ while not Path(until).exists() and not (until.isdecimal() and step >= int(until)
     if came is not None and came.si_signo == signal.SIGTERM:
         sys.exit(143)
     if came is not None and not ignores:
-        partial = folder / "partial"
+        partial = state.with_suffix(".partial")
         partial.write_text(str(step))
         partial.replace(state)
-        print("stopped after step", step, flush=True)
+        print(rank + "stopped after step", step, flush=True)
         sys.exit(75)
 descriptor = os.open(done, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.write(descriptor, f"{os.environ['PACELINE_QUEUE_JOB']}\n".encode())

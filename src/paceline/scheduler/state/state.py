@@ -172,6 +172,8 @@ class State:
             )
         self.now_s = event.at_s
         self._inputs.update(repr(event).encode())
+        if isinstance(event, Submitted | Carried) and event.job.mesh:
+            self._inputs.update(repr(event.job.mesh).encode())
         match event:
             case Submitted(job=job):
                 self._submit(job)
