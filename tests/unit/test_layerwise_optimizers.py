@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import UsageError
-from paceline.training.optimizers import LAMB, LARS, parameter_groups
+from paceline.training.optimizers import LAMB, LARS, lars, parameter_groups
 from paceline.training.optimizers.norms import squared_norms
 
 SHAPES = {"conv": (6, 3, 3, 3), "linear": (5, 24), "bias": (5,), "scale": (6,)}
@@ -114,6 +114,15 @@ def differs(history, expected):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("decay", [0.0, 5e-4, 0.1])
 def test_lars_follows_the_paper(momentum, decay):
+    history = train(lambda ps: LARS(ps, 1.0, momentum=momentum, weight_decay=decay, eps=0.0))
+    assert_same(history, lars_reference(momentum=momentum, decay=decay))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_fused_operators_for_devices_do_the_same(monkeypatch, momentum, decay):
+    """A CPU updates layer by layer; the other form runs here too, on the CPU."""
+    monkeypatch.setattr(lars, "_are_on_cpu", lambda _: False)
     history = train(lambda ps: LARS(ps, 1.0, momentum=momentum, weight_decay=decay, eps=0.0))
     assert_same(history, lars_reference(momentum=momentum, decay=decay))
 
@@ -424,7 +433,7 @@ def matrices(ps):
 @pytest.mark.parametrize("decay", [0.0, 5e-4])
 def test_lars_equals_timm(decay):
     """In timm the rate stands outside the velocity, which momentum correction equals."""
-    lars = timm_module("lars").Lars
+    peer = timm_module("lars").Lars
 
     def theirs(ps):
         adapted, plain = matrices(ps)
@@ -432,7 +441,7 @@ def test_lars_equals_timm(decay):
             {"params": adapted, "always_adapt": True},
             {"params": plain, "weight_decay": 0.0},
         ]
-        return lars(groups, lr=1.0, momentum=0.9, weight_decay=decay, eps=1e-8)
+        return peer(groups, lr=1.0, momentum=0.9, weight_decay=decay, eps=1e-8)
 
     def ours(ps):
         adapted, plain = matrices(ps)
@@ -470,12 +479,12 @@ def torch_optimizer():
 
 def test_lars_equals_torch_optimizer():
     """It adapts what decays; the rate stands outside the velocity."""
-    lars = torch_optimizer().LARS
+    peer = torch_optimizer().LARS
 
     def theirs(ps):
         adapted, plain = matrices(ps)
         groups = [{"params": adapted}, {"params": plain, "weight_decay": 0.0}]
-        return lars(groups, lr=1.0, momentum=0.9, weight_decay=5e-4, trust_coefficient=0.001)
+        return peer(groups, lr=1.0, momentum=0.9, weight_decay=5e-4, trust_coefficient=0.001)
 
     def ours(ps):
         adapted, plain = matrices(ps)

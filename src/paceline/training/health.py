@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.training.local_tensors import local
-from paceline.training.optimizers.norms import LayerNorms, TensorNorms
+from paceline.training.optimizers.norms import LayerNorms, TensorNorms, squared_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +78,8 @@ class GradientCheck:
 
         Args:
             names: of the parameters, in the order of the backward pass, as a NaN spreads.
-            gradients: as this rank computed them, scaled or not; any shape and device.
+            gradients: as this rank computed them, scaled or not; any shape and device. A norm
+                above 1e19 counts as infinite.
 
         Cost: reads each element once; no copy, no message, no wait for the device.
         """
@@ -88,9 +89,8 @@ class GradientCheck:
             if gradient.numel()
         }
         if values:
-            # The largest element, unlike the sum of squares, is finite if all elements are.
-            norms = torch._foreach_norm(list(values.values()), math.inf)  # noqa: SLF001
-            self._observed.append((list(values), torch.stack([norm.float() for norm in norms])))
+            # Sums of squares: on a CPU the largest element takes 15 times as long to find.
+            self._observed.append((list(values), squared_norms(list(values.values()))))
 
     def flag(self) -> torch.Tensor:
         """Return whether a gradient was not finite on this rank: shape (), 0 or 1, float32."""

@@ -103,19 +103,20 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_sqrt(squares)  # noqa: SLF001
+        # In place from here on: memory for another copy costs more on a CPU than what fills it.
+        updates: list[torch.Tensor] = torch._foreach_sqrt(squares)  # noqa: SLF001
         if group["bias_correction"]:
             steps = [float(state["step"]) for state in states]
-            torch._foreach_div_(denominators, [math.sqrt(1 - beta2**step) for step in steps])
-            updates = torch._foreach_div(means, [1 - beta1**step for step in steps])  # noqa: SLF001
-            torch._foreach_add_(denominators, group["eps"])
-            torch._foreach_div_(updates, denominators)
+            torch._foreach_mul_(updates, [1 / math.sqrt(1 - beta2**step) for step in steps])
+            torch._foreach_add_(updates, group["eps"])
+            torch._foreach_mul_(updates, [1 - beta1**step for step in steps])
         else:
-            torch._foreach_add_(denominators, group["eps"])
-            updates = torch._foreach_div(means, denominators)  # noqa: SLF001
+            torch._foreach_add_(updates, group["eps"])
+        torch._foreach_reciprocal_(updates)
+        torch._foreach_mul_(updates, means)
         if group["weight_decay"]:
             torch._foreach_add_(updates, locals_of(parameters), alpha=group["weight_decay"])
-        return list(updates)
+        return updates
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -69,7 +69,8 @@ class LargeBatchRate:
         batch: global batch, in samples: all ranks, all accumulated passes.
         reference_batch: the global batch for which the optimizer's `lr` was tuned.
         epochs: length of the training.
-        steps_per_epoch: optimizer steps in an epoch at this batch.
+        steps_per_epoch: optimizer steps in an epoch at this batch; not a whole number where a
+            batch crosses the end of an epoch.
         warmup_epochs: length of the warm-up, part of `epochs`.
         warmup_from: factor that the warm-up rises from; 1 is the reference rate itself.
         rule: how the rate grows with the batch.
@@ -80,7 +81,7 @@ class LargeBatchRate:
     batch: int
     reference_batch: int
     epochs: float
-    steps_per_epoch: int
+    steps_per_epoch: float
     warmup_epochs: float = 5.0
     warmup_from: float = 1.0
     rule: Rule = "linear"
