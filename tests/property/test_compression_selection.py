@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from paceline.training.compression.selection import (
     Accumulation,
+    Entries,
     Sample,
     accumulate,
     accumulate_and_select,
+    add_entries,
     largest,
     sample_of,
     select_with_torch,
@@ -104,6 +106,20 @@ def test_a_sampled_threshold_takes_about_as_many_as_wanted(density):
     )
     assert 0.8 * density * count <= sent.indices.numel() <= density * count
     assert float(residual.abs().max()) <= 1.2 * float(sent.values.abs().min())
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(1, 500), seed=st.integers(0, 1000))
+def test_entries_are_added_as_torch_adds_them(count, seed):
+    random = torch.Generator().manual_seed(seed)
+    target, plain = torch.randn(2, 500, generator=random).unbind()
+    plain.copy_(target)
+    entries = Entries(
+        torch.randperm(500, generator=random)[:count], torch.randn(count, generator=random)
+    )
+    add_entries(target, entries, 0.25)
+    plain[entries.indices] += 0.25 * entries.values
+    assert torch.equal(target, plain)
 
 
 def test_a_threshold_that_is_far_too_high_is_lowered():

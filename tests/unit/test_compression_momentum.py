@@ -11,6 +11,7 @@ from paceline.training.compression import (
     DGCOptions,
     MomentumTakeover,
 )
+from paceline.training.compression.hooks import is_finite
 
 
 def model_of():
@@ -91,6 +92,12 @@ def test_options_and_states_that_make_no_sense_are_refused():
             DGCOptions(**wrong)
     with pytest.raises(UsageError, match="version 9"):
         DeepGradientCompression().load_state_dict({"version": 9})
+
+
+def test_a_sum_that_overflows_is_no_sign_of_an_infinity():
+    assert is_finite(torch.tensor([3e38, 3e38]))
+    assert not is_finite(torch.tensor([float("inf"), 1.0]))
+    assert not is_finite(torch.tensor([float("inf"), -float("inf"), 1.0]))
 
 
 def test_gradients_of_16_bits_are_accumulated_in_32():

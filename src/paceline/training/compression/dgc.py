@@ -40,6 +40,7 @@ from paceline.training.compression.selection import (
     Entries,
     accumulate,
     accumulate_and_select,
+    add_entries,
     sample_of,
     wanted_count,
 )
@@ -340,8 +341,8 @@ class DeepGradientCompression:
             block = torch.empty(plan.result_bytes, dtype=torch.uint8, device=flat.device)
         if topology.inside is not None:
             dist.broadcast(block, topology.peers[column], group=topology.inside)
-        for indices, values in plan.entries_of(block):
-            flat.index_add_(0, indices, values, alpha=1 / topology.hosts)
+        for found in plan.entries_of(block):
+            add_entries(flat, found, 1 / topology.hosts)
 
     def _plan(self, flat: Tensor, spans: list[_Span], topology: Topology) -> SparseAllReduce:
         chosen = self.options.exchange

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.training.compression.selection import Entries, largest
+from paceline.training.compression.selection import Entries, add_entries, largest
 from paceline.training.compression.wire import Codec, rounded
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ class SparseAllReduce:
         rank = 0 if group is None else dist.get_rank(group)
         found = [codec.decode(message) for message in self._to_owners(entries, group)]
         sums = entries.values.new_zeros(owned.local_length)
-        for indices, values in found:
-            sums.index_add_(0, indices, values)
+        for each in found:
+            add_entries(sums, each, 1.0)
         touched = torch.cat([indices for indices, _ in found]).unique()
         totals = sums[touched]
         chosen = owned.largest(touched, totals.abs())

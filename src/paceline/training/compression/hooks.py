@@ -84,7 +84,7 @@ class HookState:
             (self._names[id(parameter)], gradient)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
-        if self.check_finite and not bool(torch.isfinite(buffer).all()):
+        if self.check_finite and not is_finite(buffer):
             raise not_finite(named)
         future: Future[Tensor] = torch.futures.Future()
         if buffer.is_cuda:
@@ -149,6 +149,12 @@ def register_powersgd(
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return state
+
+
+def is_finite(buffer: Tensor) -> bool:
+    """Return whether all values are finite."""
+    # A finite sum has finite terms only; one pass without a temporary. A sum may overflow.
+    return bool(torch.isfinite(buffer.sum())) or bool(torch.isfinite(buffer).all())
 
 
 def not_finite(named: Iterable[tuple[str, Tensor]]) -> UsageError:

@@ -124,6 +124,17 @@ def accumulate_and_select(
     return Entries(indices[:count].to(torch.int64), values[:count])
 
 
+def add_entries(target: Tensor, entries: Entries, scale: float) -> None:
+    """Add entries times `scale` to a flat float32 tensor."""
+    indices, values = entries
+    if target.device.type != "cpu" or target.numel() >= 2**31:
+        target.index_add_(0, indices, values, alpha=scale)
+        return
+    native.scatter_add(
+        target.numpy(), indices.to(torch.int32).numpy(), values.contiguous().numpy(), scale
+    )
+
+
 def accumulate(
     gradient: Tensor, velocity: Tensor, residual: Tensor, *, how: Accumulation, scale: float = 1.0
 ) -> None:
