@@ -99,6 +99,7 @@ class Candidate:
         current: index of the option on which it runs now, or None.
         values: worth of a second on each option, with the cost of a change of devices.
         moved: the same, if it runs on other devices of its current option, too.
+        density: the largest worth of a second on one device.
     """
 
     job: JobState
@@ -110,12 +111,14 @@ class Candidate:
     current: int | None = None
     values: tuple[float, ...] = ()
     moved: tuple[float, ...] = ()
+    density: float = 0.0
 
-    @property
-    def density(self) -> float:
-        """The largest worth of a second on one device."""
-        worth = zip(self.values, self.options, strict=True)
-        return max(value / option.devices for value, option in worth)
+    def raise_worth(self, factor: float) -> None:
+        """Multiply what progress of the job is worth."""
+        self.weight *= factor
+        self.density *= factor
+        self.values = tuple(value * factor for value in self.values)
+        self.moved = tuple(value * factor for value in self.moved)
 
     def option_on(self, device_type: str, devices: int) -> int | None:
         """Return the index of the option with such devices, or None."""
@@ -180,11 +183,17 @@ def candidates_of(
         candidate.weight = _weight(candidate, state.now_s, objective)
         worth = _progress(candidate, _critical(candidate, horizon_s, objective))
         candidate.moved = _after_change(candidate, worth, objective)
-        candidate.values = tuple(
-            worth[index] if index == candidate.current else value
-            for index, value in enumerate(candidate.moved)
-        )
+        candidate.values = candidate.moved
+        if candidate.current is not None:
+            values = list(candidate.moved)
+            values[candidate.current] = worth[candidate.current]
+            candidate.values = tuple(values)
+        candidate.density = max(map(_on_one_device, candidate.values, candidate.options))
     return found
+
+
+def _on_one_device(value: float, option: Option) -> float:
+    return value / option.devices
 
 
 def _candidate(

@@ -116,10 +116,7 @@ def put_first(candidates: Sequence[Candidate], reservation: Reservation, now_s: 
     highest = max(candidate.density for candidate in candidates)
     for candidate in candidates:
         if candidate.job.job.name == reservation.name:
-            factor = _FIRST * highest / candidate.density
-            candidate.weight *= factor
-            candidate.values = tuple(value * factor for value in candidate.values)
-            candidate.moved = tuple(value * factor for value in candidate.moved)
+            candidate.raise_worth(_FIRST * highest / candidate.density)
 
 
 def _kinds(candidate: Candidate) -> list[str]:

@@ -168,12 +168,14 @@ class GroupFormer:
             chosen = self.candidates[index].options[option]
             groups.append(self._group_of(index, chosen.device_type, chosen.devices))
         if self.most > 1 and (waiting or len(groups) > 1):
-            density = [candidate.density for candidate in self.candidates]
-            waiting.sort(key=density.__getitem__, reverse=True)
-            groups, waiting = self._join(groups, waiting, assignment, density)
+            waiting.sort(key=self._density, reverse=True)
+            groups, waiting = self._join(groups, waiting, assignment)
             if len(groups) <= self.window:
                 self._exchange(groups, waiting)
         return groups
+
+    def _density(self, index: int) -> float:
+        return self.candidates[index].density
 
     def _group_of(self, index: int, device_type: str, devices: int) -> JobGroup:
         slot = self.candidates[index].job.slot
@@ -241,15 +243,11 @@ class GroupFormer:
         return shares if pays and min(shares) > 0 else ()
 
     def _join(
-        self,
-        groups: Sequence[JobGroup],
-        waiting: list[int],
-        assignment: Assignment,
-        density: Sequence[float],
+        self, groups: Sequence[JobGroup], waiting: list[int], assignment: Assignment
     ) -> tuple[list[JobGroup], list[int]]:
         """Let jobs join groups; return the groups, and the jobs that still wait."""
         group_of = {group.members[0]: group for group in groups}
-        order = sorted([*group_of, *waiting[: self.window]], key=density.__getitem__, reverse=True)
+        order = sorted([*group_of, *waiting[: self.window]], key=self._density, reverse=True)
         classes = _GroupClasses(self.candidates, groups)
         left = dict.fromkeys(groups)  # a set with an order
         wanted = sum(self.candidates[index].options[0].devices for index in waiting)
