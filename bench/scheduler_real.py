@@ -36,12 +36,12 @@ from harness import Report, options, tell
 from paceline.core.clock import SystemClock
 from paceline.core.errors import Missing
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.client import ask, wait_for_end
-from paceline.scheduler.local.devices import cpu_devices
+from paceline.scheduler.local.jobs.devices import cpu_devices
+from paceline.scheduler.local.jobs.rates import read_measured
+from paceline.scheduler.local.jobs.submission import Submission
 from paceline.scheduler.local.paths import queue_paths
-from paceline.scheduler.local.protocol import Request
-from paceline.scheduler.local.rates import read_measured
-from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.protocol.client import ask, wait_for_end
+from paceline.scheduler.local.protocol.messages import Request
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.simulate.engine import Simulation, World
 

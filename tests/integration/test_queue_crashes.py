@@ -9,9 +9,9 @@ from launching import SCRIPTS, await_true
 from local_queues import PYTHON, QueueUnderTest
 
 from paceline.core.clock import SystemClock
-from paceline.scheduler.local.client import ask
 from paceline.scheduler.local.paths import queue_paths
-from paceline.scheduler.local.protocol import Request
+from paceline.scheduler.local.protocol.client import ask
+from paceline.scheduler.local.protocol.messages import Request
 
 JOBS, KILLS = 40, 20
 

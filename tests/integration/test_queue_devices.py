@@ -8,9 +8,9 @@ import pytest
 from launching import SCRIPTS
 from local_queues import PYTHON, QueueUnderTest
 
-from paceline.scheduler.local.device_watch import DeviceWatch
-from paceline.scheduler.local.devices import gpus_of
-from paceline.scheduler.local.turns import DevicesSeen
+from paceline.scheduler.local.jobs.devices import gpus_of
+from paceline.scheduler.local.machine.device_watch import DeviceWatch
+from paceline.scheduler.local.queue.turns import DevicesSeen
 
 STEPS = str(SCRIPTS / "queue_steps.py")
 GPUS = ("GPU-a, NVIDIA H200, 143771", "GPU-b, NVIDIA H200, 143771")

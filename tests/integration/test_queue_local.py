@@ -410,10 +410,10 @@ class TestCrash:
     def test_a_submission_whose_answer_was_lost_is_accepted_once(self, own_queue):
         from paceline.core.clock import SystemClock
         from paceline.scheduler.job import Job
-        from paceline.scheduler.local.client import ask
+        from paceline.scheduler.local.jobs.submission import Submission
         from paceline.scheduler.local.paths import queue_paths
-        from paceline.scheduler.local.protocol import Request
-        from paceline.scheduler.local.submission import Submission
+        from paceline.scheduler.local.protocol.client import ask
+        from paceline.scheduler.local.protocol.messages import Request
 
         submission = Submission(
             job=Job(name=""), command=("true",), folder="/", environ=dict(os.environ), token="t"

@@ -9,10 +9,10 @@ import subprocess
 
 import pytest
 
-from paceline.scheduler.local.attempt import AttemptFolder, Order
-from paceline.scheduler.local.records import Attempt
-from paceline.scheduler.local.running import Running
-from paceline.scheduler.local.turns import Began, Exited
+from paceline.scheduler.local.jobs.records import Attempt
+from paceline.scheduler.local.machine.attempt import AttemptFolder, Order
+from paceline.scheduler.local.machine.running import Running
+from paceline.scheduler.local.queue.turns import Began, Exited
 from paceline.scheduler.placement import NodeDevices, Placement
 
 DEADLINE_S = 60.0

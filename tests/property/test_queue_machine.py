@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.devices import LocalDevices
-from paceline.scheduler.local.rates import MeasuredRates
-from paceline.scheduler.local.records import Exit
-from paceline.scheduler.local.setup import Setup, make_queue
-from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import (
+from paceline.scheduler.local.jobs.devices import LocalDevices
+from paceline.scheduler.local.jobs.rates import MeasuredRates
+from paceline.scheduler.local.jobs.records import Exit
+from paceline.scheduler.local.jobs.submission import Submission
+from paceline.scheduler.local.queue.setup import Setup, make_queue
+from paceline.scheduler.local.queue.turns import (
     Began,
     Cancel,
     DevicesSeen,

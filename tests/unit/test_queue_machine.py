@@ -10,18 +10,18 @@ from paceline.core.errors import ConfigError, UsageError
 from paceline.scheduler.cluster import Cluster, Node
 from paceline.scheduler.events import Rated, Submitted
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.attempt import AttemptFolder, ProgressReport
 from paceline.scheduler.local.daemon import Daemon, Retention
-from paceline.scheduler.local.database import Database, decision_text
-from paceline.scheduler.local.devices import LocalDevices, cpu_devices, gpus_of
+from paceline.scheduler.local.jobs.devices import LocalDevices, cpu_devices, gpus_of
+from paceline.scheduler.local.jobs.rates import MeasuredRates, MeasuredSharing
+from paceline.scheduler.local.jobs.records import Attempt, Exit, Stop
+from paceline.scheduler.local.jobs.submission import Submission
+from paceline.scheduler.local.machine.attempt import AttemptFolder, ProgressReport
+from paceline.scheduler.local.machine.running import Running
 from paceline.scheduler.local.paths import queue_paths
-from paceline.scheduler.local.rates import MeasuredRates, MeasuredSharing
-from paceline.scheduler.local.records import Attempt, Exit, Stop
-from paceline.scheduler.local.replay import replay
-from paceline.scheduler.local.running import Running
-from paceline.scheduler.local.setup import PolicyOptions, Setup, make_queue
-from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import (
+from paceline.scheduler.local.queue.database import Database, decision_text
+from paceline.scheduler.local.queue.replay import replay
+from paceline.scheduler.local.queue.setup import PolicyOptions, Setup, make_queue
+from paceline.scheduler.local.queue.turns import (
     Began,
     Cancel,
     DevicesSeen,

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.record import Record
+    from paceline.scheduler.local.jobs.records import JobView
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.protocol import Reply, Request
-    from paceline.scheduler.local.records import JobView
+    from paceline.scheduler.local.protocol.messages import Reply, Request
 
 _HEAD = ("JOB", "STATUS", "DEVICES", "STARTS", "SINCE SUBMISSION", "PROGRESS", "REASON")
 
@@ -49,7 +49,7 @@ def find_paths(folder: Path | None) -> QueuePaths:
 def ask_daemon(folder: Path | None, request: Request) -> Reply:
     """Return the answer of a queue's daemon; errors as in `client.ask`."""
     from paceline.core.clock import SystemClock
-    from paceline.scheduler.local.client import ask
+    from paceline.scheduler.local.protocol.client import ask
 
     return ask(find_paths(folder), request, SystemClock())
 

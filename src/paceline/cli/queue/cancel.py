@@ -21,7 +21,7 @@ def cancel(folder: Path | None, as_json: bool, job: str) -> None:
 
     A job that has ended stays as it is.
     """
-    from paceline.scheduler.local.protocol import Request
+    from paceline.scheduler.local.protocol.messages import Request
 
     view = ask_daemon(folder, Request(verb="cancel", name=job)).jobs[0]
     if as_json:

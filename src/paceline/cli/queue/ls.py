@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def ls(folder: Path | None, ended: bool, as_json: bool) -> None:
     """List the jobs of the queue: where they run, or why they do not."""
     from paceline.core.clock import SystemClock
-    from paceline.scheduler.local.protocol import Request
+    from paceline.scheduler.local.protocol.messages import Request
 
     reply = ask_daemon(folder, Request(verb="list", ended=ended))
     if as_json:

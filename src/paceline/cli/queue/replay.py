@@ -19,10 +19,10 @@ def replay(log: Path, as_json: bool) -> None:
     LOG is the file queue.db of a queue, or the queue's folder. Each decision is compared in full,
     with the digest of its inputs; the first that differs is printed, and the exit code is 1.
     """
-    from paceline.scheduler.local.database import NAME
-    from paceline.scheduler.local.replay import replay as decide_again
+    from paceline.scheduler.local.paths import DATABASE
+    from paceline.scheduler.local.queue.replay import replay as decide_again
 
-    outcome = decide_again(log / NAME if log.is_dir() else log)
+    outcome = decide_again(log / DATABASE if log.is_dir() else log)
     if as_json:
         print_json(outcome)
     else:

@@ -111,9 +111,9 @@ def serve(
     from paceline.core.config import environment
     from paceline.core.errors import UsageError
     from paceline.scheduler.local.daemon import Daemon, Retention
-    from paceline.scheduler.local.devices import cpu_devices, gpu_devices
-    from paceline.scheduler.local.rates import read_measured
-    from paceline.scheduler.local.setup import PolicyOptions, Setup
+    from paceline.scheduler.local.jobs.devices import cpu_devices, gpu_devices
+    from paceline.scheduler.local.jobs.rates import read_measured
+    from paceline.scheduler.local.queue.setup import PolicyOptions, Setup
 
     if gpus and slots is not None:
         raise UsageError("--gpus and --slots exclude each other", fix="Give one of them")

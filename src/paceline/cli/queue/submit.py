@@ -45,6 +45,13 @@ Example: paceline queue submit -n 2 --work 5000 -- python train.py --epochs 5
 @click.option(
     "--device-type", "device_types", multiple=True, metavar="TYPE", help="May be given again."
 )
+@click.option(
+    "--mesh",
+    callback=lambda _context, _option, text: _mesh(text),
+    default="",
+    metavar="AxB",
+    help="Axes of its ranks, that with the most traffic last, to place them by.",
+)
 @click.option("--work", type=float, help="Units of work, for example steps [default: not known].")
 @click.option(
     "--deadline", type=float, metavar="SECONDS", help="From now, by which it should have ended."
@@ -111,6 +118,7 @@ def submit(
     profile: str,
     rates: tuple[Path, ...],
     device_types: tuple[str, ...],
+    mesh: tuple[int, ...],
     work: float | None,
     deadline: float | None,
     memory_gib: float | None,
@@ -138,10 +146,10 @@ def submit(
     from paceline.core.clock import SystemClock
     from paceline.core.config import environment
     from paceline.scheduler.job import Job
-    from paceline.scheduler.local.client import wait_for_end
-    from paceline.scheduler.local.protocol import Request
-    from paceline.scheduler.local.rates import read_given
-    from paceline.scheduler.local.submission import Submission
+    from paceline.scheduler.local.jobs.rates import read_given
+    from paceline.scheduler.local.jobs.submission import Submission
+    from paceline.scheduler.local.protocol.client import wait_for_end
+    from paceline.scheduler.local.protocol.messages import Request
 
     profile, given = read_given(rates, profile)
     job = Job(
@@ -151,6 +159,7 @@ def submit(
         max_devices=max_devices,
         device_types=device_types,
         profile=profile,
+        mesh=mesh,
         work=work,
         deadline_s=deadline,
         memory_bytes=int((memory_gib or 0) * 2**30),
@@ -188,6 +197,13 @@ def submit(
     if view.exit_code != 0:
         code = view.exit_code
         sys.exit(1 if code is None else 128 - code if code < 0 else code)
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    sizes = text.split("x") if text else []
+    if not all(size.isdecimal() for size in sizes):
+        raise click.BadParameter(f"'{text}' is not AxB, such as 2x4")
+    return tuple(int(size) for size in sizes)
 
 
 def _variables(texts: tuple[str, ...]) -> dict[str, str]:

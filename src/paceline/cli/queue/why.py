@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.argument("job")
 def why(folder: Path | None, as_json: bool, job: str) -> None:
     """Say why JOB waits, where it runs, or how it ended."""
-    from paceline.scheduler.local.protocol import Request
+    from paceline.scheduler.local.protocol.messages import Request
 
     reply = ask_daemon(folder, Request(verb="why", name=job))
     if as_json:

@@ -5,10 +5,10 @@ client --socket--> daemon --queue--> decide(policy, state, events)        the sa
                      |  +-- database      what was decided, before it is done
                      +-- supervisors      one process for each running job
 
-submission, records     what is passed and stored
-devices                 the CPU cores or GPUs of this machine as a Cluster
-queue                   the state machine: which attempt to start or stop; no input or output
-attempt, supervisor     a job's process, its files, its exit status
-database, daemon        the shell: SQLite, socket, processes
-client, replay          the other side of the socket; the log, decided again
+daemon      the loop: waits for what happens, has it decided and stored, and carries it out
+protocol    both ends of the socket
+machine     what the daemon does to the machine: jobs' processes, and a look at the devices
+queue       the state machine, which attempt to start or stop, and its log; no process, no socket
+jobs        what is passed and stored: submissions, what became of them, devices, rates
+paths       where all of it lies
 """

@@ -15,35 +15,34 @@ import json
 import os
 import selectors
 import signal
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import PacelineError, UsageError, storage_errors
 from paceline.core.files import LockOutcome, append_lines, try_lock
-from paceline.scheduler.local.attempt import AttemptFolder
-from paceline.scheduler.local.connections import Connections, Peer
-from paceline.scheduler.local.database import Database, Segment, decision_text
-from paceline.scheduler.local.device_watch import CHECK_S, DeviceWatch
-from paceline.scheduler.local.orders import impossible, order_for
-from paceline.scheduler.local.protocol import VERBS, Reply, Request
-from paceline.scheduler.local.records import JobStatus, JobView
-from paceline.scheduler.local.running import Running, Watch
-from paceline.scheduler.local.setup import make_queue
-from paceline.scheduler.local.submission import TRY_AGAIN
-from paceline.scheduler.local.turns import Cancel, Entry, Exited, Input, Submit, TimerExpired
+from paceline.scheduler.local.jobs.records import JobStatus
+from paceline.scheduler.local.jobs.submission import TRY_AGAIN
+from paceline.scheduler.local.machine.attempt import AttemptFolder
+from paceline.scheduler.local.machine.device_watch import CHECK_S, DeviceWatch
+from paceline.scheduler.local.machine.orders import order_for
+from paceline.scheduler.local.machine.running import Running, Watch
+from paceline.scheduler.local.protocol.connections import Connections, Peer
+from paceline.scheduler.local.protocol.messages import Reply, Request
+from paceline.scheduler.local.protocol.requests import Requests
+from paceline.scheduler.local.queue.database import Database
+from paceline.scheduler.local.queue.resume import resume
+from paceline.scheduler.local.queue.setup import make_queue
+from paceline.scheduler.local.queue.turns import Exited, Input, TimerExpired
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from paceline.core.clock import Clock
-    from paceline.scheduler.local.attempt import Order
+    from paceline.scheduler.local.jobs.records import Attempt
+    from paceline.scheduler.local.machine.attempt import Order
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.queue import JobQueue
-    from paceline.scheduler.local.records import Attempt
-    from paceline.scheduler.local.setup import Setup
-    from paceline.scheduler.local.turns import DevicesSeen, Turn
+    from paceline.scheduler.local.queue.setup import Setup
+    from paceline.scheduler.local.queue.turns import DevicesSeen, Turn
 
 PROGRESS_S = 2.0  # how often reports of progress are looked for, and logged at most
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -105,13 +104,12 @@ class Daemon:
         self.clock = clock
         self.say = say
         self._setup = setup
-        self.queue = make_queue(self._setup)
+        self.queue = make_queue(setup)
         self._lock = _take(paths)
         self.database = Database(paths.database, first_s=clock.wall_s())
-        self._epoch_s = self.database.first_s
         # A wall clock may be set at any time: it counts once, and never takes the queue back.
-        self._ahead_s = max(clock.wall_s() - self._epoch_s, self.database.last_s())
-        self._ahead_s -= clock.now_s()
+        begin_s = max(clock.wall_s() - self.database.first_s, self.database.last_s())
+        self._ahead_s = begin_s - clock.now_s()
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(paths.socket, self._selector)
         self._running = Running(self._selector)
@@ -121,7 +119,8 @@ class Daemon:
         self._stop = ""
         self._progress_s = clock.now_s()
         self._retention = retention
-        self._segment = self._resume()
+        self._requests = Requests(paths, self.database)
+        self.queue, self._segment = resume(self.database, setup, self.now_s(), say)
         self._events = self.database.event_count(self._segment.number)
 
     def run(self, *, once: bool = False) -> bool:
@@ -258,7 +257,8 @@ class Daemon:
         old = fresh.ended_before_last(self._retention.jobs)
         if old:  # first here, then not there: after a crash a line may come twice
             append_lines(
-                self.paths.ended, [json.dumps(self._view(entry).to_json()) for entry in old]
+                self.paths.ended,
+                [json.dumps(self._requests.view(entry).to_json()) for entry in old],
             )
         self.database.forget([entry.name for entry in old], keep_events=self._retention.events)
         for entry in old:
@@ -288,7 +288,7 @@ class Daemon:
     def _ask(self, peer: Peer, request: Request, inputs: list[Input]) -> Callable[[], None] | None:
         """Add what a request changes to the inputs; return what answers it after that."""
         try:
-            answer = self._act_on(request, inputs)
+            answer = self._requests.act_on(request, inputs, self.queue, self.now_s())
         except PacelineError as problem:
             self._connections.refuse(peer, problem, self.clock.now_s())
             return None
@@ -298,137 +298,20 @@ class Daemon:
             return None
         return lambda: self._connections.reply(peer, answer(), self.clock.now_s())
 
-    def _act_on(self, request: Request, inputs: list[Input]) -> Callable[[], Reply]:
-        """Add what a request changes to the inputs; return what makes its reply after that.
-
-        Raises:
-            PacelineError: it is refused.
-        """
-        name = request.name
-        if request.verb == "submit":
-            name = self._submit(request, inputs)
-            return lambda: Reply(jobs=(self._view(self.queue.entries[name]),))
-        if request.verb == "list" and not name:
-            return lambda: Reply(jobs=tuple(self._list(ended=request.ended)))
-        if request.verb not in VERBS:
-            raise UsageError(
-                f"the daemon does not know '{request.verb}'",
-                where=str(self.paths.socket),
-                fix="Use the same Paceline for the daemon and for commands",
-            )
-        entry = self.queue.entry(name)
-        if request.verb == "cancel":
-            inputs.append(Cancel(name))
-        if request.verb == "why":
-            return lambda: Reply(jobs=(self._view(entry),), text=self.queue.why(name, self.now_s()))
-        return lambda: Reply(jobs=(self._view(entry),))
-
-    def _submit(self, request: Request, inputs: list[Input]) -> str:
-        """Add a submission to the inputs; return the job's name."""
-        submission = request.submission
-        if submission is None:
-            raise UsageError("the request has no job", fix="Submit with paceline queue submit")
-        pending = {
-            given.submission.job.name: given.submission
-            for given in inputs
-            if isinstance(given, Submit)
-        }
-        known = self.database.name_of(submission.token) if submission.token else None
-        for name, other in pending.items():
-            known = name if submission.token and other.token == submission.token else known
-        if known is not None:
-            return known  # the answer to the first try was lost
-        taken = {*self.queue.entries, *pending}
-
-        def is_taken(name: str) -> bool:  # also by a job that was forgotten: its folder is left
-            return name in taken or self.paths.job(name).exists()
-
-        name = submission.job.name or _new_name(submission.command[0], len(taken) + 1, is_taken)
-        if is_taken(name):
-            raise UsageError(
-                f"a job named '{name}' was submitted before",
-                where=f"queue {self.paths.folder}",
-                fix="Submit it under another --name; one that ended long ago has left its folder",
-            )
-        now_s = self.now_s()
-        deadline_s = submission.job.deadline_s
-        job = replace(
-            submission.job,
-            name=name,
-            # What is learned of a job without a class is true of it alone.
-            profile=submission.job.profile or name,
-            submitted_s=now_s,
-            deadline_s=None if deadline_s is None else now_s + deadline_s,
-        )
-        submission = replace(submission, job=job)
-        if why := impossible(submission) or self.queue.refusal(submission):
-            raise UsageError(
-                f"job '{name}' can never run here",
-                where=f"queue {self.paths.folder}",
-                why=why,
-                fix="Correct the job, or serve a queue with the devices it needs",
-            )
-        inputs.append(Submit(submission))
-        return name
-
-    def _list(self, *, ended: bool) -> Iterator[JobView]:
-        for entry in self.queue.entries.values():
-            if ended or not entry.ended:
-                yield self._view(entry)
-
-    def _view(self, entry: Entry) -> JobView:
-        log = str(self.paths.attempt(entry.name, entry.starts) / "log") if entry.starts else ""
-        return entry.view(self._epoch_s, log)
-
     def _answer_waiting(self) -> None:
         now_s = self.clock.now_s()
         left = []
         for waiting in self._waiting:
             entry = self.queue.entries[waiting.name]
             if entry.ended or now_s >= waiting.until_s:
-                self._connections.reply(waiting.peer, Reply(jobs=(self._view(entry),)), now_s)
+                self._connections.reply(
+                    waiting.peer, Reply(jobs=(self._requests.view(entry),)), now_s
+                )
             elif self._connections.alive(waiting.peer):
                 left.append(waiting)
         self._waiting = left
 
     # Begin and end.
-
-    def _resume(self) -> Segment:
-        """Rebuild the queue from the log, or begin a new segment of it."""
-        last = self.database.last_segment()
-        before = self._decided_again(last) if last is not None else None
-        if last is not None and last.setup.declared == self._setup:
-            if before is not None:
-                self.queue = before
-                return last
-            why = "this Paceline decides otherwise than the one that wrote the log"
-        else:
-            why = "its devices, rates or policy changed"
-        setup = self._setup
-        if last is not None:
-            rates = last.setup.rates
-            setup = setup.after(rates if before is None else before.learned_rates(rates))
-            self.queue = make_queue(setup)
-        self.queue.entries = self.database.entries()
-        if self.queue.active:
-            self.say(f"all jobs of the queue are decided anew: {why}")
-        same_devices = last is not None and last.setup.devices == self.devices
-        turn = self.queue.begin_anew(self.now_s(), same_devices=same_devices)
-        # Attempts that it stops or starts are carried out by `_adopt`.
-        return self.database.begin_segment(setup, turn, self.queue.entries)
-
-    def _decided_again(self, segment: Segment) -> JobQueue | None:
-        """Return the queue at the end of a segment; None if it cannot be decided as it was."""
-        try:
-            queue = make_queue(segment.setup)
-        except UsageError:  # the policy of another version
-            return None
-        queue.entries = self.database.entries()
-        for instant in self.database.instants(segment.number):
-            decisions = queue.repeat(instant.events)
-            if [decision_text(decision) for decision in decisions] != instant.decisions:
-                return None
-        return queue
 
     def _adopt(self) -> None:
         """Find out what became of the live attempts, and carry out what was decided for them."""
@@ -501,11 +384,3 @@ def _take(paths: QueuePaths) -> int:
             fix="Use it: paceline queue ls; or give another --dir",
         )
     return descriptor
-
-
-def _new_name(program: str, number: int, is_taken: Callable[[str], bool]) -> str:
-    """Return a name for a job that has none: of its program, with a number."""
-    stem = "".join(c if c.isalnum() else "-" for c in Path(program).stem).strip("-")[:40] or "job"
-    while is_taken(f"{stem}-{number}"):
-        number += 1
-    return f"{stem}-{number}"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.scheduler.local.database import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+DATABASE = "queue.db"
 _SOCKET = "queue.sock"
 _PATH_BYTES = 107  # of sun_path in <sys/un.h>, less its final zero
 
@@ -31,7 +31,7 @@ class QueuePaths:
     @property
     def database(self) -> Path:
         """The queue's memory."""
-        return self.folder / NAME
+        return self.folder / DATABASE
 
     @property
     def lock(self) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, PacelineError, storage_errors
-from paceline.scheduler.local.protocol import MAX_BYTES, Reply, Request
+from paceline.scheduler.local.protocol.messages import MAX_BYTES, Reply, Request
 
 if TYPE_CHECKING:
     from pathlib import Path

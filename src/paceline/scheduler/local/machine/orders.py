@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.config import QUEUE_PREFIX
-from paceline.scheduler.local.attempt import Order
+from paceline.scheduler.local.machine.attempt import Order
 
 if TYPE_CHECKING:
-    from paceline.scheduler.local.devices import LocalDevices
+    from paceline.scheduler.local.jobs.devices import LocalDevices
+    from paceline.scheduler.local.jobs.records import Attempt
+    from paceline.scheduler.local.jobs.submission import Submission
     from paceline.scheduler.local.paths import QueuePaths
-    from paceline.scheduler.local.records import Attempt
-    from paceline.scheduler.local.submission import Submission
 
 _JOB = f"{QUEUE_PREFIX}JOB"
 _FOLDER = f"{QUEUE_PREFIX}FOLDER"

@@ -41,9 +41,9 @@ from paceline.scheduler.events import (
     Timer,
 )
 from paceline.scheduler.job import Job
-from paceline.scheduler.local.records import Attempt, Exit, JobStatus, Stop
-from paceline.scheduler.local.submission import TRY_AGAIN, Submission
-from paceline.scheduler.local.turns import (
+from paceline.scheduler.local.jobs.records import Attempt, Exit, JobStatus, Stop
+from paceline.scheduler.local.jobs.submission import TRY_AGAIN, Submission
+from paceline.scheduler.local.queue.turns import (
     Began,
     Cancel,
     DevicesSeen,
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.scheduler.decide import Policy
-    from paceline.scheduler.local.devices import LocalDevices
-    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.local.jobs.devices import LocalDevices
+    from paceline.scheduler.local.jobs.rates import MeasuredRates
     from paceline.scheduler.placement import Placement
     from paceline.scheduler.state.state import State
 
@@ -408,7 +408,7 @@ class JobQueue:
             for other in self.live()
             if other.began
             and other.job != attempt.job
-            and other.placement.parts == attempt.placement.parts
+            and _indices(other.placement) == _indices(attempt.placement)
         }
 
     def _exited(self, entry: Entry, attempt: Attempt, ended: Exit, turn: Turn) -> Iterable[Event]:

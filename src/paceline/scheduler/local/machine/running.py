@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.processes import running_processes, stat_fields
-from paceline.scheduler.local.attempt import AttemptFolder, Claim, ProgressReport
-from paceline.scheduler.local.records import Attempt, Exit, Stop
-from paceline.scheduler.local.supervisor import BEGAN, CANCEL, PREEMPT
-from paceline.scheduler.local.turns import Began, Exited, Input, Progress
+from paceline.scheduler.local.jobs.records import Attempt, Exit, Stop
+from paceline.scheduler.local.machine.attempt import AttemptFolder, Claim, ProgressReport
+from paceline.scheduler.local.machine.supervisor import BEGAN, CANCEL, PREEMPT
+from paceline.scheduler.local.queue.turns import Began, Exited, Input, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from paceline.scheduler.local.attempt import Order
+    from paceline.scheduler.local.machine.attempt import Order
 
 _NEVER_BEGAN = Exit(code=None, error="it was stopped before it began", passing=True)
 
@@ -185,7 +185,7 @@ class Running:
 
 def _supervisor(folder: AttemptFolder, order: Order, writer: int) -> subprocess.Popen[bytes]:
     folder.order(order)
-    module = "paceline.scheduler.local.supervisor"
+    module = "paceline.scheduler.local.machine.supervisor"
     with folder.supervisor.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(folder.path), str(writer)],

@@ -28,7 +28,7 @@ from paceline.core.errors import StorageError, storage_errors
 from paceline.core.files import commit_text, sync_folder
 from paceline.core.processes import boot_id, started_ticks
 from paceline.core.record import Record
-from paceline.scheduler.local.records import Exit
+from paceline.scheduler.local.jobs.records import Exit
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -36,12 +36,12 @@ from paceline.scheduler.events import (
     Submitted,
     Timer,
 )
-from paceline.scheduler.local.devices import LocalDevices
-from paceline.scheduler.local.rates import MeasuredRates
-from paceline.scheduler.local.records import Attempt
-from paceline.scheduler.local.setup import PolicyOptions, Setup
-from paceline.scheduler.local.submission import Submission
-from paceline.scheduler.local.turns import Entry
+from paceline.scheduler.local.jobs.devices import LocalDevices
+from paceline.scheduler.local.jobs.rates import MeasuredRates
+from paceline.scheduler.local.jobs.records import Attempt
+from paceline.scheduler.local.jobs.submission import Submission
+from paceline.scheduler.local.queue.setup import PolicyOptions, Setup
+from paceline.scheduler.local.queue.turns import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from paceline.core.record import Record
     from paceline.scheduler.decide import Decision
     from paceline.scheduler.events import Event
-    from paceline.scheduler.local.turns import Turn
+    from paceline.scheduler.local.queue.turns import Turn
 
-NAME = "queue.db"
 FORMAT = 2  # 1 has no segments.options
 _BUSY_S = 10.0
 _FIX = "Free space; keep it on a local file system that you may write to"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.record import Record
 from paceline.scheduler.decide import decide
-from paceline.scheduler.local.database import Database, decision_text
-from paceline.scheduler.local.setup import make_queue
+from paceline.scheduler.local.queue.database import Database, decision_text
+from paceline.scheduler.local.queue.setup import make_queue
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.scheduler.local.database import Segment
+    from paceline.scheduler.local.queue.database import Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

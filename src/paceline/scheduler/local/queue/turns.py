@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeAlias
 
 from paceline.scheduler.decide import Decision
 from paceline.scheduler.events import Event
-from paceline.scheduler.local.records import ENDED, Attempt, Exit, JobStatus, JobView
-from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.jobs.records import ENDED, Attempt, Exit, JobStatus, JobView
+from paceline.scheduler.local.jobs.submission import Submission
 from paceline.scheduler.placement import Placement
 
 

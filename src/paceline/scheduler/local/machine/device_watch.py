@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import Missing
-from paceline.scheduler.local.devices import GPU_QUERY, gpus_of
-from paceline.scheduler.local.turns import DevicesSeen
+from paceline.scheduler.local.jobs.devices import GPU_QUERY, gpus_of
+from paceline.scheduler.local.queue.turns import DevicesSeen
 
 if TYPE_CHECKING:
-    from paceline.scheduler.local.devices import LocalDevices
+    from paceline.scheduler.local.jobs.devices import LocalDevices
 
 CHECK_S = 15.0
 DEADLINE_S = 20.0
@@ -110,7 +110,7 @@ class DeviceWatch:
         query.child.wait()  # it has ended
         assert query.child.stdout is not None
         with query.child.stdout as pipe:
-            os.set_blocking(pipe.fileno(), False)  # whoever else may hold its other end
+            os.set_blocking(pipe.fileno(), False)  # another process may hold the other end
             text = (pipe.read() or b"").decode(errors="replace")
         if query.child.returncode:
             return self._failed(text.strip() or f"exit code {query.child.returncode}")

@@ -1,8 +1,8 @@
 """The parent of a job's processes: starts them, stops them, and writes down how they ended.
 
-``python -m paceline.scheduler.local.supervisor FOLDER DESCRIPTOR``, started by the daemon in a
-session of its own. It outlives the daemon: whatever the job comes to stands in its folder when a
-daemon looks next, and a grace period ends on time although there is no daemon.
+``python -m paceline.scheduler.local.machine.supervisor FOLDER DESCRIPTOR``, started by the daemon
+in a session of its own. It outlives the daemon: whatever the job comes to stands in its folder when
+a daemon looks next, and a grace period ends on time although there is no daemon.
 
     SIGUSR1    the job is preempted: its stop signal, after the grace period SIGKILL
     SIGTERM    the job is cancelled: SIGTERM, after the grace period SIGKILL
@@ -32,12 +32,12 @@ from paceline.core.processes import (
     die_with_parent,
     end_descendants,
 )
-from paceline.scheduler.local.attempt import AttemptFolder, Claim
-from paceline.scheduler.local.records import Exit
+from paceline.scheduler.local.jobs.records import Exit
+from paceline.scheduler.local.machine.attempt import AttemptFolder, Claim
 
 if TYPE_CHECKING:
     from paceline.core.clock import Clock
-    from paceline.scheduler.local.attempt import Order
+    from paceline.scheduler.local.machine.attempt import Order
 
 PREEMPT, CANCEL = signal.SIGUSR1, signal.SIGTERM
 BEGAN = b"1"

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.record import Record
-from paceline.scheduler.local.records import JobView
-from paceline.scheduler.local.submission import Submission
+from paceline.scheduler.local.jobs.records import JobView
+from paceline.scheduler.local.jobs.submission import Submission
 
 MAX_BYTES = 64 << 20
 VERBS = ("submit", "list", "why", "cancel", "wait")

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, DeadlineExceeded, Missing, PacelineError
-from paceline.scheduler.local.protocol import MAX_BYTES, Reply, Request
+from paceline.scheduler.local.protocol.messages import MAX_BYTES, Reply, Request
 
 if TYPE_CHECKING:
     from paceline.core.clock import Clock

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import ConfigError, UsageError
 from paceline.core.record import Record, nearest
-from paceline.scheduler.local.queue import JobQueue
+from paceline.scheduler.local.queue.job_queue import JobQueue
 from paceline.scheduler.policies import POLICIES
 from paceline.scheduler.policies.choose import make_policies
 from paceline.scheduler.policies.paceline import Paceline
@@ -16,8 +16,8 @@ from paceline.scheduler.state.state import State
 
 if TYPE_CHECKING:
     from paceline.scheduler.decide import Policy
-    from paceline.scheduler.local.devices import LocalDevices
-    from paceline.scheduler.local.rates import MeasuredRates
+    from paceline.scheduler.local.jobs.devices import LocalDevices
+    from paceline.scheduler.local.jobs.rates import MeasuredRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
