@@ -11,19 +11,26 @@ from paceline.core.errors import UsageError
 from paceline.training import prepare
 
 SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
-ALL = ("nan", "overflow", "clip", "lars", "compressed", "uneven", "differ")
+ALL = ("nan", "overflow", "clip", "lars", "compressed", "uneven", "trainer", "differ")
 
 
 @pytest.fixture(
     scope="module",
-    params=[("paceline", "allreduce"), ("gloo", "sharded"), ("paceline", "root"), ("gloo", "ddp")],
+    params=[
+        ("paceline", "allreduce"),
+        ("gloo", "sharded"),
+        ("paceline", "root"),
+        ("gloo", "ddp"),
+        ("gloo", "fsdp2"),
+    ],
     ids="-".join,
 )
 def found(request, tmp_path_factory):
     """What all cases found, by rank, with one process group for all of them."""
     backend, engine = request.param
     cases = [case for case in ALL if case != "compressed" or engine in ("allreduce", "ddp")]
-    cases = [case for case in cases if case != "differ" or engine != "ddp"]  # torch's own check
+    # The check of torch's own engines is torch's.
+    cases = [case for case in cases if case != "differ" or engine not in ("ddp", "fsdp2")]
     folder = tmp_path_factory.mktemp("ranks")
     return engine, run_ranks(SCRIPT, folder, 2, backend, engine, *cases)
 
@@ -31,8 +38,9 @@ def found(request, tmp_path_factory):
 def test_a_nan_is_traced_to_its_rank_step_and_layer(found):
     engine, ranks = found
     for rank in ranks:
-        assert rank["nan"]["where"] == "rank 1; step 2"
-        assert rank["nan"]["what"].startswith("the gradient of ")
+        place = "step 2" if engine == "fsdp2" else "rank 1; step 2"  # seen when it is reduced
+        assert rank["nan"]["where"] == place
+        assert "not finite" in rank["nan"]["what"]
         assert rank["nan"]["same"], engine
 
 
@@ -60,6 +68,15 @@ def test_every_sample_counts_alike_where_ranks_have_other_numbers_of_them(found)
         assert rank["uneven"]["empty"] == "the loader of rank 1 has no batch"
 
 
+def test_a_trainer_goes_on_from_its_state(found):
+    for rank in found[1]:
+        result = rank["trainer"]
+        assert result["epochs"] == [1, 2]
+        assert result["samples"] == 3 * 4 + 2 * 5
+        assert result["text"].startswith("epoch 1: loss ")
+        assert result["same"]
+
+
 def test_compression_that_sends_everything_is_momentum_sgd(found):
     engine, ranks = found
     if engine not in ("allreduce", "ddp"):
@@ -69,8 +86,8 @@ def test_compression_that_sends_everything_is_momentum_sgd(found):
 
 def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
     engine, ranks = found
-    if engine == "ddp":
-        pytest.skip("DistributedDataParallel has a check of its own")
+    if engine in ("ddp", "fsdp2"):
+        pytest.skip("torch's engines have checks of their own")
     for rank in ranks:
         assert rank["differ"]["what"] == "rank 1 trains another model than rank 0"
         assert "1.weight [3, 4] float32 on rank 0, 1.weight [4, 4]" in rank["differ"]["why"]

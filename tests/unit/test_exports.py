@@ -126,7 +126,7 @@ EXPORTS = {
     "trace.collectors": [],
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
-    "training": ["Prepared", "prepare"],
+    "training": ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"],
     "training.engine": [],
     "training.compression": [
         "CompressionEstimate",

@@ -7,17 +7,24 @@ derives a Workload from one step on fake tensors; `operators` sorts operators in
 `perf` has costs for. All of it needs torch, and is loaded when it is first used.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.training.preparation import Prepared, prepare
+    from paceline.training.preparation import Prepared, TrainingOptions, prepare
+    from paceline.training.trainer import Epoch, Trainer
 
-__all__ = ["Prepared", "prepare"]
+_MODULES = {
+    "Epoch": "trainer",
+    "Prepared": "preparation",
+    "Trainer": "trainer",
+    "TrainingOptions": "preparation",
+    "prepare": "preparation",
+}
+__all__ = ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from paceline.training import preparation
-
-        return getattr(preparation, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

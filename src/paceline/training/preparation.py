@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ from paceline.training.compression import (
 )
 from paceline.training.engine.buckets import bytes_of_buckets
 from paceline.training.engine.data_parallel import DataParallel
-from paceline.training.engine.modes import CompressedAllReduce, Ranks
+from paceline.training.engine.fully_sharded import shard_fully
+from paceline.training.engine.modes import CompressedAllReduce, ModeName, Ranks
 from paceline.training.health import GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, TensorNorms
 from paceline.training.precision.scaling import LossScaler, scale_gradients
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from paceline.core.plan import Plan
     from paceline.training.compression.hooks import Compressor
 
-Engine = Literal["ddp", "allreduce", "sharded", "root"]
+Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
 Precision = Literal["float32", "bfloat16", "float16"]
 _HEAP_SLACK = 1 << 20
 _FORM_S = 300.0  # the longest wait for a rank that has not called `prepare`
@@ -60,7 +61,8 @@ class TrainingOptions:
     """How a prepared model trains.
 
     Attributes:
-        engine: ``ddp`` is torch's DistributedDataParallel; the others are modes of Paceline's.
+        engine: ``ddp`` is torch's DistributedDataParallel, ``fsdp2`` its fully_shard (by the layers
+            of each nn.Sequential and nn.ModuleList); the others are modes of Paceline's.
         precision: dtype of the computing (torch.autocast); weights and updates stay float32.
             With ``float16`` the loss is scaled. None: as the plan says, or float32.
         clip_norm: the most that the norm of all gradients may be; None: not clipped.
@@ -77,8 +79,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         known = {
-            "engine": ("ddp", "allreduce", "sharded", "root"),
-            "precision": (None, "float32", "bfloat16", "float16"),
+            "engine": get_args(Engine),
+            "precision": (None, *get_args(Precision)),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -111,6 +113,7 @@ class Prepared:
         rank: of this process.
         ranks: how many train.
         before_step: counts steps, also those that a gradient which was not finite prevented.
+        group: the process group, or None for the default one.
     """
 
     model: nn.Module
@@ -118,7 +121,7 @@ class Prepared:
     rank: int
     ranks: int
     before_step: BeforeStep
-    _group: Any
+    group: Any
     _weight: Weight
     _parts: dict[str, Any] = field(default_factory=dict)
 
@@ -135,7 +138,11 @@ class Prepared:
         Raises:
             UsageError: a rank has no batch at all; the error names it.
         """
-        return weighted_batches(loader, self._weight, self._group, self.rank, self.ranks)
+        return weighted_batches(loader, self._weight, self.group, self.rank, self.ranks)
+
+    def own_samples(self, samples: int) -> int:
+        """Return how many of the samples of a batch count: none of one that `batches` repeats."""
+        return samples if self._weight.scale else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training has besides model and optimizer, of this rank: save one per rank."""
@@ -206,7 +213,7 @@ def prepare(
     # Its hook adds weight decay to gradients, and so comes after that of `before_step`.
     takeover, compressor = _compression(chosen, optimizer, named, ranks)
     _autocast(model, chosen.precision)
-    wrapped = _wrap(model, plan, ranks, chosen, compressor, scaler, check)
+    wrapped = _wrap(model, optimizer, plan, ranks, chosen, compressor, scaler, check)
     if isinstance(wrapped, DataParallel):
         wrapped.adopt(optimizer)
 
@@ -246,6 +253,7 @@ def find_ranks(model: nn.Module, group: Any = None) -> Ranks:
 
 def _wrap(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     plan: Plan | None,
     ranks: Ranks,
     options: TrainingOptions,
@@ -258,11 +266,13 @@ def _wrap(
     sizes: dict[str, Any] = {}
     if plan is not None:
         sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
-    if options.engine != "ddp" or ranks.size == 1:
+    if options.engine == "fsdp2" and ranks.size > 1:
+        return shard_fully(model, optimizer, ranks.group)
+    if options.engine in get_args(ModeName) or ranks.size == 1:
         overlap = ranks.heap is None if options.overlap is None else options.overlap
         if ranks.size == 1:
             watch_gradients(named, check)
-        mode: Any = "allreduce" if options.engine == "ddp" else options.engine
+        mode: Any = options.engine if options.engine in get_args(ModeName) else "allreduce"
         if compressor is not None:
             mode = CompressedAllReduce(ranks, compressor, scaler)
         return DataParallel(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import PacelineError
-from paceline.training import prepare
+from paceline.training import Trainer, prepare
 from paceline.training.compression import DensitySchedule, DGCOptions
 from paceline.training.optimizers import LARS, parameter_groups
 
@@ -60,9 +60,13 @@ def alone(model, optimizer, steps, ranks, clip=None):
     return model
 
 
+def full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def far(model, other):
     pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    return max(float((full(a).double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def case_nan(rank, ranks, engine):
@@ -70,7 +74,7 @@ def case_nan(rank, ranks, engine):
     model = net()
     prepared = prepare(model, sgd(model), engine=engine)
     train(prepared, rank, ranks, 2)
-    before = copy.deepcopy(prepared.model.state_dict())
+    before = {key: full(v).clone() for key, v in prepared.model.state_dict().items()}
 
     def spoil(step, given):
         return given * float("nan") if rank == 1 else given
@@ -79,7 +83,7 @@ def case_nan(rank, ranks, engine):
         train(prepared, rank, ranks, 1, spoil)
     except PacelineError as problem:
         after = prepared.model.state_dict()
-        same = all(torch.equal(after[key], value) for key, value in before.items())
+        same = all(torch.equal(full(after[key]), value) for key, value in before.items())
         return {"what": problem.what, "where": problem.where, "same": same}
     return {}
 
@@ -93,7 +97,7 @@ def case_overflow(rank, ranks, engine):
         return given * 3e4 if rank == 0 and step == 1 else given
 
     losses = train(prepared, rank, ranks, 6, spoil, torch.float32)
-    values = torch.cat([v.flatten() for v in prepared.model.state_dict().values()])
+    values = torch.cat([full(v).flatten() for v in prepared.model.state_dict().values()])
     every = [torch.empty_like(values) for _ in range(ranks)]
     dist.all_gather(every, values)
     return {
@@ -164,6 +168,34 @@ def case_uneven(rank, ranks, engine):
         empty = problem.what
     model = getattr(prepared.model, "module", prepared.model)
     return {"error": far(model, reference), "empty": empty}
+
+
+def case_trainer(rank, ranks, engine):
+    """Two epochs at once, and one after the other from a state, with unequal numbers of batches."""
+
+    def make():
+        model = net()
+        optimizer = sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return Trainer(model, optimizer, nn.functional.mse_loss, schedule=schedule, engine=engine)
+
+    loader = [data(100 * rank + step, 4 + rank) for step in range(3 - rank)]
+    whole, first, second = make(), make(), make()
+    epochs = [epoch.number for epoch in whole.fit(loader, epochs=2)]
+    last = list(first.fit(loader, epochs=1))[-1]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    list(second.fit(loader, epochs=2))
+    pairs = zip(
+        whole.prepared.model.state_dict().values(),
+        second.prepared.model.state_dict().values(),
+        strict=True,
+    )
+    return {
+        "epochs": epochs,
+        "samples": last.samples,
+        "text": str(last),
+        "same": all(torch.equal(full(a), full(b)) for a, b in pairs),
+    }
 
 
 def case_differ(rank, ranks, engine):

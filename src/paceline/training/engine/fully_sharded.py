@@ -1,0 +1,53 @@
+"""Torch's FSDP2 for a model and the optimizer that was made for it.
+
+`fully_shard` replaces a model's parameters by DTensors, each of which has a part on every rank. The
+optimizer has the parameters from before: it gets their successors, by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def shard_fully(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> nn.Module:
+    """Shard a model's parameters over the ranks of a group; return the model, changed in place.
+
+    Each layer of an nn.Sequential or nn.ModuleList is gathered and freed on its own, and the rest
+    together. All ranks call this; they start from the parameters of rank 0.
+
+    Raises:
+        UsageError: the optimizer has state already, which belongs to whole parameters.
+    """
+    if optimizer.state:
+        raise UsageError(
+            "the optimizer has state already",
+            where=type(optimizer).__name__,
+            why="its state belongs to whole parameters, and each rank will have parts",
+            fix="Call prepare before the first step, and load a checkpoint after it",
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+    kind = next(model.parameters()).device.type
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)
+    for container in model.modules():
+        if not isinstance(container, nn.Sequential | nn.ModuleList):
+            continue
+        for layer in container.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    successors = dict(model.named_parameters())
+    for parameters in optimizer.param_groups:
+        parameters["params"] = [successors[names[id(old)]] for old in parameters["params"]]
+    return model
