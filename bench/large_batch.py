@@ -40,8 +40,8 @@ from harness import Report, options, tell
 RANKS = 2
 METHODS = ("sgd", "lars", "lamb")
 BASE = {
-    "images": {"sgd": 0.05, "lars": 8.0, "lamb": 0.008},  # at a batch of 64
-    "text": {"sgd": 0.2, "lars": 8.0, "lamb": 0.008},
+    "images": {"sgd": 0.05, "lars": 1.0, "lamb": 0.008},  # at a batch of 64
+    "text": {"sgd": 0.2, "lars": 1.0, "lamb": 0.008},
 }
 MULTIPLES = (1 / 16, 1 / 4, 1.0, 4.0)  # of the scaled rate
 TRAINING_SAMPLES = {"images": 55_000, "text": 15_250}
