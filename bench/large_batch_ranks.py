@@ -75,16 +75,16 @@ class Text:
         characters = sorted(set(text))
         codes = torch.tensor([characters.index(character) for character in text])
         samples = codes[: len(codes) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-        ninth = len(samples) // 18
+        held = len(samples) // 18
         self.parts = {
-            "train": samples[: -2 * ninth],
-            "validation": samples[-2 * ninth : -ninth],
-            "test": samples[-ninth:],
+            "train": samples[: -2 * held],
+            "validation": samples[-2 * held : -held],
+            "test": samples[-held:],
         }
         self.characters = len(characters)
 
     def model(self, width):
-        return Transformer(self.characters, 4 * width)
+        return Transformer(self.characters, 2 * width)
 
     def split(self, name):
         return self.parts[name][:, :-1], self.parts[name][:, 1:]

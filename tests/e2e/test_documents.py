@@ -54,6 +54,8 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/compression.md",
         "guides/queue-local.md",
         "guides/queue.md",
+        "guides/large-batch.md",
+        "guides/mixed-precision.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
