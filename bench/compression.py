@@ -3,6 +3,7 @@
 Wire: 2 and 4 emulated hosts (network namespaces) with links of 1 Gbit/s train the residual CNN of
 step_time.py (11 M parameters, batch 4 per rank) with DistributedDataParallel on gloo, in each form:
 
+    none       a hook that communicates nothing: no form can be faster
     dense      DDP's own all-reduce
     dgc        Deep Gradient Compression, 0.1 % of the entries, float32 values
     dgc 16     the same with bfloat16 values
@@ -39,12 +40,12 @@ from harness import Report, options, tell
 from paceline.core.allocator import KEEP
 
 RATE_BITS_PER_S = 1e9
-STEPS, WARM = 5, 3
+STEPS, WARM = 3, 3
 TRAIN_RANKS, TRAIN_BATCH, RATE = 2, 32, 0.03
 EPOCHS, WARM_EPOCHS = 15, 2
 EPOCHS_OF_PAPER = 90  # on ImageNet, of which 4 warm up
 DEADLINE_S = 1500
-FORMS = ("dense", "dgc", "dgc 16", "half", "powersgd")
+FORMS = ("none", "dense", "dgc", "dgc 16", "half", "powersgd")
 
 
 def main():
@@ -148,6 +149,7 @@ def wire(report, quick):
         found = {}
         for (hosts, per_host), forms in jobs.items():
             job = {"what": "wire", "hosts": hosts, "per_host": per_host, "forms": forms}
+            job |= {"rounds": 3 if quick or hosts * per_host > 2 else 9}
             job |= {"stages": not quick and (hosts, per_host) == (2, 1)}
             found[hosts, per_host] = start(job, Path(folder), emulated=True)
         shared = start({"what": "decide", "hosts": 1, "per_host": 2}, Path(folder))
@@ -163,7 +165,8 @@ def wire(report, quick):
                 report.bar(name, ratio, 270, at_least=True)
     two = found[2, 1]
     steps = two["forms"]
-    ratio = steps["dense"]["step_s"] / steps["dgc"]["step_s"]
+    both = zip(steps["dense"]["seconds"], steps["dgc"]["seconds"], strict=True)
+    ratio = statistics.median(dense / dgc for dense, dgc in both)
     report.bar("dgc, 2 hosts: step, dense / compressed", ratio, 3.0, at_least=True)
     if two["stages"]:
         warm = sum(two["stages"].values())
@@ -237,49 +240,68 @@ def decide_rank(_job):
 def wire_rank(job):
     from paceline.training.compression import DensitySchedule
 
-    forms = {form: steps_of(job, form) for form in job["forms"]}
+    forms = measured(job, {form: (form, 0.001) for form in job["forms"]}, job["rounds"])
     stages = {}
     if job["stages"]:
         schedule = DensitySchedule(steps_per_stage=1)
-        for stage in range(schedule.stages):
-            density = schedule.at(stage)
-            stages[f"{density:.4f}"] = steps_of(job, "dgc", density, steps=2)["bytes"]
+        densities = [schedule.at(stage) for stage in range(schedule.stages)]
+        found = measured(job, {f"{density:.4f}": ("dgc", density) for density in densities}, 1)
+        stages = {name: values["bytes"] for name, values in found.items()}
     decision = decide_rank(job) if job["per_host"] == 1 else {}
     return {"forms": forms, "stages": stages, "decision": decision}
 
 
-def steps_of(job, form, density=0.001, steps=STEPS):
-    """Return the seconds of a step (median, slowest rank), and the bytes that a host sends."""
+def measured(job, forms, rounds):
+    """Return of each form the seconds of a step by round, and the bytes that a host sends in it.
+
+    Blocks of steps of the forms take turns; a block counts with its slowest rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    steps = {name: steps_of(job, *form) for name, form in forms.items()}
+    for run in steps.values():
+        run(WARM)
+    found = {name: {"seconds": [], "bytes": 0.0} for name in forms}
+    for _ in range(rounds):
+        for name, run in steps.items():
+            dist.barrier()
+            before, begin = sent_bytes(), time.perf_counter()
+            run(STEPS)
+            took = (time.perf_counter() - begin) / STEPS
+            dist.barrier()  # behind it, all that was sent has left
+            sent = (sent_bytes() - before) / STEPS
+            mine = torch.tensor([took, sent], dtype=torch.float64)
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            found[name]["seconds"].append(float(mine[0]))
+            found[name]["bytes"] = max(found[name]["bytes"], float(mine[1]))
+    for name, values in found.items():
+        values["step_s"] = statistics.median(values["seconds"])
+        if job["rank"] == 0:
+            tell(f"  {name}: {values['step_s']:.3f} s, {values['bytes']:,.0f} bytes")
+    return found
+
+
+def steps_of(job, form, density):
+    """Return what trains some steps of a model in a form."""
     import step_time
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     make, given, loss_of = step_time.workload("cnn", job["rank"])
-    model = DistributedDataParallel(make(), broadcast_buffers=False, gradient_as_bucket_view=True)
+    model = step_time.wrapped(make(), dist.group.WORLD, form == "none")
     per_host = job["per_host"]
     hosts = [list(range(h * per_host, (h + 1) * per_host)) for h in range(job["hosts"])]
     compress(model, form, density=density, hosts=hosts)
     optimizer = torch.optim.SGD(model.parameters(), 0.001)
-    times = []
-    for number in range(WARM + steps):
-        if number == WARM:
-            dist.barrier()
-            before = sent_bytes()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(model(given)).backward()
-        optimizer.step()
-        if number >= WARM:
-            times.append(time.perf_counter() - begin)
-    sent = (sent_bytes() - before) / steps
-    dist.barrier()  # nobody sends any more
-    mine = torch.tensor([statistics.median(times), sent], dtype=torch.float64)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    step_s, sent = mine.tolist()
-    if job["rank"] == 0:
-        tell(f"  {form}: {step_s:.3f} s, {sent:,.0f} bytes")
-    return {"step_s": step_s, "bytes": sent}
+
+    def run(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss_of(model(given)).backward()
+            optimizer.step()
+
+    return run
 
 
 def sent_bytes():

@@ -242,10 +242,10 @@ def half(rank, ranks, given):
 
 
 def powersgd(rank, ranks, given):
-    model = DistributedDataParallel(model_of())
+    model = DistributedDataParallel(model_of(), bucket_cap_mb=0.002)  # several buckets at once
     register_powersgd(model, rank=1, dense_steps=2)
     before = flat(model)
-    train(rank, model, torch.optim.SGD(model.parameters(), 0.1), steps=5)
+    train(rank, model, torch.optim.SGD(model.parameters(), 0.1), steps=40)
     first = flat(model)
     dist.broadcast(first, 0)
     return {"equal": torch.equal(first, flat(model)), "moved": float((first - before).norm())}

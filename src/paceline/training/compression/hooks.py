@@ -147,8 +147,17 @@ def register_powersgd(
     state = powerSGD_hook.PowerSGDState(
         model.process_group, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps
     )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    model.register_comm_hook(state, lambda state, bucket: _powersgd(state, bucket))
     return state
+
+
+def _powersgd(state: powerSGD_hook.PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+    future: Future[Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+    if not bucket.buffer().is_cuda:
+        # The hook's callbacks start collectives of their own. gloo runs callbacks on threads, so
+        # that those of two buckets would start theirs in another order on each rank.
+        future.wait()
+    return future
 
 
 def is_finite(buffer: Tensor) -> bool:
