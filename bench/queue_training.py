@@ -72,15 +72,15 @@ def main():
         return 0
     folder = Path(os.environ.get("PACELINE_QUEUE_FOLDER", "."))
     job.load(folder / "checkpoint.pt")
-    first, began_s = job.step, time.monotonic()
-    reported_s = began_s
+    reported, reported_s = job.step, time.monotonic()
     while job.step < options.steps:
         job.train()
         now_s = time.monotonic()
         stop = bool(asked_to_stop) and job.step < options.steps
         if stop or now_s >= reported_s + REPORT_S or job.step == options.steps:
-            reported_s = now_s
-            report(job.step, (job.step - first) / (now_s - began_s))
+            # Since the last report: the mean since the start would hide that neighbours came.
+            report(job.step, (job.step - reported) / (now_s - reported_s))
+            reported, reported_s = job.step, now_s
         if stop:
             job.save(folder / "checkpoint.pt")
             return TRY_AGAIN
