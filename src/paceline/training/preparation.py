@@ -323,7 +323,7 @@ def _end_step(before_step: BeforeStep, compressor: Compressor) -> None:
 
 
 def _autocast(model: nn.Module, precision: Precision | None) -> None:
-    """Have the model compute in a lower precision, whoever calls it; outputs are float32."""
+    """Have the model compute in a lower precision, wherever it is called; outputs are float32."""
     if precision in (None, "float32"):
         return
     kind = next(model.parameters()).device.type

@@ -35,6 +35,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError, UsageError
 from paceline.training.compression.density import DensitySchedule
 from paceline.training.compression.exchange import Part, SparseAllReduce, method_for
+from paceline.training.compression.groups import ExchangeGroups, form, hosts_of
 from paceline.training.compression.selection import (
     Accumulation,
     Entries,
@@ -44,7 +45,6 @@ from paceline.training.compression.selection import (
     sample_of,
     wanted_count,
 )
-from paceline.training.compression.topology import Topology, form, hosts_of
 from paceline.training.compression.wire import rounded
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class DeepGradientCompression:
         self.step = 0
         self._hosts = hosts
         self._group: ProcessGroup | None = None
-        self._topology: Topology | None = None
+        self._groups: ExchangeGroups | None = None
         self._how = Accumulation(
             momentum=self.options.momentum,
             nesterov=self.options.nesterov,
@@ -144,16 +144,16 @@ class DeepGradientCompression:
         """The share of entries that the current step sends."""
         return self.options.density.at(self.step)
 
-    def form(self, group: ProcessGroup | None = None) -> Topology:
+    def form(self, group: ProcessGroup | None = None) -> ExchangeGroups:
         """Make the groups of ranks, together with all ranks of `group`; `reduce` does it, too.
 
         Raises:
             UsageError: the groups were made for another group.
         """
-        if self._topology is None:
+        if self._groups is None:
             several = dist.is_available() and dist.is_initialized()
             hosts = None if self._hosts == "find" and not several else self._hosts
-            self._topology = form(group, hosts_of(group) if hosts == "find" else hosts)
+            self._groups = form(group, hosts_of(group) if hosts == "find" else hosts)
             self._group = group
         elif group is not self._group:
             raise UsageError(
@@ -161,7 +161,7 @@ class DeepGradientCompression:
                 where="DeepGradientCompression",
                 fix="Make a compressor for each group",
             )
-        return self._topology
+        return self._groups
 
     def reduce(
         self, named_gradients: Iterable[tuple[str, Tensor]], group: ProcessGroup | None = None
@@ -199,18 +199,18 @@ class DeepGradientCompression:
             named_gradients: parameter names, and views of the buffer in the parameters' shapes.
             group: of the ranks; None for all ranks, or for one process.
         """
-        topology = self.form(group)
+        groups = self.form(group)
         spans = _spans(buffer, named_gradients)
         flat = buffer if buffer.dtype is torch.float32 else buffer.to(torch.float32)
-        if topology.inside is not None:
-            dist.all_reduce(flat, group=topology.inside)
-            flat.mul_(topology.hosts / topology.ranks)
+        if groups.inside is not None:
+            dist.all_reduce(flat, group=groups.inside)
+            flat.mul_(groups.hosts / groups.ranks)
         for span in spans:
-            self._assign(span, topology)
+            self._assign(span, groups)
         if self.density >= 1:
-            self._reduce_whole(flat, spans, topology)
+            self._reduce_whole(flat, spans, groups)
         else:
-            self._reduce_sparse(flat, spans, topology)
+            self._reduce_sparse(flat, spans, groups)
         for span in spans:
             if not span.is_sparse:
                 self._add_momentum(span, flat)
@@ -253,11 +253,11 @@ class DeepGradientCompression:
         self._columns = dict(state["columns"])
         self._loads = dict(state["loads"])
 
-    def _assign(self, span: _Span, topology: Topology) -> None:
+    def _assign(self, span: _Span, groups: ExchangeGroups) -> None:
         """Give a new parameter to the column with the fewest elements; all ranks find the same."""
         if not span.is_sparse or span.name in self._columns:
             return
-        column = min(range(topology.columns), key=lambda column: self._loads.get(column, 0))
+        column = min(range(groups.columns), key=lambda column: self._loads.get(column, 0))
         self._columns[span.name] = column
         self._loads[column] = self._loads.get(column, 0) + span.length
 
@@ -270,39 +270,39 @@ class DeepGradientCompression:
                 state[span.name] = known.to(flat.device)
         return self._velocity[span.name], self._residual[span.name]
 
-    def _clip_scale(self, gradient: Tensor, topology: Topology) -> float:
+    def _clip_scale(self, gradient: Tensor, groups: ExchangeGroups) -> float:
         if self.options.clip_norm is None:
             return 1.0
-        limit = self.options.clip_norm / math.sqrt(topology.hosts)
+        limit = self.options.clip_norm / math.sqrt(groups.hosts)
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return limit / norm if norm > limit else 1.0
 
-    def _reduce_sparse(self, flat: Tensor, spans: list[_Span], topology: Topology) -> None:
-        is_source = topology.column == 0
+    def _reduce_sparse(self, flat: Tensor, spans: list[_Span], groups: ExchangeGroups) -> None:
+        is_source = groups.column == 0
         dense = [span for span in spans if not span.is_sparse]
         means = torch.cat([span.of(flat) for span in dense]) if dense else flat[:0]
         work = None
-        if dense and is_source and topology.across is not None:
-            work = dist.all_reduce(means, group=topology.across, async_op=True)
+        if dense and is_source and groups.across is not None:
+            work = dist.all_reduce(means, group=groups.across, async_op=True)
         by_column: dict[int, list[_Span]] = {}
         for span in spans:
             if span.is_sparse:
                 by_column.setdefault(self._columns[span.name], []).append(span)
-        own = by_column.get(-1 if topology.column is None else topology.column, [])
-        entries = self._select(flat, own, topology)
+        own = by_column.get(-1 if groups.column is None else groups.column, [])
+        entries = self._select(flat, own, groups)
         flat.zero_()
         for column, parts in sorted(by_column.items()):
-            self._exchange(flat, column, parts, entries, topology)
+            self._exchange(flat, column, parts, entries, groups)
         if work is not None:
             work.wait()
         if dense:
-            if topology.inside is not None:
-                dist.broadcast(means, topology.peers[0], group=topology.inside)
-            means.div_(topology.hosts)
+            if groups.inside is not None:
+                dist.broadcast(means, groups.peers[0], group=groups.inside)
+            means.div_(groups.hosts)
             for span, mean in zip(dense, means.split([s.length for s in dense]), strict=True):
                 span.of(flat).copy_(mean)
 
-    def _select(self, flat: Tensor, spans: list[_Span], topology: Topology) -> Entries:
+    def _select(self, flat: Tensor, spans: list[_Span], groups: ExchangeGroups) -> Entries:
         """Accumulate gradients; return what to send, rounded, by its place in the buffer."""
         indices, values = [flat.new_empty(0, dtype=torch.int64)], [flat.new_empty(0)]
         for span in sorted(spans, key=lambda span: span.start):
@@ -315,7 +315,7 @@ class DeepGradientCompression:
                 how=self._how,
                 wanted=wanted_count(span.length, self.density),
                 sample=sample_of(span.length, self.density, span.name, self.step),
-                scale=self._clip_scale(gradient, topology),
+                scale=self._clip_scale(gradient, groups),
             )
             sent = rounded(found.values, self.options.value_dtype)
             if sent is not found.values:
@@ -330,31 +330,31 @@ class DeepGradientCompression:
         column: int,
         spans: list[_Span],
         entries: Entries,
-        topology: Topology,
+        groups: ExchangeGroups,
     ) -> None:
         """Add the average of what all hosts send of a column's parameters to the buffer."""
-        plan = self._plan(flat, spans, topology)
-        if column == topology.column:
-            block, kept = plan.run(entries, topology.across)
+        plan = self._plan(flat, spans, groups)
+        if column == groups.column:
+            block, kept = plan.run(entries, groups.across)
             self._keep(kept, spans)
         else:
             block = torch.empty(plan.result_bytes, dtype=torch.uint8, device=flat.device)
-        if topology.inside is not None:
-            dist.broadcast(block, topology.peers[column], group=topology.inside)
+        if groups.inside is not None:
+            dist.broadcast(block, groups.peers[column], group=groups.inside)
         for found in plan.entries_of(block):
-            add_entries(flat, found, 1 / topology.hosts)
+            add_entries(flat, found, 1 / groups.hosts)
 
-    def _plan(self, flat: Tensor, spans: list[_Span], topology: Topology) -> SparseAllReduce:
+    def _plan(self, flat: Tensor, spans: list[_Span], groups: ExchangeGroups) -> SparseAllReduce:
         chosen = self.options.exchange
         return SparseAllReduce(
-            ranks=topology.hosts,
+            ranks=groups.hosts,
             length=flat.numel(),
             parts=tuple(
                 Part(span.start, span.length, wanted_count(span.length, self.density))
                 for span in sorted(spans, key=lambda span: span.start)
             ),
             dtype=self.options.value_dtype,
-            method=method_for(topology.hosts) if chosen == "auto" else chosen,
+            method=method_for(groups.hosts) if chosen == "auto" else chosen,
         )
 
     def _keep(self, kept: Entries, spans: list[_Span]) -> None:
@@ -369,26 +369,26 @@ class DeepGradientCompression:
             places = indices[begin:end] - span.start
             self._residual[span.name].index_add_(0, places, values[begin:end])
 
-    def _reduce_whole(self, flat: Tensor, spans: list[_Span], topology: Topology) -> None:
+    def _reduce_whole(self, flat: Tensor, spans: list[_Span], groups: ExchangeGroups) -> None:
         """Send all that is accumulated: at a density of 1 there is nothing to select."""
         for span in spans:
             owner = self._columns[span.name] if span.is_sparse else 0
-            if owner != topology.column:
+            if owner != groups.column:
                 span.of(flat).zero_()
             elif span.is_sparse:
                 velocity, residual = self._state_of(span, flat)
                 gradient = span.of(flat)
-                scale = self._clip_scale(gradient, topology)
+                scale = self._clip_scale(gradient, groups)
                 accumulate(gradient, velocity, residual, how=self._how, scale=scale)
                 gradient.copy_(residual)
                 residual.zero_()
                 if self.options.mask_momentum:
                     velocity.zero_()
-        if topology.across is not None:
-            dist.all_reduce(flat, group=topology.across)
-        if topology.inside is not None:
-            dist.all_reduce(flat, group=topology.inside)
-        flat.div_(topology.hosts)
+        if groups.across is not None:
+            dist.all_reduce(flat, group=groups.across)
+        if groups.inside is not None:
+            dist.all_reduce(flat, group=groups.inside)
+        flat.div_(groups.hosts)
 
     def _add_momentum(self, span: _Span, flat: Tensor) -> None:
         """Apply momentum to an averaged gradient, equally on all ranks."""

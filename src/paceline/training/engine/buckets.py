@@ -26,7 +26,7 @@ _LINE_ELEMENTS = 16  # of 4 bytes: a cache line, so that no two ranks write to o
 
 
 @dataclass(slots=True, eq=False)
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are reduced in one collective.
 
     Attributes:
@@ -122,7 +122,7 @@ def divide(
 
 def make_buckets(
     lists: Iterable[Sequence[tuple[str, nn.Parameter]]], ranks: int, empty: Empty
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """Return a bucket for each list of named parameters.
 
     Args:
@@ -136,7 +136,9 @@ def make_buckets(
         length = padded(sum(p.numel() for p in parameters) + len(parameters), ranks)
         gradients = empty(length, parameters[0].dtype, parameters[0].device)
         gradients.zero_()
-        buckets.append(Bucket(number, tuple(name for name, _ in members), parameters, gradients))
+        buckets.append(
+            GradientBucket(number, tuple(name for name, _ in members), parameters, gradients)
+        )
     return buckets
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
-from paceline.training.engine.buckets import Bucket, divide, make_buckets
+from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
 from paceline.training.engine.modes import AllReduce, Root, Sharded
 from paceline.training.precision.agreement import agree
 
@@ -67,7 +67,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         super().__init__()
         self.module = module
         self.ranks = ranks
-        self.buckets: list[Bucket] = []
+        self.buckets: list[GradientBucket] = []
         self.mode: Mode = _MODES[mode](ranks) if isinstance(mode, str) else mode
         self._check = check
         self._sizes = (first_bucket_bytes, bucket_bytes)
@@ -77,7 +77,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._synchronises = True
         self._begun = False
         self._next = 0  # bucket to reduce
-        self._started: list[tuple[Bucket, Any]] = []
+        self._started: list[tuple[GradientBucket, Any]] = []
         self._returning: dict[int, Any] = {}  # works of parameters on their way back, by bucket
         self._order: list[str] | None = []  # of the first backward pass
         if ranks.size == 1:
@@ -149,11 +149,11 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
             self._complete(self.buckets[self._next])
             self._start(self.buckets[self._next])
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: GradientBucket) -> None:
         self._started.append((bucket, self.mode.reduce(bucket)))
         self._next = bucket.number + 1
 
-    def _complete(self, bucket: Bucket) -> None:
+    def _complete(self, bucket: GradientBucket) -> None:
         """Make a bucket ready to be reduced; the check sees what the backward pass brought."""
         if self._check is not None:
             brought = [index for index, present in enumerate(bucket.present) if present]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.training.compression.hooks import Compressor
-    from paceline.training.engine.buckets import Bucket
+    from paceline.training.engine.buckets import GradientBucket
     from paceline.training.precision.scaling import Scale
 
 # Torch renamed both after 2.12.
@@ -72,16 +72,16 @@ class Mode(Protocol):
     returns_parameters: bool
     needs_finite: bool
 
-    def arrange(self, buckets: Sequence[Bucket]) -> None:
+    def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Take these buckets in place of the ones before."""
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: GradientBucket) -> Any:
         """Start to reduce the gradients of a bucket; return the work."""
 
-    def reduced(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: GradientBucket) -> None:
         """Give the reduced gradients to what the optimizer updates."""
 
-    def updated(self, bucket: Bucket) -> Any:
+    def updated(self, bucket: GradientBucket) -> Any:
         """Start to bring the updated parameters of a bucket back; return the work."""
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,10 +97,10 @@ class AllReduce:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def arrange(self, buckets: Sequence[Bucket]) -> None:
+    def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Nothing to keep."""
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, or average them where that costs nothing."""
         heap = self._ranks.heap
         if heap is not None and bucket.gradients.device.type == "cpu":
@@ -108,13 +108,13 @@ class AllReduce:
             return None
         return dist.all_reduce(bucket.gradients, group=self._ranks.group, async_op=True)
 
-    def reduced(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: GradientBucket) -> None:
         """Give each parameter its average; None to one that no rank used."""
         if self._ranks.heap is None or bucket.gradients.device.type != "cpu":
             bucket.gradients.div_(self._ranks.size)
         give(bucket, bucket.used.tolist())
 
-    def updated(self, bucket: Bucket) -> Any:
+    def updated(self, bucket: GradientBucket) -> Any:
         """Nothing returns: every rank made the same update."""
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -131,7 +131,7 @@ class CompressedAllReduce(AllReduce):
         self._compressor = compressor
         self._scale = scale
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: GradientBucket) -> Any:
         """Average what the ranks send; gradients are unscaled for it, since residuals stay."""
         gradients = bucket.gradients[: bucket.extents[-1][1]]
         gradients.div_(self._scale.scale)
@@ -140,7 +140,7 @@ class CompressedAllReduce(AllReduce):
         gradients.mul_(self._scale.scale)
         return dist.all_reduce(bucket.used, group=self._ranks.group, async_op=True)
 
-    def reduced(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: GradientBucket) -> None:
         """Give each parameter its average; None to one that no rank used."""
         give(bucket, bucket.used.tolist())
 
@@ -155,11 +155,11 @@ class Root:
         self._ranks = ranks
         self._flat: dict[int, torch.Tensor] = {}
 
-    def arrange(self, buckets: Sequence[Bucket]) -> None:
+    def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Move the parameters of each bucket into one flat tensor, for one broadcast."""
         self._flat = {bucket.number: flatten(bucket) for bucket in buckets}
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks at the root."""
         return dist.reduce(
             bucket.gradients,
@@ -168,7 +168,7 @@ class Root:
             async_op=True,
         )
 
-    def reduced(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: GradientBucket) -> None:
         """Give the root the averages; the others have nothing to update."""
         if self._ranks.rank == 0:
             bucket.gradients.div_(self._ranks.size)
@@ -176,7 +176,7 @@ class Root:
         else:
             give(bucket, [0.0] * len(bucket.parameters))
 
-    def updated(self, bucket: Bucket) -> Any:
+    def updated(self, bucket: GradientBucket) -> Any:
         """Broadcast the root's parameters."""
         flat = self._flat[bucket.number]
         return dist.broadcast(flat, group=self._ranks.group, group_src=0, async_op=True)
@@ -201,7 +201,7 @@ class Sharded:
         self.starts: dict[str, int] = {}  # first element of a slice in its parameter
         self._adopted = False
 
-    def arrange(self, buckets: Sequence[Bucket]) -> None:
+    def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Move the parameters of each bucket into one flat tensor, of which each rank has a part.
 
         Raises:
@@ -209,7 +209,9 @@ class Sharded:
         """
         if self._adopted:
             raise UsageError(
-                "the buckets of sharded parameters cannot change", where="DataParallel"
+                "the buckets of sharded parameters cannot change",
+                where="DataParallel",
+                fix="Wrap the model again, with another optimizer",
             )
         self.slices.clear()
         self._names = {
@@ -233,7 +235,7 @@ class Sharded:
                 slices.append((part, own[low - begin : high - begin]))
             self._slices[bucket.number] = slices
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, of each part on its rank."""
         return _reduce_scatter(
             self._own_gradients[bucket.number],
@@ -242,14 +244,14 @@ class Sharded:
             async_op=True,
         )
 
-    def reduced(self, bucket: Bucket) -> None:
+    def reduced(self, bucket: GradientBucket) -> None:
         """Give each slice of a parameter its average. What no rank used has zeros."""
         self._own_gradients[bucket.number].div_(self._ranks.size)
         for part, gradient in self._slices[bucket.number]:
             part.grad = gradient
         give(bucket, [0.0] * len(bucket.parameters))
 
-    def updated(self, bucket: Bucket) -> Any:
+    def updated(self, bucket: GradientBucket) -> Any:
         """Gather the parts that the ranks updated."""
         flat = self._flat[bucket.number]
         length = flat.numel() // self._ranks.size
@@ -277,13 +279,13 @@ class Sharded:
         self._adopted = True
 
 
-def give(bucket: Bucket, used: Sequence[float]) -> None:
+def give(bucket: GradientBucket, used: Sequence[float]) -> None:
     """Set the gradients of parameters to their views, or to None where `used` is 0."""
     for parameter, view, count in zip(bucket.parameters, bucket.views, used, strict=True):
         parameter.grad = view if count else None
 
 
-def flatten(bucket: Bucket) -> torch.Tensor:
+def flatten(bucket: GradientBucket) -> torch.Tensor:
     """Return a flat tensor of which the bucket's parameters are views from now on.
 
     It is as long as the bucket's gradients, so that both divide into the same parts.

@@ -29,7 +29,7 @@ _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
+class ExchangeGroups:
     """This rank's place, and its groups, which nothing else communicates in.
 
     Attributes:
@@ -51,8 +51,8 @@ class Topology:
     peers: tuple[int, ...] = (0,)
 
 
-def form(group: ProcessGroup | None, hosts: Sequence[Sequence[int]] | None) -> Topology:
-    """Make the groups of a topology; all ranks of `group` call this together.
+def form(group: ProcessGroup | None, hosts: Sequence[Sequence[int]] | None) -> ExchangeGroups:
+    """Make the groups in which ranks exchange; all ranks of `group` call this together.
 
     Args:
         group: of the ranks; None for all ranks, or for one process without a process group.
@@ -62,7 +62,7 @@ def form(group: ProcessGroup | None, hosts: Sequence[Sequence[int]] | None) -> T
         UsageError: `hosts` does not name each rank of the group once.
     """
     if not dist.is_available() or not dist.is_initialized():
-        return Topology()
+        return ExchangeGroups()
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     hosts = [[peer] for peer in range(ranks)] if hosts is None else hosts
     if sorted(peer for host in hosts for peer in host) != list(range(ranks)):
@@ -78,7 +78,7 @@ def form(group: ProcessGroup | None, hosts: Sequence[Sequence[int]] | None) -> T
     place = list(own).index(rank)
     column = place if place < columns else None
     across = [] if column is None else [members[host[column]] for host in hosts]
-    return Topology(
+    return ExchangeGroups(
         ranks=ranks,
         hosts=len(hosts),
         columns=columns,
