@@ -193,8 +193,11 @@ class Trainer:
 
     def __init__(self, data, folder, path, end):
         self.data, self.folder, self.path, self.end = data, folder, path, end
-        lines = path.read_text().splitlines() if path.exists() else []
-        entries = [json.loads(line) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        lines = text.splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # killed while it wrote
+            path.write_text("".join(lines[:-1]))
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
         self.finished = {json.dumps(entry["request"]): entry["answer"] for entry in entries}
         self.ranks = []
 
