@@ -16,7 +16,7 @@ the test images judge. All trials are in the results.
     python bench/large_batch.py --json [--quick | --short] [--data DIR]
 
 DIR has the folders fashion-mnist and tinyshakespeare. `--quick` trains one point with each method
-on a part of the images, without tuning. `--short` has 4 batches, a smaller net, and half the
+on a part of the images, without tuning. `--short` has 4 batches, a smaller net, and fewer
 epochs.
 The full run is a campaign of some hours. Each training is appended to a file in bench/results when
 it ends, and a run that is started again takes what is there: stop it at any time, or give it
@@ -65,13 +65,13 @@ class Campaign:
 
 FULL = Campaign(
     batches={"images": tuple(2**k for k in range(6, 16)), "text": (16, 128, 1024, 4096)},
-    epochs={"images": 10, "text": 5},
-    width=16,
+    epochs={"images": 10, "text": 4},
+    width=8,
 )
 SHORT = Campaign(
     batches={"images": (64, 1024, 8192, 32_768)},
-    epochs={"images": 5},
-    width=8,
+    epochs={"images": 4},
+    width=4,
 )
 QUICK = Campaign(
     batches={"images": (256,)},
@@ -193,8 +193,11 @@ class Trainer:
 
     def __init__(self, data, folder, path, end):
         self.data, self.folder, self.path, self.end = data, folder, path, end
-        lines = path.read_text().splitlines() if path.exists() else []
-        entries = [json.loads(line) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        lines = text.splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # killed while it wrote
+            path.write_text("".join(lines[:-1]))
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
         self.finished = {json.dumps(entry["request"]): entry["answer"] for entry in entries}
         self.ranks = []
 

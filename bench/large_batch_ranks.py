@@ -84,7 +84,7 @@ class Text:
         self.characters = len(characters)
 
     def model(self, width):
-        return Transformer(self.characters, 2 * width)
+        return Transformer(self.characters, 4 * width)
 
     def split(self, name):
         return self.parts[name][:, :-1], self.parts[name][:, 1:]
