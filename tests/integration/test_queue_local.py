@@ -97,6 +97,20 @@ class TestOneJob:
         done = queue.run("submit", "--wait", "--json", "--", "sh", "-c", script)
         assert json.loads(done.stdout)["starts"] == 3
 
+    def test_a_job_whose_folder_is_away_for_a_moment_waits_for_it(self, queue, tmp_path):
+        away, go = tmp_path / "away", tmp_path / "go"
+        away.mkdir()
+        first = queue.submit("-n", 2, "--", PYTHON, STEPS, go, tmp_path / "done")
+        queue.await_status(first, "running")
+        name = queue.submit("--cwd", away, "--", "true")
+        away.rmdir()
+        go.touch()
+        queue.await_file(queue.log, f"{name}: waits again")
+        why = queue.run("why", name).stdout
+        assert "start 1 failed: true cannot be started: No such file or directory" in why
+        away.mkdir()
+        assert queue.await_status(name, "done", "failed")["status"] == "done"
+
     def test_two_jobs_run_at_once_on_cores_of_their_own(self, queue, tmp_path):
         names = ("at-once-1", "at-once-2")
         for name in names:
