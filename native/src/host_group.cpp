@@ -30,6 +30,7 @@ constexpr unsigned spin_factor_in_call = 4;
 // Turns between two looks at whether the peer has this core: after 2 us, then every 6.
 constexpr unsigned core_look_turns = 256;
 constexpr unsigned first_core_look = 64;
+constexpr unsigned most_yields = 100;  // at each look: the peer may compute for long
 
 std::uint64_t now_ns() noexcept {
   timespec now{};
@@ -116,7 +117,11 @@ void HostGroup::await(const std::atomic<std::uint32_t>& word, std::uint32_t valu
   for (unsigned turn = 0; turn < turns; ++turn) {
     relax();
     if (reached(word.load(std::memory_order_acquire), value)) return;
-    if (turn % core_look_turns == first_core_look && shares_core(peer)) break;
+    if (turn % core_look_turns != first_core_look) continue;
+    for (unsigned yields = 0; yields < most_yields && shares_core(peer); ++yields) {
+      sched_yield();
+      if (reached(word.load(std::memory_order_acquire), value)) return;
+    }
   }
   sleep(word, value, peer, waiters, wait);
 }
@@ -130,7 +135,8 @@ int HostGroup::publish_core() noexcept {
 }
 
 // Where another process keeps a core busy, two ranks may find themselves on one: then the peer gets
-// on only when this rank sleeps.
+// on only when this rank lets it. A rank that yields stays runnable, so that the system moves one of
+// the two when a core becomes idle; one that sleeps is woken on the core of its peer, again and again.
 bool HostGroup::shares_core(std::size_t peer) noexcept {
   const int core = publish_core();
   return peer != any_peer && core >= 0 &&

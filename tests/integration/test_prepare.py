@@ -91,6 +91,7 @@ def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
     for rank in ranks:
         assert rank["differ"]["what"] == "rank 1 trains another model than rank 0"
         assert "1.weight [3, 4] float32 on rank 0, 1.weight [4, 4]" in rank["differ"]["why"]
+        assert rank["differ"]["options"] == "rank 1 trains with other options than rank 0"
 
 
 def test_without_a_process_group_one_process_trains():

@@ -203,6 +203,7 @@ def prepare(
     chosen = replace(chosen, precision=chosen.precision or (plan.precision if plan else "float32"))
     ranks = find_ranks(model, group)
     _check_parameters(model, optimizer)
+    _check_options(chosen, plan, ranks)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     scaler = LossScaler(enabled=chosen.precision == "float16")
     check, weight = GradientCheck([name for name, _ in named]), Weight()
@@ -249,6 +250,27 @@ def find_ranks(model: nn.Module, group: Any = None) -> Ranks:
         return Ranks(None, 0, 1, None)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return Ranks(group, rank, size, _form_heap(model, group or dist.group.WORLD, rank, size))
+
+
+def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) -> None:
+    """Raise the same error on all ranks unless all train with the same options.
+
+    Raises:
+        UsageError: they do not; the error names the first rank that differs.
+    """
+    if ranks.size == 1:
+        return
+    sizes = (plan.bucket_bytes, plan.first_bucket_bytes) if plan is not None else ()
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, f"{options} {sizes}", group=ranks.group)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise UsageError(
+                f"rank {rank} trains with other options than rank 0",
+                where="prepare",
+                why=f"{every[0]} on rank 0, {other} on rank {rank}",
+                fix="Give all ranks the same options and the same plan",
+            )
 
 
 def _wrap(
@@ -347,9 +369,12 @@ def _described(options: TrainingOptions, ranks: Ranks) -> str:
         parts.append(f"gradients clipped at norm {options.clip_norm:g}")
     if options.compression is not None:
         how = options.compression
-        parts.append(f"gradients compressed: {'dgc' if isinstance(how, DGCOptions) else how}")
+        parts.append(f"gradients sent as {how if isinstance(how, str) else 'dgc'}")
         if how not in ("float16", "bfloat16"):
-            parts.append("the optimizer's momentum and weight decay are applied before sending")
+            density = (how if isinstance(how, DGCOptions) else DGCOptions()).density
+            since = "from the first step" if not density.steps_per_stage else "after the warm-up"
+            parts.append(f"{density.density:.2%} of the entries {since}")
+            parts.append("momentum and weight decay of the optimizer applied before sending")
     return ", ".join(parts)
 
 

@@ -203,7 +203,11 @@ def case_differ(rank, ranks, engine):
     try:
         prepare(model, sgd(model), engine=engine)
     except PacelineError as problem:
-        return {"what": problem.what, "why": problem.why}
+        found = {"what": problem.what, "why": problem.why}
+    try:
+        prepare(model, sgd(model), engine=engine, clip_norm=1.0 + rank)
+    except PacelineError as problem:
+        return {**found, "options": problem.what}
     return {}
 
 
