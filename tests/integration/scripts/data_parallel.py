@@ -84,17 +84,12 @@ def together(prepared, rank, ranks, sometimes, accumulate):
         optimizer.step()
 
 
-def main():
-    store, rank, ranks, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    if ranks > 1:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, ranks),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=60),
-        )
+def differences(rank, ranks):
+    """Return the largest difference of a parameter in each case.
+
+    The models are gone when it returns: torch's DistributedDataParallel can hang where it outlives
+    its process group, since it ends gloo's threads while it holds the interpreter's lock.
+    """
     found = {}
     for engine, name, overlap in CASES:
         for accumulate in (False, True):
@@ -120,6 +115,21 @@ def main():
                 for key, value in reference.state_dict().items()
             )
             found[f"{engine} {name} overlap={overlap} accumulate={accumulate}"] = error
+    return found
+
+
+def main():
+    store, rank, ranks, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=60),
+        )
+    found = differences(rank, ranks)
     print(json.dumps(found))
     if ranks > 1:
         dist.destroy_process_group()
