@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class TensorHeap:
     """Memory of this rank that the other ranks of its host have mapped.
 
-    Every rank allocates the same tensors in the same order and averages the same ones. The memory
-    is taken when it is written, and given back when the heap and all its tensors are gone.
+    Every rank averages the same tensors in the same order. The memory is taken when it is written;
+    that of a tensor is free again when no view of it is left.
 
     Args:
         group: of all ranks, formed with room in its heap.
@@ -44,22 +44,21 @@ class TensorHeap:
         ranks: int,
         bytes_needed: int,
         timeout_s: float,
-        *,
-        name: str = "tensors",
     ) -> TensorHeap | None:
         """Return the heap of all ranks that call this; None where they do not share a host.
 
         Args:
-            store: that all ranks share.
+            store: that all ranks share, and where no other heap was formed.
             rank: of this process.
             ranks: how many.
             bytes_needed: for all tensors that are in use at once; each takes whole pages.
             timeout_s: the longest wait for another rank.
-            name: of the heap; each can be used once per store.
         """
         if len(find_hosts(store, rank, ranks, timeout_s)) > 1:
             return None
-        group = HostGroup.form(store, rank, ranks, timeout_s, name=name, heap_bytes=bytes_needed)
+        group = HostGroup.form(
+            store, rank, ranks, timeout_s, name="tensors", heap_bytes=bytes_needed
+        )
         return cls(group, timeout_s)
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +87,3 @@ class TensorHeap:
         dtype, factor = native_type(tensor.dtype)
         count = size_bytes(tensor) // tensor.element_size() * factor
         self._group.all_reduce(tensor.data_ptr(), count, dtype, ReduceOp.AVERAGE, self._timeout_s)
-
-    def close(self) -> None:
-        """Leave the group; tensors stay readable."""
-        self._group.close()

@@ -79,7 +79,7 @@ class BeforeStep:
         if is_bad:
             self._skip(parameters)
         elif self._clip_norm is not None:
-            self._clip([p.grad for p in parameters if p.grad is not None])
+            self._clip([p.grad for p in parameters if p.grad is not None], self._clip_norm)
         self._check.reset()
         self.step += 1
 
@@ -105,12 +105,12 @@ class BeforeStep:
             )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch has no types here
-    def _clip(self, gradients: list[torch.Tensor]) -> None:
+    def _clip(self, gradients: list[torch.Tensor], most: float) -> None:
         # Where ranks have no gradients at all, as in the mode `root`, they take no norm either.
         if not gradients:
             return
         norm = math.sqrt(float(self._norms.squared(gradients).sum()))
-        factor = self._clip_norm / (norm + _CLIP_EPS) if self._clip_norm is not None else 1.0
+        factor = most / (norm + _CLIP_EPS)
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
 

@@ -201,7 +201,7 @@ def prepare(
     except TypeError as problem:
         raise UsageError(str(problem), where="prepare", fix="See TrainingOptions") from None
     chosen = replace(chosen, precision=chosen.precision or (plan.precision if plan else "float32"))
-    ranks = find_ranks(model, group)
+    ranks = find_ranks(model if chosen.engine in get_args(ModeName) else None, group)
     _check_parameters(model, optimizer)
     _check_options(chosen, plan, ranks)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -237,19 +237,20 @@ def prepare(
     )
 
 
-def find_ranks(model: nn.Module, group: Any = None) -> Ranks:
+def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
     """Return the ranks of a process group, or one rank where there is none.
 
-    Every rank calls this. Where all share a host, they get shared memory for the model's gradients.
+    Every rank calls this. Where all share a host, they get shared memory for a model's gradients.
 
     Args:
-        model: that they will train.
+        model: that Paceline's engine will train; None: another engine has its own memory.
         group: a process group in place of the default one.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 0, 1, None)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return Ranks(group, rank, size, _form_heap(model, group or dist.group.WORLD, rank, size))
+    heap = _form_heap(model, group or dist.group.WORLD, rank, size) if model is not None else None
+    return Ranks(group, rank, size, heap)
 
 
 def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) -> None:

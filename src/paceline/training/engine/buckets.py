@@ -33,6 +33,7 @@ class GradientBucket:
         number: place in the order in which buckets are reduced.
         names, parameters: in the order in which they lie in the bucket.
         gradients: flat, of all parameters, with `used` and padding.
+        extents: first element of each parameter, and the one after its last.
         views: of `gradients`, one for each parameter, in its shape.
         missing: parameters of which the backward pass has not brought the gradient yet.
         present: for each parameter, whether the backward pass brought its gradient.
@@ -42,22 +43,19 @@ class GradientBucket:
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     gradients: torch.Tensor
+    extents: tuple[tuple[int, int], ...] = field(init=False)
     views: tuple[torch.Tensor, ...] = field(init=False)
     missing: int = field(init=False)
     present: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        ends = list(itertools.accumulate(parameter.numel() for parameter in self.parameters))
+        self.extents = tuple(zip([0, *ends], ends, strict=False))
         self.views = tuple(
             self.gradients[begin:end].view(parameter.shape)
             for parameter, (begin, end) in zip(self.parameters, self.extents, strict=True)
         )
         self.reset()
-
-    @property
-    def extents(self) -> list[tuple[int, int]]:
-        """First element of each parameter, and the one after its last."""
-        ends = list(itertools.accumulate(parameter.numel() for parameter in self.parameters))
-        return list(zip([0, *ends], ends, strict=False))
 
     @property
     def used(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
-from paceline.training.engine.modes import AllReduce, Root, Sharded
+from paceline.training.engine.modes import AllReduce, Root, Sharded, broadcast_values
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._order: list[str] | None = []  # of the first backward pass
         if ranks.size == 1:
             return
-        self._broadcast_values()
+        broadcast_values(module, ranks.group)
         self._arrange(list(reversed(self._named)))
         for name, parameter in self._named:
             parameter.register_post_accumulate_grad_hook(self._hook_of(name))
@@ -249,12 +249,6 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
         for layer in layers:
             layer.register_forward_pre_hook(await_own)
-
-    def _broadcast_values(self) -> None:
-        """Start from the parameters and buffers of rank 0."""
-        with torch.no_grad():
-            for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                dist.broadcast(tensor, group=self.ranks.group, group_src=0)
 
 
 def check_equal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.core.errors import UsageError
+from paceline.training.engine.modes import broadcast_values, check_stateless
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +28,9 @@ def shard_fully(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) 
     Raises:
         UsageError: the optimizer has state already, which belongs to whole parameters.
     """
-    if optimizer.state:
-        raise UsageError(
-            "the optimizer has state already",
-            where=type(optimizer).__name__,
-            why="its state belongs to whole parameters, and each rank will have parts",
-            fix="Call prepare before the first step, and load a checkpoint after it",
-        )
+    check_stateless(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
+    broadcast_values(model, group)
     kind = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)
     for container in model.modules():

@@ -43,10 +43,10 @@ class Ranks:
     """The group that trains together.
 
     Attributes:
-        group: torch's; None: one process.
+        group: torch's; None: the default one, or one process without any.
         rank: of this process in the group.
         size: of the group.
-        heap: shared memory for buckets where all ranks share a host, or None.
+        heap: shared memory for buckets, where all ranks share a host and train on CPUs; or None.
     """
 
     group: Any
@@ -56,7 +56,7 @@ class Ranks:
 
     def empty(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor; in the heap where there is one."""
-        if self.heap is not None and device.type == "cpu":
+        if self.heap is not None:
             return self.heap.empty(length, dtype)
         return torch.empty(length, dtype=dtype, device=device)
 
@@ -102,15 +102,14 @@ class AllReduce:
 
     def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, or average them where that costs nothing."""
-        heap = self._ranks.heap
-        if heap is not None and bucket.gradients.device.type == "cpu":
-            heap.average(bucket.gradients)
+        if self._ranks.heap is not None:
+            self._ranks.heap.average(bucket.gradients)
             return None
         return dist.all_reduce(bucket.gradients, group=self._ranks.group, async_op=True)
 
     def reduced(self, bucket: GradientBucket) -> None:
         """Give each parameter its average; None to one that no rank used."""
-        if self._ranks.heap is None or bucket.gradients.device.type != "cpu":
+        if self._ranks.heap is None:
             bucket.gradients.div_(self._ranks.size)
         give(bucket, bucket.used.tolist())
 
@@ -198,7 +197,6 @@ class Sharded:
         self._slices: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._names: dict[int, str] = {}
         self.slices: dict[str, nn.Parameter] = {}
-        self.starts: dict[str, int] = {}  # first element of a slice in its parameter
         self._adopted = False
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
@@ -231,7 +229,6 @@ class Sharded:
                 high = max(min(last, begin + length), low)
                 part = nn.Parameter(flat[low:high])  # empty where this rank has nothing of it
                 self.slices[name] = part
-                self.starts[name] = low - first
                 slices.append((part, own[low - begin : high - begin]))
             self._slices[bucket.number] = slices
 
@@ -264,19 +261,34 @@ class Sharded:
         Raises:
             UsageError: the optimizer has state already, which belongs to whole parameters.
         """
-        if optimizer.state:
-            raise UsageError(
-                "the optimizer has state already",
-                where=type(optimizer).__name__,
-                why="its state belongs to whole parameters, and each rank will update slices",
-                fix="Call prepare before the first step, and load a checkpoint after it",
-            )
+        check_stateless(optimizer)
         for group in optimizer.param_groups:
             names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
             group["params"] = [self.slices[name] for name in names]
         if isinstance(optimizer, LayerwiseOptimizer):
             optimizer.layer_norms = ShardedNorms(self._ranks.group)
         self._adopted = True
+
+
+def check_stateless(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error unless an optimizer can take parts of its parameters in their place.
+
+    Raises:
+        UsageError: it has state already, which belongs to whole parameters.
+    """
+    if optimizer.state:
+        raise UsageError(
+            "the optimizer has state already",
+            where=type(optimizer).__name__,
+            why="its state belongs to whole parameters, and each rank will update parts",
+            fix="Call prepare before the first step, and load a checkpoint after it",
+        )
+
+
+def broadcast_values(model: nn.Module, group: Any) -> None:
+    """Have all ranks of a group start from the parameters and buffers of rank 0."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def give(bucket: GradientBucket, used: Sequence[float]) -> None:
