@@ -36,7 +36,12 @@ from paceline.training.compression import (
 from paceline.training.engine.buckets import bytes_of_buckets
 from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.fully_sharded import shard_fully
-from paceline.training.engine.modes import CompressedAllReduce, ModeName, Ranks
+from paceline.training.engine.modes import (
+    CompressedAllReduce,
+    ModeName,
+    Ranks,
+    first_difference,
+)
 from paceline.training.health import GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, TensorNorms
 from paceline.training.precision.scaling import LossScaler, scale_gradients
@@ -259,19 +264,16 @@ def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) ->
     Raises:
         UsageError: they do not; the error names the first rank that differs.
     """
-    if ranks.size == 1:
-        return
     sizes = (plan.bucket_bytes, plan.first_bucket_bytes) if plan is not None else ()
-    every: list[Any] = [None] * ranks.size
-    dist.all_gather_object(every, f"{options} {sizes}", group=ranks.group)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            raise UsageError(
-                f"rank {rank} trains with other options than rank 0",
-                where="prepare",
-                why=f"{every[0]} on rank 0, {other} on rank {rank}",
-                fix="Give all ranks the same options and the same plan",
-            )
+    difference = first_difference(f"{options} {sizes}", ranks)
+    if difference is not None:
+        rank, expected, other = difference
+        raise UsageError(
+            f"rank {rank} trains with other options than rank 0",
+            where="prepare",
+            why=f"{expected} on rank 0, {other} on rank {rank}",
+            fix="Give all ranks the same options and the same plan",
+        )
 
 
 def _wrap(

@@ -13,6 +13,7 @@ backward pass. All hooks run in the thread that calls them: `backward` on the CP
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,13 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.training.engine.buckets import GradientBucket, divide, make_buckets
-from paceline.training.engine.modes import AllReduce, Root, Sharded, broadcast_values
+from paceline.training.engine.modes import (
+    AllReduce,
+    Root,
+    Sharded,
+    broadcast_values,
+    first_difference,
+)
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
@@ -257,24 +264,19 @@ def check_equal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
     Raises:
         UsageError: they differ; the error names the first difference.
     """
-    if ranks.size == 1:
-        return
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
-    every: list[Any] = [None] * ranks.size
-    dist.all_gather_object(every, own, group=ranks.group)
-    for rank, other in enumerate(every):
-        if other == every[0]:
-            continue
-        for place in range(max(len(other), len(every[0]))):
-            first = every[0][place] if place < len(every[0]) else None
-            second = other[place] if place < len(other) else None
-            if first != second:
-                raise UsageError(
-                    f"rank {rank} trains another model than rank 0",
-                    where=f"trainable parameter {place}",
-                    why=f"{_described(first)} on rank 0, {_described(second)} on rank {rank}",
-                    fix="Build the same model in the same order on all ranks",
-                )
+    difference = first_difference(own, ranks)
+    if difference is None:
+        return
+    rank, expected, other = difference
+    pairs = enumerate(itertools.zip_longest(expected, other))
+    place, (first, second) = next(entry for entry in pairs if entry[1][0] != entry[1][1])
+    raise UsageError(
+        f"rank {rank} trains another model than rank 0",
+        where=f"trainable parameter {place}",
+        why=f"{_described(first)} on rank 0, {_described(second)} on rank {rank}",
+        fix="Build the same model in the same order on all ranks",
+    )
 
 
 def _described(entry: Any) -> str:

@@ -61,6 +61,25 @@ class Ranks:
         return torch.empty(length, dtype=dtype, device=device)
 
 
+def first_difference(own: Any, ranks: Ranks) -> tuple[int, Any, Any] | None:
+    """Return the first rank whose value is not rank 0's, rank 0's value and its; None if all agree.
+
+    All ranks call this and get the same.
+
+    Args:
+        own: of this rank; what torch can send as an object.
+        ranks: to compare.
+    """
+    if ranks.size == 1:
+        return None
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, own, group=ranks.group)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            return rank, every[0], other
+    return None
+
+
 class Mode(Protocol):
     """What `DataParallel` asks of a mode. Works are torch's, or None for what is over.
 
