@@ -14,23 +14,27 @@ SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
 ALL = ("nan", "overflow", "clip", "lars", "compressed", "uneven", "trainer", "differ")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("paceline", "allreduce"),
-        ("gloo", "sharded"),
-        ("paceline", "root"),
-        ("gloo", "ddp"),
-        ("gloo", "fsdp2"),
-    ],
-    ids="-".join,
-)
+ENGINES = [
+    ("paceline", "allreduce"),
+    ("gloo", "ddp"),
+    ("gloo", "sharded"),
+    ("paceline", "root"),
+    ("gloo", "fsdp2"),
+]
+COMPRESSING = ENGINES[:2]
+OURS = [engine for engine in ENGINES if engine[1] not in ("ddp", "fsdp2")]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids="-".join)
 def found(request, tmp_path_factory):
     """What all cases found, by rank, with one process group for all of them."""
     backend, engine = request.param
-    cases = [case for case in ALL if case != "compressed" or engine in ("allreduce", "ddp")]
-    # The check of torch's own engines is torch's.
-    cases = [case for case in cases if case != "differ" or engine not in ("ddp", "fsdp2")]
+    left_out = set()
+    if request.param not in COMPRESSING:
+        left_out.add("compressed")
+    if request.param not in OURS:
+        left_out.add("differ")  # the check of torch's own engines is torch's
+    cases = [case for case in ALL if case not in left_out]
     folder = tmp_path_factory.mktemp("ranks")
     return engine, run_ranks(SCRIPT, folder, 2, backend, engine, *cases)
 
@@ -77,18 +81,14 @@ def test_a_trainer_goes_on_from_its_state(found):
         assert result["same"]
 
 
+@pytest.mark.parametrize("found", COMPRESSING, indirect=True, ids="-".join)
 def test_compression_that_sends_everything_is_momentum_sgd(found):
-    engine, ranks = found
-    if engine not in ("allreduce", "ddp"):
-        pytest.skip(f"the engine {engine} does not compress")
-    assert max(rank["compressed"]["error"] for rank in ranks) < 1e-6
+    assert max(rank["compressed"]["error"] for rank in found[1]) < 1e-6
 
 
+@pytest.mark.parametrize("found", OURS, indirect=True, ids="-".join)
 def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
-    engine, ranks = found
-    if engine in ("ddp", "fsdp2"):
-        pytest.skip("torch's engines have checks of their own")
-    for rank in ranks:
+    for rank in found[1]:
         assert rank["differ"]["what"] == "rank 1 trains another model than rank 0"
         assert "1.weight [3, 4] float32 on rank 0, 1.weight [4, 4]" in rank["differ"]["why"]
         assert rank["differ"]["options"] == "rank 1 trains with other options than rank 0"
