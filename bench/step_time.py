@@ -214,7 +214,7 @@ def in_engine(model, mode, overlap_gradients, overlap_parameters):
     import torch
 
     from paceline.training.engine.data_parallel import DataParallel
-    from paceline.training.preparation import find_ranks
+    from paceline.training.engine.ranks import find_ranks
 
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     blocking = not (overlap_gradients or overlap_parameters)

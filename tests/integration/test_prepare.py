@@ -11,7 +11,10 @@ from paceline.core.errors import UsageError
 from paceline.training import prepare
 
 SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
-ALL = ("nan", "overflow", "clip", "lars", "compressed", "uneven", "trainer", "differ")
+ALL = (
+    *("nan", "overflow", "clip", "lars", "compressed", "uneven", "trainer"),
+    *("state", "scaling", "diverges", "differ"),
+)
 
 
 ENGINES = [
@@ -81,6 +84,39 @@ def test_a_trainer_goes_on_from_its_state(found):
         assert result["same"]
 
 
+def test_one_process_goes_on_from_the_state_of_all_ranks(found):
+    engine, ranks = found
+    for rank in ranks:
+        result = rank["state"]
+        assert result["names"] == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
+        assert result["same"] == 0.0
+        if engine != "fsdp2":
+            assert result["alone"] < 1e-12
+
+
+def test_strong_scaling_divides_batches_and_weak_scaling_raises_rates(found):
+    _, ranks = found
+    assert sum(rank["scaling"]["rows"] for rank in ranks) == 17
+    for number, rank in enumerate(ranks):
+        result = rank["scaling"]
+        assert result["error"] < 1e-12
+        assert result["whole"] == "with strong scaling every rank would train on the whole batch"
+        assert result["other"] == "rank 1 has another batch than rank 0", number
+        assert result["rates"] == pytest.approx([0.1, 0.05 * 2**0.5])
+        assert result["schedule"].startswith("the optimizer has a schedule already")
+
+
+def test_the_alarm_names_the_step_and_the_layer_at_which_training_diverges(found):
+    engine, ranks = found
+    for rank in ranks:
+        said = rank["diverges"]["said"]
+        if engine == "fsdp2":  # shards gradients before they are seen; Trainer shows the loss
+            assert not said
+        else:
+            assert said[0].startswith("training diverges at step 7"), said
+            assert "; most of it in " in said[0]
+
+
 @pytest.mark.parametrize("found", COMPRESSING, indirect=True, ids="-".join)
 def test_compression_that_sends_everything_is_momentum_sgd(found):
     assert max(rank["compressed"]["error"] for rank in found[1]) < 1e-6
@@ -113,6 +149,8 @@ def test_without_a_process_group_one_process_trains():
         {"engine": "ddp", "compression": "dgc", "precision": "float16"},
         {"clip_norm": 0.0},
         {"sharding": True},
+        {"scaling": "linear"},
+        {"compression": "topk"},
     ],
 )
 def test_options_that_mean_nothing_are_refused(wrong):

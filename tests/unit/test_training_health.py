@@ -5,14 +5,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.training.health import (
     DivergenceAlarm,
     DivergenceLimits,
     GradientCheck,
-    gradient_norms,
 )
 
 LIMITS = DivergenceLimits(factor=4.0, patience=3, window=20, warmup=5)
@@ -127,7 +125,8 @@ def test_a_step_leaves_nothing_behind():
     assert check.flag().item() == 0
 
 
-def test_norms_by_name():
-    model = nn.Linear(2, 2)
-    model.weight.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert gradient_norms(dict(model.named_parameters())) == {"weight": 5.0, "bias": 0.0}
+def test_norms_by_name_are_those_of_unscaled_gradients():
+    check = GradientCheck(["weight", "bias"])
+    check.observe(["bias"], [torch.zeros(2)])
+    check.observe(["weight"], [torch.tensor([[6.0, 0.0], [0.0, 8.0]])])
+    assert check.norms(scale=2.0) == {"weight": 5.0, "bias": 0.0}

@@ -10,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
 CollectivesChoice = Literal["torch", "paceline"]
+EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
 
 
 def is_chosen(backend: str, collectives: CollectivesChoice) -> bool:
@@ -61,6 +62,8 @@ class Plan(Record):
             ``system`` with the C library, which gives much of it back; the next step pays for that.
         collectives: ``torch`` leaves the backend to the script (gloo on CPUs), ``paceline`` takes
             Paceline's in its place.
+        engine: what reduces gradients in a script that calls `paceline.training.prepare`:
+            torch's DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
     """
 
     mesh: Mesh = Mesh()
@@ -72,6 +75,7 @@ class Plan(Record):
     loader_workers: int = 0
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
+    engine: EngineChoice = "ddp"
 
     def __post_init__(self) -> None:
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):

@@ -11,14 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.training.preparation import Prepared, TrainingOptions, prepare
+    from paceline.training.options import TrainingOptions
+    from paceline.training.preparation import prepare
+    from paceline.training.prepared import Prepared
     from paceline.training.trainer import Epoch, Trainer
 
 _MODULES = {
     "Epoch": "trainer",
-    "Prepared": "preparation",
+    "Prepared": "prepared",
     "Trainer": "trainer",
-    "TrainingOptions": "preparation",
+    "TrainingOptions": "options",
     "prepare": "preparation",
 }
 __all__ = ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"]

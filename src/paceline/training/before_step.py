@@ -2,6 +2,7 @@
 
     unscale     gradients are divided by the scale of the loss
     agree       a gradient that is not finite on one rank: no rank updates, and no state is touched
+    watch       rank 0 says if the loss, or its own gradients, grow as in a training that diverges
     clip        by the norm of all gradients of all layers
     update      the optimizer's own; LARS and LAMB take their norms there
 
@@ -12,6 +13,7 @@ difficulty of training recurrent neural networks, ICML 2013 (clipping).
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from paceline.training.engine.modes import Ranks
-    from paceline.training.health import GradientCheck
+    from paceline.training.engine.ranks import Ranks
+    from paceline.training.health import Divergence, DivergenceAlarm, GradientCheck
     from paceline.training.optimizers.norms import LayerNorms
     from paceline.training.precision.scaling import LossScaler
 
@@ -41,11 +43,13 @@ class BeforeStep:
         check: that saw the gradients of this rank before they were reduced.
         norms: of layers of which this rank may have a part.
         clip_norm: the most that the norm of all gradients may be, or None.
+        alarm: that this rank's gradients and loss are shown to, or None.
 
     Attributes:
         step: steps so far, with those that were skipped.
         skipped: steps that a gradient which was not finite prevented.
         is_skipped: whether the last step was one of them.
+        divergences: what the alarm said, of this rank.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class BeforeStep:
         check: GradientCheck,
         norms: LayerNorms,
         clip_norm: float | None = None,
+        alarm: DivergenceAlarm | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(
@@ -65,21 +70,29 @@ class BeforeStep:
         self.step = 0
         self.skipped = 0
         self.is_skipped = False
+        self.divergences: list[Divergence] = []
+        self._loss: torch.Tensor | None = None
         self._ranks = ranks
         self._scaler, self._check, self._norms = scaler, check, norms
-        self._clip_norm = clip_norm
+        self._clip_norm, self._alarm = clip_norm, alarm
         optimizer.register_step_pre_hook(self._run)
+
+    def show_loss(self, loss: torch.Tensor) -> None:
+        """Let the alarm see the loss of the coming step; it is read in that step."""
+        self._loss = loss.detach()
 
     def _run(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        flag = self._check.flag()
+        flag, scale = self._check.flag(), self._scaler.scale
         is_bad = self._scaler.unscale_and_check(parameters, self._ranks.group, found=flag)
         self._scaler.update(is_bad)
         self.is_skipped = is_bad
         if is_bad:
             self._skip(parameters)
-        elif self._clip_norm is not None:
-            self._clip([p.grad for p in parameters if p.grad is not None], self._clip_norm)
+        else:
+            self._watch(scale)
+            if self._clip_norm is not None:
+                self._clip([p.grad for p in parameters if p.grad is not None], self._clip_norm)
         self._check.reset()
         self.step += 1
 
@@ -104,6 +117,21 @@ class BeforeStep:
                 fix="Lower the learning rate, or train in bfloat16 or float32",
             )
 
+    def _watch(self, scale: float) -> None:
+        """Show the alarm the gradients of this rank, divided by the scale that they came with."""
+        if self._alarm is None:
+            return
+        loss, self._loss = self._loss, None
+        divergence = self._alarm.observe(
+            self.step,
+            loss=None if loss is None else float(loss),
+            gradient_norms=self._check.norms(scale),
+        )
+        if divergence is not None:
+            self.divergences.append(divergence)
+            if self._ranks.rank == 0:
+                sys.stderr.write(f"{divergence}\n")
+
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch has no types here
     def _clip(self, gradients: list[torch.Tensor], most: float) -> None:
         # Where ranks have no gradients at all, as in the mode `root`, they take no norm either.
@@ -115,13 +143,18 @@ class BeforeStep:
             torch._foreach_mul_(gradients, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the state of the loss scaling."""
-        return {"step": self.step, "skipped": self.skipped, "scaler": self._scaler.state_dict()}
+        """Return the counters, and the state of the loss scaling and of the alarm."""
+        state = {"step": self.step, "skipped": self.skipped, "scaler": self._scaler.state_dict()}
+        if self._alarm is not None:
+            state["alarm"] = self._alarm.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
         self._scaler.load_state_dict(state["scaler"])
+        if self._alarm is not None and "alarm" in state:
+            self._alarm.load_state_dict(state["alarm"])
 
 
 def watch_gradients(named: list[tuple[str, nn.Parameter]], check: GradientCheck) -> None:

@@ -4,7 +4,7 @@ Two questions, two checks::
 
     each rank, before gradients are reduced     GradientCheck: which rank made the first NaN?
         afterwards every rank has it            the sum of a NaN and anything is NaN
-    all ranks, after an applied step            DivergenceAlarm: does the loss or a gradient grow?
+    an applied step                             DivergenceAlarm: does the loss or a gradient grow?
 
 The first reads each gradient once, and sends nothing as long as all are finite: its flag goes with
 that of `precision.agree`. Only when all ranks have agreed that a gradient is not finite do they
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.training.local_tensors import local
-from paceline.training.optimizers.norms import LayerNorms, TensorNorms, squared_norms
+from paceline.training.optimizers.norms import squared_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,6 +96,18 @@ class GradientCheck:
         """Return whether a gradient was not finite on this rank: shape (), 0 or 1, float32."""
         bad = [~torch.isfinite(norms).all() for _, norms in self._observed]
         return torch.stack(bad).any().float() if bad else torch.zeros(())
+
+    def norms(self, scale: float = 1.0) -> dict[str, float]:
+        """Return the norm of each gradient of the step on this rank, by name.
+
+        Args:
+            scale: of the loss, by which they are divided.
+        """
+        return {
+            self._names[number]: math.sqrt(square) / scale
+            for numbers, squares in self._observed
+            for number, square in zip(numbers, squares.tolist(), strict=True)
+        }
 
     def culprits(
         self, step: int, group: dist.ProcessGroup | None = None
@@ -222,8 +234,8 @@ class DivergenceAlarm:
             step: of the training.
             loss: averaged over ranks; None if it is not known. One that is not positive has no
                 factor to its median and is only checked for being finite.
-            gradient_norms: by parameter, of the reduced and unscaled gradients of an applied step
-                (`gradient_norms`): steps that loss scaling skips are no divergence.
+            gradient_norms: by parameter, of the unscaled gradients of an applied step: steps that
+                loss scaling skips are no divergence.
         """
         norms = dict(gradient_norms or {})
         values = dict(norms)
@@ -295,18 +307,3 @@ class DivergenceAlarm:
 
 _LOSS, _ALL = "", "*"
 _QUANTITIES = {_LOSS: "loss", _ALL: "gradient norm"}
-
-
-def gradient_norms(
-    parameters: Mapping[str, torch.Tensor], norms: LayerNorms | None = None
-) -> dict[str, float]:
-    """Return the norm of each parameter's gradient, 0 for one without, by name.
-
-    Args:
-        parameters: by name, the same on all ranks.
-        norms: of layers that ranks share; by default plain tensors and DTensors are handled.
-    """
-    known = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    squares = (norms or TensorNorms()).squared(list(known.values()))
-    values = dict(zip(known, squares.sqrt().tolist(), strict=True))
-    return {name: values.get(name, 0.0) for name in parameters}

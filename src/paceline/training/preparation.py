@@ -12,18 +12,15 @@ pass, in hooks on its gradients, and in a hook before the optimizer's step.
 
 from __future__ import annotations
 
-import itertools
 import sys
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from paceline.collectives.tensor_heap import TensorHeap
 from paceline.core.errors import UsageError
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
@@ -31,151 +28,25 @@ from paceline.training.compression import (
     DGCOptions,
     HalfCompression,
     MomentumTakeover,
+    measure,
     register_hook,
 )
-from paceline.training.engine.buckets import bytes_of_buckets
 from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.fully_sharded import shard_fully
-from paceline.training.engine.modes import (
-    CompressedAllReduce,
-    ModeName,
-    Ranks,
-    first_difference,
-)
-from paceline.training.health import GradientCheck
+from paceline.training.engine.modes import CompressedAllReduce
+from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
+from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, TensorNorms
+from paceline.training.options import OWN_ENGINES, options_of
 from paceline.training.precision.scaling import LossScaler, scale_gradients
-from paceline.training.uneven import Weight, weighted_batches
+from paceline.training.prepared import Prepared
+from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from paceline.core.plan import Plan
+    from paceline.training.compression.cost import CompressionEstimate
     from paceline.training.compression.hooks import Compressor
-
-Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
-Precision = Literal["float32", "bfloat16", "float16"]
-_HEAP_SLACK = 1 << 20
-_FORM_S = 300.0  # the longest wait for a rank that has not called `prepare`
-_STATE_VERSION = 1
-_calls = itertools.count()  # all ranks call `prepare` equally often: each call has keys of its own
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingOptions:
-    """How a prepared model trains.
-
-    Attributes:
-        engine: ``ddp`` is torch's DistributedDataParallel, ``fsdp2`` its fully_shard (by the layers
-            of each nn.Sequential and nn.ModuleList); the others are modes of Paceline's.
-        precision: dtype of the computing (torch.autocast); weights and updates stay float32.
-            With ``float16`` the loss is scaled. None: as the plan says, or float32.
-        clip_norm: the most that the norm of all gradients may be; None: not clipped.
-        compression: what gradients become on the wire: ``dgc`` or its options (needs SGD, whose
-            momentum it takes over), ``float16`` or ``bfloat16``.
-        overlap: whether communication overlaps computing; None: between hosts it does.
-    """
-
-    engine: Engine = "allreduce"
-    precision: Precision | None = None
-    clip_norm: float | None = None
-    compression: Literal["dgc", "float16", "bfloat16"] | DGCOptions | None = None
-    overlap: bool | None = None
-
-    def __post_init__(self) -> None:
-        known = {
-            "engine": get_args(Engine),
-            "precision": (None, *get_args(Precision)),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise UsageError(
-                    f"there is no {name} {getattr(self, name)!r}",
-                    where="TrainingOptions",
-                    fix="Choose one of " + ", ".join(map(str, values)),
-                )
-        if self.engine == "ddp" and self.compression and self.precision == "float16":
-            raise UsageError(
-                "DistributedDataParallel sends gradients before they can be unscaled",
-                where="TrainingOptions(precision='float16', compression=...)",
-                fix="Use the engine allreduce, or bfloat16, which needs no scaling",
-            )
-        if self.compression is not None and self.engine not in ("ddp", "allreduce"):
-            raise UsageError(
-                f"the engine {self.engine} cannot compress gradients",
-                where="TrainingOptions",
-                fix="Use the engine allreduce or ddp",
-            )
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A model and an optimizer that train on all ranks. Unpacks into the two.
-
-    Attributes:
-        model: to pass batches through.
-        optimizer: the one that was given.
-        rank: of this process.
-        ranks: how many train.
-        before_step: counts steps, also those that a gradient which was not finite prevented.
-        group: the process group, or None for the default one.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rank: int
-    ranks: int
-    before_step: BeforeStep
-    group: Any
-    _weight: Weight
-    _parts: dict[str, Any] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optimizer))
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, where ranks have unequal batches or numbers of them.
-
-        The gradients of a step are weighted by the ranks' samples, so that their average is that of
-        all samples. A rank whose loader has ended repeats its last batch with the weight 0 until
-        the others have ended, so that no rank waits for another. All ranks call this.
-
-        Raises:
-            UsageError: a rank has no batch at all; the error names it.
-        """
-        return weighted_batches(loader, self._weight, self.group, self.rank, self.ranks)
-
-    def own_samples(self, samples: int) -> int:
-        """Return how many of the samples of a batch count: none of one that `batches` repeats."""
-        return samples if self._weight.scale else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what training has besides model and optimizer, of this rank: save one per rank."""
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
-        return {"version": _STATE_VERSION, "ranks": self.ranks, **parts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken on this rank.
-
-        Raises:
-            UsageError: it is of another number of ranks, or of other options.
-        """
-        own = {"version", "ranks", *self._parts}
-        if state.get("version") != _STATE_VERSION or set(state) != own:
-            raise UsageError(
-                f"the state has {sorted(state)}, and this training {sorted(own)}",
-                where="Prepared.load_state_dict",
-                fix="Prepare with the options with which the state was saved",
-            )
-        if state["ranks"] != self.ranks and "compression" in self._parts:
-            raise UsageError(
-                f"the state is of {state['ranks']} ranks, and {self.ranks} train",
-                where="Prepared.load_state_dict",
-                why="each rank's residuals of compressed gradients are its own",
-                fix="Start as many ranks as before",
-            )
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+    from paceline.training.options import Precision, TrainingOptions
 
 
 def prepare(
@@ -193,7 +64,7 @@ def prepare(
     Args:
         model: on the device where it trains.
         optimizer: of the model's parameters, before its first step.
-        plan: its buckets and precision are used; without one torch's defaults.
+        plan: its engine, buckets and precision are used where no option says otherwise.
         group: a process group in place of the default one.
         options: those of `TrainingOptions`.
 
@@ -201,61 +72,66 @@ def prepare(
         UsageError: the ranks' models differ, the optimizer has other parameters, or an option is
             unknown.
     """
-    try:
-        chosen = TrainingOptions(**options)
-    except TypeError as problem:
-        raise UsageError(str(problem), where="prepare", fix="See TrainingOptions") from None
-    chosen = replace(chosen, precision=chosen.precision or (plan.precision if plan else "float32"))
-    ranks = find_ranks(model if chosen.engine in get_args(ModeName) else None, group)
+    chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
+    ranks = find_ranks(model if chosen.engine in OWN_ENGINES else None, group)
     _check_options(chosen, plan, ranks)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    scaler = LossScaler(enabled=chosen.precision == "float16")
-    check, weight = GradientCheck([name for name, _ in named]), Weight()
-    norms = ShardedNorms(ranks.group) if chosen.engine == "sharded" else TensorNorms()
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    said = []
+    if chosen.compression in ("auto", "dgc") and ranks.size > 1:
+        decision = _measured(trained, ranks)
+        said.append(str(decision))
+        if chosen.compression == "auto":
+            chosen = replace(chosen, compression="dgc" if decision.pays else None)
+    if chosen.scaling == "weak":
+        said += _scale_rates(optimizer, ranks.size)
+    parts = _Parts(
+        scaler=LossScaler(enabled=chosen.precision == "float16"),
+        check=GradientCheck([name for name, _ in trained]),
+        weight=Weight(is_required=chosen.scaling == "strong" and ranks.size > 1),
+    )
     before_step = BeforeStep(
-        optimizer, ranks, scaler=scaler, check=check, norms=norms, clip_norm=chosen.clip_norm
+        optimizer,
+        ranks,
+        scaler=parts.scaler,
+        check=parts.check,
+        norms=ShardedNorms(ranks.group) if chosen.engine == "sharded" else TensorNorms(),
+        clip_norm=chosen.clip_norm,
+        alarm=DivergenceAlarm() if chosen.alarm else None,
     )
     # Its hook adds weight decay to gradients, and so comes after that of `before_step`.
-    takeover, compressor = _compression(chosen, optimizer, named, ranks)
+    takeover, compressor = _compression(chosen, optimizer, trained, ranks)
     _autocast(model, chosen.precision)
-    wrapped = _wrap(model, optimizer, plan, ranks, chosen, compressor, scaler, check)
+    wrapped = _wrap(model, optimizer, trained, plan, ranks, chosen, compressor, parts)
     if isinstance(wrapped, DataParallel):
         wrapped.adopt(optimizer)
-
-    def scale(_model: nn.Module, _given: Any, outputs: Any) -> Any:
-        scaled = scaler.scale_outputs(outputs)
-        return scale_gradients(scaled, weight) if weight.is_used else scaled
-
-    wrapped.register_forward_hook(scale)
-    parts: dict[str, Any] = {"steps": before_step}
+    wrapped.register_forward_hook(parts.scale_outputs)
+    kept: dict[str, Any] = {"steps": before_step}
     if takeover is not None:
-        parts["decay"] = takeover
+        kept["decay"] = takeover
     if compressor is not None:
-        parts["compression"] = compressor
+        kept["compression"] = compressor
         if isinstance(wrapped, DataParallel):
             optimizer.register_step_post_hook(lambda *_: _end_step(before_step, compressor))
     if ranks.rank == 0 and ranks.size > 1:
-        sys.stderr.write(f"training: {_described(chosen, ranks)}\n")
-    return Prepared(
-        wrapped, optimizer, ranks.rank, ranks.size, before_step, ranks.group, weight, parts
-    )
+        for line in (_described(chosen, ranks), *said):
+            sys.stderr.write(f"training: {line}\n")
+    return Prepared(wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept)
 
 
-def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
-    """Return the ranks of a process group, or one rank where there is none.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every engine hands gradients to, or is handed by."""
 
-    Every rank calls this. Where all share a host, they get shared memory for a model's gradients.
+    scaler: LossScaler
+    check: GradientCheck
+    weight: Weight
 
-    Args:
-        model: that Paceline's engine will train; None: another engine has its own memory.
-        group: a process group in place of the default one.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Ranks(None, 0, 1, None)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    heap = _form_heap(model, group or dist.group.WORLD, rank, size) if model is not None else None
-    return Ranks(group, rank, size, heap)
+    def scale_outputs(self, _model: nn.Module, _given: Any, outputs: Any) -> Any:
+        """Return a model's outputs, whose gradients are those of the scaled and weighted loss."""
+        self.weight.check_used()
+        scaled = self.scaler.scale_outputs(outputs)
+        return scale_gradients(scaled, self.weight) if self.weight.is_used else scaled
 
 
 def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) -> None:
@@ -276,40 +152,71 @@ def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) ->
         )
 
 
+def _measured(trained: list[tuple[str, nn.Parameter]], ranks: Ranks) -> CompressionEstimate:
+    """Return what a measurement says of compressing this model's gradients between these ranks."""
+    count = sum(parameter.numel() for _, parameter in trained)
+    average = ranks.heap.average if ranks.heap is not None else None
+    return measure(count, ranks.group, average=average)
+
+
+def _scale_rates(optimizer: torch.optim.Optimizer, ranks: int) -> list[str]:
+    """Multiply the learning rates for batches that are `ranks` times as large; return what to say.
+
+    In proportion for SGD (Goyal et al., Accurate, Large Minibatch SGD, 2017), with the square root
+    for optimizers that divide gradients by their size (Krizhevsky, One weird trick, 2014).
+
+    Raises:
+        UsageError: a schedule has the rates from before already.
+    """
+    is_proportional = isinstance(optimizer, torch.optim.SGD)
+    factor = float(ranks) if is_proportional else ranks**0.5
+    before = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            raise UsageError(
+                "the optimizer has a schedule already, which would set its learning rates back",
+                where="prepare(scaling='weak')",
+                fix="Make the schedule after prepare",
+            )
+        group["lr"] = group["lr"] * factor
+    rates = ", ".join(f"{rate:g} -> {rate * factor:g}" for rate in before)
+    rule = "in proportion to" if is_proportional else "with the square root of"
+    return [f"learning rate {rates}, {rule} the {ranks} ranks; warm it up over the first epochs"]
+
+
 def _wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    trained: list[tuple[str, nn.Parameter]],
     plan: Plan | None,
     ranks: Ranks,
     options: TrainingOptions,
     compressor: Compressor | None,
-    scaler: LossScaler,
-    check: GradientCheck,
+    parts: _Parts,
 ) -> nn.Module:
     """Return the model in its engine."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sizes: dict[str, Any] = {}
     if plan is not None:
         sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
     if options.engine == "fsdp2" and ranks.size > 1:
         return shard_fully(model, optimizer, ranks.group)
-    if options.engine in get_args(ModeName) or ranks.size == 1:
+    if options.engine in OWN_ENGINES or ranks.size == 1:
         overlap = ranks.heap is None if options.overlap is None else options.overlap
         if ranks.size == 1:
-            watch_gradients(named, check)
-        mode: Any = options.engine if options.engine in get_args(ModeName) else "allreduce"
+            watch_gradients(trained, parts.check)
+        mode: Any = options.engine if options.engine in OWN_ENGINES else "allreduce"
         if compressor is not None:
-            mode = CompressedAllReduce(ranks, compressor, scaler)
+            mode = CompressedAllReduce(ranks, compressor, parts.scaler)
         return DataParallel(
             model,
             ranks,
             mode=mode,
             overlap_gradients=overlap and compressor is None,
             overlap_parameters=overlap,
-            check=check,
+            check=parts.check,
             **sizes,
         )
-    watch_gradients(named, check)
+    watch_gradients(trained, parts.check)
     megabytes = {"bucket_cap_mb": sizes["bucket_bytes"] / (1 << 20)} if sizes else {}
     device = next(model.parameters()).device
     wrapped = DistributedDataParallel(
@@ -379,17 +286,6 @@ def _described(options: TrainingOptions, ranks: Ranks) -> str:
             parts.append(f"{density.density:.2%} of the entries {since}")
             parts.append("momentum and weight decay of the optimizer applied before sending")
     return ", ".join(parts)
-
-
-def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap | None:
-    """Return shared memory with room for the gradients, where all ranks are on one host."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
-        return None
-    store = dist.PrefixStore(f"training/{next(_calls)}", group.get_group_store())
-    # Twice: new buckets are made beside the old ones.
-    needed = 2 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
-    return TensorHeap.form(store, rank, size, needed, _FORM_S)
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

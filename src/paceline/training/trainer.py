@@ -1,8 +1,10 @@
 """The training loop, written: what `prepare` does not need, but most scripts repeat.
 
-trainer = Trainer(model, optimizer, nn.functional.cross_entropy)
-for epoch in trainer.fit(loader, epochs=10):
-print(epoch)
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy)
+    for epoch in trainer.fit(loader, epochs=10):
+        print(epoch)
+
+It calls `prepare`, and every option of `prepare` is one of the trainer's.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ class Trainer:
             optimizer.zero_grad()
             loss = self._loss(model(given), wanted)
             loss.backward()
+            steps.show_loss(loss)
             optimizer.step()
             if self._schedule is not None and not steps.is_skipped:
                 self._schedule.step()
@@ -127,13 +130,13 @@ class Trainer:
             own = torch.stack([loss.detach().double() * samples, loss.new_tensor(samples).double()])
             total = own if total is None else total + own
             now_s = self._clock.now_s()
-            if self.prepared.rank == 0 and now_s - shown_s >= _SHOW_S:
+            if self.prepared.ranks.rank == 0 and now_s - shown_s >= _SHOW_S:
                 shown_s = now_s
                 _show(self.epoch + 1, epochs, number, size, now_s - begin_s)
         if total is None:
             raise UsageError("the loader has no batch", where="Trainer.fit", fix="Check its length")
-        if self.prepared.ranks > 1:
-            dist.all_reduce(total, group=self.prepared.group)
+        if self.prepared.ranks.size > 1:
+            dist.all_reduce(total, group=self.prepared.ranks.group)
         loss_sum, count = total.tolist()
         return Epoch(
             number=self.epoch + 1,
@@ -144,12 +147,10 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on, of this rank; all ranks call it."""
+        """Return all that is needed to go on; see `Prepared.state_dict`. All ranks call it."""
         state = {
             "version": _STATE_VERSION,
             "epoch": self.epoch,
-            "model": self.prepared.model.state_dict(),
-            "optimizer": self.prepared.optimizer.state_dict(),
             "training": self.prepared.state_dict(),
         }
         if self._schedule is not None:
@@ -157,7 +158,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken on this rank.
+        """Go on where `state_dict` was taken.
 
         Raises:
             UsageError: the state is of another version, or has no schedule where one is used.
@@ -172,8 +173,6 @@ class Trainer:
                 fix="Make the trainer as when the state was saved",
             )
         self.epoch = int(state["epoch"])
-        self.prepared.model.load_state_dict(state["model"])
-        self.prepared.optimizer.load_state_dict(state["optimizer"])
         self.prepared.load_state_dict(state["training"])
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])

@@ -66,7 +66,7 @@ def full(value):
 
 def far(model, other):
     pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
-    return max(float((full(a).double() - b.double()).abs().max()) for a, b in pairs)
+    return max(float((full(a).double() - full(b).double()).abs().max()) for a, b in pairs)
 
 
 def case_nan(rank, ranks, engine):
@@ -140,8 +140,7 @@ def case_compressed(rank, ranks, engine):
     options = DGCOptions(density=DensitySchedule(density=1.0), mask_momentum=False)
     prepared = prepare(model, sgd(model), engine=engine, compression=options)
     train(prepared, rank, ranks, 4, dtype=torch.float32)
-    state = prepared.state_dict()
-    prepared.load_state_dict(state)
+    prepared.load_state_dict(copy.deepcopy(prepared.state_dict()))
     return {"error": far(getattr(prepared.model, "module", prepared.model), reference)}
 
 
@@ -196,6 +195,86 @@ def case_trainer(rank, ranks, engine):
         "text": str(last),
         "same": all(torch.equal(full(a), full(b)) for a, b in pairs),
     }
+
+
+def case_state(rank, ranks, engine):
+    """One process goes on from the state of all ranks, and all ranks from its state."""
+
+    def adam(model):
+        return torch.optim.Adam(model.parameters(), 0.01)
+
+    prepared = prepare(model := net(), adam(model), engine=engine)
+    train(prepared, rank, ranks, 3)
+    state = copy.deepcopy(prepared.state_dict())
+    train(prepared, rank, ranks, 3)
+    fresh = prepare(model := net(), adam(model), engine=engine)
+    fresh.load_state_dict(state)
+    train(fresh, rank, ranks, 3)
+    found = {"same": far(fresh.model, prepared.model), "names": sorted(state["optimizer"]["state"])}
+    if engine != "fsdp2":  # whose state is DTensors
+        parameters = dict((reference := net()).named_parameters())
+        reference.load_state_dict(state["model"])
+        optimizer = adam(reference)
+        saved = state["optimizer"]["state"]
+        numbered = {n: saved[name] for n, name in enumerate(parameters)}
+        plain = {**optimizer.state_dict(), "state": copy.deepcopy(numbered)}
+        optimizer.load_state_dict(plain)
+        alone(reference, optimizer, 3, ranks)
+        found["alone"] = far(fresh.model, reference)
+    return found
+
+
+def case_scaling(rank, ranks, engine):
+    """Strong scaling is one process on the same batches; weak scaling has other rates."""
+    batches = [data(step, 8 * ranks + 1) for step in range(3)]
+    model, reference = net(), net()
+    optimizer = sgd(reference)
+    for given, wanted in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(given), wanted).backward()
+        optimizer.step()
+    prepared = prepare(model, sgd(model), engine=engine, scaling="strong")
+    found = {}
+    try:
+        prepared.model(batches[0][0])
+    except PacelineError as problem:
+        found["whole"] = problem.what
+    for given, wanted in prepared.batches(batches):
+        found["rows"] = len(given)
+        prepared.optimizer.zero_grad()
+        nn.functional.mse_loss(prepared.model(given), wanted).backward()
+        prepared.optimizer.step()
+    found["error"] = far(prepared.model, reference)
+    try:
+        list(prepared.batches([data(rank, 8)]))
+    except PacelineError as problem:
+        found["other"] = problem.what
+    rates = []
+    for make in (sgd, lambda model: torch.optim.Adam(model.parameters(), 0.05)):
+        optimizer = make(model := net())
+        prepare(model, optimizer, engine=engine, scaling="weak")
+        rates.append(optimizer.param_groups[0]["lr"])
+    found["rates"] = rates
+    optimizer = sgd(model := net())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        prepare(model, optimizer, engine=engine, scaling="weak")
+    except PacelineError as problem:
+        found["schedule"] = problem.what
+    return found
+
+
+def case_diverges(rank, ranks, engine):
+    """Inputs that grow from step 60 on: the alarm names a step and a layer."""
+    model = net(torch.float32)
+    model[1] = model[2] = nn.Identity()  # a norm, or a tanh, would hide what grows
+
+    def spoil(step, given):
+        return given * (1.0 if step < 60 else 2.0 ** (step - 60))
+
+    prepared = prepare(model, torch.optim.SGD(model.parameters(), 0.0), engine=engine)
+    train(prepared, rank, ranks, 75, spoil, torch.float32)
+    return {"said": [str(divergence) for divergence in prepared.before_step.divergences]}
 
 
 def case_differ(rank, ranks, engine):

@@ -153,6 +153,7 @@ def measure(
     *,
     options: DGCOptions | None = None,
     hidden_s: float = 0.0,
+    average: Callable[[torch.Tensor], None] | None = None,
 ) -> CompressionEstimate:
     """Return what a short measurement says; equal on all ranks, which call this together.
 
@@ -165,6 +166,7 @@ def measure(
         group: of the ranks; None for all ranks.
         options: of compression; its final density counts.
         hidden_s: of the dense all-reduce, what backward hides.
+        average: the dense all-reduce that training has; None: that of the group.
     """
     options = options or DGCOptions()
     density = options.density.density
@@ -186,7 +188,7 @@ def measure(
     forms: tuple[Callable[[], object], ...] = (
         select,
         lambda: compressor.reduce_buffer(buffer, [("", matrix)], group),
-        lambda: dist.all_reduce(gradient, group=group),
+        lambda: average(gradient) if average else dist.all_reduce(gradient, group=group),
     )
     seconds = torch.tensor([_shortest(form, group) for form in forms], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)

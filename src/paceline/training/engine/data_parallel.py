@@ -27,14 +27,15 @@ from paceline.training.engine.modes import (
     Root,
     Sharded,
     broadcast_values,
-    first_difference,
 )
+from paceline.training.engine.ranks import first_difference
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.training.engine.modes import Mode, ModeName, Ranks
+    from paceline.training.engine.modes import Mode, ModeName
+    from paceline.training.engine.ranks import Ranks
     from paceline.training.health import GradientCheck
 
 MIB = 1 << 20
@@ -122,6 +123,11 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
             yield
         finally:
             self._synchronises = before
+
+    def names_of_updated(self) -> dict[int, str]:
+        """Return the name of each parameter, and of each part that the optimizer got, by `id`."""
+        whole = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return whole | self.mode.names_of_parts()
 
     # --- gradients ---------------------------------------------------------------------------
 

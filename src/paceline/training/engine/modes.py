@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.collectives.tensor_heap import TensorHeap
 from paceline.core.errors import UsageError
 from paceline.training.optimizers.layerwise import LayerwiseOptimizer
 from paceline.training.optimizers.norms import ShardedNorms
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
     from paceline.training.compression.hooks import Compressor
     from paceline.training.engine.buckets import GradientBucket
+    from paceline.training.engine.ranks import Ranks
+    from paceline.training.optimizer_state import State
     from paceline.training.precision.scaling import Scale
 
 # Torch renamed both after 2.12.
@@ -36,48 +37,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ModeName = Literal["allreduce", "sharded", "root"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The group that trains together.
-
-    Attributes:
-        group: torch's; None: the default one, or one process without any.
-        rank: of this process in the group.
-        size: of the group.
-        heap: shared memory for buckets, where all ranks share a host and train on CPUs; or None.
-    """
-
-    group: Any
-    rank: int
-    size: int
-    heap: TensorHeap | None
-
-    def empty(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat tensor; in the heap where there is one."""
-        if self.heap is not None:
-            return self.heap.empty(length, dtype)
-        return torch.empty(length, dtype=dtype, device=device)
-
-
-def first_difference(own: Any, ranks: Ranks) -> tuple[int, Any, Any] | None:
-    """Return the first rank whose value is not rank 0's, rank 0's value and its; None if all agree.
-
-    All ranks call this and get the same.
-
-    Args:
-        own: of this rank; what torch can send as an object.
-        ranks: to compare.
-    """
-    if ranks.size == 1:
-        return None
-    every: list[Any] = [None] * ranks.size
-    dist.all_gather_object(every, own, group=ranks.group)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            return rank, every[0], other
-    return None
 
 
 class Mode(Protocol):
@@ -105,6 +64,15 @@ class Mode(Protocol):
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer update what this rank updates."""
+
+    def names_of_parts(self) -> dict[int, str]:
+        """Return the parameter's name of each part that the optimizer got, by `id` of the part."""
+
+    def whole_state(self, state: State) -> State:
+        """Return the optimizer's state of whole parameters, by name; all ranks call this."""
+
+    def own_state(self, state: State) -> State:
+        """Return what this rank's optimizer needs of the state of whole parameters."""
 
 
 class AllReduce:
@@ -137,6 +105,18 @@ class AllReduce:
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave the optimizer as it is."""
+
+    def names_of_parts(self) -> dict[int, str]:
+        """Nothing: the optimizer has whole parameters."""
+        return {}
+
+    def whole_state(self, state: State) -> State:
+        """Return the state of this rank, which is that of all."""
+        return state
+
+    def own_state(self, state: State) -> State:
+        """Return the whole state."""
+        return state
 
 
 class CompressedAllReduce(AllReduce):
@@ -202,6 +182,22 @@ class Root:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave the optimizer as it is: parameters without gradients are not updated."""
 
+    def names_of_parts(self) -> dict[int, str]:
+        """Nothing: the optimizer has whole parameters."""
+        return {}
+
+    def whole_state(self, state: State) -> State:
+        """Return the state of rank 0, the only one that updates."""
+        if self._ranks.size == 1:
+            return state
+        boxed = [state]
+        dist.broadcast_object_list(boxed, group=self._ranks.group, group_src=0)
+        return boxed[0]
+
+    def own_state(self, state: State) -> State:
+        """Return all of it at the root, nothing elsewhere."""
+        return state if self._ranks.rank == 0 else {}
+
 
 class Sharded:
     """Every rank has the gradients of its part of each bucket, and updates that part."""
@@ -215,7 +211,7 @@ class Sharded:
         self._own_gradients: dict[int, torch.Tensor] = {}
         self._slices: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._names: dict[int, str] = {}
-        self.slices: dict[str, nn.Parameter] = {}
+        self._pieces: dict[str, _Piece] = {}
         self._adopted = False
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
@@ -230,7 +226,7 @@ class Sharded:
                 where="DataParallel",
                 fix="Wrap the model again, with another optimizer",
             )
-        self.slices.clear()
+        self._pieces.clear()
         self._names = {
             id(parameter): name
             for bucket in buckets
@@ -243,11 +239,15 @@ class Sharded:
             own = torch.zeros(length, dtype=flat.dtype, device=flat.device)
             self._flat[bucket.number], self._own_gradients[bucket.number] = flat, own
             slices = []
+            shapes = dict(zip(bucket.names, (p.shape for p in bucket.parameters), strict=True))
             for name, (first, last) in zip(bucket.names, bucket.extents, strict=True):
                 low = min(max(first, begin), begin + length)
                 high = max(min(last, begin + length), low)
                 part = nn.Parameter(flat[low:high])  # empty where this rank has nothing of it
-                self.slices[name] = part
+                begin_in_parameter = min(low, last) - first
+                self._pieces[name] = _Piece(
+                    part, shapes[name], begin_in_parameter, begin_in_parameter + high - low
+                )
                 slices.append((part, own[low - begin : high - begin]))
             self._slices[bucket.number] = slices
 
@@ -283,10 +283,75 @@ class Sharded:
         check_stateless(optimizer)
         for group in optimizer.param_groups:
             names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
-            group["params"] = [self.slices[name] for name in names]
+            group["params"] = [self._pieces[name].parameter for name in names]
         if isinstance(optimizer, LayerwiseOptimizer):
             optimizer.layer_norms = ShardedNorms(self._ranks.group)
         self._adopted = True
+
+    def names_of_parts(self) -> dict[int, str]:
+        """Return the parameter's name of each slice, by `id` of the slice."""
+        return {id(piece.parameter): name for name, piece in self._pieces.items()}
+
+    def whole_state(self, state: State) -> State:
+        """Return the state with slices put together. Cost: one all-reduce per whole tensor."""
+        whole = {name: dict(values) for name, values in state.items()}
+        for name, key, dtype in self._sliced_values(state):
+            piece = self._pieces[name]
+            flat = torch.zeros(piece.shape.numel(), dtype=dtype, device=piece.parameter.device)
+            value = state.get(name, {}).get(key)
+            if value is not None:
+                flat[piece.begin : piece.end] = value
+            dist.all_reduce(flat, group=self._ranks.group)
+            whole.setdefault(name, {})[key] = flat.view(piece.shape)
+        return whole
+
+    def own_state(self, state: State) -> State:
+        """Return the slices of whole tensors that are this rank's."""
+        own: State = {}
+        for name, values in state.items():
+            piece = self._pieces[name]
+            own[name] = {key: piece.of(key, value) for key, value in values.items()}
+        return own
+
+    def _sliced_values(self, state: State) -> list[tuple[str, str, torch.dtype]]:
+        """Return name, key and type of what any rank has a slice of, in one order on all ranks."""
+        own = [
+            (name, key, value.dtype)
+            for name, values in state.items()
+            for key, value in values.items()
+            if name in self._pieces and self._pieces[name].has_shape_of(value)
+        ]
+        if self._ranks.size == 1:
+            return own
+        every: list[Any] = [None] * self._ranks.size
+        dist.all_gather_object(every, own, group=self._ranks.group)
+        return list(dict.fromkeys(entry for entries in every for entry in entries))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """The part of a parameter that a rank updates.
+
+    Attributes:
+        parameter: the part, flat; what the optimizer has.
+        shape: of the whole parameter.
+        begin, end: of the part, in the flat parameter.
+    """
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    begin: int
+    end: int
+
+    def has_shape_of(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+
+    def of(self, key: str, value: Any) -> Any:
+        """Return this part of a whole tensor; other values as they are."""
+        # A parameter without dimensions has state of its shape, and torch's counter has it as well.
+        if not isinstance(value, torch.Tensor) or value.shape != self.shape or key == "step":
+            return value
+        return value.reshape(-1)[self.begin : self.end]
 
 
 def check_stateless(optimizer: torch.optim.Optimizer) -> None:

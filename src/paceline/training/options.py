@@ -1,0 +1,99 @@
+"""How a prepared model trains: what `prepare` takes, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from paceline.core.errors import UsageError
+from paceline.training.compression import DGCOptions
+from paceline.training.engine.modes import ModeName
+
+if TYPE_CHECKING:
+    from paceline.core.plan import Plan
+
+Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
+Precision = Literal["float32", "bfloat16", "float16"]
+Compression = Literal["auto", "dgc", "float16", "bfloat16"]
+Scaling = Literal["strong", "weak"]
+OWN_ENGINES = get_args(ModeName)
+_CHOICES = {"engine": Engine, "precision": Precision, "scaling": Scaling}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingOptions:
+    """How a prepared model trains.
+
+    Attributes:
+        engine: ``ddp`` is torch's DistributedDataParallel, ``fsdp2`` its fully_shard (by the layers
+            of each nn.Sequential and nn.ModuleList); the others are modes of Paceline's. None: as
+            the plan says, or ``allreduce``.
+        precision: dtype of the computing (torch.autocast); weights and updates stay float32.
+            With ``float16`` the loss is scaled. None: as the plan says, or float32.
+        scaling: ``weak``: each rank trains on whole batches of its loader, and the learning rates
+            grow with the number of ranks (SGD in proportion, other optimizers with its square
+            root). ``strong``: all loaders yield the same batches, and `Prepared.batches` gives
+            each rank its part of each. None: neither loader nor rates are touched.
+        clip_norm: the most that the norm of all gradients may be; None: not clipped.
+        compression: what gradients become on the wire: ``dgc`` or its options (needs SGD, whose
+            momentum it takes over), ``float16`` or ``bfloat16``. ``auto`` is ``dgc`` where a
+            measurement at the start says that it makes steps shorter, and None elsewhere.
+        overlap: whether communication overlaps computing; None: between hosts it does.
+        alarm: whether rank 0 says when gradients or the loss grow as those of a training that
+            diverges, with step and layer.
+    """
+
+    engine: Engine | None = None
+    precision: Precision | None = None
+    scaling: Scaling | None = None
+    clip_norm: float | None = None
+    compression: Compression | DGCOptions | None = None
+    overlap: bool | None = None
+    alarm: bool = True
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), get_args(choices))
+        if not isinstance(self.compression, DGCOptions):
+            _check_choice("compression", self.compression, get_args(Compression))
+        if self.engine == "ddp" and self.compression and self.precision == "float16":
+            raise UsageError(
+                "DistributedDataParallel sends gradients before they can be unscaled",
+                where="TrainingOptions(precision='float16', compression=...)",
+                fix="Use the engine allreduce, or bfloat16, which needs no scaling",
+            )
+        if self.compression is not None and self.engine not in (None, "ddp", "allreduce"):
+            raise UsageError(
+                f"the engine {self.engine} cannot compress gradients",
+                where="TrainingOptions",
+                fix="Use the engine allreduce or ddp",
+            )
+
+
+def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
+    """Return options from keywords; what they leave open is as the plan says.
+
+    Raises:
+        UsageError: an option is unknown, or has a value that it cannot have.
+    """
+    known = [field.name for field in fields(TrainingOptions)]
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"there is no option {name!r}",
+                where="prepare",
+                fix=f"The options are {', '.join(known)}",
+            )
+    options = TrainingOptions(**given)
+    engine: Engine = options.engine or (plan.engine if plan else "allreduce")
+    precision: Precision = options.precision or (plan.precision if plan else "float32")
+    return replace(options, engine=engine, precision=precision)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise UsageError(
+            f"there is no {name} {value!r}",
+            where="TrainingOptions",
+            fix=f"Choose one of {', '.join(choices)}",
+        )
