@@ -39,6 +39,18 @@ def test_the_slowed_rank_is_named(tmp_path, rank, place):
     assert 0 < late.others_wait < 1
 
 
+@pytest.mark.parametrize(
+    "engine", ["allreduce", pytest.param("sharded", marks=pytest.mark.campaign("e2e"))]
+)
+def test_the_slowed_rank_is_named_under_our_engine(tmp_path, engine):
+    """Its all-reduce in shared memory was not recorded: no rank had waited for the late one."""
+    _, result = run(tmp_path, "--rank", 1, "--place", "data", "--ms", 25, "--engine", engine)
+    late = result.straggler
+    assert late is not None
+    assert (late.rank, late.cause) == (1, "data")
+    assert abs(late.first_step - FIRST) <= WINDOW_TOLERANCE
+
+
 def test_nobody_is_named_when_nobody_is_slowed(tmp_path):
     _, result = run(tmp_path)
     # Another process that takes cores is named where there is one, and so is a core that another

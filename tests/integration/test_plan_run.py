@@ -114,3 +114,28 @@ def test_a_plan_by_hand_sets_buckets_and_needs_no_estimate(folder):
     refused = paceline(folder, "run", "-n", 3, *arguments, "train.py", threads=None)
     assert refused.code == 2
     assert "--ranks is 3, the plan's number of ranks (mesh.data) is 2" in refused.err
+
+
+PREPARED = """
+import torch, torch.distributed as dist
+from torch import nn
+from paceline.training import prepare
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(32, 4))
+prepared = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if dist.get_rank() == 0:
+    print(prepared.options.engine, prepared.options.precision)
+dist.destroy_process_group()
+"""
+
+
+def test_prepare_follows_the_plan_of_the_run(folder):
+    (folder / "prepared.py").write_text(PREPARED)
+    data = json.loads((folder / "by-hand.json").read_text())
+    data["plan"] |= {"engine": "sharded", "precision": "bfloat16"}
+    (folder / "engine.json").write_text(json.dumps(data))
+    arguments = ("--plan", "engine.json", "--no-record", "--out", "prepared", "prepared.py")
+    done = paceline(folder, "run", *arguments, threads=None)
+    assert done.code == 0, done.err
+    assert done.out.split() == ["sharded", "bfloat16"]
+    assert "precision = bfloat16, engine = sharded: only the script itself" in done.err

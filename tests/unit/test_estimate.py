@@ -182,6 +182,22 @@ def test_a_plan_names_the_collectives_that_it_is_predicted_with():
         estimate(machine, workload, paceline)
 
 
+def test_a_plan_names_the_engine_that_it_is_predicted_with():
+    wrapper = [framework("ddp", "wrapper", phase, 0.5) for phase in ("forward", "backward")]
+    machine = make_machine(wrapper)
+    fast = collective("all_reduce", 1e-5, 1e10, backend="paceline")
+    both = dataclasses.replace(machine, collectives=(*machine.collectives, fast))
+    workload, plan = make_workload(STEP), Plan(mesh=Mesh(data=2))
+    ddp = estimate(both, workload, plan)
+    for engine in ("allreduce", "sharded"):
+        own = estimate(both, workload, dataclasses.replace(plan, engine=engine))
+        assert own.breakdown.transfer == pytest.approx(1e-5 + MIB / 1e10)
+        assert own.breakdown.forward == pytest.approx(ddp.breakdown.forward - 0.5)
+        assert any("'sharded' is predicted as" in line for line in own.warnings) == (
+            engine == "sharded"
+        )
+
+
 def test_memory_that_the_process_gives_back_is_touched_again():
     machine = make_machine(first_touch_bytes_per_s=sheet(1e6))
     kept = make_workload(STEP, largest_bytes=MIB)  # all there is: never more than twice that

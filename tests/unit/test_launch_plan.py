@@ -117,6 +117,9 @@ def test_what_only_the_script_can_set_is_said_in_one_line():
     assert plan_warnings(TWO, ProgramKind.SCRIPT) == ()
     (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2), ProgramKind.SCRIPT)
     assert "precision = bfloat16, loader_workers = 2" in line
+    (line,) = plan_warnings(Plan(engine="sharded"), ProgramKind.SCRIPT)
+    assert "engine = sharded" in line
+    assert "paceline.training.prepare" in line
 
 
 def test_bucket_sizes_that_do_not_reach_the_ranks_are_said():

@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
-    from paceline.core.plan import CollectivesChoice
+    from paceline.core.plan import CollectivesChoice, EngineChoice
 
 
 @click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     help="Backend of the ranks' collectives, as for paceline run [default: torch].",
 )
 @click.option(
+    "--engine",
+    type=click.Choice(["ddp", "fsdp2", "allreduce", "sharded"]),
+    default="ddp",
+    help="What reduces gradients where the script calls paceline.training.prepare [default: ddp].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -47,6 +53,7 @@ def plan(
     threads: int | None,
     allocator: AllocatorChoice,
     collectives: CollectivesChoice,
+    engine: EngineChoice,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -71,6 +78,7 @@ def plan(
         machine_path=machine,
         allocator=allocator,
         collectives=collectives,
+        engine=engine,
     )
     assert planned.estimate is not None
     if out is not None:

@@ -30,9 +30,13 @@ class TensorHeap:
     Args:
         group: of all ranks, formed with room in its heap.
         timeout_s: the longest wait for another rank.
+        process_group: torch's, of the same ranks; calls are recorded as its collectives.
     """
 
-    def __init__(self, group: HostGroup, timeout_s: float) -> None:
+    path = "shared memory"  # the recorder asks: which way a call takes
+
+    def __init__(self, group: HostGroup, timeout_s: float, process_group: Any) -> None:
+        self.process_group = process_group
         self._group = group
         self._timeout_s = timeout_s
 
@@ -44,6 +48,7 @@ class TensorHeap:
         ranks: int,
         bytes_needed: int,
         timeout_s: float,
+        process_group: Any,
     ) -> TensorHeap | None:
         """Return the heap of all ranks that call this; None where they do not share a host.
 
@@ -53,13 +58,14 @@ class TensorHeap:
             ranks: how many.
             bytes_needed: for all tensors that are in use at once; each takes whole pages.
             timeout_s: the longest wait for another rank.
+            process_group: torch's, of the same ranks.
         """
         if len(find_hosts(store, rank, ranks, timeout_s)) > 1:
             return None
         group = HostGroup.form(
             store, rank, ranks, timeout_s, name="tensors", heap_bytes=bytes_needed
         )
-        return cls(group, timeout_s)
+        return cls(group, timeout_s, process_group)
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor in the heap, with undefined values.

@@ -9,8 +9,10 @@ from paceline.core.allocator import AllocatorChoice
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 
+PLAN_VARIABLE = "_PACELINE_PLAN"  # not PACELINE_: that would be a setting of the user's
 CollectivesChoice = Literal["torch", "paceline"]
 EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
+OWN_ENGINES: tuple[EngineChoice, ...] = ("allreduce", "sharded")  # modes of Paceline's
 
 
 def is_chosen(backend: str, collectives: CollectivesChoice) -> bool:
@@ -62,8 +64,8 @@ class Plan(Record):
             ``system`` with the C library, which gives much of it back; the next step pays for that.
         collectives: ``torch`` leaves the backend to the script (gloo on CPUs), ``paceline`` takes
             Paceline's in its place.
-        engine: what reduces gradients in a script that calls `paceline.training.prepare`:
-            torch's DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
+        engine: what reduces gradients in a script that calls `paceline.training.prepare`: torch's
+            DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
     """
 
     mesh: Mesh = Mesh()

@@ -99,12 +99,16 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
         lost = ("the plan's bucket sizes do not reach a program that is not Python",)
     names = [
         f"{name} = {getattr(plan, name)}"
-        for name in ("precision", "loader_workers")
+        for name in ("precision", "loader_workers", "engine")
         if getattr(plan, name) != getattr(default, name)
     ]
     if not names:
         return lost
-    return (*lost, f"the plan has {', '.join(names)}: only the script itself can set that")
+    return (
+        *lost,
+        f"the plan has {', '.join(names)}: only the script itself can set that, or "
+        "paceline.training.prepare in it",
+    )
 
 
 def _conflict(place: str, value: object, field: str, planned: object) -> UsageError:

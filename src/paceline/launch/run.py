@@ -24,6 +24,7 @@ from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, Interrupted
 from paceline.core.files import commit_text
+from paceline.core.plan import PLAN_VARIABLE
 from paceline.core.processes import (
     StopRequested,
     become_reaper,
@@ -243,8 +244,10 @@ class _Starter:
         replaced = registration.variables(self.job.collectives)
         machine = self.job.machine  # has the table of collectives between hosts
         table = {"PACELINE_COLLECTIVES__MACHINE": str(machine)} if machine else {}
+        # `paceline.training.prepare` follows it.
+        plan = {PLAN_VARIABLE: self.job.plan.plan.to_text()} if self.job.plan else {}
         # The allocator's variables are settings of glibc's malloc.
-        return {**self.job.allocator.variables, **unbuffered, **replaced, **table}
+        return {**self.job.allocator.variables, **unbuffered, **replaced, **table, **plan}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

@@ -85,10 +85,21 @@ def warnings(
     return (
         *_does_not_fit(machine.devices[0], plan, needed_bytes),
         *_extrapolated(machine, plan),
+        *_engine(plan),
         *_not_measured(workload, unpriced),
         *_busy(machine),
         *_allocator(machine, plan),
     )
+
+
+def _engine(plan: Plan) -> list[str]:
+    if plan.mesh.data == 1 or plan.engine not in ("fsdp2", "sharded"):
+        return []
+    known = "DistributedDataParallel" if plan.engine == "fsdp2" else "the engine 'allreduce'"
+    return [
+        f"the engine '{plan.engine}' is predicted as {known}: memory and update of a rank's part, "
+        "and gathering parameters, are not predicted"
+    ]
 
 
 def _allocator(machine: Machine, plan: Plan) -> list[str]:

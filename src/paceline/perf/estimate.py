@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 from paceline.core.breakdown import Breakdown
 from paceline.core.errors import UsageError
 from paceline.core.estimate import Estimate
+from paceline.core.plan import OWN_ENGINES
 from paceline.perf.caveats import (
     oversubscription_factor,
     ranks_per_device,
     unpriced_operators,
     warnings,
 )
-from paceline.perf.communication import broadcast_s, exposed_s, make_buckets
+from paceline.perf.communication import all_reduce_s, broadcast_s, exposed_s, make_buckets
 from paceline.perf.costs import CostModel, OperatorCost, total_cost
 
 if TYPE_CHECKING:
     from paceline.core.machine import CollectiveCost, Device, Machine, StepPhase
-    from paceline.core.plan import Plan
+    from paceline.core.plan import CollectivesChoice, Plan
     from paceline.core.workload import Layer, Workload
 
 INTERVAL_HALF_WIDTH = 0.25  # relative to the step time; measured by bench/predict_small.py
@@ -155,7 +156,7 @@ def _compute(costs: CostModel, device: Device, workload: Workload, plan: Plan) -
         phase: OperatorCost(overhead_s=costs.framework_overhead_s("torch", "phase", phase))
         for phase in COMPUTE_PHASES
     }
-    if plan.mesh.data > 1:
+    if plan.mesh.data > 1 and plan.engine not in OWN_ENGINES:
         for phase in ("forward", "backward"):
             phases[phase] += OperatorCost(
                 overhead_s=costs.framework_overhead_s("ddp", "wrapper", phase)
@@ -196,7 +197,10 @@ def _layer_costs(costs: CostModel, layer: Layer) -> dict[str, OperatorCost]:
 def _communication_s(
     costs: CostModel, machine: Machine, workload: Workload, plan: Plan, compute: _Compute
 ) -> tuple[float, float]:
-    """Return the seconds that DDP's communication adds to a step.
+    """Return the seconds that communication adds to a step.
+
+    Paceline's engine reduces all gradients at the end of the backward pass where the ranks share a
+    node, and as DDP does between nodes; it has no buffers to broadcast.
 
     Returns:
         (seconds of gradient all-reduce that the backward pass does not hide, seconds of DDP's
@@ -205,6 +209,10 @@ def _communication_s(
     ranks = plan.mesh.data
     if ranks == 1:
         return 0.0, 0.0
+    is_own = plan.engine in OWN_ENGINES
+    if is_own and plan.nodes == 1:
+        size = sum(size for size, _ in compute.gradients)
+        return sum(all_reduce_s(_collective(machine, "all_reduce", plan), size, ranks)), 0.0
     buckets = make_buckets(
         compute.gradients,
         bucket_bytes=plan.bucket_bytes,
@@ -215,10 +223,12 @@ def _communication_s(
         compute.phases["backward"].total_s,
         _collective(machine, "all_reduce", plan),
         ranks,
-        added_s_per_byte=costs.framework_overhead_s("ddp", "reduction", "backward"),
+        added_s_per_byte=0.0
+        if is_own
+        else costs.framework_overhead_s("ddp", "reduction", "backward"),
         cpu_moves=plan.ranks_per_node > 1,
     )
-    if not workload.buffer_bytes:
+    if is_own or not workload.buffer_bytes:
         return transfer_s, 0.0
     # Running means and their integer counters go in one broadcast per dtype.
     cost = _collective(machine, "broadcast", plan)
@@ -227,12 +237,17 @@ def _communication_s(
     return transfer_s, counters_s + broadcast_s(cost, workload.buffer_bytes, ranks, empty_s)
 
 
+def _collectives(plan: Plan) -> CollectivesChoice:
+    """Return by what gradients are reduced: on one node Paceline's engine has shared memory."""
+    in_memory = plan.engine in OWN_ENGINES and plan.nodes == 1
+    return "paceline" if in_memory else plan.collectives
+
+
 def _collective(machine: Machine, operation: str, plan: Plan) -> CollectiveCost:
-    cost = machine.collective(
-        operation, plan.mesh.data, collectives=plan.collectives, hosts=plan.nodes
-    )
+    collectives = _collectives(plan)
+    cost = machine.collective(operation, plan.mesh.data, collectives=collectives, hosts=plan.nodes)
     if cost is None:
-        library = "" if plan.collectives == "torch" else f" by {plan.collectives}"
+        library = "" if collectives == "torch" else f" by {collectives}"
         raise UsageError(
             f"the machine has no cost of {operation}{library}",
             where=machine.name,

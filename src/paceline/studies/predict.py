@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.allocator import AllocatorChoice
-    from paceline.core.plan import CollectivesChoice
+    from paceline.core.plan import CollectivesChoice, EngineChoice
 
 
 def predict(
@@ -25,6 +25,7 @@ def predict(
     machine_path: Path | None = None,
     allocator: AllocatorChoice = "keep",
     collectives: CollectivesChoice = "torch",
+    engine: EngineChoice = "ddp",
 ) -> PlanFile:
     """Return the plan of a model on one node, with its estimate and the model's Workload.
 
@@ -35,6 +36,7 @@ def predict(
         machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
         allocator: of the ranks, as ``paceline run`` will set it.
         collectives: of the ranks, likewise.
+        engine: that reduces their gradients, as `paceline.training.prepare` will choose it.
 
     Raises:
         NotFound: there is no such file, or no machine was probed.
@@ -49,5 +51,6 @@ def predict(
         threads=threads or max(1, cores // ranks),
         allocator=allocator,
         collectives=collectives,
+        engine=engine,
     )
     return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)

@@ -12,6 +12,7 @@ pass, in hooks on its gradients, and in a hook before the optimizer's step.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
+from paceline.core.plan import PLAN_VARIABLE, Plan
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
     DeepGradientCompression,
@@ -43,7 +45,6 @@ from paceline.training.prepared import Prepared
 from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
-    from paceline.core.plan import Plan
     from paceline.training.compression.cost import CompressionEstimate
     from paceline.training.compression.hooks import Compressor
     from paceline.training.options import Precision, TrainingOptions
@@ -64,7 +65,8 @@ def prepare(
     Args:
         model: on the device where it trains.
         optimizer: of the model's parameters, before its first step.
-        plan: its engine, buckets and precision are used where no option says otherwise.
+        plan: its engine, buckets and precision are used where no option says otherwise. None: the
+            plan that `paceline run` follows, where it started this process with one.
         group: a process group in place of the default one.
         options: those of `TrainingOptions`.
 
@@ -72,6 +74,7 @@ def prepare(
         UsageError: the ranks' models differ, the optimizer has other parameters, or an option is
             unknown.
     """
+    plan = plan or _plan_of_run()
     chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
     ranks = find_ranks(model if chosen.engine in OWN_ENGINES else None, group)
@@ -132,6 +135,12 @@ class _Parts:
         self.weight.check_used()
         scaled = self.scaler.scale_outputs(outputs)
         return scale_gradients(scaled, self.weight) if self.weight.is_used else scaled
+
+
+def _plan_of_run() -> Plan | None:
+    """Return the plan that `paceline run` gave its ranks; None without one."""
+    text = os.environ.get(PLAN_VARIABLE)
+    return Plan.from_text(text, where=PLAN_VARIABLE) if text else None
 
 
 def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) -> None:

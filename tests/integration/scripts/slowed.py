@@ -1,4 +1,4 @@
-"""Trains a net with BatchNorm under DDP; one rank is slowed in some steps, and says by how much."""
+"""Trains a net with BatchNorm on ranks; one is slowed in some steps, and says by how much."""
 
 import argparse
 import json
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from paceline.training import prepare
 
 
 class Slowness:
@@ -80,13 +82,18 @@ def main():
     parser.add_argument("--ms", type=float, default=25.0)
     parser.add_argument("--first", type=int, default=40)
     parser.add_argument("--last", type=int, default=100)
+    parser.add_argument("--engine", help="of prepare; default: DistributedDataParallel, by hand")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     slowness = Slowness(options, dist.get_rank())
     torch.manual_seed(0)
     loader = DataLoader(Noise(slowness, options.steps * options.batch), batch_size=options.batch)
-    model = nn.parallel.DistributedDataParallel(Net(slowness))
+    model = Net(slowness)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if options.engine:
+        model, optimizer = prepare(model, optimizer, engine=options.engine)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
     for images, labels in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()

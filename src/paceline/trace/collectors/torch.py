@@ -79,6 +79,11 @@ class TorchCollector:
             self.python_groups.see_groups,
             self.collectives.collectives,
         )
+        on_import(
+            "paceline.collectives.tensor_heap",
+            self.python_groups.see_heap,
+            self.collectives.collectives,
+        )
         if Capability.WORKS in self.available:
             on_import(
                 "paceline.collectives.works", self.collectives.see_works, self.collectives.waits

@@ -5,7 +5,8 @@ of ProcessGroup (`paceline.collectives.backend`) overrides the methods that woul
 methods are seen themselves. A call from a functional collective was seen by that one.
 
 A call of such a group may be over when it returns. Then the thread that made it was blocked for all
-of it, as if it had waited; `ran_inline` of the work says so.
+of it, as if it had waited; `ran_inline` of the work says so. The calls of a heap of shared tensors
+(`paceline.collectives.tensor_heap`) are such calls of its process group.
 
 Threads: any thread may call a group; what each thread has open is its own.
 """
@@ -62,6 +63,12 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 }
 
 
+# Of a heap: method -> the word, and which argument holds the bytes, likewise.
+_HEAP_METHODS: dict[str, tuple[str, int | None]] = {
+    "average": ("all_reduce", 0),
+}
+
+
 class _OpenCall(NamedTuple):
     """A call of a group that this thread has open: the state of the hook around it."""
 
@@ -93,11 +100,14 @@ class PythonGroupRecorder:
         for cls in list(vars(module).values()):
             if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
                 for name in _METHODS.keys() & vars(cls).keys():
-                    self._see_method(cls, name)
+                    self._see_method(cls, name, *_METHODS[name])
 
-    def _see_method(self, cls: type, method: str) -> None:
-        word, payload = _METHODS[method]
+    def see_heap(self, module: ModuleType) -> None:
+        """See the calls of the heap of tensors that a module defines."""
+        for name, (word, payload) in _HEAP_METHODS.items():
+            self._see_method(module.TensorHeap, name, word, payload)
 
+    def _see_method(self, cls: type, method: str, word: str, payload: int | None) -> None:
         def before(args: Arguments, _kwargs: Keywords) -> _OpenCall | None:
             if getattr(self._thread, "open", False) or internals.is_below_autograd():
                 return None  # part of a call that is recorded
@@ -120,11 +130,12 @@ class PythonGroupRecorder:
 
     def _note(self, call: _OpenCall, work: Any, args: Arguments, kwargs: Keywords) -> None:
         """Note a call that has returned `work`, or nothing where it is over."""
-        group, given = args[0], args[1:]
+        group, given = getattr(args[0], "process_group", args[0]), args[1:]
         record = self.in_flight.groups.record_of(group)
         peer, tag = _other_side(call.word, given, kwargs)
         if call.word not in (SEND, RECV):
-            tag = self.recorder.intern(getattr(work, "path", OTHER_PATH))
+            path = getattr(args[0], "path", OTHER_PATH)  # a heap has one, and no works
+            tag = self.recorder.intern(getattr(work, "path", path))
         issued = self.in_flight.issue(
             operators.kind_of(call.word),
             self._names[call.word],

@@ -86,4 +86,4 @@ def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap
     store = dist.PrefixStore(f"training/{next(_calls)}", group.get_group_store())
     # Twice: new buckets are made beside the old ones.
     needed = 2 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
-    return TensorHeap.form(store, rank, size, needed, _FORM_S)
+    return TensorHeap.form(store, rank, size, needed, _FORM_S, group)
