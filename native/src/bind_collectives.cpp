@@ -204,6 +204,20 @@ void bind_group(nb::module_& module) {
           "source"_a, "target"_a, "size_bytes"_a, "root"_a, "timeout_s"_a, Released())
       .def("barrier", &HostGroup::barrier, "timeout_s"_a, Released())
       .def(
+          "reduce_scatter_in_place",
+          [](HostGroup& self, Address address, std::size_t count, int dtype, int op,
+             double timeout_s) {
+            self.reduce_scatter_in_place(at(address), count, dtype_of(dtype), op_of(op), timeout_s);
+          },
+          "address"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a, Released())
+      .def(
+          "reduce_in_place",
+          [](HostGroup& self, Address address, std::size_t count, int dtype, int op, int root,
+             double timeout_s) {
+            self.reduce_in_place(at(address), count, dtype_of(dtype), op_of(op), root, timeout_s);
+          },
+          "address"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "timeout_s"_a, Released())
+      .def(
           "post_send",
           [](HostGroup& self, Address address, std::size_t size_bytes, int peer,
              std::int64_t tag) { return self.post_send(at(address), size_bytes, peer, tag); },
@@ -234,6 +248,12 @@ void bind_group(nb::module_& module) {
       .def(
           "release", [](HostGroup& self, Address address) { self.release(at(address)); },
           "address"_a)
+      .def(
+          "heap_of",
+          [](const HostGroup& self, int rank) {
+            return reinterpret_cast<Address>(self.heap_of(rank));
+          },
+          "rank"_a)
       .def("abort", &HostGroup::abort, "reason"_a, Released())
       .def("close", &HostGroup::close, Released());
 }

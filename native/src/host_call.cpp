@@ -7,7 +7,8 @@ namespace {
 
 bool reduces(Operation operation) noexcept {
   return operation == Operation::all_reduce || operation == Operation::reduce ||
-         operation == Operation::reduce_scatter;
+         operation == Operation::reduce_scatter ||
+         operation == Operation::reduce_scatter_in_place || operation == Operation::reduce_in_place;
 }
 
 // Equal for equal calls; two different calls have one fingerprint with a chance of 2^-16.

@@ -82,11 +82,16 @@ void HostGroup::all_reduce(std::byte* data, std::size_t count, DType dtype, Redu
   const std::size_t bytes = count * size_bytes(dtype);
   if (bytes <= std::min(options_.eager_bytes, chunk_limit()))
     return all_reduce_eager(data, count, dtype, reduction);
-  const std::uint64_t number = announce(heap_offset_of(data, bytes));
+  read_heap_offsets(announce(heap_offset_of(data, bytes)));
+  for (const std::uint64_t offset : heap_offsets_)
+    if (offset == not_in_heap) return all_reduce_staged(data, count, dtype, reduction);
+  all_reduce_in_place(data, count, dtype, reduction);
+}
+
+void HostGroup::read_heap_offsets(std::uint64_t number) {
+  heap_offsets_.resize(peers_.size());
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    if (announced(peer, number) == not_in_heap)
-      return all_reduce_staged(data, count, dtype, reduction);
-  all_reduce_in_place(data, count, dtype, reduction, number);
+    heap_offsets_[peer] = announced(peer, number);
 }
 
 // Every rank stages all of its data and reduces everything: a single wait.
@@ -170,23 +175,79 @@ void HostGroup::collect_shares(const StagedPart& part) {
 
 // Everybody's data lies in its segment: each rank reduces its share of all, into all.
 void HostGroup::all_reduce_in_place(std::byte* data, std::size_t count, DType dtype,
-                                    ReductionKernel reduction, std::uint64_t number) {
-  const std::size_t element_bytes = size_bytes(dtype);
-  const Share share = share_of(index_, count * element_bytes);
-  targets_.resize(peers_.size());
-  sources_.resize(peers_.size());
-  for (std::size_t at = 0; at < share.bytes; at += in_place_block_bytes) {
-    for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
-      std::byte* base = peer == index_ ? data
-                                       : peers_[peer].segment->heap().data() +
-                                             announced(peer, number);
-      sources_[peer] = targets_[peer] = base + share.offset + at;
-    }
-    const std::size_t block = std::min(in_place_block_bytes, share.bytes - at);
-    reduction({sources_.data(), sources_.size(), targets_.data(), targets_.size(),
-               block / element_bytes});
-  }
+                                    ReductionKernel reduction) {
+  const Share share = share_of(index_, count * size_bytes(dtype));
+  for (std::size_t at = 0; at < share.bytes; at += in_place_block_bytes)
+    reduce_block(data, share.offset + at, std::min(in_place_block_bytes, share.bytes - at), true,
+                 dtype, reduction);
   synchronise();
+}
+
+// Reduces bytes of all ranks' data, which lies in their segments, into this rank's or into all.
+void HostGroup::reduce_block(std::byte* data, std::size_t offset, std::size_t bytes,
+                             bool into_all, DType dtype, ReductionKernel reduction) {
+  sources_.clear();
+  targets_.clear();
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    std::byte* base =
+        peer == index_ ? data : peers_[peer].segment->heap().data() + heap_offsets_[peer];
+    sources_.push_back(base + offset);
+    if (into_all || peer == index_) targets_.push_back(base + offset);
+  }
+  reduction({sources_.data(), sources_.size(), targets_.data(), targets_.size(),
+             bytes / size_bytes(dtype)});
+}
+
+void HostGroup::need_in_heaps() const {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
+    if (heap_offsets_[peer] == not_in_heap)
+      throw GroupError(GroupFailure::usage, static_cast<int>(peer),
+                       "the data of rank " + std::to_string(peer) + " is not in its heap");
+}
+
+// Nobody leaves before all have read what they reduce.
+void HostGroup::reduce_scatter_in_place(std::byte* data, std::size_t count, DType dtype,
+                                        ReduceOp op, double timeout_s) {
+  const ReductionKernel reduction = kernel(dtype, op);
+  if (count % peers_.size() != 0)
+    throw GroupError(GroupFailure::usage, -1,
+                     std::to_string(count) + " elements do not divide into " +
+                         std::to_string(peers_.size()) + " equal parts");
+  const Call call(*this, {Operation::reduce_scatter_in_place, count, -1, dtype, op}, timeout_s);
+  const std::size_t bytes = count * size_bytes(dtype);
+  read_heap_offsets(announce(heap_offset_of(data, bytes)));
+  need_in_heaps();
+  const std::size_t part = bytes / peers_.size();
+  for (std::size_t at = 0; at < part; at += in_place_block_bytes)
+    reduce_block(data, index_ * part + at, std::min(in_place_block_bytes, part - at), false,
+                 dtype, reduction);
+  synchronise();
+}
+
+// The ranks say in their slots where their data lies, and go on.
+void HostGroup::reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReduceOp op,
+                                int root, double timeout_s) {
+  need_root(root);
+  const ReductionKernel reduction = kernel(dtype, op);
+  const std::size_t bytes = count * size_bytes(dtype);
+  const std::uint64_t heap_offset = heap_offset_of(data, bytes);
+  if (heap_offset == not_in_heap)
+    throw GroupError(GroupFailure::usage, rank_,
+                     "the data of rank " + std::to_string(rank_) + " is not in its heap");
+  const Call call(*this, {Operation::reduce_in_place, count, root, dtype, op}, timeout_s);
+  const Chunk chunk = next_chunk(sizeof heap_offset);
+  std::memcpy(own_slot(chunk), &heap_offset, sizeof heap_offset);
+  publish_staged(chunk);
+  if (rank_ == root) {
+    await_all_staged(chunk);
+    heap_offsets_.resize(peers_.size());
+    for (std::size_t peer = 0; peer < peers_.size(); ++peer)
+      std::memcpy(&heap_offsets_[peer], slot(peer, chunk), sizeof heap_offset);
+    for (std::size_t at = 0; at < bytes; at += in_place_block_bytes)
+      reduce_block(data, at, std::min(in_place_block_bytes, bytes - at), false, dtype,
+                   reduction);
+  }
+  finish(chunk);
 }
 
 // Reduce and broadcast

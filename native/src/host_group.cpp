@@ -71,7 +71,8 @@ std::string read_text(const std::atomic<char>* text, std::size_t capacity) {
 std::string_view name_of(Operation operation) noexcept {
   constexpr std::string_view names[] = {"none",       "all_reduce", "reduce",  "broadcast",
                                         "reduce_scatter", "all_gather", "all_to_all", "gather",
-                                        "scatter",    "barrier",    "send",    "receive"};
+                                        "scatter",    "barrier",    "send",    "receive",
+                                        "reduce_scatter_in_place", "reduce_in_place"};
   return names[static_cast<std::size_t>(operation)];
 }
 

@@ -40,4 +40,9 @@ void HostGroup::release(std::byte* data) {
     heap_free_[offset] = bytes;
 }
 
+std::byte* HostGroup::heap_of(int rank) const {
+  need_root(rank);
+  return peers_[static_cast<std::size_t>(rank)].segment->heap().data();
+}
+
 }  // namespace paceline

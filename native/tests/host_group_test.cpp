@@ -123,6 +123,48 @@ void check_heap(HostGroup& group) {
   }
 }
 
+// Parts and roots, of data that the other ranks leave as it is.
+void check_reductions_in_heap(HostGroup& group) {
+  const auto ranks = static_cast<std::size_t>(group.ranks());
+  const auto rank = static_cast<std::size_t>(group.rank());
+  for (int i = 0; i < group.rank(); ++i) CHECK(group.allocate(1) != nullptr);
+  for (const std::size_t count : counts) {
+    const std::size_t all = count * ranks;
+    auto* data = group.allocate(all * 4);
+    CHECK(data != nullptr);
+    const Floats values = values_of(group.rank(), all);
+    const Floats sum = sum_of(group.ranks(), all);
+    Floats expected = values;
+    for (std::size_t i = rank * count; i < (rank + 1) * count; ++i) expected[i] = sum[i];
+    if (all != 0) std::memcpy(data, values.data(), all * 4);
+    group.reduce_scatter_in_place(data, all, DType::float32, ReduceOp::sum, timeout_s);
+    CHECK(all == 0 || std::memcmp(data, expected.data(), all * 4) == 0);
+    if (all != 0) std::memcpy(data, values.data(), all * 4);
+    for (std::size_t root = 0; root < ranks; ++root) {
+      group.reduce_in_place(data, all, DType::float32, ReduceOp::sum, static_cast<int>(root),
+                            timeout_s);
+      const Floats& now = rank == root ? sum : values;
+      CHECK(all == 0 || std::memcmp(data, now.data(), all * 4) == 0);
+      group.barrier(timeout_s);
+      if (all != 0) std::memcpy(data, values.data(), all * 4);
+    }
+    group.barrier(timeout_s);
+    group.release(data);
+  }
+}
+
+// What a rank writes where another has its heap is there.
+void check_peers_heap(HostGroup& group) {
+  const int ranks = group.ranks();
+  auto* own = group.allocate(8);
+  CHECK(own == group.heap_of(group.rank()));
+  std::byte* const next = group.heap_of((group.rank() + 1) % ranks);
+  std::memset(next, group.rank() + 1, 8);
+  group.barrier(timeout_s);
+  CHECK(own[7] == static_cast<std::byte>((group.rank() + ranks - 1) % ranks + 1));
+  CHECK_THROWS(group.heap_of(ranks), GroupError);
+}
+
 void check_copies(HostGroup& group) {
   const auto ranks = static_cast<std::size_t>(group.ranks());
   const auto rank = static_cast<std::size_t>(group.rank());
@@ -372,6 +414,15 @@ void impossible_calls_leave_the_group_usable() {
     CHECK_THROWS(group.all_reduce(bytes_of(values), 8, DType::int32, ReduceOp::average, timeout_s),
                  GroupError);
     CHECK_THROWS(group.send(bytes_of(values), 32, group.rank(), 0, timeout_s), GroupError);
+    CHECK_THROWS(group.reduce_scatter_in_place(bytes_of(values), 7, DType::float32, ReduceOp::sum,
+                                               timeout_s),
+                 GroupError);
+    CHECK_THROWS(group.reduce_scatter_in_place(bytes_of(values), 8, DType::float32, ReduceOp::sum,
+                                               timeout_s),
+                 GroupError);
+    CHECK_THROWS(group.reduce_in_place(bytes_of(values), 8, DType::float32, ReduceOp::sum, 0,
+                                       timeout_s),
+                 GroupError);
     group.barrier(timeout_s);
   });
 }
@@ -445,6 +496,8 @@ int main() {
     run_threads(ranks, check_reductions, small_segments, small_chunks);
     run_threads(ranks, check_copies, small_segments, small_chunks);
     run_threads(ranks, check_heap, small_segments, small_chunks);
+    run_threads(ranks, check_reductions_in_heap, small_segments, small_chunks);
+    run_threads(ranks, check_peers_heap, small_segments, small_chunks);
     run_threads(ranks, check_all_to_all, small_segments, small_chunks);
     run_threads(ranks, check_messages, small_segments, small_chunks);
     run_threads(ranks, check_posted_messages, small_segments, small_chunks);

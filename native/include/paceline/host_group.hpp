@@ -37,7 +37,7 @@ namespace paceline {
 
 enum class Operation : std::uint8_t {
   none, all_reduce, reduce, broadcast, reduce_scatter, all_gather, all_to_all, gather, scatter,
-  barrier, send, receive
+  barrier, send, receive, reduce_scatter_in_place, reduce_in_place
 };
 std::string_view name_of(Operation operation) noexcept;
 
@@ -105,6 +105,15 @@ class HostGroup {
                double timeout_s);
   void barrier(double timeout_s);
 
+  // Reductions of `count` elements that each rank has in its heap, at any offset: nothing is copied.
+  // Scattered, each rank's part is replaced by its reduction, and all ranks wait until all have read.
+  // At a root, its data is replaced; other ranks return at once, and leave theirs as it is until a
+  // barrier of all ranks. A rank that has its data elsewhere throws, if scattered all ranks.
+  void reduce_scatter_in_place(std::byte* data, std::size_t count, DType dtype, ReduceOp op,
+                               double timeout_s);
+  void reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReduceOp op, int root,
+                       double timeout_s);
+
   // Messages (host_messages.cpp). A send is over when its last packet is in the channel. Messages of
   // a peer with one tag arrive in their order; one with a tag that no receive wants is kept until a
   // receive wants it. What was posted makes progress in every call here, and in a thread of the group.
@@ -126,6 +135,9 @@ class HostGroup {
   // pages; thread-safe.
   std::byte* allocate(std::size_t bytes);
   void release(std::byte* data);
+  // Where this process has mapped the heap of a rank. What lies there is the rank's: who reads or
+  // writes it agrees with that rank on when, and on how long it stays allocated.
+  std::byte* heap_of(int rank) const;
 
  private:
   struct Peer {
@@ -219,8 +231,11 @@ class HostGroup {
   // All-reduce by size and path (host_collectives.cpp)
   void all_reduce_eager(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
   void all_reduce_staged(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
-  void all_reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel,
-                           std::uint64_t number);
+  void all_reduce_in_place(std::byte* data, std::size_t count, DType dtype, ReductionKernel kernel);
+  void reduce_block(std::byte* data, std::size_t offset, std::size_t bytes, bool into_all,
+                    DType dtype, ReductionKernel kernel);
+  void read_heap_offsets(std::uint64_t announcement);
+  void need_in_heaps() const;
   StagedPart stage_for_all(std::byte* data, std::size_t bytes, std::size_t at);
   void reduce_share(const StagedPart& part, DType dtype, ReductionKernel kernel);
   void collect_shares(const StagedPart& part);
@@ -270,6 +285,7 @@ class HostGroup {
   std::uint64_t announcements_ = 0;
   std::vector<const std::byte*> sources_;  // of the running reduction
   std::vector<std::byte*> targets_;
+  std::vector<std::uint64_t> heap_offsets_;  // of the ranks' data
   Wait wait_{};
 
   std::mutex failure_mutex_;

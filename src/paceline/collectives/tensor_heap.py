@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of a host share, which an all-reduce reads in place.
+"""Tensors in memory that all ranks of a host share, which reductions read in place.
 
 An ordinary tensor is copied through the ring of its rank's segment; one in the heap is not, and is
 reduced 1.5 to 3 times as fast (bench/collectives.py). Loaded by name: imports torch.
@@ -18,14 +18,18 @@ from paceline.collectives.tensors import native_type, size_bytes
 from paceline.core.errors import MemoryExceeded
 
 if TYPE_CHECKING:
+    from paceline.collectives.host_group import DType
     from paceline.collectives.hosts import KeyValueStore
 
 
 class TensorHeap:
     """Memory of this rank that the other ranks of its host have mapped.
 
-    Every rank averages the same tensors in the same order. The memory is taken when it is written;
-    that of a tensor is free again when no view of it is left.
+    Every rank calls the same methods with the same sizes in the same order, `empty` apart. Memory
+    is taken when it is written; that of a tensor is free again when its rank has no view of it
+    left, and that of a shared one when the heap of rank 0 is gone as well.
+
+    All but `empty` raise RankLost if a rank ended, and DeadlineExceeded if it did not come in time.
 
     Args:
         group: of all ranks, formed with room in its heap.
@@ -39,6 +43,7 @@ class TensorHeap:
         self.process_group = process_group
         self._group = group
         self._timeout_s = timeout_s
+        self._shared: list[torch.Tensor] = []  # which peers may use longer than this rank does
 
     @classmethod
     def form(
@@ -79,17 +84,103 @@ class TensorHeap:
             raise MemoryExceeded(
                 f"the shared heap has no {needed} bytes left", fix="Form it with more room"
             )
-        memory = (ctypes.c_char * needed).from_address(address)
         # The group, and so the mapping, lives as long as a tensor that uses this memory.
-        weakref.finalize(memory, self._group.release, address)
-        return torch.frombuffer(memory, dtype=dtype)
+        return _tensor_at(address, needed, dtype, self._group.release, address)
 
-    def average(self, tensor: torch.Tensor) -> None:
-        """Average a contiguous tensor over the ranks, in place.
+    def shared(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of which all ranks have one copy, with undefined values.
+
+        What a rank writes, the others read after a barrier. The memory is rank 0's.
 
         Raises:
-            RankLost: a rank did not call this before the deadline, or ended.
+            MemoryExceeded: the heap of rank 0 is full.
         """
-        dtype, factor = native_type(tensor.dtype)
-        count = size_bytes(tensor) // tensor.element_size() * factor
+        own, problem = None, None
+        if self._group.rank == 0:
+            try:
+                own = self.empty(length, dtype)
+            except MemoryExceeded as full:
+                problem = full
+        tensor = self._at_root(own, length, dtype, problem)
+        self._shared.append(tensor)
+        return tensor
+
+    def of_root(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor, in the memory of rank 0.
+
+        Args:
+            tensor: flat, in the heap, with the same length and type on all ranks.
+        """
+        own = tensor if self._group.rank == 0 else None
+        return self._at_root(own, tensor.numel(), tensor.dtype)
+
+    def _at_root(
+        self,
+        own: torch.Tensor | None,
+        length: int,
+        dtype: torch.dtype,
+        problem: MemoryExceeded | None = None,
+    ) -> torch.Tensor:
+        """Tell all ranks where a tensor of rank 0 lies; raise an error on all if there is none."""
+        heap = self._group.heap_of(0)
+        offset = torch.tensor([-1 if own is None else own.data_ptr() - heap])
+        self._group.broadcast(offset.data_ptr(), size_bytes(offset), 0, self._timeout_s)
+        if offset.item() < 0:
+            raise problem or MemoryExceeded(
+                f"the shared heap of rank 0 has no {length * dtype.itemsize} bytes left",
+                fix="Form it with more room",
+            )
+        if own is not None:
+            return own
+        return _tensor_at(
+            heap + int(offset.item()), length * dtype.itemsize, dtype, _keep, self._group
+        )
+
+    def average(self, tensor: torch.Tensor) -> None:
+        """Average a contiguous tensor over the ranks, in place."""
+        count, dtype = _counted(tensor)
         self._group.all_reduce(tensor.data_ptr(), count, dtype, ReduceOp.AVERAGE, self._timeout_s)
+
+    def average_part(self, tensor: torch.Tensor) -> None:
+        """Average this rank's part of a flat tensor of the heap, in place; the rest stays.
+
+        Args:
+            tensor: whose length the number of ranks divides into equal parts, by rank.
+        """
+        count, dtype = _counted(tensor)
+        self._group.reduce_scatter_in_place(
+            tensor.data_ptr(), count, dtype, ReduceOp.AVERAGE, self._timeout_s
+        )
+
+    def average_at_root(self, tensor: torch.Tensor) -> None:
+        """Average a flat tensor of the heap on rank 0, in place.
+
+        The other ranks return at once; theirs must not change before the next barrier.
+        """
+        count, dtype = _counted(tensor)
+        self._group.reduce_in_place(
+            tensor.data_ptr(), count, dtype, ReduceOp.AVERAGE, 0, self._timeout_s
+        )
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self._group.barrier(self._timeout_s)
+
+
+def _tensor_at(
+    address: int, length_bytes: int, dtype: torch.dtype, release: Any, argument: Any
+) -> torch.Tensor:
+    """Return a flat tensor at an address; when no view is left, `release(argument)` is called."""
+    memory = (ctypes.c_char * length_bytes).from_address(address)
+    weakref.finalize(memory, release, argument)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def _counted(tensor: torch.Tensor) -> tuple[int, DType]:
+    """Return how many elements of which type a tensor has, as native calls count them."""
+    dtype, factor = native_type(tensor.dtype)
+    return size_bytes(tensor) // tensor.element_size() * factor, dtype
+
+
+def _keep(_group: HostGroup) -> None:
+    """Do nothing: what may call this with a group keeps its memory mapped until then."""

@@ -4,6 +4,7 @@ Prints how far the parameters of each mode are from those of one process.
 """
 
 import copy
+import dataclasses
 import json
 import sys
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.training import prepare
+from paceline.training.engine.data_parallel import DataParallel
+from paceline.training.engine.ranks import find_ranks
 
 STEPS, BATCH = 6, 12
 
@@ -43,7 +46,10 @@ CASES = [
     for engine in ("allreduce", "sharded", "root")
     for optimizer in OPTIMIZERS
     for overlap in (False, True)
-] + [("ddp", "sgd", None)]
+] + [
+    ("ddp", "sgd", None),
+    *((f"{mode} apart", "sgd", True) for mode in ("allreduce", "sharded", "root")),
+]
 
 
 def batches(seed):
@@ -67,6 +73,16 @@ def alone(model, optimizer, ranks, sometimes):
         losses = [loss_of(model, *part, sometimes and r % 2) for r, part in enumerate(parts)]
         (sum(losses) / ranks).backward()
         optimizer.step()
+
+
+def wrapped(model, optimizer, engine, overlap):
+    """Return the prepared model and optimizer; `apart`: as if the ranks shared no memory."""
+    if not engine.endswith("apart"):
+        return prepare(model, optimizer, engine=engine, overlap=overlap)
+    ranks = dataclasses.replace(find_ranks(model), heap=None)
+    parallel = DataParallel(model, ranks, mode=engine.split()[0], overlap_gradients=overlap)
+    parallel.adopt(optimizer)
+    return parallel, optimizer
 
 
 def together(prepared, rank, ranks, sometimes, accumulate):
@@ -94,21 +110,19 @@ def differences(rank, ranks):
     for engine, name, overlap in CASES:
         for accumulate in (False, True):
             torch.manual_seed(7)
-            sometimes = engine in ("allreduce", "root")
+            sometimes = engine.startswith(("allreduce", "root"))
             reference = Model().double()
             if not sometimes:
                 del reference.sometimes
-            if engine in ("ddp", "sharded"):
+            if engine.startswith(("ddp", "sharded")):
                 del reference.never
             model = copy.deepcopy(reference)
             if rank:  # the engine starts from rank 0's
                 nn.init.zeros_(model.first.weight)
             alone(reference, OPTIMIZERS[name](reference.parameters()), ranks, sometimes)
-            prepared = prepare(
-                model, OPTIMIZERS[name](model.parameters()), engine=engine, overlap=overlap
-            )
+            prepared = wrapped(model, OPTIMIZERS[name](model.parameters()), engine, overlap)
             together(prepared, rank, ranks, sometimes, accumulate)
-            state = prepared.model.state_dict()
+            state = prepared[0].state_dict()
             prefix = "module." if engine == "ddp" and ranks > 1 else ""
             error = max(
                 float((state[prefix + key] - value).abs().max())

@@ -66,6 +66,9 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 # Of a heap: method -> the word, and which argument holds the bytes, likewise.
 _HEAP_METHODS: dict[str, tuple[str, int | None]] = {
     "average": ("all_reduce", 0),
+    "average_part": ("reduce_scatter", 0),
+    "average_at_root": ("reduce", 0),
+    "barrier": ("barrier", None),
 }
 
 

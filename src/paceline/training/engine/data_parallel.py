@@ -29,6 +29,7 @@ from paceline.training.engine.modes import (
     broadcast_values,
 )
 from paceline.training.engine.ranks import first_difference
+from paceline.training.engine.shared_memory import SharedMemoryRoot, SharedMemorySharded
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _MODES: dict[str, Any] = {"allreduce": AllReduce, "sharded": Sharded, "root": Root}
+_SHARED_MEMORY_MODES = _MODES | {"sharded": SharedMemorySharded, "root": SharedMemoryRoot}
 
 
 class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
@@ -76,7 +78,8 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self.module = module
         self.ranks = ranks
         self.buckets: list[GradientBucket] = []
-        self.mode: Mode = _MODES[mode](ranks) if isinstance(mode, str) else mode
+        modes = _MODES if ranks.heap is None else _SHARED_MEMORY_MODES
+        self.mode: Mode = modes[mode](ranks) if isinstance(mode, str) else mode
         self._check = check
         self._sizes = (first_bucket_bytes, bucket_bytes)
         self._overlaps = (overlap_gradients, overlap_parameters)

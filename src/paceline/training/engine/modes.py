@@ -6,7 +6,8 @@
     root        reduce            rank 0               broadcast, before the next forward pass
 
 `root` is S-Caffe's: blocking it is SC-B, with the broadcast overlapped SC-OB, with the reduction
-overlapped as well SC-OBR. `sharded` has both overlaps without a root.
+overlapped as well SC-OBR. `sharded` has both overlaps without a root. Where all ranks share memory
+both take other ways to the same results: `shared_memory`.
 Source: A. Awan et al., S-Caffe, PPoPP 2017; S. Rajbhandari et al., ZeRO, SC 2020 (stage 1).
 """
 
@@ -233,10 +234,10 @@ class Sharded:
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
         }
         for bucket in buckets:
-            flat = flatten(bucket)
+            flat = self._flatten(bucket)
             length = flat.numel() // self._ranks.size
             begin = self._ranks.rank * length
-            own = torch.zeros(length, dtype=flat.dtype, device=flat.device)
+            own = self._own_gradients_of(bucket, begin, length)
             self._flat[bucket.number], self._own_gradients[bucket.number] = flat, own
             slices = []
             shapes = dict(zip(bucket.names, (p.shape for p in bucket.parameters), strict=True))
@@ -250,6 +251,14 @@ class Sharded:
                 )
                 slices.append((part, own[low - begin : high - begin]))
             self._slices[bucket.number] = slices
+
+    def _flatten(self, bucket: GradientBucket) -> torch.Tensor:
+        return flatten(bucket)
+
+    def _own_gradients_of(self, bucket: GradientBucket, begin: int, length: int) -> torch.Tensor:
+        """Return where this rank's part of the reduced gradients goes."""
+        del begin
+        return torch.zeros(length, dtype=bucket.gradients.dtype, device=bucket.gradients.device)
 
     def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, of each part on its rank."""
@@ -381,12 +390,16 @@ def give(bucket: GradientBucket, used: Sequence[float]) -> None:
         parameter.grad = view if count else None
 
 
-def flatten(bucket: GradientBucket) -> torch.Tensor:
+def flatten(bucket: GradientBucket, flat: torch.Tensor | None = None) -> torch.Tensor:
     """Return a flat tensor of which the bucket's parameters are views from now on.
 
     It is as long as the bucket's gradients, so that both divide into the same parts.
+
+    Args:
+        bucket: of the parameters.
+        flat: the tensor, or None for a new one.
     """
-    flat = torch.zeros_like(bucket.gradients)
+    flat = torch.zeros_like(bucket.gradients) if flat is None else flat
     for parameter, (begin, end) in zip(bucket.parameters, bucket.extents, strict=True):
         view = flat[begin:end].view(parameter.shape)
         view.copy_(parameter.detach())

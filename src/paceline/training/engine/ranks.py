@@ -65,7 +65,7 @@ def first_difference(own: Any, ranks: Ranks) -> tuple[int, Any, Any] | None:
 def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
     """Return the ranks of a process group, or one rank where there is none.
 
-    Every rank calls this. Where all share a host, they get shared memory for a model's gradients.
+    Every rank calls this. Where all share a host, they get shared memory for a model's buckets.
 
     Args:
         model: that Paceline's engine will train; None: another engine has its own memory.
@@ -79,11 +79,12 @@ def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
 
 
 def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap | None:
-    """Return shared memory with room for the gradients, where all ranks are on one host."""
+    """Return shared memory with room for the buckets, where all ranks are on one host."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
         return None
     store = dist.PrefixStore(f"training/{next(_calls)}", group.get_group_store())
-    # Twice: new buckets are made beside the old ones.
-    needed = 2 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
+    # Gradients and parameters, twice: new buckets are made beside the old ones. Room that nothing
+    # is written to takes no memory.
+    needed = 4 * bytes_of_buckets(parameters, size) + _HEAP_SLACK
     return TensorHeap.form(store, rank, size, needed, _FORM_S, group)
