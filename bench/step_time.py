@@ -21,6 +21,8 @@ backend, and a step has the update of plain SGD as well:
     SC-OB         the broadcast awaited layer by layer
     SC-OBR        the reduction during the backward pass as well
 
+and the modes between two emulated hosts follow, where that is possible: `engine_between_hosts.py`.
+
     python bench/step_time.py --json [--engine] [--quick]
 """
 
@@ -38,11 +40,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from engine_between_hosts import between_hosts
 from harness import Report, median_interval, options, tell
 
 from paceline.core.allocator import KEEP
 
 RANKS, BATCH, WARM = 2, 4, 3
+QUICK_ENGINE_ROUNDS = 2  # of the CNN alone
 FORMS = ("none", "gloo", "paceline")
 BARS = {"cnn": 0.88, "transformer": 0.92}
 ENGINE_FORMS = {  # mode, overlap of gradients, of parameters
@@ -61,7 +65,7 @@ def main():
         return train(int(rank), Path(folder), int(rounds), given.engine)
     report = Report("step_time_engine" if given.engine else "step_time", given.json)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = 5 if given.quick else 20
+        rounds = (QUICK_ENGINE_ROUNDS if given.engine else 5) if given.quick else 20
         arguments = [sys.executable, __file__, *(["--engine"] if given.engine else []), "--rank"]
         ranks = [
             subprocess.Popen(
@@ -99,6 +103,8 @@ def main():
             report.bar(name, efficiencies["paceline"], BARS[model], at_least=True)
         kind = "parameters" if given.engine else "gradients"
         report.bar(f"{model}: {kind} differ, relative", found["difference"], 1e-5)
+    if given.engine:
+        between_hosts(report, given.quick)
     return report.print()
 
 
@@ -136,7 +142,8 @@ def train(rank, folder, rounds, engine):
     )
     gloo = dist.new_group(backend="gloo")
     measured = {}
-    for name in ("cnn", "transformer"):
+    is_quick = engine and rounds == QUICK_ENGINE_ROUNDS
+    for name in ("cnn",) if is_quick else ("cnn", "transformer"):
         measured[name] = measure(name, rank, gloo, rounds, engine)
     dist.destroy_process_group()
     if rank == 0:
@@ -209,8 +216,8 @@ def with_update(model, updates):
     return model, torch.optim.SGD(model.parameters(), 1e-4) if updates else None
 
 
-def in_engine(model, mode, overlap_gradients, overlap_parameters):
-    """Return a model in the engine, and its optimizer."""
+def in_engine(model, mode, overlap_gradients, overlap_parameters, **sizes):
+    """Return a model in the engine, and its optimizer; `sizes` are those of buckets."""
     import torch
 
     from paceline.training.engine.data_parallel import DataParallel
@@ -224,7 +231,7 @@ def in_engine(model, mode, overlap_gradients, overlap_parameters):
         mode=mode,
         overlap_gradients=overlap_gradients,
         overlap_parameters=overlap_parameters,
-        **({"bucket_bytes": 1 << 40, "first_bucket_bytes": 1 << 40} if blocking else {}),
+        **({"bucket_bytes": 1 << 40, "first_bucket_bytes": 1 << 40} if blocking else sizes),
     )
     parallel.adopt(optimizer)
     return parallel, optimizer

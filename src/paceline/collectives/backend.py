@@ -114,6 +114,11 @@ class PacelineGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no ty
         """Whether all ranks share memory, through which CPU tensors then go."""
         return isinstance(self._path, HostPath)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether gloo serves all CPU tensors, as with one rank on each host."""
+        return self._path is None
+
     def broadcast_path(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return which way a broadcast of CPU tensors goes, as its work says it; the recorder asks.
 

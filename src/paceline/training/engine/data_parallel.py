@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from paceline.training.health import GradientCheck
 
 MIB = 1 << 20
+_BUCKET_BYTES = 25 * MIB  # as DistributedDataParallel
+# Of the 11 M CNN between two hosts 2, 4 and 8 MiB are equally fast, 25 MiB is 6 % slower
+# (bench/LOG.md): until a bucket is full, and after the last one is, nothing is hidden.
+_HIDDEN_BUCKET_BYTES = 8 * MIB
 _MODES: dict[str, Any] = {"allreduce": AllReduce, "sharded": Sharded, "root": Root}
 _SHARED_MEMORY_MODES = _MODES | {"sharded": SharedMemorySharded, "root": SharedMemoryRoot}
 
@@ -53,7 +57,8 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         module: the model, with equal parameters on all ranks (rank 0's are taken).
         ranks: that train it.
         mode: how gradients are reduced and parameters updated; a name, or what `modes` has.
-        bucket_bytes, first_bucket_bytes: gradients that are reduced in one collective.
+        bucket_bytes, first_bucket_bytes: gradients that are reduced in one collective. Without
+            `bucket_bytes` 25 MiB, or 8 MiB where CPUs of several hosts overlap the reductions.
         overlap_gradients: whether buckets are reduced during the backward pass.
         overlap_parameters: whether updated parameters are awaited layer by layer.
         check: sees the gradients of this rank before they are reduced.
@@ -68,7 +73,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         ranks: Ranks,
         *,
         mode: ModeName | Mode = "allreduce",
-        bucket_bytes: int = 25 * MIB,
+        bucket_bytes: int | None = None,
         first_bucket_bytes: int = MIB,
         overlap_gradients: bool = True,
         overlap_parameters: bool = True,
@@ -81,6 +86,10 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         modes = _MODES if ranks.heap is None else _SHARED_MEMORY_MODES
         self.mode: Mode = modes[mode](ranks) if isinstance(mode, str) else mode
         self._check = check
+        if bucket_bytes is None:
+            on_cpus = all(p.device.type == "cpu" for p in module.parameters())
+            is_hidden = overlap_gradients and ranks.heap is None and on_cpus
+            bucket_bytes = _HIDDEN_BUCKET_BYTES if is_hidden else _BUCKET_BYTES
         self._sizes = (first_bucket_bytes, bucket_bytes)
         self._overlaps = (overlap_gradients, overlap_parameters)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]

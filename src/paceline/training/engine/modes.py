@@ -210,6 +210,7 @@ class Sharded:
         self._ranks = ranks
         self._flat: dict[int, torch.Tensor] = {}
         self._own_gradients: dict[int, torch.Tensor] = {}
+        self._received: dict[int, torch.Tensor] = {}  # a row of each rank, where they are exchanged
         self._slices: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._names: dict[int, str] = {}
         self._pieces: dict[str, _Piece] = {}
@@ -228,6 +229,7 @@ class Sharded:
                 fix="Wrap the model again, with another optimizer",
             )
         self._pieces.clear()
+        self._received.clear()
         self._names = {
             id(parameter): name
             for bucket in buckets
@@ -262,16 +264,21 @@ class Sharded:
 
     def reduce(self, bucket: GradientBucket) -> Any:
         """Sum the gradients of all ranks, of each part on its rank."""
-        return _reduce_scatter(
-            self._own_gradients[bucket.number],
-            bucket.gradients,
-            group=self._ranks.group,
-            async_op=True,
-        )
+        gradients, group = bucket.gradients, self._ranks.group
+        if reduces_by_exchange(gradients.device, group):
+            if bucket.number not in self._received:
+                self._received[bucket.number] = torch.empty_like(gradients)
+            received = self._received[bucket.number]
+            return dist.all_to_all_single(received, gradients, group=group, async_op=True)
+        own = self._own_gradients[bucket.number]
+        return _reduce_scatter(own, gradients, group=group, async_op=True)
 
     def reduced(self, bucket: GradientBucket) -> None:
         """Give each slice of a parameter its average. What no rank used has zeros."""
-        self._own_gradients[bucket.number].div_(self._ranks.size)
+        own = self._own_gradients[bucket.number]
+        if bucket.number in self._received:
+            torch.sum(self._received[bucket.number].view(self._ranks.size, -1), 0, out=own)
+        own.div_(self._ranks.size)
         for part, gradient in self._slices[bucket.number]:
             part.grad = gradient
         give(bucket, [0.0] * len(bucket.parameters))
@@ -376,6 +383,19 @@ def check_stateless(optimizer: torch.optim.Optimizer) -> None:
             why="its state belongs to whole parameters, and each rank will update parts",
             fix="Call prepare before the first step, and load a checkpoint after it",
         )
+
+
+def reduces_by_exchange(device: torch.device, group: Any) -> bool:
+    """Return whether a reduce-scatter is made of an all-to-all, and sums on each rank.
+
+    On gloo, whose reduce-scatter is an all-reduce of which each rank keeps a part: it sends twice
+    as many bytes.
+    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13.
+    """
+    group = group or dist.group.WORLD
+    if device.type != "cpu":
+        return False
+    return bool(getattr(group, "is_flat", dist.get_backend(group) == "gloo"))
 
 
 def broadcast_values(model: nn.Module, group: Any) -> None:
