@@ -32,7 +32,7 @@ def on_ranks(script, folder, *arguments):
     return last_json(done.out)
 
 
-@pytest.mark.parametrize("engine", ["allreduce", "sharded", "root", "ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["allreduce", "sharded", "fsdp2"])
 def test_images_are_learnt_alike_by_one_process_and_by_ranks(tmp_path, root, engine):
     script = root / "examples/train_images.py"
     one = alone(script, tmp_path, "--epochs", 12)

@@ -78,9 +78,10 @@ def alone(model, optimizer, ranks, sometimes):
 def wrapped(model, optimizer, engine, overlap):
     """Return the prepared model and optimizer; `apart`: as if the ranks shared no memory."""
     if not engine.endswith("apart"):
-        return prepare(model, optimizer, engine=engine, overlap=overlap)
+        return tuple(prepare(model, optimizer, engine=engine, overlap=overlap))
     ranks = dataclasses.replace(find_ranks(model), heap=None)
-    parallel = DataParallel(model, ranks, mode=engine.split()[0], overlap_gradients=overlap)
+    each = {"bucket_bytes": 1, "first_bucket_bytes": 1}  # a bucket for each parameter
+    parallel = DataParallel(model, ranks, mode=engine.split()[0], overlap_gradients=overlap, **each)
     parallel.adopt(optimizer)
     return parallel, optimizer
 
@@ -97,6 +98,8 @@ def together(prepared, rank, ranks, sometimes, accumulate):
             (loss_of(model, *halves[1], sometimes and rank % 2) / 2).backward()
         else:
             loss_of(model, given, wanted, sometimes and rank % 2).backward()
+        # Also those of a layer that did not run: the update must not meet their return.
+        assert not getattr(model, "_returning", {}), "parameters are still on their way"
         optimizer.step()
 
 

@@ -17,7 +17,8 @@ from paceline.training.optimizers import LARS, parameter_groups
 
 def net(dtype=torch.float64):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+    inner = nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40))
+    return nn.Sequential(inner, nn.Tanh(), nn.Linear(40, 3)).to(dtype)
 
 
 def data(step, samples, dtype=torch.float64):
@@ -267,7 +268,7 @@ def case_scaling(rank, ranks, engine):
 def case_diverges(rank, ranks, engine):
     """Inputs that grow from step 60 on: the alarm names a step and a layer."""
     model = net(torch.float32)
-    model[1] = model[2] = nn.Identity()  # a norm, or a tanh, would hide what grows
+    model[0][1] = model[1] = nn.Identity()  # a norm, or a tanh, would hide what grows
 
     def spoil(step, given):
         return given * (1.0 if step < 60 else 2.0 ** (step - 60))

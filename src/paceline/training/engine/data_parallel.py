@@ -113,8 +113,6 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pass a batch through the model."""
-        if not self._overlaps[1]:
-            self.await_parameters()
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +186,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def _finish(self) -> None:
         """End a backward pass: all buckets are reduced, and gradients are where they belong."""
+        self.await_parameters()  # of layers that this forward pass did not run
         rest = self.buckets[self._next :]
         for bucket in rest:
             self._complete(bucket)
@@ -244,8 +243,9 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def _return_parameters(self, *_: Any) -> None:
         for bucket in reversed(self.buckets):  # front layers first
-            work = self.mode.updated(bucket)
-            self._returning[bucket.number] = work
+            self._returning[bucket.number] = self.mode.updated(bucket)
+        if not self._overlaps[1]:
+            self.await_parameters()
 
     def await_parameters(self) -> None:
         """Wait until all parameters are those that the ranks updated."""
@@ -274,6 +274,8 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
 
         for layer in layers:
             layer.register_forward_pre_hook(await_own)
+        # A script may hold the model itself, and save that.
+        self.module.register_state_dict_pre_hook(lambda *_: self.await_parameters())
 
 
 def check_equal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> None:

@@ -33,14 +33,20 @@ def shard_fully(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) 
     broadcast_values(model, group)
     kind = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)
-    for container in model.modules():
-        if not isinstance(container, nn.Sequential | nn.ModuleList):
-            continue
-        for layer in container.children():
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
+    for layer in _layers_of(model):
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     successors = dict(model.named_parameters())
     for parameters in optimizer.param_groups:
         parameters["params"] = [successors[names[id(old)]] for old in parameters["params"]]
     return model
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of containers, inner ones first, as fully_shard must be called."""
+    layers: dict[nn.Module, None] = {}
+    for container in model.modules():  # outer ones first
+        if isinstance(container, nn.Sequential | nn.ModuleList):
+            layers |= {layer: None for layer in container if any(True for _ in layer.parameters())}
+    inner_first = [layer for layer in reversed(list(model.modules())) if layer in layers]
+    return [layer for layer in inner_first if layer is not model]
