@@ -1,7 +1,8 @@
 """What does compressing gradients save on the wire, and what does it cost in accuracy?
 
 Wire: 2 and 4 emulated hosts (network namespaces) with links of 1 Gbit/s train the residual CNN of
-step_time.py (11 M parameters, batch 4 per rank) with DistributedDataParallel on gloo, in each form:
+step_time.py (11 M parameters, batch 4 per rank) with DistributedDataParallel on gloo, in each form.
+Between 2 hosts with batch 2 and 1 as well: less computing for the same bytes, as on faster devices.
 
     none       a hook that communicates nothing: no form can be faster
     dense      DDP's own all-reduce
@@ -19,6 +20,10 @@ stages of warm-up in the first two) and PowerSGD, all with one learning rate.
 Decision: what the cost model says on shared memory and over 1 Gbit/s, measured there.
 
     python bench/compression.py --json [--quick] [--data DIR]      DIR: with fashion-mnist/
+
+The full run takes about half an hour. With `--resume` each measurement is appended to
+bench/results/compression.jsonl when it ends, and a run that is started again takes what is there:
+stop it at any time, or give it `--minutes M`, after which it starts no further measurement.
 """
 
 from __future__ import annotations
@@ -46,28 +51,96 @@ EPOCHS, WARM_EPOCHS = 15, 2
 EPOCHS_OF_PAPER = 90  # on ImageNet, of which 4 warm up
 DEADLINE_S = 1500
 FORMS = ("none", "dense", "dgc", "dgc 16", "half", "powersgd")
+TRAINED_FORMS = ("dense", "dgc", "powersgd")
+SEEDS = 3
+BATCH, SMALLER_BATCHES = 4, (2, 1)
+KEPT = Path(__file__).parent / "results" / "compression.jsonl"
 
 
 def main():
-    given = options(__doc__, "--rank", "--data", "--only", "--seeds")
+    given = options(
+        __doc__,
+        *("--rank", "--data", "--only", "--minutes"),
+        switches={"--resume": "keep each measurement in a file, and take what is there"},
+    )
     if given.rank:
         return run_rank(json.loads(given.rank[0]))
     report = Report("compression", given.json)
     only = given.only or ("exact", "wire", "accuracy")
-    if "exact" in only:
-        exact(report)
-        selection(report)
-    why = emulated_hosts.available()
-    if "wire" in only and why:
-        tell(f"wire: not measured: {why}")
-    elif "wire" in only:
-        wire(report, given.quick)
-    data = Path(given.data[0]) / "fashion-mnist" if given.data else None
-    if "accuracy" in only and data is not None:
-        accuracy(report, data, given.quick, int(given.seeds[0]) if given.seeds else 3)
-    elif "accuracy" in only:
-        tell("accuracy: not measured: give --data")
+    end = time.monotonic() + 60 * float(given.minutes[0]) if given.minutes else None
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = Jobs(Path(folder), KEPT if given.resume else None, end)
+        if "exact" in only:
+            exact(report)
+            selection(report, jobs)
+        why = emulated_hosts.available()
+        if "wire" in only and why:
+            tell(f"wire: not measured: {why}")
+        elif "wire" in only:
+            wire(report, jobs, given.quick)
+        data = Path(given.data[0]) / "fashion-mnist" if given.data else None
+        if "accuracy" in only and data is not None:
+            accuracy(report, jobs, data, given.quick)
+        elif "accuracy" in only:
+            tell("accuracy: not measured: give --data")
     return report.print()
+
+
+class Jobs:
+    """Runs jobs on ranks, and keeps what they found in a file.
+
+    Args:
+        folder: for stores and results.
+        path: of the file; None: nothing is kept.
+        end: by time.monotonic, after which no job starts; or None.
+    """
+
+    def __init__(self, folder, path, end):
+        self.folder, self.path, self.end = folder, path, end
+        text = path.read_text() if path is not None and path.exists() else ""
+        # A line without its end was being written when the run was killed.
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        entries = [json.loads(line) for line in lines]
+        self.finished = {json.dumps(entry["job"]): entry["found"] for entry in entries}
+
+    def run(self, job, *, data=None, emulated=False):
+        """Return what rank 0 found in a job, now or in an earlier run."""
+        return self.keep(job, lambda: self._start({**job, "data": data}, emulated))
+
+    def keep(self, job, measure):
+        """Return what `measure` returns of a job, now or in an earlier run."""
+        key = json.dumps(job)
+        if key not in self.finished:
+            if self.end is not None and time.monotonic() > self.end:
+                sys.exit(f"stopped after --minutes; {len(self.finished)} measurements are kept")
+            begin = time.monotonic()
+            found = json.loads(json.dumps(measure()))
+            tell(f"  {key}: {time.monotonic() - begin:.0f} s")
+            self.finished[key] = found
+            if self.path is not None:
+                kept = [{"job": json.loads(k), "found": v} for k, v in self.finished.items()]
+                self.path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        return self.finished[key]
+
+    def _start(self, job, emulated):
+        ranks = job["hosts"] * job["per_host"]
+        own = Path(tempfile.mkdtemp(dir=self.folder))
+        network = {"GLOO_SOCKET_IFNAME": "eth0" if emulated else "lo"}
+        environ = {**os.environ, **KEEP, "OMP_NUM_THREADS": "1", **network}
+        started = []
+        for rank in range(ranks):
+            place = emulated_hosts.inside(rank // job["per_host"]) if emulated else []
+            text = json.dumps({**job, "rank": rank, "ranks": ranks, "folder": str(own)})
+            command = [*place, sys.executable, __file__, "--rank", text]
+            started.append(subprocess.Popen(command, env=environ))
+        try:
+            codes = [process.wait(timeout=DEADLINE_S) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        return json.loads((own / "found.json").read_text())
 
 
 # --- exactness -----------------------------------------------------------------------------------
@@ -106,8 +179,15 @@ def exact(report):
     report.bar("density 1 without masking against momentum SGD, relative", error, 1e-6)
 
 
-def selection(report):
+def selection(report, jobs):
     """Seconds of accumulation and selection of 11 M elements: native, and torch operators."""
+    seconds = jobs.keep({"what": "selection"}, selection_seconds)
+    report.row(what="selection", **seconds)
+    ratio = seconds["torch_s"] / seconds["native_s"]
+    report.bar("selection: torch operators / native", ratio, 2.0, at_least=True)
+
+
+def selection_seconds():
     import torch
 
     from paceline.training.compression.selection import (
@@ -135,28 +215,31 @@ def selection(report):
     residual.add_(velocity)
     accumulate_s = time.perf_counter() - begin
     native, plain = (statistics.median(times[name]) for name in ("native", "torch"))
-    report.row(what="selection", native_s=native, torch_s=plain, accumulation_alone_s=accumulate_s)
-    report.bar("selection: torch operators / native", plain / native, 2.0, at_least=True)
+    return {"native_s": native, "torch_s": plain, "accumulation_alone_s": accumulate_s}
 
 
 # --- wire ----------------------------------------------------------------------------------------
 
 
-def wire(report, quick):
-    network = emulated_hosts.network(4, RATE_BITS_PER_S)
-    with network, tempfile.TemporaryDirectory() as folder:
-        jobs = {(2, 1): FORMS, (4, 1): ("dense", "dgc", "dgc 16"), (2, 2): ("dense", "dgc")}
-        found = {}
-        for (hosts, per_host), forms in jobs.items():
+def wire(report, jobs, quick):
+    places = {(2, 1): FORMS, (4, 1): ("dense", "dgc", "dgc 16"), (2, 2): ("dense", "dgc")}
+    found, small = {}, {}
+    with emulated_hosts.network(4, RATE_BITS_PER_S):
+        for (hosts, per_host), forms in places.items():
+            rounds = 3 if quick or hosts * per_host > 2 else 9
             job = {"what": "wire", "hosts": hosts, "per_host": per_host, "forms": forms}
-            job |= {"rounds": 3 if quick or hosts * per_host > 2 else 9}
+            job |= {"batch": BATCH, "rounds": rounds}
             job |= {"stages": not quick and (hosts, per_host) == (2, 1)}
-            found[hosts, per_host] = start(job, Path(folder), emulated=True)
-        shared = start({"what": "decide", "hosts": 1, "per_host": 2}, Path(folder))
+            found[hosts, per_host] = jobs.run(job, emulated=True)
+        for batch in () if quick else SMALLER_BATCHES:
+            job = {"what": "wire", "hosts": 2, "per_host": 1, "forms": FORMS}
+            job |= {"batch": batch, "rounds": 9, "stages": False}
+            small[batch] = jobs.run(job, emulated=True)
+    shared = jobs.run({"what": "decide", "hosts": 1, "per_host": 2})
     for (hosts, per_host), by_form in found.items():
         place = f"{hosts} hosts" if per_host == 1 else f"{hosts} x {per_host} ranks"
         for form, measured in by_form["forms"].items():
-            report.row(where=place, form=form, **measured)
+            report.row(where=place, batch=BATCH, form=form, **measured)
         # Ranks of a host share its interface: two levels of dense all-reduce send as two hosts do.
         dense_bytes = found[hosts, 1]["forms"]["dense"]["bytes"]
         for form in by_form["forms"]:
@@ -165,12 +248,16 @@ def wire(report, quick):
                 name = f"{form}, {place}: bytes sent, dense / compressed"
                 report.bar(name, ratio, 270, at_least=True)
     two = found[2, 1]
+    speedup_bar(report, "2 hosts", two["forms"])
+    for batch, by_form in small.items():
+        for form, measured in by_form["forms"].items():
+            report.row(where="2 hosts", batch=batch, form=form, **measured)
+        if batch == 1:
+            speedup_bar(report, "2 hosts, batch 1", by_form["forms"])
+        else:
+            ratio, bound = speedup(by_form["forms"])
+            report.row(where="2 hosts", batch=batch, form="dgc", faster=ratio, bound=bound)
     steps = two["forms"]
-    both = zip(steps["dense"]["seconds"], steps["dgc"]["seconds"], strict=True)
-    ratio = statistics.median(dense / dgc for dense, dgc in both)
-    bound = steps["dense"]["step_s"] / steps["none"]["step_s"]
-    reason = f"without any communication {bound:.2f}"
-    report.bar("dgc, 2 hosts: step, dense / compressed", ratio, 3.0, at_least=True, reason=reason)
     if two["stages"]:
         warm = sum(two["stages"].values())
         rest = EPOCHS_OF_PAPER - len(two["stages"])
@@ -184,26 +271,18 @@ def wire(report, quick):
     report.bar("compression over 1 Gbit/s", float(two["decision"]["pays"]), 1.0, at_least=True)
 
 
-def start(job, folder, *, emulated=False):
-    """Run the ranks of a job; return what rank 0 found."""
-    ranks = job["hosts"] * job["per_host"]
-    own = Path(tempfile.mkdtemp(dir=folder))
-    network = {"GLOO_SOCKET_IFNAME": "eth0" if emulated else "lo"}
-    environ = {**os.environ, **KEEP, "OMP_NUM_THREADS": "1", **network}
-    started = []
-    for rank in range(ranks):
-        place = emulated_hosts.inside(rank // job["per_host"]) if emulated else []
-        text = json.dumps({**job, "rank": rank, "ranks": ranks, "folder": str(own)})
-        command = [*place, sys.executable, __file__, "--rank", text]
-        started.append(subprocess.Popen(command, env=environ))
-    try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
-    return json.loads((own / "found.json").read_text())
+def speedup(forms):
+    """Return how many times faster steps are with DGC than dense, and without communication."""
+    both = zip(forms["dense"]["seconds"], forms["dgc"]["seconds"], strict=True)
+    bound = forms["dense"]["step_s"] / forms["none"]["step_s"]
+    return statistics.median(dense / dgc for dense, dgc in both), bound
+
+
+def speedup_bar(report, place, forms):
+    ratio, bound = speedup(forms)
+    reason = f"without any communication {bound:.2f}"
+    name = f"dgc, {place}: step, dense / compressed"
+    report.bar(name, ratio, 3.0, at_least=True, reason=reason)
 
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -250,7 +329,7 @@ def wire_rank(job):
         densities = [schedule.at(stage) for stage in range(schedule.stages)]
         found = measured(job, {f"{density:.4f}": ("dgc", density) for density in densities}, 1)
         stages = {name: values["bytes"] for name, values in found.items()}
-    decision = decide_rank(job) if job["per_host"] == 1 else {}
+    decision = decide_rank(job) if job["per_host"] == 1 and job["batch"] == BATCH else {}
     return {"forms": forms, "stages": stages, "decision": decision}
 
 
@@ -291,7 +370,7 @@ def steps_of(job, form, density):
     import torch
     import torch.distributed as dist
 
-    make, given, loss_of = step_time.workload("cnn", job["rank"])
+    make, given, loss_of = step_time.workload("cnn", job["rank"], job["batch"])
     model = step_time.wrapped(make(), dist.group.WORLD, form == "none")
     per_host = job["per_host"]
     hosts = [list(range(h * per_host, (h + 1) * per_host)) for h in range(job["hosts"])]
@@ -340,22 +419,30 @@ def compress(model, form, *, density, hosts=None, stage_steps=0, momentum=0.9):
 # --- accuracy ------------------------------------------------------------------------------------
 
 
-def accuracy(report, data, quick, seeds):
-    epochs, seeds = (1, 1) if quick else (EPOCHS, seeds)
-    job = {"what": "train", "hosts": 1, "per_host": TRAIN_RANKS, "data": str(data)}
-    job |= {"epochs": epochs, "forms": ("dense", "dgc", "powersgd")}
-    scores = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(seeds):
-            for form, score in start({**job, "seed": seed}, Path(folder)).items():
-                scores.setdefault(form, []).append(score)
-    for form, own in scores.items():
+def accuracy(report, jobs, data, quick):
+    epochs, seeds = (1, 1) if quick else (EPOCHS, SEEDS)
+    curves = {}
+    for seed in range(seeds):
+        for form in TRAINED_FORMS:
+            job = {"what": "train", "hosts": 1, "per_host": TRAIN_RANKS, "form": form}
+            job |= {"epochs": epochs, "seed": seed}
+            curves.setdefault(form, []).append(jobs.run(job, data=str(data)))
+    means = {}
+    for form, own in curves.items():
+        last = [curve[-1] for curve in own]
+        means[form] = statistics.mean(last)
+        by_epoch = [statistics.mean(scores) for scores in zip(*own, strict=True)]
         report.row(
-            what="Fashion-MNIST", form=form, epochs=epochs, accuracy=statistics.mean(own), seeds=own
+            what="Fashion-MNIST",
+            form=form,
+            epochs=epochs,
+            accuracy=means[form],
+            seeds=last,
+            by_epoch=by_epoch,
         )
     if quick:  # one epoch is the warm-up
         return
-    lost = statistics.mean(scores["dense"]) - statistics.mean(scores["dgc"])
+    lost = means["dense"] - means["dgc"]
     report.bar("dgc: accuracy lost, points", 100 * lost, 0.5)
 
 
@@ -364,14 +451,13 @@ def train_rank(job):
 
     images = {name: read_idx(Path(job["data"]), name) for name in ("train", "t10k")}
     given, labels = images["train"]
-    return {
-        form: train(job, form, torch.from_numpy(given), torch.from_numpy(labels), images["t10k"])
-        for form in job["forms"]
-    }
+    return train(
+        job, job["form"], torch.from_numpy(given), torch.from_numpy(labels), images["t10k"]
+    )
 
 
 def train(job, form, images, labels, test):
-    """Return the accuracy on the test set after the last epoch."""
+    """Return the accuracy on the test set after each epoch."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -391,6 +477,7 @@ def train(job, form, images, labels, test):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps * epochs)
     random = torch.Generator().manual_seed(job["seed"])
     loss_of = nn.CrossEntropyLoss()
+    scores = []
     for epoch in range(epochs):
         order = torch.randperm(len(images), generator=random)[rank::ranks]
         for step in range(steps):
@@ -399,9 +486,10 @@ def train(job, form, images, labels, test):
             loss_of(model(images[batch]), labels[batch]).backward()
             optimizer.step()
             scheduler.step()
+        scores.append(score(model.module, test) if rank == 0 else 0.0)
         if rank == 0:
-            tell(f"  {form}, seed {job['seed']}, epoch {epoch}: {score(model.module, test):.4f}")
-    return score(model.module, test)
+            tell(f"  {form}, seed {job['seed']}, epoch {epoch}: {scores[-1]:.4f}")
+    return scores
 
 
 def score(model, test):

@@ -256,17 +256,17 @@ def wrapped(model, group, silent):
     return parallel
 
 
-def workload(name, rank):
+def workload(name, rank, batch=BATCH):
     """Return what makes a model, a batch of a rank, and the loss of the model's output."""
     import torch
     from torch import nn
 
     torch.manual_seed(rank)
     if name == "cnn":
-        wanted = torch.randint(0, 10, (BATCH,))
+        wanted = torch.randint(0, 10, (batch,))
         loss = nn.CrossEntropyLoss()
-        return cnn, torch.randn(BATCH, 3, 32, 32), lambda output: loss(output, wanted)
-    given, wanted = torch.randint(0, 4096, (2, BATCH, 64))
+        return cnn, torch.randn(batch, 3, 32, 32), lambda output: loss(output, wanted)
+    given, wanted = torch.randint(0, 4096, (2, batch, 64))
     loss = nn.CrossEntropyLoss()
     return transformer, given, lambda output: loss(output.flatten(0, 1), wanted.flatten())
 

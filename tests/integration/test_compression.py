@@ -105,12 +105,25 @@ def test_powersgd_is_torchs(tmp_path):
         assert rank["moved"] > 0
 
 
-def test_a_gradient_that_is_not_finite_is_refused_before_the_state_takes_it(tmp_path):
-    ((_, found),) = run(tmp_path, 2, "not_finite", [{}])
+@pytest.mark.parametrize("bad", [[0, 1, 2], [1]])
+def test_a_gradient_that_is_not_finite_is_refused_by_all_before_any_state_takes_it(tmp_path, bad):
+    ((_, found),) = run(tmp_path, 3, "not_finite", [{"bad": bad}])
     for number, rank in enumerate(found):
-        assert f"rank {number}" in rank["message"]
+        who = number if number in bad else bad[0]
+        assert f"rank {who}" in rank["message"]
         assert "is not finite" in rank["message"]
+        assert ("the gradient of 3." in rank["message"]) == (number in bad), rank["message"]
         assert rank["names"] == []
+
+
+def test_a_hook_is_refused_where_averages_of_unused_parameters_would_be_dropped(tmp_path):
+    ((_, found),) = run(tmp_path, 2, "unused", [{}])
+    assert all("find_unused_parameters" in rank["message"] for rank in found)
+
+
+def test_a_rank_that_dies_ends_the_others_before_their_timeout(tmp_path):
+    ((_, found),) = run(tmp_path, 3, "dies", [{}])
+    assert all(rank["message"] for rank in found[:2])
 
 
 def test_the_measurement_gives_all_ranks_one_answer(tmp_path):

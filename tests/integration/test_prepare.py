@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.training import prepare
+from paceline.training.options import TrainingOptions
 
 SCRIPT = Path(__file__).parent / "scripts/prepared_training.py"
 ALL = (
@@ -123,6 +124,30 @@ def test_compression_that_sends_everything_is_momentum_sgd(found):
     assert max(rank["compressed"]["error"] for rank in found[1]) < 1e-6
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_model_with_all_that_models_have_is_compressed(tmp_path, ranks):
+    for rank in run_ranks(SCRIPT, tmp_path, ranks, "gloo", "allreduce", "awkward"):
+        assert rank["awkward"]["all"]["error"] < 1e-6  # sums are float32
+        assert rank["awkward"]["all"]["equal"]
+        assert rank["awkward"]["few"]["equal"]
+        assert 0 < rank["awkward"]["few"]["error"] < 1
+
+
+def test_sparse_gradients_are_refused_by_name(tmp_path):
+    for rank in run_ranks(SCRIPT, tmp_path, 2, "gloo", "allreduce", "sparse"):
+        assert rank["sparse"]["what"] == "the gradient of 0.weight is sparse"
+
+
+def test_dgc_alone_warms_up():
+    schedule = TrainingOptions(compression="dgc").dgc().density
+    assert schedule.warmup_steps == 1000
+    assert schedule.at(0) == pytest.approx(0.25, rel=0.02)
+    own = TrainingOptions(compression="dgc", compression_warmup=10).dgc().density
+    assert (own.steps_per_stage, own.density) == (3, 0.001)
+    none = TrainingOptions(compression="auto", compression_warmup=0).dgc().density
+    assert none.at(0) == 0.001
+
+
 @pytest.mark.parametrize("found", OURS, indirect=True, ids="-".join)
 def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
     for rank in found[1]:
@@ -152,6 +177,8 @@ def test_without_a_process_group_one_process_trains():
         {"sharding": True},
         {"scaling": "linear"},
         {"compression": "topk"},
+        {"compression_warmup": 100},
+        {"compression": "dgc", "compression_warmup": -1},
     ],
 )
 def test_options_that_mean_nothing_are_refused(wrong):

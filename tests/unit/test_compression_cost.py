@@ -27,7 +27,7 @@ def test_it_pays_over_a_gigabit_and_stays_off_in_shared_memory():
     assert between.sparse_s == pytest.approx(6 * 11_000 / 1.25e8, rel=0.1)
     inside = estimate(machine("shared-memory", 5e9), COUNT, hosts=1, ranks=2)
     assert not inside.pays
-    assert "stays off: selecting 22.0 ms" in str(inside)
+    assert "does not pay: selecting 22.0 ms" in str(inside)
 
 
 def test_what_backward_hides_counts_against_compression():
@@ -73,7 +73,8 @@ def test_the_published_warmup():
     found = [schedule.at(100 * stage) for stage in range(5)]
     assert found == pytest.approx(published, rel=0.02)
     assert schedule.at(99) == schedule.at(0)
-    assert DensitySchedule(density=0.01).at(0) == 0.01
+    assert DensitySchedule(density=0.01, steps_per_stage=0).at(0) == 0.01
+    assert DensitySchedule().warmup_steps == 1000
     for wrong in ({"density": 0.0}, {"density": 1.5}, {"stages": -1}):
         with pytest.raises(ConfigError):
             DensitySchedule(**wrong)

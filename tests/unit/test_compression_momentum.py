@@ -100,8 +100,26 @@ def test_a_sum_that_overflows_is_no_sign_of_an_infinity():
     assert not is_finite(torch.tensor([float("inf"), -float("inf"), 1.0]))
 
 
+def test_tensors_without_elements_and_with_one_are_compressed():
+    compressor = DeepGradientCompression(
+        DGCOptions(momentum=0.0, density=DensitySchedule(density=0.001, steps_per_stage=0))
+    )
+    shapes = {"none": (0, 4), "scalar": (), "one": (1, 1), "small": (3, 5)}
+    gradients = {name: torch.ones(shape) for name, shape in shapes.items()}
+    compressor.reduce(gradients.items())
+    assert {name: float(value.sum()) for name, value in gradients.items()} == {
+        "none": 0.0,
+        "scalar": 1.0,
+        "one": 1.0,
+        "small": 1.0,
+    }
+    assert sorted(compressor.state_dict()["residual"]) == ["one", "small"]
+
+
 def test_gradients_of_16_bits_are_accumulated_in_32():
-    compressor = DeepGradientCompression(DGCOptions(density=DensitySchedule(density=0.25)))
+    compressor = DeepGradientCompression(
+        DGCOptions(density=DensitySchedule(density=0.25, steps_per_stage=0))
+    )
     gradient = torch.tensor([[1.0, 2.0], [3.0, 257.0]], dtype=torch.bfloat16)
     for _ in range(3):
         compressor.reduce([("w", gradient)])

@@ -27,7 +27,6 @@ from paceline.core.plan import PLAN_VARIABLE, Plan
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
     DeepGradientCompression,
-    DGCOptions,
     HalfCompression,
     MomentumTakeover,
     measure,
@@ -45,6 +44,7 @@ from paceline.training.prepared import Prepared
 from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
+    from paceline.training.compression import DGCOptions
     from paceline.training.compression.cost import CompressionEstimate
     from paceline.training.compression.hooks import Compressor
     from paceline.training.options import Precision, TrainingOptions
@@ -81,11 +81,14 @@ def prepare(
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     said = []
-    if chosen.compression in ("auto", "dgc") and ranks.size > 1:
-        decision = _measured(trained, ranks)
+    dgc = chosen.dgc()
+    if dgc is not None and ranks.size > 1:
+        decision = _measured(trained, ranks, dgc)
         said.append(str(decision))
         if chosen.compression == "auto":
-            chosen = replace(chosen, compression="dgc" if decision.pays else None)
+            chosen = _decided(chosen, decision)
+        elif not decision.pays:
+            said.append("gradients are compressed all the same; compression='auto' would not")
     if chosen.scaling == "weak":
         said += _scale_rates(optimizer, ranks.size)
     parts = _Parts(
@@ -161,11 +164,20 @@ def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) ->
         )
 
 
-def _measured(trained: list[tuple[str, nn.Parameter]], ranks: Ranks) -> CompressionEstimate:
+def _measured(
+    trained: list[tuple[str, nn.Parameter]], ranks: Ranks, options: DGCOptions
+) -> CompressionEstimate:
     """Return what a measurement says of compressing this model's gradients between these ranks."""
     count = sum(parameter.numel() for _, parameter in trained)
     average = ranks.heap.average if ranks.heap is not None else None
-    return measure(count, ranks.group, average=average)
+    return measure(count, ranks.group, options=options, average=average, hosts="find")
+
+
+def _decided(options: TrainingOptions, decision: CompressionEstimate) -> TrainingOptions:
+    """Return the options with ``auto`` replaced by what a measurement says."""
+    if decision.pays:
+        return replace(options, compression="dgc")
+    return replace(options, compression=None, compression_warmup=None)
 
 
 def _scale_rates(optimizer: torch.optim.Optimizer, ranks: int) -> list[str]:
@@ -247,12 +259,11 @@ def _compression(
     ranks: Ranks,
 ) -> tuple[MomentumTakeover | None, Compressor | None]:
     """Return what compresses gradients, and what takes the optimizer's momentum for it."""
-    wanted = options.compression
-    if wanted is None or ranks.size == 1:
+    if options.compression is None or ranks.size == 1:
         return None, None
-    if wanted in ("float16", "bfloat16"):
-        return None, HalfCompression(getattr(torch, str(wanted)))
-    given = wanted if isinstance(wanted, DGCOptions) else DGCOptions()
+    given = options.dgc()
+    if given is None:
+        return None, HalfCompression(getattr(torch, str(options.compression)))
     takeover = MomentumTakeover(optimizer, named)
     given = replace(given, momentum=takeover.momentum, nesterov=takeover.nesterov)
     return takeover, DeepGradientCompression(given, hosts="find")
@@ -287,12 +298,10 @@ def _described(options: TrainingOptions, ranks: Ranks) -> str:
     if options.clip_norm is not None:
         parts.append(f"gradients clipped at norm {options.clip_norm:g}")
     if options.compression is not None:
-        how = options.compression
-        parts.append(f"gradients sent as {how if isinstance(how, str) else 'dgc'}")
-        if how not in ("float16", "bfloat16"):
-            density = (how if isinstance(how, DGCOptions) else DGCOptions()).density
-            since = "from the first step" if not density.steps_per_stage else "after the warm-up"
-            parts.append(f"{density.density:.2%} of the entries {since}")
+        dgc = options.dgc()
+        parts.append(f"gradients sent as {options.compression if dgc is None else 'dgc'}")
+        if dgc is not None:
+            parts.append(str(dgc.density))
             parts.append("momentum and weight decay of the optimizer applied before sending")
     return ", ".join(parts)
 

@@ -5,6 +5,7 @@ OPTIONS is a JSON list of options: the case runs once with each, and prints what
 
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -32,7 +33,7 @@ def options(given):
     """Return DGC's options of the test's JSON."""
     given = dict(given)
     dtype = getattr(torch, given.pop("dtype", "float32"))
-    density = DensitySchedule(density=given.pop("density", 0.05))
+    density = DensitySchedule(density=given.pop("density", 0.05), steps_per_stage=0)
     given.pop("hosts", None)
     return DGCOptions(density=density, value_dtype=dtype, **given)
 
@@ -105,7 +106,7 @@ def reference(rank, ranks, given):
     nesterov, mask = given["nesterov"], given["mask_momentum"]
     compressor = DeepGradientCompression(
         DGCOptions(
-            density=DensitySchedule(density=density),
+            density=DensitySchedule(density=density, steps_per_stage=0),
             momentum=factor,
             nesterov=nesterov,
             mask_momentum=mask,
@@ -252,18 +253,47 @@ def powersgd(rank, ranks, given):
 
 
 def not_finite(rank, ranks, given):
-    """The rank with the NaN names the parameter, and its state takes nothing of it."""
+    """The last rank with a NaN names the parameter; no rank's state takes anything of the bucket.
+
+    The others must not wait for it until a timeout, which is longer than the test's deadline.
+    """
     model = DistributedDataParallel(model_of())
     compressor = DeepGradientCompression()
     register_hook(model, compressor)
-    with torch.no_grad():
-        model.module[3].weight[2, 3] = float("nan")
+    if rank in given["bad"]:
+        with torch.no_grad():
+            model.module[3].weight[2, 3] = float("nan")
     message = ""
     try:
         train(rank, model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
     except (UsageError, RuntimeError) as problem:
         message = str(problem)
     return {"message": message, "names": list(compressor.state_dict()["velocity"])}
+
+
+def unused(rank, ranks, given):
+    model = DistributedDataParallel(model_of(), find_unused_parameters=True)
+    try:
+        register_hook(model, DeepGradientCompression())
+    except UsageError as problem:
+        return {"message": problem.what}
+    return {"message": ""}
+
+
+def dies(rank, ranks, given):
+    """The last rank ends between two steps; the others say what their backward pass raised."""
+    model = DistributedDataParallel(model_of())
+    register_hook(model, DeepGradientCompression())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(rank, model, optimizer, steps=2)
+    message = ""
+    if rank < ranks - 1:
+        try:
+            train(rank, model, optimizer, steps=3, first=2)
+        except RuntimeError as problem:
+            message = str(problem)
+    print(json.dumps([{"message": message}]), flush=True)
+    os._exit(0)
 
 
 def measured(rank, ranks, given):

@@ -66,7 +66,8 @@ def full(value):
 
 
 def far(model, other):
-    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    states = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    pairs = [(a, b) for a, b in states if a.numel()]
     return max(float((full(a).double() - full(b).double()).abs().max()) for a, b in pairs)
 
 
@@ -143,6 +144,81 @@ def case_compressed(rank, ranks, engine):
     train(prepared, rank, ranks, 4, dtype=torch.float32)
     prepared.load_state_dict(copy.deepcopy(prepared.state_dict()))
     return {"error": far(getattr(prepared.model, "module", prepared.model), reference)}
+
+
+class Awkward(nn.Module):
+    """A tied and a frozen layer, tensors of 0 and 1 elements, a vector, and a rarely used layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 3, bias=False)
+        self.tied = nn.Linear(6, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.rare, self.empty = nn.Linear(6, 3), nn.Parameter(torch.zeros(0, 3))
+        self.one, self.shift = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.zeros(()))
+        self.double()
+
+    def forward(self, given, uses_rare):
+        out = self.first(given) + self.tied(self.frozen(given)) * self.one + self.shift
+        return out + self.empty.sum() + (self.rare(given) if uses_rare else 0)
+
+
+def case_awkward(rank, ranks, engine):
+    """Sparse and dense compression of a model with all that models have, and of accumulation.
+
+    Rank 0 uses a layer in steps 0, 1, 4 ..., and in steps 1, 3, 5 ... rank 1 does: none in step 2.
+    """
+    steps = 7 if engine == "allreduce" else 0
+
+    def uses(peer, step):
+        return step % 4 in (0, 1) if peer == 0 else step % 2 == 1
+
+    def loss_of(model, peer, step, half):
+        given, wanted = data(1000 * peer + 2 * step + half, 8)
+        return nn.functional.mse_loss(model(given, uses(peer, step)), wanted) / 2
+
+    def sgd_of(model):
+        return sgd(nn.ParameterList(p for p in model.parameters() if p.requires_grad))
+
+    reference = Awkward()
+    optimizer = sgd_of(reference)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for peer in range(ranks):
+            for half in (0, 1):
+                (loss_of(reference, peer, step, half) / ranks).backward()
+        optimizer.step()
+    found = {}
+    for density in (1.0, 0.1):
+        schedule = DensitySchedule(density=density, steps_per_stage=0)
+        options = DGCOptions(density=schedule, mask_momentum=False)
+        model = Awkward()
+        wrapped, optimizer = prepare(model, sgd_of(model), engine=engine, compression=options)
+        for step in range(steps):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                loss_of(wrapped, rank, step, 0).backward()
+            loss_of(wrapped, rank, step, 1).backward()
+            optimizer.step()
+        values = torch.cat([p.detach().flatten() for p in model.parameters()])
+        every = [torch.empty_like(values) for _ in range(ranks)]
+        dist.all_gather(every, values)
+        equal = all(torch.equal(every[0], other) for other in every)
+        found[density] = {"error": far(model, reference), "equal": equal}
+    return {"all": found[1.0], "few": found[0.1]}
+
+
+def case_sparse(rank, ranks, engine):
+    """An embedding with sparse gradients is refused by name."""
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    wrapped, _ = prepare(model, torch.optim.SGD(model.parameters(), 0.1), engine=engine)
+    try:
+        wrapped(torch.tensor([1, 2])).sum().backward()
+    except PacelineError as problem:
+        return {"what": problem.what}
+    return {"what": ""}
 
 
 def case_uneven(rank, ranks, engine):

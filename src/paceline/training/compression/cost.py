@@ -10,8 +10,8 @@ competes with backward for the processor.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from paceline.training.compression.selection import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -72,7 +72,7 @@ class CompressionEstimate:
         return self.compressed_s < self.dense_exposed_s
 
     def __str__(self) -> str:
-        verdict = "pays" if self.pays else "stays off"
+        verdict = "pays" if self.pays else "does not pay"
         return (
             f"gradient compression {verdict}: selecting {1e3 * self.select_s:.1f} ms + sparse "
             f"exchange {1e3 * self.sparse_s:.1f} ms against {1e3 * self.dense_exposed_s:.1f} ms of "
@@ -154,6 +154,7 @@ def measure(
     options: DGCOptions | None = None,
     hidden_s: float = 0.0,
     average: Callable[[torch.Tensor], None] | None = None,
+    hosts: Sequence[Sequence[int]] | Literal["find"] | None = None,
 ) -> CompressionEstimate:
     """Return what a short measurement says; equal on all ranks, which call this together.
 
@@ -167,27 +168,29 @@ def measure(
         options: of compression; its final density counts.
         hidden_s: of the dense all-reduce, what backward hides.
         average: the dense all-reduce that training has; None: that of the group.
+        hosts: as `DeepGradientCompression` has them.
     """
     options = options or DGCOptions()
     density = options.density.density
     measured = min(count, _MEASURED_COUNT)
     gradient = torch.randn(measured, generator=torch.Generator().manual_seed(0))
-    velocity, residual = torch.zeros_like(gradient), torch.zeros_like(gradient)
-    how = Accumulation(momentum=options.momentum)
-    wanted, sample = wanted_count(measured, density), sample_of(measured, density, "", 0)
-    steady = DensitySchedule(density=density)
-    compressor = DeepGradientCompression(
-        DGCOptions(density=steady, value_dtype=options.value_dtype, exchange=options.exchange)
-    )
+    steady = DensitySchedule(density=density, steps_per_stage=0)
+    compressor = DeepGradientCompression(replace(options, density=steady), hosts=hosts)
     buffer = gradient.clone()
-    matrix = buffer.view(1, -1)
+    # The ranks of a host share the work by parameters, so that each gets one here.
+    parts = buffer.chunk(compressor.form(group).columns)
+    matrices = [(str(number), part.view(1, -1)) for number, part in enumerate(parts)]
+    own = gradient[: parts[0].numel()]
+    velocity, residual = torch.zeros_like(own), torch.zeros_like(own)
+    how = Accumulation(momentum=options.momentum)
+    wanted, sample = wanted_count(len(own), density), sample_of(len(own), density, "", 0)
 
     def select() -> None:
-        accumulate_and_select(gradient, velocity, residual, how=how, wanted=wanted, sample=sample)
+        accumulate_and_select(own, velocity, residual, how=how, wanted=wanted, sample=sample)
 
     forms: tuple[Callable[[], object], ...] = (
         select,
-        lambda: compressor.reduce_buffer(buffer, [("", matrix)], group),
+        lambda: compressor.reduce_buffer(buffer, matrices, group),
         lambda: average(gradient) if average else dist.all_reduce(gradient, group=group),
     )
     seconds = torch.tensor([_shortest(form, group) for form in forms], dtype=torch.float64)

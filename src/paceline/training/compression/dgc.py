@@ -409,6 +409,8 @@ class DeepGradientCompression:
 def _spans(buffer: Tensor, named_gradients: Iterable[tuple[str, Tensor]]) -> list[_Span]:
     spans = []
     for name, gradient in named_gradients:
+        if not gradient.numel():  # has nothing to send, and no address
+            continue
         start = (gradient.data_ptr() - buffer.data_ptr()) // buffer.element_size()
         assert 0 <= start <= buffer.numel() - gradient.numel(), "gradients are views of the buffer"
         spans.append(_Span(name, start, gradient.numel(), gradient.dim() > 1))

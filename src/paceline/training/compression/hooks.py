@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from paceline.core.errors import UsageError
+from paceline.training.compression.dgc import DeepGradientCompression
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,7 +58,8 @@ class HookState:
         model: whose gradients are averaged.
         compressor: that averages them.
         check_finite: refuse gradients that are not finite, before the compressor's state takes
-            them. Costs one pass over the gradients.
+            them: all ranks together, or those with finite ones would wait for the others. Costs one
+            pass over the gradients, and an all-reduce of one number for each bucket.
     """
 
     def __init__(
@@ -76,16 +78,13 @@ class HookState:
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
         """Start to average a bucket; return the future of its buffer.
 
-        Raises:
-            UsageError: a gradient is not finite on this rank.
+        The future has an error on all ranks if a gradient is not finite on one.
         """
         buffer = bucket.buffer()
         named = [
             (self._names[id(parameter)], gradient)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
-        if self.check_finite and not is_finite(buffer):
-            raise not_finite(named)
         future: Future[Tensor] = torch.futures.Future()
         if buffer.is_cuda:
             self._average(buffer, named, bucket.is_last(), future)
@@ -101,6 +100,8 @@ class HookState:
         future: Future[Tensor],
     ) -> None:
         try:
+            if self.check_finite:
+                self._check(buffer, named)
             self.compressor.reduce_buffer(buffer, named, self.group)
             if is_last:
                 self.compressor.end_step()
@@ -110,6 +111,25 @@ class HookState:
             future.set_exception(problem)
         else:
             future.set_result(buffer)
+
+    def _check(self, buffer: Tensor, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise an error on all ranks if a gradient is not finite on one.
+
+        Raises:
+            UsageError: a gradient is not finite; the error names the rank.
+        """
+        is_good = is_finite(buffer)
+        bad = torch.tensor(0 if is_good else 1 + dist.get_rank(self.group), device=buffer.device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.group)
+        if not is_good:
+            raise not_finite(named)
+        if bad:
+            raise UsageError(
+                f"a gradient of rank {int(bad) - 1} is not finite",
+                where=f"rank {dist.get_rank()}",
+                why="no rank compressed it: a residual keeps an infinity or a NaN for good",
+                fix="See the error of that rank, which names the parameter",
+            )
 
 
 def register_hook(
@@ -125,7 +145,19 @@ def register_hook(
 
     Returns:
         What keeps the compressor, whose `state_dict` belongs into checkpoints.
+
+    Raises:
+        UsageError: DeepGradientCompression, and the model finds unused parameters.
     """
+    if model.find_unused_parameters and isinstance(compressor, DeepGradientCompression):
+        raise UsageError(
+            "find_unused_parameters cannot be combined with gradient compression",
+            where="register_hook",
+            why="DistributedDataParallel drops the average of a parameter that no rank used, and "
+            "what its residual sent would be lost",
+            fix="Use paceline.training.prepare(model, optimizer, compression='dgc'), which keeps "
+            "such residuals, or find_unused_parameters=False",
+        )
     state = HookState(model, compressor, check_finite=check_finite)
     # torch refuses hooks whose annotations are strings, as all are in this module.
     model.register_comm_hook(state, lambda state, bucket: state.hook(bucket))

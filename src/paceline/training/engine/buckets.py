@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from paceline.core.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -73,10 +75,21 @@ class GradientBucket:
 
         Args:
             index: of the parameter in the bucket.
+
+        Raises:
+            UsageError: the gradient is sparse.
         """
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.names[index]} is sparse",
+                where="backward pass",
+                why="gradients are reduced in flat buckets, which have all elements",
+                fix="Make the embedding with sparse=False, or prepare with engine='ddp' and "
+                "no compression",
+            )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view

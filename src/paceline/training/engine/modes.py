@@ -130,14 +130,19 @@ class CompressedAllReduce(AllReduce):
         self._compressor = compressor
         self._scale = scale
 
-    def reduce(self, bucket: GradientBucket) -> Any:
-        """Average what the ranks send; gradients are unscaled for it, since residuals stay."""
+    def reduce(self, bucket: GradientBucket) -> None:
+        """Average what the ranks send; gradients are unscaled for it, since residuals stay.
+
+        The state of a parameter that no rank used stays as it is, as that of torch's optimizers: it
+        gets no gradient, so that what a residual sent would be lost.
+        """
+        dist.all_reduce(bucket.used, group=self._ranks.group)
+        members = zip(bucket.names, bucket.views, bucket.used.tolist(), strict=True)
+        named = [(name, view) for name, view, count in members if count]
         gradients = bucket.gradients[: bucket.extents[-1][1]]
         gradients.div_(self._scale.scale)
-        named = zip(bucket.names, bucket.views, strict=True)
         self._compressor.reduce_buffer(gradients, named, self._ranks.group)
         gradients.mul_(self._scale.scale)
-        return dist.all_reduce(bucket.used, group=self._ranks.group, async_op=True)
 
     def reduced(self, bucket: GradientBucket) -> None:
         """Give each parameter its average; None to one that no rank used."""
