@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_all_before_any_state_takes_
         who = number if number in bad else bad[0]
         assert f"rank {who}" in rank["message"]
         assert "is not finite" in rank["message"]
-        assert ("the gradient of 3." in rank["message"]) == (number in bad), rank["message"]
+        assert ("the gradient of " in rank["message"]) == (number in bad), rank["message"]
         assert rank["names"] == []
 
 
