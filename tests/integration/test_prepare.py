@@ -156,6 +156,12 @@ def test_ranks_with_other_models_are_refused_with_the_first_difference(found):
         assert rank["differ"]["options"] == "rank 1 trains with other options than rank 0"
 
 
+@pytest.mark.parametrize("found", OURS, indirect=True, ids="-".join)
+def test_a_model_that_outlives_its_process_group_does_not_keep_it(found):
+    """The threads of a group that is kept are ended with the interpreter, now and then by abort."""
+    assert all(rank["group_ended"] for rank in found[1])
+
+
 def test_without_a_process_group_one_process_trains():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

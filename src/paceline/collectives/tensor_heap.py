@@ -40,7 +40,8 @@ class TensorHeap:
     path = "shared memory"  # the recorder asks: which way a call takes
 
     def __init__(self, group: HostGroup, timeout_s: float, process_group: Any) -> None:
-        self.process_group = process_group
+        # Weak: a model with a heap may outlive its process group, whose threads must end with it.
+        self._process_group = weakref.ref(process_group)
         self._group = group
         self._timeout_s = timeout_s
         self._shared: list[torch.Tensor] = []  # which peers may use longer than this rank does
@@ -71,6 +72,11 @@ class TensorHeap:
             store, rank, ranks, timeout_s, name="tensors", heap_bytes=bytes_needed
         )
         return cls(group, timeout_s, process_group)
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's group of the same ranks; None when it was destroyed. The recorder asks."""
+        return self._process_group()
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor in the heap, with undefined values.

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import weakref
 from datetime import timedelta
 
 import torch
@@ -378,8 +379,13 @@ def main():
         timeout=timedelta(seconds=60),
     )
     found = {name: globals()[f"case_{name}"](rank, ranks, engine) for name in sys.argv[6:]}
-    print(json.dumps(found))
+    group = weakref.ref(dist.group.WORLD)
+    prepared = prepare(model := net(), sgd(model), engine=engine)
+    train(prepared, rank, ranks, 2)
     dist.destroy_process_group()
+    found["group_ended"] = group() is None
+    del prepared  # DistributedDataParallel must not outlive its group
+    print(json.dumps(found))
 
 
 main()
