@@ -9,9 +9,11 @@ two ranks share a batch and accumulate it. A character transformer learns tiny-s
 
 All of them warm up over 15 % of the epochs and decay polynomially (power 2); biases and
 normalisation layers neither decay nor adapt. At every batch every method gets the same number of
-tuning trials, judged on images held out from training: four rates a factor of 4 apart around the
-scaled rate, then twice and half the best of them. The best rate then trains with three seeds, which
-the test images judge. All trials are in the results.
+tuning trials, judged on images held out from training: three rates a factor of 4 apart around the
+peak rate that was best at the batch before; then, one after the other, a quarter of the lowest or 4
+times the highest while one of these is best, and twice and half the best otherwise. So no method
+ends at an edge of its grid because its rates were guessed too high for large batches. The best rate
+then trains with three seeds, which the test images judge. All trials are in the results.
 
     python bench/large_batch.py --json [--quick | --short] [--data DIR]
 
@@ -43,7 +45,8 @@ BASE = {
     "images": {"sgd": 0.05, "lars": 2.0, "lamb": 0.008},  # at a batch of 64
     "text": {"sgd": 0.2, "lars": 2.0, "lamb": 0.008},
 }
-MULTIPLES = (1 / 16, 1 / 4, 1.0, 4.0)  # of the scaled rate
+TRIALS = 6
+CHANCE = 0.15  # an accuracy below has learnt nothing
 TRAINING_SAMPLES = {"images": 55_000, "text": 15_253}
 SEEDS = (1, 2, 3)
 LARGE = 16_384
@@ -58,8 +61,7 @@ class Campaign:
     epochs: dict[str, float]
     width: int
     samples: int = 0  # 0: all
-    multiples: tuple[float, ...] = MULTIPLES
-    refine: bool = True
+    trials: int = TRIALS
     seeds: tuple[int, ...] = SEEDS
 
 
@@ -78,8 +80,7 @@ QUICK = Campaign(
     epochs={"images": 4},
     width=4,
     samples=12_000,
-    multiples=(),
-    refine=False,
+    trials=0,
     seeds=(1,),
 )
 
@@ -101,20 +102,20 @@ def main():
         end = time.monotonic() + 60 * float(given.minutes[0]) if given.minutes else None
         with Trainer(data, Path(folder), kept / f"large_batch_{mode}.jsonl", end) as train:
             for task, batches in campaign.batches.items():
-                figures = {}
+                figures, peaks = {}, dict(BASE[task])
                 for batch in batches:
                     for method in METHODS:
-                        outcome = best_of(train, campaign, task, method, batch)
+                        outcome = best_of(train, campaign, task, method, batch, peaks[method])
                         figures[method, batch] = outcome
+                        peaks[method] = outcome["peak_rate"]
                         report.row(task=task, method=method, batch=batch, **outcome)
                 judge(report, task, figures, batches, mode)
     return report.print()
 
 
-def best_of(train, campaign, task, method, batch):
-    """Tune the rate of a method at a batch; return the figures of the best one over the seeds."""
-    scale = batch / 64 if method == "sgd" else (batch / 64) ** 0.5
-    center = BASE[task][method]  # the schedule multiplies it by `scale`
+def best_of(train, campaign, task, method, batch, center):
+    """Tune the peak rate of a method at a batch; return the figures of the best over the seeds."""
+    scale = batch / 64 if method == "sgd" else (batch / 64) ** 0.5  # the schedule multiplies by it
     common = {
         "task": task,
         "method": method,
@@ -124,33 +125,59 @@ def best_of(train, campaign, task, method, batch):
         "width": campaign.width,
     }
 
-    def trial(multiple):
-        rate = center * multiple
-        found = train({**common, "rate": rate, "seed": 0, "split": "validation"})
-        return goodness(task, found["figure"]), multiple
+    def trial(peak):
+        found = train({**common, "rate": peak / scale, "seed": 0, "split": "validation"})
+        return goodness(task, found["figure"])
 
-    trials = [trial(multiple) for multiple in campaign.multiples]
-    if campaign.refine:
-        around = max(trials)[1]
-        trials += [trial(2 * around), trial(around / 2)]
-    rate = center * max(trials, default=(0.0, 1.0))[1]
+    tried = tune(trial, center, campaign.trials)
+    peak = best_rate(tried) if tried else center * scale
     finals = [
-        train({**common, "rate": rate, "seed": seed, "split": "test"})["figure"]
+        train({**common, "rate": peak / scale, "seed": seed, "split": "test"})["figure"]
         for seed in campaign.seeds
     ]
     known = [figure for figure in finals if figure is not None]
     return {
         "share_of_data": batch / (campaign.samples or TRAINING_SAMPLES[task]),
-        "peak_rate": rate * scale,
+        "peak_rate": peak,
         "test": statistics.mean(known) if len(known) == len(finals) else None,
         "test_by_seed": finals,
-        "trials": [[center * scale * multiple, value] for value, multiple in trials],
+        "trials": [list(pair) for pair in tried.items()],
     }
+
+
+def tune(trial, center, trials):
+    """Return the goodness of the rates that were tried, by rate.
+
+    >>> list(tune(lambda rate: -abs(rate - 3), 1.0, 6))
+    [0.25, 1.0, 4.0, 16.0, 8.0, 2.0]
+    """
+    tried = {}
+    for rate in (center / 4, center, center * 4)[:trials]:
+        tried[rate] = trial(rate)
+    while len(tried) < trials:
+        best = best_rate(tried)
+        wanted = [2 * best, best / 2, 2**0.5 * best, best / 2**0.5]
+        if best == min(tried):
+            wanted.insert(0, best / 4)
+        elif best == max(tried):
+            wanted.insert(0, best * 4)
+        rate = next(rate for rate in wanted if rate not in tried)
+        tried[rate] = trial(rate)
+    return tried
+
+
+def best_rate(tried):
+    """Return the rate of the best trial; the lowest of equal ones, as where all diverged.
+
+    >>> best_rate({1.0: float("-inf"), 0.25: float("-inf")})
+    0.25
+    """
+    return max(tried, key=lambda rate: (tried[rate], -rate))
 
 
 def goodness(task, figure):
     """Return what tuning maximises; a training that diverged is worse than any other."""
-    if figure is None:
+    if figure is None or (task == "images" and figure < CHANCE):
         return float("-inf")
     return figure if task == "images" else -figure
 
