@@ -40,7 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import emulated_hosts
-from harness import Report, options, tell
+from harness import Report, await_ranks, options, tell
 
 from paceline.core.allocator import KEEP
 
@@ -133,13 +133,7 @@ class Jobs:
             text = json.dumps({**job, "rank": rank, "ranks": ranks, "folder": str(own)})
             command = [*place, sys.executable, __file__, "--rank", text]
             started.append(subprocess.Popen(command, env=environ))
-        try:
-            codes = [process.wait(timeout=DEADLINE_S) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
+        await_ranks(started, DEADLINE_S)
         return json.loads((own / "found.json").read_text())
 
 
@@ -348,11 +342,11 @@ def measured(job, forms, rounds):
     for _ in range(rounds):
         for name, run in steps.items():
             dist.barrier()
-            before, begin = sent_bytes(), time.perf_counter()
+            before, begin = emulated_hosts.sent_bytes(), time.perf_counter()
             run(STEPS)
             took = (time.perf_counter() - begin) / STEPS
             dist.barrier()  # behind it, all that was sent has left
-            sent = (sent_bytes() - before) / STEPS
+            sent = (emulated_hosts.sent_bytes() - before) / STEPS
             mine = torch.tensor([took, sent], dtype=torch.float64)
             dist.all_reduce(mine, dist.ReduceOp.MAX)
             found[name]["seconds"].append(float(mine[0]))
@@ -384,10 +378,6 @@ def steps_of(job, form, density):
             optimizer.step()
 
     return run
-
-
-def sent_bytes():
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def compress(model, form, *, density, hosts=None, stage_steps=0, momentum=0.9):

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 PREFIX = f"ps{os.getpid() % 10000}"  # of namespaces and devices: a device's name has 15 letters
 
@@ -59,6 +60,11 @@ def inside(host):
     """Return the words that run a command on a host, under a host name of its own."""
     script = f'hostname {name_of(host)}; exec "$@"'
     return ["ip", "netns", "exec", name_of(host), "unshare", "-u", "bash", "-c", script, "-"]
+
+
+def sent_bytes():
+    """Return the bytes that the host of this process has sent over its link."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def _run(command, *, check=True):

@@ -44,7 +44,7 @@ from pathlib import Path
 
 import emulated_hosts
 import numpy as np
-from harness import Report, options, tell
+from harness import Report, await_ranks, options, tell
 
 from paceline.core.allocator import KEEP
 
@@ -204,13 +204,7 @@ def run_ranks(folder, rounds, forms):
         started.append(
             subprocess.Popen([*emulated_hosts.inside(rank), *OWN_PIDS, *command], env=environ)
         )
-    try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+    await_ranks(started, DEADLINE_S)
     return json.loads((folder / "found.json").read_text())
 
 
@@ -239,11 +233,11 @@ def train(rank, folder, rounds, forms):
     for number in range(rounds):
         for form, run in steps.items():
             dist.barrier()
-            before, begin = sent_bytes(), time.perf_counter()
+            before, begin = emulated_hosts.sent_bytes(), time.perf_counter()
             run(STEPS)
             took = (time.perf_counter() - begin) / STEPS
             dist.barrier()
-            sent = (sent_bytes() - before) / STEPS
+            sent = (emulated_hosts.sent_bytes() - before) / STEPS
             measured = torch.tensor([took, sent], dtype=torch.float64)
             dist.all_reduce(measured, dist.ReduceOp.MAX)
             found[form]["seconds"].append(float(measured[0]))
@@ -287,10 +281,6 @@ def steps_of(form, rank):
             model.await_parameters()
 
     return run
-
-
-def sent_bytes():
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

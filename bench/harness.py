@@ -36,6 +36,17 @@ def tell(text):
     print(text, file=sys.stderr, flush=True)
 
 
+def await_ranks(ranks, deadline_s):
+    """Wait for the processes of a job; end the benchmark if one failed. None runs on."""
+    try:
+        codes = [rank.wait(timeout=deadline_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        sys.exit(f"ranks ended with {codes}")
+
+
 def bar(name, value, limit, *, at_least=False, reason=""):
     """Return a bar: a value that must not exceed its limit, or must reach it. None is not met."""
     met = value is not None and (value >= limit if at_least else value <= limit)

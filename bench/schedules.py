@@ -29,7 +29,7 @@ from pathlib import Path
 
 import emulated_hosts
 import numpy as np
-from harness import Report, options, tell
+from harness import Report, await_ranks, options, tell
 
 from paceline.collectives.executor import ScheduleExecutor
 from paceline.core.machine import Link, Quantity
@@ -206,13 +206,7 @@ def run_gloo(out, rounds):
         subprocess.Popen([*emulated_hosts.inside(rank // HOST_RANKS), *own, str(rank)], env=environ)
         for rank in range(RANKS)
     ]
-    try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+    await_ranks(started, DEADLINE_S)
     return json.loads(out.read_text())
 
 

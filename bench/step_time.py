@@ -41,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from engine_between_hosts import between_hosts
-from harness import Report, median_interval, options, tell
+from harness import Report, await_ranks, median_interval, options, tell
 
 from paceline.core.allocator import KEEP
 
@@ -74,9 +74,7 @@ def main():
             )
             for rank in range(RANKS)
         ]
-        codes = [rank.wait(timeout=1200) for rank in ranks]
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
+        await_ranks(ranks, 1200)
         measured = json.loads((Path(folder) / "measured.json").read_text())
     for model, found in measured.items():
         times = found["step_s"]

@@ -16,7 +16,7 @@ Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Compression = Literal["auto", "dgc", "float16", "bfloat16"]
 Scaling = Literal["strong", "weak"]
-OWN_ENGINES = get_args(ModeName)
+MODES = get_args(ModeName)
 _CHOICES = {"engine": Engine, "precision": Precision, "scaling": Scaling}
 
 

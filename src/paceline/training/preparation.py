@@ -38,7 +38,7 @@ from paceline.training.engine.modes import CompressedAllReduce
 from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, TensorNorms
-from paceline.training.options import OWN_ENGINES, options_of
+from paceline.training.options import MODES, options_of
 from paceline.training.precision.scaling import LossScaler, scale_gradients
 from paceline.training.prepared import Prepared
 from paceline.training.uneven import Weight
@@ -77,7 +77,7 @@ def prepare(
     plan = plan or _plan_of_run()
     chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
-    ranks = find_ranks(model if chosen.engine in OWN_ENGINES else None, group)
+    ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     said = []
@@ -221,11 +221,11 @@ def _wrap(
         sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
     if options.engine == "fsdp2" and ranks.size > 1:
         return shard_fully(model, optimizer, ranks.group)
-    if options.engine in OWN_ENGINES or ranks.size == 1:
+    if options.engine in MODES or ranks.size == 1:
         overlap = ranks.heap is None if options.overlap is None else options.overlap
         if ranks.size == 1:
             watch_gradients(trained, parts.check)
-        mode: Any = options.engine if options.engine in OWN_ENGINES else "allreduce"
+        mode: Any = options.engine if options.engine in MODES else "allreduce"
         if compressor is not None:
             mode = CompressedAllReduce(ranks, compressor, parts.scaler)
         return DataParallel(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import UsageError
 
@@ -144,13 +145,13 @@ def _divided(batch: Any, samples: int, ranks: Ranks) -> tuple[Any, list[int]]:
         is_whole = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == samples
         return leaf[rows] if is_whole else leaf
 
-    return torch.utils._pytree.tree_map(own, batch), counts  # noqa: SLF001  # as in samples_of
+    return tree_map(own, batch), counts
 
 
 def _checksum(batch: Any) -> int:
     """Return a number that differs where the first values of a batch's tensors do."""
     total = 0
-    for leaf in torch.utils._pytree.tree_leaves(batch):  # noqa: SLF001  # as in samples_of
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             values = leaf.reshape(-1)[:_COMPARED_ELEMENTS].cpu()
             total = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), total)
@@ -172,7 +173,7 @@ def samples_of(batch: Any) -> int:
     Raises:
         UsageError: there is no tensor with a dimension.
     """
-    for leaf in torch.utils._pytree.tree_leaves(batch):  # noqa: SLF001  # torch's own loaders use it
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
     raise UsageError(
