@@ -44,6 +44,9 @@ HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 Recorder = _native.Recorder
+SharedWords = _native.SharedWords
+SortedPlan = _native.SortedPlan
+SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
 crc32c = _native.crc32c
 gather = _native.gather
@@ -73,6 +76,9 @@ __all__ = [
     "PackEntry",
     "PackReader",
     "Recorder",
+    "SharedWords",
+    "SortedPlan",
+    "SortedReader",
     "accumulate_and_select",
     "corrupt_sample",
     "crc32c",

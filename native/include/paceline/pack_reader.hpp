@@ -63,6 +63,8 @@ class PackReader {
 
   const PackIndex& index() const noexcept { return index_; }
   const ReadOptions& options() const noexcept { return options_; }
+  // The file of a shard, as it was when the pack was opened. Throws std::out_of_range.
+  const Mapping& shard(std::uint32_t number) const { return shards_.at(number)->mapping; }
 
   // Length of a sample, known to be in its shards. Throws PackError, std::out_of_range.
   std::size_t checked_length(std::uint64_t sample) const;

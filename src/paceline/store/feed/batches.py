@@ -28,6 +28,7 @@ from paceline.core.errors import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from paceline.store.feed.node.client import NodePass, NodeSamples
     from paceline.store.feed.options import LoaderOptions
     from paceline.store.feed.tasks import BatchTask
     from paceline.store.read.pack import Pack
@@ -68,6 +69,11 @@ class RawSamples(Sequence[memoryview]):
         view, bounds = self._view, self.offsets.tolist()
         return (view[a:b] for a, b in itertools.pairwise(bounds))
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all samples."""
+        return int(self.offsets[-1])
+
     def tensors(self) -> list[torch.Tensor]:
         """Return each sample as a uint8 tensor that shares the buffer."""
         return list(torch.split(self.buffer, np.diff(self.offsets).tolist()))
@@ -86,6 +92,7 @@ class Batch:
     stored_bytes: int
     size_bytes: int
     skipped: list[str]
+    is_from_node: bool = False  # read by the node's reader
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory; torch's DataLoader calls it, too."""
@@ -112,6 +119,7 @@ class BatchMaker:
         self.raw = transform is None and options.decode is None and collate is None
         self.pin = pin
         self.at: dict[str, int] = {}  # the sample that each thread is working on
+        self.node: NodePass | None = None  # what the node's reader reads for this pass
         if options.decode == "image":
             _require_pillow()
 
@@ -133,29 +141,44 @@ class BatchMaker:
         numbers = task.numbers
         skipped: list[str] = []
         try:
-            buffer, offsets = self.pack.read_batch(numbers)
+            shared = self._from_node(task)
+            bodies = self._read(numbers, shared)
         except (CorruptPack, MemoryExceeded) as damage:  # too large: perhaps by a false claim
             if self.options.on_corrupt == "raise":
                 raise
             numbers, skipped = self._without_damaged(numbers, damage)
-            buffer, offsets = self.pack.read_batch(numbers)
-        bodies = RawSamples(torch.from_numpy(buffer), offsets)
+            shared = None
+            bodies = self._read(numbers, shared)
         samples: Any = bodies if self.raw else self._collated(bodies, numbers)
         labels = torch.from_numpy(self.pack.labels_of(numbers).astype(np.int64))
         content: tuple[Any, ...] = (samples, labels)
         if self.options.numbers:
             content += (torch.from_numpy(numbers),)
-        stored = int(offsets[-1])
+        stored = bodies.size_bytes
         size = stored if self.raw else _tensor_bytes(samples)
-        made = Batch(content, len(numbers), stored, size, skipped)
+        made = Batch(content, len(numbers), stored, size, skipped, is_from_node=shared is not None)
         return made.pin_memory() if self.pin else made
+
+    def _from_node(self, task: BatchTask) -> NodeSamples | None:
+        return None if self.node is None else self.node.take(task.step, len(task.numbers))
+
+    def _read(
+        self, numbers: NDArray[np.int64], shared: NodeSamples | None
+    ) -> RawSamples | NodeSamples:
+        if shared is None:
+            buffer, offsets = self.pack.read_batch(numbers)
+        elif not self.raw:
+            return shared
+        else:
+            buffer, offsets = shared.joined()  # one buffer is what is promised
+        return RawSamples(torch.from_numpy(buffer), offsets)
 
     def describe(self, worker: str) -> str:
         """Say what a thread is working on."""
         number = self.at.get(worker)
         return str(self.pack.path) if number is None else self._named(number)
 
-    def _collated(self, bodies: RawSamples, numbers: NDArray[np.int64]) -> Any:
+    def _collated(self, bodies: RawSamples | NodeSamples, numbers: NDArray[np.int64]) -> Any:
         me = threading.current_thread().name
         items = []
         try:

@@ -26,6 +26,7 @@ from paceline.core.errors import (
 from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
 from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
+from paceline.store.feed.node.join import join
 from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
@@ -36,6 +37,8 @@ from paceline.store.read.pack import Pack, open_pack
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
+
+    from paceline.store.feed.node.client import NodeClient
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 
@@ -115,6 +118,8 @@ class Loader:
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
+        self._node: NodeClient | None = None
+        self._has_joined = False  # whether the node's ranks have agreed on a reader, or on none
         self._running: weakref.ref[LoaderIterator] | None = None
         self._processes: Any = None  # a DataLoader, kept with its workers from epoch to epoch
 
@@ -129,6 +134,9 @@ class Loader:
 
     def __iter__(self) -> LoaderIterator:
         self._halt()
+        if not self._has_joined:  # not before all ranks iterate, so that no rank waits for others
+            self._node = join(self.pack, self.order, self.batches, self.options)
+            self._has_joined = True
         running = LoaderIterator(self)
         self._running = weakref.ref(running)
         return running
@@ -173,10 +181,16 @@ class Loader:
         if workers is not None:
             workers._shutdown_workers()  # noqa: SLF001  # else they end when nothing refers to them
         self._processes = None
+        if self._node is not None:
+            self._node.leave()
+        self._node, self._has_joined = None, False
 
     def tasks(self) -> Iterator[BatchTask]:
         """Return the batches to make, from the current position to the end of the epoch."""
         planned = plan_tasks(self.order, self.batches, self.position, self.pack)
+        if self._node is not None:
+            self.maker.node = self._node.begin(self.epoch, self.position)
+            return planned
         return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:
@@ -251,6 +265,7 @@ class Loader:
         stats.samples += made.sample_count
         stats.bytes += made.stored_bytes
         stats.waited_s += waited_s
+        stats.read_by_node += made.is_from_node
         stats.skipped += len(made.skipped)
         stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
 

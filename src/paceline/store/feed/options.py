@@ -40,6 +40,9 @@ class LoaderOptions:
             worker processes the mean size of a stored sample is used.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
         timeout_s: longest wait for a worker; then an error is raised.
+        node_reader: one process of each node reads for all ranks of it, in the order of storage,
+            and ranks get views of shared memory: ``auto`` where several ranks share a node and the
+            data are larger than half the memory that they may use, ``on`` or ``off``.
 
     Raises:
         UsageError: a value is none of these.
@@ -62,6 +65,7 @@ class LoaderOptions:
     bytes_ahead: int = 256 << 20
     pin_memory: bool | None = None
     timeout_s: float = 120.0
+    node_reader: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         choices = {
@@ -70,6 +74,7 @@ class LoaderOptions:
             "decode": ("image", None),
             "on_corrupt": ("raise", "skip"),
             "worker_kind": ("thread", "process"),
+            "node_reader": ("auto", "on", "off"),
             "start_method": (None, "fork", "forkserver", "spawn"),
         }
         for name, allowed in choices.items():
@@ -92,5 +97,6 @@ class LoaderStats:
     samples: int = 0
     bytes: int = 0  # as stored in the pack, before decoding
     waited_s: float = 0.0  # that the loop spent in the loader
+    read_by_node: int = 0  # batches that came from the node's reader
     skipped: int = 0  # damaged samples left out (on_corrupt="skip")
     skipped_names: list[str] = field(default_factory=list)  # the first 1,000

@@ -85,6 +85,16 @@ class Pack:
         return self._index
 
     @property
+    def native_reader(self) -> PackReader:
+        """What reads the shards; for other readers of the same files."""
+        return self._open()
+
+    @property
+    def verify_policy(self) -> str:
+        """When checksums are verified: ``first``, ``always`` or ``never``."""
+        return str(self._options["verify"])
+
+    @property
     def lengths(self) -> NDArray[np.uint64]:
         """Bytes of each sample, shape (n,): a view of the mapped index, unless a sample is chunked.
 
