@@ -18,10 +18,12 @@ def main(store, rank, ranks, path, mode):
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     options = LoaderOptions(
-        seed=4, numbers=True, workers=2, timeout_s=60, node_reader="off" if mode == "off" else "on"
+        seed=5 if mode == "differs" and rank == 1 else 4,
+        numbers=True,
+        workers=2,
+        timeout_s=5 if mode == "differs" else 60,
+        node_reader="off" if mode == "off" else "on",
     )
-    seed = 5 if mode == "differs" and rank == 1 else 4
-    options = LoaderOptions(**{**vars_of(options), "seed": seed})
     transform = None if mode == "raw" else first_bytes
     loader = Loader(path, 20 * ranks, transform=transform, options=options)
     digest = hashlib.sha256()
@@ -40,10 +42,6 @@ def main(store, rank, ranks, path, mode):
     print(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def vars_of(options):
-    return {name: getattr(options, name) for name in options.__slots__}
 
 
 def first_bytes(body):

@@ -132,6 +132,11 @@ class NodeClient:
         self._set(RankWord.RANK, rank + 1)
         self._words.notify(Word.RANKS_CHANGED)
 
+    @property
+    def reader_pid(self) -> int | None:
+        """Process id of the reader that this rank started last, if it did."""
+        return None if self._child is None else self._child.pid
+
     def begin(self, epoch: int, position: int) -> NodePass:
         """Ask for a pass from a position of an epoch on."""
         with self._lock:

@@ -73,7 +73,7 @@ def join(
     """
     place = NodePlace.find(environment())
     store = _store()
-    why = _why_not(place, store, batches, options)
+    why = _why_not(pack, place, store, batches, options)
     if why:
         if options.node_reader == "on":
             raise UsageError(
@@ -86,9 +86,10 @@ def join(
     assert place is not None
     config = _config(pack, order, batches, options)
     topic = f"paceline/node-reader/{place.node}/{next(_NUMBERS)}"
+    ring: Ring | None
     try:
         if place.local_rank == 0:
-            ring = _offer(store, topic, config, place, batches, options)
+            ring = _offer(store, topic, config, pack, place, batches)
         else:
             ring = _accept(store, topic, config, options)
     except (DeadlineExceeded, StorageError, OSError, ValueError) as problem:
@@ -96,7 +97,7 @@ def join(
             raise
         _LOG.warning("ranks read by themselves, not by one reader of the node: %s", problem)
         return None
-    if ring is None:
+    if ring is None:  # said by local rank 0
         return None
     client = NodeClient(ring, place.local_rank, batches.rank, options.timeout_s)
     if place.local_rank == 0:
@@ -105,16 +106,26 @@ def join(
 
 
 def _why_not(
-    place: NodePlace | None, store: Any, batches: RankBatches, options: LoaderOptions
+    pack: Pack,
+    place: NodePlace | None,
+    store: Any,
+    batches: RankBatches,
+    options: LoaderOptions,
 ) -> str:
+    """Return why there is no reader: the same on all ranks of a node, which do not ask each other.
+
+    So a loader that only some ranks iterate over waits for nobody, unless its data are large.
+    """
     if options.node_reader == "off" or batches.world_size == 1:
         return "one rank has nothing to share" if batches.world_size == 1 else "it is off"
     if options.worker_kind != "thread":
         return "worker processes read by themselves"
     if place is None:
         return "the launcher did not set LOCAL_RANK and LOCAL_WORLD_SIZE"
-    if place.local_ranks == 1 and options.node_reader == "auto":
+    if options.node_reader == "auto" and place.local_ranks == 1:
         return "the node has one rank"
+    if options.node_reader == "auto" and not _is_larger_than_memory(pack):
+        return "the data fit into memory"
     return "" if store is not None else "torch.distributed has no process group yet"
 
 
@@ -142,30 +153,32 @@ def _config(
         world_size=batches.world_size,
         last=batches.last,
         window_bytes=0,
-        direct=False,
+        direct=_is_larger_than_memory(pack),
     )
+
+
+def _is_larger_than_memory(pack: Pack) -> bool:
+    """Return whether the page cache would forget most of the data before they come again."""
+    memory_bytes = node.memory_bytes()
+    return 0 < memory_bytes / 2 < _data_bytes(pack)
+
+
+def _data_bytes(pack: Pack) -> int:
+    return int(pack.index.shard_lengths.sum())
 
 
 def _offer(
     store: Any,
     topic: str,
     config: NodeConfig,
+    pack: Pack,
     place: NodePlace,
     batches: RankBatches,
-    options: LoaderOptions,
-) -> Ring | None:
-    """Make the ring and say where it is; None: what is read fits into memory."""
-    from paceline.store.read.pack import open_pack  # only for its size
-
-    with open_pack(config.pack, index_only=True) as pack:
-        data_bytes, count = int(pack.index.lengths.sum()), len(pack)
+) -> Ring:
+    """Make the ring and say where it is."""
     memory_bytes = node.memory_bytes()
-    is_larger = data_bytes > memory_bytes / 2 > 0
-    if options.node_reader == "auto" and not is_larger:
-        store.set(topic, json.dumps({"off": "the data fit into memory"}))
-        return None
     # Samples that lie alone are read with the pages that they begin and end in.
-    sample_bytes = data_bytes / max(1, count) + 2 * PAGE_BYTES
+    sample_bytes = _data_bytes(pack) / max(1, len(pack)) + 2 * PAGE_BYTES
     share = batches.global_batch_size // batches.world_size
     step_bytes = sample_bytes * share * place.local_ranks
     ring_bytes = max(_LEAST_RING_BYTES, int(_STEPS_IN_RING * step_bytes))
@@ -182,7 +195,7 @@ def _offer(
         )
         store.set(topic, json.dumps({"off": str(problem)}))
         raise problem
-    config = replace(config, window_bytes=ring_bytes // _WINDOWS_IN_RING, direct=is_larger)
+    config = replace(config, window_bytes=ring_bytes // _WINDOWS_IN_RING)
     ring = Ring.create(config, place.local_ranks, ring_bytes)
     path = f"/proc/{os.getpid()}/fd/{ring.descriptor}"
     store.set(topic, json.dumps({"path": path, "config": asdict(config)}))
@@ -204,7 +217,7 @@ def _accept(store: Any, topic: str, config: NodeConfig, options: LoaderOptions) 
     if "off" in said:
         return None
     theirs = NodeConfig(**said["config"])
-    own = replace(config, window_bytes=theirs.window_bytes, direct=theirs.direct)
+    own = replace(config, window_bytes=theirs.window_bytes)
     for name, value in asdict(own).items():
         if name != "pack" and value != getattr(theirs, name):
             raise UsageError(
