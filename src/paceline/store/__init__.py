@@ -15,7 +15,7 @@ it. Only these two import torch, when they are first accessed.
 
 from typing import Any
 
-from paceline.store.feed.options import LoaderOptions
+from paceline.store.feed.options import LoaderConfig, LoaderOptions
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
 from paceline.store.read.pack import Pack, open_pack
@@ -30,6 +30,7 @@ __all__ = [
     "Archives",
     "Folder",
     "Loader",
+    "LoaderConfig",
     "LoaderOptions",
     "Pack",
     "PackDataset",

@@ -73,9 +73,10 @@ def join(
     """
     place = NodePlace.find(environment())
     store = _store()
+    choice = options.uses_node_reader
     why = _why_not(pack, place, store, batches, options)
     if why:
-        if options.node_reader == "on":
+        if choice == "on":
             raise UsageError(
                 "there can be no reader for the node",
                 where=str(pack.path),
@@ -93,7 +94,7 @@ def join(
         else:
             ring = _accept(store, topic, config, options)
     except (DeadlineExceeded, StorageError, OSError, ValueError) as problem:
-        if options.node_reader == "on":
+        if choice == "on":
             raise
         _LOG.warning("ranks read by themselves, not by one reader of the node: %s", problem)
         return None
@@ -116,15 +117,16 @@ def _why_not(
 
     So a loader that only some ranks iterate over waits for nobody, unless its data are large.
     """
-    if options.node_reader == "off" or batches.world_size == 1:
+    choice = options.uses_node_reader
+    if choice == "off" or batches.world_size == 1:
         return "one rank has nothing to share" if batches.world_size == 1 else "it is off"
     if options.worker_kind != "thread":
         return "worker processes read by themselves"
     if place is None:
         return "the launcher did not set LOCAL_RANK and LOCAL_WORLD_SIZE"
-    if options.node_reader == "auto" and place.local_ranks == 1:
+    if choice == "auto" and place.local_ranks == 1:
         return "the node has one rank"
-    if options.node_reader == "auto" and not _is_larger_than_memory(pack):
+    if choice == "auto" and not _is_larger_than_memory(pack):
         return "the data fit into memory"
     return "" if store is not None else "torch.distributed has no process group yet"
 
