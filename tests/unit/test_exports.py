@@ -98,6 +98,7 @@ EXPORTS = {
         "Archives",
         "Folder",
         "Loader",
+        "LoaderConfig",
         "LoaderOptions",
         "Pack",
         "PackDataset",
