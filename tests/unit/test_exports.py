@@ -116,6 +116,7 @@ EXPORTS = {
     ],
     "store.care": [],
     "store.feed": [],
+    "store.feed.node": [],
     "store.format": [],
     "store.read": [],
     "store.write": [],
