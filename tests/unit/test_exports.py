@@ -96,6 +96,7 @@ EXPORTS = {
     ],
     "store": [
         "Archives",
+        "CenterCrop",
         "Folder",
         "Loader",
         "LoaderOptions",
@@ -105,6 +106,7 @@ EXPORTS = {
         "PackProgress",
         "PackSampler",
         "PackSummary",
+        "RandomCrop",
         "SampleOrder",
         "Samples",
         "append",

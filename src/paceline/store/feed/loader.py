@@ -9,6 +9,8 @@ without the GIL, and workers that decode and collate ahead of the loop (workers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import threading
 import time
 import weakref
@@ -36,6 +38,8 @@ from paceline.store.read.pack import Pack, open_pack
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 
@@ -74,7 +78,7 @@ class Loader:
 
     Raises:
         UsageError: the ranks cannot share the batch; or as `open_pack`.
-        Missing: ``decode="image"`` without Pillow.
+        Missing: `decode` without Pillow.
     """
 
     def __init__(
@@ -251,8 +255,11 @@ class Loader:
         stats.samples += made.sample_count
         stats.bytes += made.stored_bytes
         stats.waited_s += waited_s
+        stats.stages.add(made.stages)
         stats.skipped += len(made.skipped)
         stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
+        if made.lacks_simplejpeg:
+            _advise_simplejpeg()
 
     def next_batch(self) -> str:
         """Return what to call the next batch in an error."""
@@ -375,6 +382,15 @@ class _TaskSource:
     def __len__(self) -> int:
         loader = self._loader()
         return 0 if loader is None else loader.batches.count(loader.position)
+
+
+@functools.cache
+def _advise_simplejpeg() -> None:
+    """Say once in a process that JPEGs are decoded slowly."""
+    _LOG.warning(
+        "JPEG images are decoded by Pillow; simplejpeg takes about half the time: "
+        "pip install 'paceline[images]'"
+    )
 
 
 def _awaited(batches: Any) -> str:

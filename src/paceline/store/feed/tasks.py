@@ -25,10 +25,11 @@ _AT_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class BatchTask:
-    """A batch to make: its sample numbers, and their bytes in the pack."""
+    """A batch to make: its sample numbers, their bytes in the pack, and the epoch."""
 
     numbers: NDArray[np.int64]
     size_bytes: int
+    epoch: int = 0
 
 
 def plan_tasks(
@@ -49,7 +50,7 @@ def plan_tasks(
         begin = 0
         for positions in planned:
             batch = slice(begin, begin + len(positions))
-            yield BatchTask(numbers[batch], int(sizes[batch].sum()))
+            yield BatchTask(numbers[batch], int(sizes[batch].sum()), order.epoch)
             begin += len(positions)
         position = batches.after(position, len(planned))
 
