@@ -138,6 +138,7 @@ class BatchMaker:
         self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
         self.at: dict[str, int] = {}  # the sample that each thread is working on
+        self._reading = _ReadClock(pack)
         self.decoder = None if options.decode is None else ImageDecoder()
         self.crop = options.decode if isinstance(options.decode, ImageCrop) else None
 
@@ -159,7 +160,7 @@ class BatchMaker:
         """
         began_s = time.perf_counter()
         numbers, skipped, bodies = self._read(task.numbers)
-        stages = StageTimes(read_s=time.perf_counter() - began_s)
+        stages = self._reading.split(time.perf_counter() - began_s)
         draws = self.crop.draws(self.options.seed, task.epoch, numbers) if self.crop else None
         making = _Making(bodies, numbers, draws, stages)
         samples: Any = bodies if self.raw else self._process(making)
@@ -335,6 +336,31 @@ class BatchMaker:
 
     def _named(self, number: int) -> str:
         return f"sample {number} {self.pack.names[number]!a}"
+
+
+class _ReadClock:
+    """Splits the time of reading a batch into reading and verifying.
+
+    Several threads read from one pack, which counts for all of them. Each batch gets the share of
+    verifying since the last batch that any thread read: the sums over batches are right.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        self._pack = pack
+        self._lock = threading.Lock()
+        self._busy_s, self._verify_s = pack.read_times_s
+
+    def __reduce__(self) -> tuple[type[_ReadClock], tuple[Pack]]:
+        return (_ReadClock, (self._pack,))
+
+    def split(self, seconds: float) -> StageTimes:
+        """Return the stages of a batch whose reading took so long."""
+        with self._lock:
+            busy_s, verify_s = self._pack.read_times_s
+            since_busy_s, since_verify_s = busy_s - self._busy_s, verify_s - self._verify_s
+            self._busy_s, self._verify_s = busy_s, verify_s
+        share = min(1.0, since_verify_s / since_busy_s) if since_busy_s > 0 else 0.0
+        return StageTimes(read_s=seconds * (1 - share), verify_s=seconds * share)
 
 
 def _unchanged(item: Any) -> Any:

@@ -28,7 +28,7 @@ from paceline.core.errors import (
 from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
 from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
-from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
+from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
@@ -279,7 +279,8 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: stored bytes of the last batch. The recorder of a run reads it.
+        delivered_bytes: stored bytes of the last batch. The recorder of a run reads both.
+        delivered_stages: where the time of its worker went.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -288,6 +289,7 @@ class LoaderIterator:
         self._threads: OrderedThreads[BatchTask, Batch] | None = None
         self._processes: Any = None
         self.delivered_bytes = 0
+        self.delivered_stages = StageTimes()
         if loader.options.worker_kind == "thread":
             self._threads = loader.start_threads()
             weakref.finalize(self, self._threads.close)
@@ -312,7 +314,7 @@ class LoaderIterator:
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
-        self.delivered_bytes = 0
+        self.delivered_bytes, self.delivered_stages = 0, StageTimes()
         if self._ended:
             raise StopIteration
         try:
@@ -322,7 +324,7 @@ class LoaderIterator:
             self._loader.ended()
             raise
         self._loader.delivered(made, time.perf_counter() - begin_s)
-        self.delivered_bytes = made.stored_bytes
+        self.delivered_bytes, self.delivered_stages = made.stored_bytes, made.stages
         return made.content
 
     def close(self, join_s: float = 0.0) -> None:

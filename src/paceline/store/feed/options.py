@@ -101,12 +101,14 @@ class StageTimes:
 
     Attributes:
         read_s: waiting for storage, and copying samples into the batch.
+        verify_s: computing the checksums of samples that were not verified before.
         decode_s: decoding images, with cropping and resizing.
         transform_s: in the user's transform.
         collate_s: joining samples to a batch.
     """
 
     read_s: float = 0.0
+    verify_s: float = 0.0
     decode_s: float = 0.0
     transform_s: float = 0.0
     collate_s: float = 0.0
