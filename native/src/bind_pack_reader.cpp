@@ -446,6 +446,8 @@ void bind_pack_reader(nb::module_& module) {
           [](const PackReader& self, const Ids& ids) { self.prefetch(span_of(ids)); }, "ids"_a)
       .def("verify", &verify, "first"_a, "end"_a)
       .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("busy_ns", &PackReader::busy_ns)
+      .def_prop_ro("verify_ns", &PackReader::verify_ns)
       .def("evict_index", &PackReader::evict_index, nb::call_guard<nb::gil_scoped_release>());
 }
 

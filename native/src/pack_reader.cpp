@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -37,12 +38,13 @@ constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
 
 // Copies and returns the checksum of the copy.
-std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source) {
+std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source,
+                           ChecksumTimer& checksums) {
   std::uint32_t crc = 0;
   for (std::size_t done = 0; done < source.size();) {
     const std::size_t size = std::min(block_bytes, source.size() - done);
     std::memcpy(target + done, source.data() + done, size);
-    crc = crc32c(target + done, size, crc);
+    crc = checksums.crc(target + done, size, crc);
     done += size;
   }
   return crc;
@@ -288,7 +290,7 @@ void PackReader::decode(ExtentRead& read) const {
   const std::span<std::byte> target(read.target, read.extent.length);
   std::string why;
   if (!zstd_decompress(read.stored, target, &why)) fail_sample(read, "zstd: " + why);
-  const std::uint32_t found = crc32c(target.data(), target.size());
+  const std::uint32_t found = checksums_.crc(target.data(), target.size());
   if (found != read.extent.checksum) fail_sample(read, found);
 }
 
@@ -310,7 +312,7 @@ void PackReader::copy(ExtentRead& read) const {
     std::memcpy(read.target, read.stored.data(), read.stored.size());
   } else {
     const bool may_trust = times_show_writes(read);
-    const std::uint32_t found = copy_checked(read.target, read.stored);
+    const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
     if (found != read.extent.checksum) fail_sample(read, found);
     if (may_trust) read.shard->residency->trust(read.stored);
   }
@@ -343,7 +345,7 @@ void PackReader::read_direct(ExtentRead& read) const {
   }
   read.stored = {memory + (read.extent.offset - begin), read.extent.stored_length};
   if (read.extent.codec != Codec::none) return decode(read);
-  const std::uint32_t found = copy_checked(read.target, read.stored);
+  const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
   if (options_.verify != Verify::never && found != read.extent.checksum) fail_sample(read, found);
 }
 
@@ -440,7 +442,14 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
     first = end;
   }
   Failure failure;
-  const auto work = [&](std::size_t slice) { copy_slice(slices[slice], failure); };
+  const auto work = [&](std::size_t slice) {
+    const auto began = std::chrono::steady_clock::now();
+    copy_slice(slices[slice], failure);
+    const auto took = std::chrono::steady_clock::now() - began;
+    busy_ns_.fetch_add(static_cast<std::uint64_t>(
+                           std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()),
+                       std::memory_order_relaxed);
+  };
   if (options_.direct || total >= shared_bytes) {
     pool_.run(slices.size(), work);
   } else {

@@ -96,6 +96,7 @@ EXPORTS = {
     ],
     "store": [
         "Archives",
+        "CenterCrop",
         "Folder",
         "Loader",
         "LoaderConfig",
@@ -106,6 +107,7 @@ EXPORTS = {
         "PackProgress",
         "PackSampler",
         "PackSummary",
+        "RandomCrop",
         "SampleOrder",
         "Samples",
         "append",

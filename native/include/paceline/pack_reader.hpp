@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "paceline/checksum_timer.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/page_cache.hpp"
 #include "paceline/residency.hpp"
@@ -81,6 +82,10 @@ class PackReader {
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                   std::span<std::byte> target) const;
+  // Time that threads have spent in read_batch copying samples, waiting for storage included, and
+  // the part of it in checksums; summed over threads and over all batches so far.
+  std::uint64_t busy_ns() const noexcept { return busy_ns_.load(std::memory_order_relaxed); }
+  std::uint64_t verify_ns() const noexcept { return checksums_.ns(); }
   // Views of the samples, verified; empty for a sample that is compressed or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
@@ -150,6 +155,8 @@ class PackReader {
   ReadOptions options_;
   std::vector<std::unique_ptr<Shard>> shards_;
   mutable WorkerPool pool_;
+  mutable ChecksumTimer checksums_;
+  mutable std::atomic<std::uint64_t> busy_ns_{0};
   mutable std::atomic<int> revalidate_{0};  // batches in which to ask the kernel about each page
 };
 

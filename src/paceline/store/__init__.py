@@ -15,6 +15,7 @@ it. Only these two import torch, when they are first accessed.
 
 from typing import Any
 
+from paceline.store.feed.crops import CenterCrop, RandomCrop
 from paceline.store.feed.options import LoaderConfig, LoaderOptions
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
@@ -28,6 +29,7 @@ from paceline.store.write.sources.samples import Samples
 
 __all__ = [
     "Archives",
+    "CenterCrop",
     "Folder",
     "Loader",
     "LoaderConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "PackProgress",
     "PackSampler",
     "PackSummary",
+    "RandomCrop",
     "SampleOrder",
     "Samples",
     "append",

@@ -9,6 +9,8 @@ without the GIL, and workers that decode and collate ahead of the loop (workers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import threading
 import time
 import weakref
@@ -27,7 +29,7 @@ from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
 from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
 from paceline.store.feed.node.join import join
-from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
+from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from paceline.store.feed.node.client import NodeClient
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 
@@ -77,7 +81,7 @@ class Loader:
 
     Raises:
         UsageError: the ranks cannot share the batch; or as `open_pack`.
-        Missing: ``decode="image"`` without Pillow.
+        Missing: `decode` without Pillow.
     """
 
     def __init__(
@@ -266,8 +270,11 @@ class Loader:
         stats.bytes += made.stored_bytes
         stats.waited_s += waited_s
         stats.read_by_node += made.is_from_node
+        stats.stages.add(made.stages)
         stats.skipped += len(made.skipped)
         stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
+        if made.lacks_simplejpeg:
+            _advise_simplejpeg()
 
     def next_batch(self) -> str:
         """Return what to call the next batch in an error."""
@@ -287,7 +294,8 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: stored bytes of the last batch. The recorder of a run reads it.
+        delivered_bytes: stored bytes of the last batch. The recorder of a run reads both.
+        delivered_stages: where the time of its worker went.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -296,6 +304,7 @@ class LoaderIterator:
         self._threads: OrderedThreads[BatchTask, Batch] | None = None
         self._processes: Any = None
         self.delivered_bytes = 0
+        self.delivered_stages = StageTimes()
         if loader.options.worker_kind == "thread":
             self._threads = loader.start_threads()
             weakref.finalize(self, self._threads.close)
@@ -320,7 +329,7 @@ class LoaderIterator:
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
-        self.delivered_bytes = 0
+        self.delivered_bytes, self.delivered_stages = 0, StageTimes()
         if self._ended:
             raise StopIteration
         try:
@@ -330,7 +339,7 @@ class LoaderIterator:
             self._loader.ended()
             raise
         self._loader.delivered(made, time.perf_counter() - begin_s)
-        self.delivered_bytes = made.stored_bytes
+        self.delivered_bytes, self.delivered_stages = made.stored_bytes, made.stages
         return made.content
 
     def close(self, join_s: float = 0.0) -> None:
@@ -390,6 +399,15 @@ class _TaskSource:
     def __len__(self) -> int:
         loader = self._loader()
         return 0 if loader is None else loader.batches.count(loader.position)
+
+
+@functools.cache
+def _advise_simplejpeg() -> None:
+    """Say once in a process that JPEGs are decoded slowly."""
+    _LOG.warning(
+        "JPEG images are decoded by Pillow; simplejpeg takes about half the time: "
+        "pip install 'paceline[images]'"
+    )
 
 
 def _awaited(batches: Any) -> str:

@@ -25,10 +25,18 @@ _AT_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class BatchTask:
-    """A batch to make: its sample numbers, their bytes in the pack, and its step in the pass."""
+    """A batch to make.
+
+    Attributes:
+        numbers: sample numbers.
+        size_bytes: their bytes in the pack.
+        epoch: that they belong to.
+        step: of the pass over the loader, from 0.
+    """
 
     numbers: NDArray[np.int64]
     size_bytes: int
+    epoch: int = 0
     step: int = 0
 
 
@@ -51,7 +59,7 @@ def plan_tasks(
         begin = 0
         for positions in planned:
             batch = slice(begin, begin + len(positions))
-            yield BatchTask(numbers[batch], int(sizes[batch].sum()), step)
+            yield BatchTask(numbers[batch], int(sizes[batch].sum()), order.epoch, step)
             step += 1
             begin += len(positions)
         position = batches.after(position, len(planned))

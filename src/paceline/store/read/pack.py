@@ -224,6 +224,15 @@ class Pack:
             ) from None
         return out[: offsets[-1]], offsets
 
+    @property
+    def read_times_s(self) -> tuple[float, float]:
+        """Seconds that threads spent in `read_batch` so far, and the part of it in checksums.
+
+        Summed over threads, in this process; waiting for storage is included.
+        """
+        reader = self._open()
+        return reader.busy_ns / 1e9, reader.verify_ns / 1e9
+
     def view(self, sample: int) -> memoryview:
         """Return a read-only view of a sample, without a copy; see `views`."""
         return self.views([sample])[0]
