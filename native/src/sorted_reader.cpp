@@ -1,7 +1,6 @@
 #include "paceline/sorted_reader.hpp"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,13 +35,6 @@ class File {
  private:
   int descriptor_;
 };
-
-// Whether the file is still the one that the reader has mapped.
-bool is_same(int descriptor, const FileState& state) {
-  struct stat found{};
-  return fstat(descriptor, &found) == 0 && found.st_ino == state.inode &&
-         found.st_dev == state.device;
-}
 
 // Reads until `needed` bytes are there; what lies behind them may be past the end of the file.
 bool read_all(int descriptor, std::byte* target, std::size_t size, std::size_t needed,
@@ -146,19 +138,22 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
 }
 
 bool SortedReader::read_part(const Read& part, std::span<std::byte> target) const {
-  const Mapping& shard = reader_.shard(part.shard);
+  const std::string path = reader_.shard_path(part.shard);
+  const auto is_shard = [&](const File& file) {
+    return reader_.is_shard(part.shard, FileState::of(file.get()));
+  };
   std::byte* const place = target.data() + part.target;
   if (options_.direct && reinterpret_cast<std::uintptr_t>(place) % page_size == 0) {
     // Opened for each: a few microseconds beside a read of megabytes, and no limit of open files.
-    const File file(shard.path(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT);
     if (file.get() >= 0) {
-      return is_same(file.get(), shard.state()) &&
+      return is_shard(file) &&
              read_all(file.get(), place, rounded_up(part.size), part.needed, part.offset);
     }
     if (errno != EINVAL) return false;  // EINVAL: this file system has no reads past the cache
   }
-  const File file(shard.path(), O_RDONLY | O_CLOEXEC);
-  return file.get() >= 0 && is_same(file.get(), shard.state()) &&
+  const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // it may be a pipe by now
+  return file.get() >= 0 && is_shard(file) &&
          read_all(file.get(), place, part.size, part.needed, part.offset);
 }
 
@@ -170,7 +165,7 @@ bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> t
     if (!zstd_decompress(stored, decoded)) return false;
   } else {
     if (decoded.data() != stored.data()) std::memcpy(decoded.data(), stored.data(), stored.size());
-    if (reader_.options().verify == Verify::never) return true;
+    if (!reader_.compares()) return true;
   }
   return crc32c(decoded.data(), decoded.size()) == extent.checksum;
 }
@@ -210,8 +205,9 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
       if (!is_there(piece) || !finish(piece, target)) is_bad[piece.position] = true;
     }
   });
+  const bool is_unchanged = reader_.is_unchanged();
   for (std::size_t i = 0; i < plan.lengths.size(); ++i) {
-    if (is_bad[i]) plan.lengths[i] = -1;
+    if (is_bad[i] || !is_unchanged) plan.lengths[i] = -1;
   }
   for (std::size_t i = 0; i < plan.lengths.size(); ++i) {
     const std::size_t first = plan.same_as[i];

@@ -56,6 +56,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/queue.md",
         "guides/large-batch.md",
         "guides/mixed-precision.md",
+        "guides/in-place.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):

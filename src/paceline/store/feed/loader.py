@@ -34,7 +34,8 @@ from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
 from paceline.store.feed.workers import Bounds, OrderedThreads
-from paceline.store.read.pack import Pack, open_pack
+from paceline.store.in_place.opening import open_pack
+from paceline.store.read.pack import Pack
 
 if TYPE_CHECKING:
     import os
