@@ -138,6 +138,7 @@ def measure(places, form, ranks, seed):
         ring_bytes = memory // RING_PART // PAGE_BYTES * PAGE_BYTES
         config = NodeConfig(
             pack=asked["place"],
+            side_file=None,
             identity=identity,
             verify="first",
             order=order,

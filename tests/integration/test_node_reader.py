@@ -51,6 +51,7 @@ class Node:
         del fields["epoch"], fields["sample_count"]
         config = NodeConfig(
             pack=str(path),
+            side_file=None if self.pack.side_file is None else str(self.pack.side_file),
             identity=self.pack.identity,
             verify="first",
             order=fields,

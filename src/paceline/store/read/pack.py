@@ -96,6 +96,7 @@ class Pack:
         """When checksums are verified: ``first``, ``always`` or ``never``."""
         return str(self._options["verify"])
 
+    @property
     def is_in_place(self) -> bool:
         """Whether the samples lie in the user's own files, and only their index was made."""
         return self._side_file is not None

@@ -148,6 +148,7 @@ def _config(
     del fields["epoch"], fields["sample_count"]
     return NodeConfig(
         pack=str(pack.path),
+        side_file=None if pack.side_file is None else str(pack.side_file),
         identity=pack.identity,
         verify=pack.verify_policy,
         order=fields,

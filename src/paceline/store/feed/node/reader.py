@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,7 @@ from paceline.store.feed.node.ring import (
 )
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches
-from paceline.store.read.pack import open_pack
+from paceline.store.read.pack import Pack, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +65,9 @@ class RingReader:
         self._words = ring.words
         self._gone: set[int] = set()  # ranks that died without a word
         config = ring.config
-        self._pack = open_pack(config.pack, verify=config.verify)
-        if self._pack.identity != config.identity:
-            raise ValueError("another pack is at that path")
+        options = read_options(verify=config.verify)
+        side_file = Path(config.side_file) if config.side_file else None
+        self._pack = Pack(config.pack, options, side_file, config.identity)
         self._sorted = SortedReader(
             self._pack.native_reader,
             gap_bytes=GAP_BYTES,
@@ -308,7 +309,7 @@ def main(descriptor: int, number: int) -> int:
     ring.words.store(Word.READY, number)
     try:
         reader = RingReader(ring)
-    except (PacelineError, ValueError) as problem:
+    except PacelineError as problem:
         logging.getLogger(__name__).warning("the node's reader cannot read: %s", problem)
         ring.words.store(Word.HOPELESS, 1)
         ring.words.notify(Word.READER_CHANGED)

@@ -92,7 +92,8 @@ class NodeConfig:
     """What a node's reader reads; equal on all its ranks.
 
     Attributes:
-        pack: path of the pack.
+        pack: path of the pack, or of the data in place.
+        side_file: path of the index of data in place; None of a pack.
         identity: its content digest.
         verify: policy for checksums, of `open_pack`.
         order: the fields of the `SampleOrder`, without the epoch.
@@ -104,6 +105,7 @@ class NodeConfig:
     """
 
     pack: str
+    side_file: str | None
     identity: str
     verify: str
     order: dict[str, Any]
