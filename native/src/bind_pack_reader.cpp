@@ -170,6 +170,18 @@ nb::typed<nb::list, BadSampleFields> verify(const PackReader& reader, std::uint6
   return result;
 }
 
+Array<std::uint32_t> checksums(const PackReader& reader, std::uint64_t first, std::uint64_t end) {
+  std::unique_ptr<std::vector<std::uint32_t>> found;
+  {
+    nb::gil_scoped_release released;
+    found = std::make_unique<std::vector<std::uint32_t>>(reader.checksums(first, end));
+  }
+  auto* const values = found.release();
+  const nb::capsule owner(
+      values, [](void* p) noexcept { delete static_cast<std::vector<std::uint32_t>*>(p); });
+  return {values->data(), {values->size()}, owner};
+}
+
 // Shard, offset, stored length, length, checksum and codec.
 using ExtentFields = nb::typed<nb::tuple, int, int, int, int, int, int>;
 
@@ -313,7 +325,7 @@ Array<T> values_of(const PackReader& reader, const Ids& array, Get get) {
   return {target, {ids.size()}, owner};
 }
 
-void open(PackReader* self, const nb::bytes& folder, const std::string& policy, unsigned threads,
+void open(PackReader* self, const nb::bytes& place, const std::string& policy, unsigned threads,
           bool direct, bool index_only) {
   ReadOptions options;
   options.verify = policy == "always"  ? Verify::always
@@ -322,7 +334,7 @@ void open(PackReader* self, const nb::bytes& folder, const std::string& policy, 
   options.threads = threads;
   options.direct = direct;
   options.index_only = index_only;
-  const std::string path(folder.c_str(), folder.size());
+  const std::string path(place.c_str(), place.size());
   nb::gil_scoped_release released;
   new (self) PackReader(path, options);
 }
@@ -333,7 +345,8 @@ PyObject* pack_error_maker = nullptr;
 }  // namespace
 
 void raise_pack_error(const PackError& error) noexcept {
-  constexpr const char* kinds[] = {"io", "corrupt", "sample", "version", "memory"};
+  constexpr const char* kinds[] = {"io",     "corrupt", "sample",  "version",
+                                   "memory", "source",  "changed", "unsupported"};
   try {
     const nb::object problem = nb::borrow(pack_error_maker)(
         "kind"_a = kinds[static_cast<int>(error.kind)], "file"_a = to_bytes(error.file),
@@ -360,13 +373,21 @@ void bind_pack_reader(nb::module_& module) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
   };
   nb::class_<PackReader>(module, "PackReader")
-      .def("__init__", &open, "folder"_a, "verify"_a = "first", "threads"_a = 1,
+      .def("__init__", &open, "place"_a, "verify"_a = "first", "threads"_a = 1,
            "direct"_a = false, "index_only"_a = false)
       .def_prop_ro("version", count(&PackIndex::version))
       .def_prop_ro("sample_count", count(&PackIndex::sample_count))
       .def_prop_ro("folder_count", count(&PackIndex::folder_count))
       .def_prop_ro("class_count", count(&PackIndex::class_count))
       .def_prop_ro("shard_count", count(&PackIndex::shard_count))
+      .def_prop_ro("is_in_place", count(&PackIndex::is_in_place))
+      .def_prop_ro("has_checksums", count(&PackIndex::has_checksums))
+      .def(
+          "shard_path",
+          [](const PackReader& self, std::uint32_t shard) {
+            return name_of(self, [shard](const PackIndex& index) { return index.shard_path(shard); });
+          },
+          "shard"_a)
       .def_prop_ro("head",
                    [](const PackReader& self) {
                      const auto head = self.index().head();
@@ -445,7 +466,10 @@ void bind_pack_reader(nb::module_& module) {
           "prefetch",
           [](const PackReader& self, const Ids& ids) { self.prefetch(span_of(ids)); }, "ids"_a)
       .def("verify", &verify, "first"_a, "end"_a)
+      .def("checksums", &checksums, "first"_a, "end"_a)
       .def("evict", &PackReader::evict, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("busy_ns", &PackReader::busy_ns)
+      .def_prop_ro("verify_ns", &PackReader::verify_ns)
       .def("evict_index", &PackReader::evict_index, nb::call_guard<nb::gil_scoped_release>());
 }
 

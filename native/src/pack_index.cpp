@@ -54,6 +54,11 @@ bool comes_before(std::string_view left, std::string_view right) {
                                     : static_cast<unsigned char>(left[common]) < '/';
 }
 
+bool is_file(const std::string& path) noexcept {
+  struct stat status {};
+  return stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
+}
+
 bool lies_below(std::string_view name, std::string_view folder) {
   return name.size() > folder.size() && name.starts_with(folder) && name[folder.size()] == '/';
 }
@@ -120,6 +125,11 @@ FileState FileState::of(const std::string& path) noexcept {
   return stat(path.c_str(), &status) == 0 ? state_of(status) : FileState{};
 }
 
+FileState FileState::of(int descriptor) noexcept {
+  struct stat status {};
+  return fstat(descriptor, &status) == 0 ? state_of(status) : FileState{};
+}
+
 LatestState::~LatestState() {
   for (const Node* node = latest_.load(); node != nullptr;) delete std::exchange(node, node->older);
 }
@@ -139,8 +149,9 @@ std::uint64_t name_hash(std::string_view name) noexcept {
   return hash ^ (hash >> 33);
 }
 
-PackIndex::PackIndex(const std::string& folder)
-    : file_(folder + "/index.pace"),
+PackIndex::PackIndex(const std::string& place)
+    : file_(is_file(place) ? place : place + "/index.pace"),
+      folder_(path().substr(0, path().rfind('/') + 1)),
       verified_ns_(coarse_ns()),
       shows_writes_(dirty_pages(path(), file_.state().inode, 0, file_.bytes().size()) ==
                     DirtyPages::none),
@@ -232,6 +243,7 @@ void PackIndex::read_columns() {
     }
   }
   read_folders();
+  read_files();
 }
 
 void PackIndex::read_header() {
@@ -305,7 +317,9 @@ void PackIndex::read_extents() {
   offsets_ = array<std::uint64_t>(Section::offsets, count);
   lengths_ = array<std::uint64_t>(Section::lengths, count);
   shards_ = array<std::uint32_t>(Section::shards, count);
-  checksums_ = array<std::uint32_t>(Section::checksums, count);
+  if (has(Section::checksums) || !has(Section::files)) {
+    checksums_ = array<std::uint32_t>(Section::checksums, count);
+  }
   stored_lengths_ = has(Section::stored_lengths)
                         ? array<std::uint64_t>(Section::stored_lengths, count)
                         : lengths_;
@@ -321,6 +335,44 @@ void PackIndex::read_folders() {
   } else {
     order_folders();
   }
+}
+
+void PackIndex::read_files() {
+  if (!has(Section::files) && !has(Section::sources)) return;
+  const auto names = section(Section::files);
+  const std::uint64_t count = std::uint64_t{header_.shard_count} + 1;
+  const auto states = section(Section::sources);
+  if (names.size() / sizeof(std::uint64_t) < count ||
+      states.size() != sizeof sources_ + (count - 1) * sizeof(SourceState)) {
+    fail_corrupt(path(), "what it says of the files in place has the wrong length");
+  }
+  file_offsets_ = {reinterpret_cast<const std::uint64_t*>(names.data()),
+                   static_cast<std::size_t>(count)};
+  std::memcpy(&sources_, states.data(), sizeof sources_);
+}
+
+SourceState PackIndex::source_state(std::uint32_t shard) const {
+  SourceState state{};
+  if (shard >= shard_count()) throw std::out_of_range("no such shard");
+  std::memcpy(&state, section(Section::sources).data() + sizeof sources_ + shard * sizeof state,
+              sizeof state);
+  return state;
+}
+
+std::string PackIndex::shard_path(std::uint32_t shard) const {
+  if (shard >= shard_count()) throw std::out_of_range("no such shard");
+  if (!is_in_place()) {
+    char name[32];
+    std::snprintf(name, sizeof name, "shard-%05u.pace", shard);
+    return folder_ + name;
+  }
+  const auto blob = section(Section::files).subspan(file_offsets_.size_bytes());
+  const std::uint64_t begin = file_offsets_[shard];
+  const std::uint64_t end = file_offsets_[shard + 1];
+  if (begin >= end || end > blob.size()) fail_corrupt(path(), "a file in place has no name");
+  const std::string name(reinterpret_cast<const char*>(blob.data()) + begin, end - begin);
+  if (name.find('\0') != name.npos) fail_corrupt(path(), "a file in place has an impossible name");
+  return name.front() == '/' ? name : folder_ + name;
 }
 
 void PackIndex::order_folders() {
@@ -480,7 +532,8 @@ Extent PackIndex::extent(std::uint64_t index) const {
   if (index >= extent_count()) throw std::out_of_range("no such extent");
   const std::uint8_t codec = codecs_.empty() ? 0 : codecs_[index];
   const Extent extent{offsets_[index], stored_lengths_[index],  lengths_[index],
-                      shards_[index],  checksums_[index], static_cast<Codec>(codec)};
+                      shards_[index],  checksums_.empty() ? 0 : checksums_[index],
+                      static_cast<Codec>(codec)};
   if (extent.shard >= shard_count()) {
     fail_extent(index, "lies in shard " + std::to_string(extent.shard) + ", which does not exist");
   }
@@ -589,7 +642,7 @@ void PackIndex::check_digests() const {
   const std::uint64_t shards = shard_count();
   if (has(Section::shard_digests)) array<Digest>(Section::shard_digests, shards);
   for (const std::uint64_t length : shard_lengths_) {
-    if (length < file_header_bytes) fail_corrupt(path(), "a shard is shorter than its header");
+    if (length < file_header_bytes && !is_in_place()) fail_corrupt(path(), "a shard is shorter than its header");
   }
   std::uint64_t files = 0;
   if (has(Section::parity)) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
+#include "paceline/lmdb_records.hpp"
 #include "paceline/zstd.hpp"
 
 namespace paceline {
@@ -35,14 +37,18 @@ constexpr std::int64_t large_batch_bytes = std::int64_t{256} << 20;
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
+// Of data in place: the kernel allows a process 65,530 mappings, and a shell often 1,024 open files.
+constexpr std::uint32_t max_mapped_files = 8192;
+constexpr std::uint32_t max_direct_files = 256;
 
 // Copies and returns the checksum of the copy.
-std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source) {
+std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source,
+                           ChecksumTimer& checksums) {
   std::uint32_t crc = 0;
   for (std::size_t done = 0; done < source.size();) {
     const std::size_t size = std::min(block_bytes, source.size() - done);
     std::memcpy(target + done, source.data() + done, size);
-    crc = crc32c(target + done, size, crc);
+    crc = checksums.crc(target + done, size, crc);
     done += size;
   }
   return crc;
@@ -72,6 +78,18 @@ struct Scratch {  // aligned memory of a thread, for reads past the page cache
   std::size_t size = 0;
 };
 
+struct Closed {  // a descriptor, when this goes out of scope
+  explicit Closed(int opened) noexcept : descriptor(opened) {}
+  ~Closed() { close(descriptor); }
+  Closed(const Closed&) = delete;
+  Closed& operator=(const Closed&) = delete;
+  int descriptor;
+};
+
+[[noreturn]] void fail_changed(const std::string& path, const std::string& why) {
+  throw PackError(PackError::Kind::changed, path, why);
+}
+
 }  // namespace
 
 // What went wrong first, in the order of the batch, whichever thread met it.
@@ -93,56 +111,168 @@ class PackReader::Failure {
   std::exception_ptr problem_;
 };
 
-PackReader::PackReader(const std::string& folder, const ReadOptions& options)
-    : index_(folder), options_(options), pool_(options.threads) {
-  if (!options.index_only) open_shards(folder);
-}
-
-PackReader::~PackReader() {
-  for (const auto& shard : shards_) {
-    if (shard->direct >= 0) close(shard->direct);
+PackReader::PackReader(const std::string& place, const ReadOptions& options)
+    : index_(place),
+      options_(options),
+      compares_(options.verify != Verify::never && index_.has_checksums()),
+      pool_(options.threads) {
+  if (options.index_only) return;
+  try {
+    open_shards();
+  } catch (...) {
+    close_shards();
+    throw;
   }
 }
 
-void PackReader::open_shards(const std::string& folder) {
-  const auto& expected = index_.shard_lengths();
-  for (std::uint32_t number = 0; number < index_.shard_count(); ++number) {
-    char name[32];
-    std::snprintf(name, sizeof name, "/shard-%05u.pace", number);
-    Mapping mapping(folder + name);
-    const auto bytes = mapping.bytes();
-    // Exactly: a sample beyond the end of a mapped file would be a SIGBUS.
-    if (bytes.size() != expected[number]) {
-      fail_corrupt(mapping.path(), std::to_string(expected[number]) + " bytes expected, " +
-                                       std::to_string(bytes.size()) + " found");
-    }
-    ShardHeader header{};
-    if (bytes.size() < sizeof header) fail_corrupt(mapping.path(), "shorter than its header");
-    const bool is_read = populate(bytes.first(sizeof header)) &&
-                         completes(FaultRange(bytes), [&] {
-                           std::memcpy(&header, bytes.data(), sizeof header);
-                         });
-    if (!is_read) fail_corrupt(mapping.path(), "cannot be read");
-    if (std::memcmp(header.magic, "PACESHRD", sizeof header.magic) != 0 ||
-        crc32c(&header, sizeof header - sizeof header.checksum) != header.checksum ||
-        header.shard != number) {
-      fail_corrupt(mapping.path(), "not shard " + std::to_string(number) + " of a pack");
-    }
-    if (header.version > pack_format_version) {
-      fail_version(mapping.path(), header.version,
-                   "format version " + std::to_string(header.version) + " is newer than " +
-                       std::to_string(pack_format_version));
-    }
-    // Samples are read in random order: reading ahead beside them would be in vain. The extents of a
-    // batch are requested together.
-    madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_RANDOM);
-    shards_.push_back(std::make_unique<Shard>(std::move(mapping), options_.residency));
+PackReader::~PackReader() { close_shards(); }
+
+void PackReader::close_shards() noexcept {
+  for (std::uint32_t number = 0; number < shard_count_; ++number) {
+    const Shard* const shard = shards_[number].load(std::memory_order_acquire);
+    if (shard != nullptr && shard->direct >= 0) close(shard->direct);
+    delete shard;
   }
 }
 
-std::span<const std::byte> PackReader::stored(const Extent& extent) const {
-  // Within the shard: the index compared it with the length, and the length with the file.
-  return shards_[extent.shard]->mapping.bytes().subspan(extent.offset, extent.stored_length);
+void PackReader::open_shards() {
+  shard_count_ = index_.shard_count();
+  shards_ = std::make_unique<std::atomic<Shard*>[]>(shard_count_);
+  const bool is_lmdb = index_.is_in_place() && index_.sources().kind == SourceKind::lmdb;
+  if (index_.is_in_place() && !is_lmdb) return;
+  for (std::uint32_t number = 0; number < shard_count_; ++number) static_cast<void>(shard(number));
+  check_transaction();
+}
+
+PackReader::Shard* PackReader::shard(std::uint32_t number) const {
+  if (number >= shard_count_) fail_corrupt(index_.path(), "opened without its shards");
+  Shard* const known = shards_[number].load(std::memory_order_acquire);
+  if (known != nullptr) return known;
+  if (index_.is_in_place()) {
+    const std::uint32_t most = options_.direct ? max_direct_files : max_mapped_files;
+    if (mapped_count_.load(std::memory_order_relaxed) >= most) return nullptr;
+  }
+  auto opened = index_.is_in_place() ? open_source(number) : open_shard(number);
+  Shard* none = nullptr;  // unless another thread was faster
+  if (!shards_[number].compare_exchange_strong(none, opened.get(), std::memory_order_acq_rel)) {
+    return none;
+  }
+  mapped_count_.fetch_add(1, std::memory_order_relaxed);
+  return opened.release();
+}
+
+std::unique_ptr<PackReader::Shard> PackReader::open_shard(std::uint32_t number) const {
+  Mapping mapping(shard_path(number));
+  const auto bytes = mapping.bytes();
+  // Exactly: a sample beyond the end of a mapped file would be a SIGBUS.
+  const std::uint64_t expected = index_.shard_lengths()[number];
+  if (bytes.size() != expected) {
+    fail_corrupt(mapping.path(), std::to_string(expected) + " bytes expected, " +
+                                     std::to_string(bytes.size()) + " found");
+  }
+  ShardHeader header{};
+  if (bytes.size() < sizeof header) fail_corrupt(mapping.path(), "shorter than its header");
+  const bool is_read = populate(bytes.first(sizeof header)) &&
+                       completes(FaultRange(bytes), [&] {
+                         std::memcpy(&header, bytes.data(), sizeof header);
+                       });
+  if (!is_read) fail_corrupt(mapping.path(), "cannot be read");
+  if (std::memcmp(header.magic, "PACESHRD", sizeof header.magic) != 0 ||
+      crc32c(&header, sizeof header - sizeof header.checksum) != header.checksum ||
+      header.shard != number) {
+    fail_corrupt(mapping.path(), "not shard " + std::to_string(number) + " of a pack");
+  }
+  if (header.version > pack_format_version) {
+    fail_version(mapping.path(), header.version,
+                 "format version " + std::to_string(header.version) + " is newer than " +
+                     std::to_string(pack_format_version));
+  }
+  return mapped(std::move(mapping));
+}
+
+std::unique_ptr<PackReader::Shard> PackReader::open_source(std::uint32_t number) const {
+  const std::string path = shard_path(number);
+  check_source(path, FileState::of(path), number);  // also that it is there, and not empty
+  Mapping mapping(path);
+  check_source(path, mapping.state(), number);
+  return mapped(std::move(mapping));
+}
+
+std::unique_ptr<PackReader::Shard> PackReader::mapped(Mapping mapping) const {
+  // Samples are read in random order: reading ahead beside them would be in vain. The extents of a
+  // batch are requested together.
+  const auto bytes = mapping.bytes();
+  madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_RANDOM);
+  return std::make_unique<Shard>(std::move(mapping), options_.residency);
+}
+
+void PackReader::check_source(const std::string& path, const FileState& found,
+                              std::uint32_t number) const {
+  SourceState before{};
+  index_.read([&] { before = index_.source_state(number); });
+  const auto size = static_cast<std::uint64_t>(found.size);
+  const std::uint64_t length = index_.shard_lengths()[number];
+  const bool is_same_file = before.inode == 0 ? found.inode != 0 : found.inode == before.inode;
+  if (index_.sources().kind == SourceKind::lmdb) {  // it may grow before a transaction is committed
+    if (is_same_file && size >= length) return;
+  } else if (is_same_file && size == length && size == before.size &&
+             found.written_ns == before.mtime_ns) {
+    return;
+  }
+  if (found.inode == 0) fail_changed(path, "it is gone");
+  fail_changed(path, size == before.size ? "it was written to, or replaced"
+                                         : "it had " + std::to_string(before.size) +
+                                               " bytes, then " + std::to_string(size));
+}
+
+void PackReader::check_transaction() const {
+  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb || shard_count_ == 0) return;
+  const Shard& file = *shard(0);
+  const SourcesHeader& sources = index_.sources();
+  const std::uint64_t newest = lmdb_transaction(file.mapping.bytes(), sources.page_bytes);
+  if (newest == sources.transaction) return;
+  fail_changed(file.mapping.path(), "transaction " + std::to_string(newest) +
+                                        " was committed after transaction " +
+                                        std::to_string(sources.transaction));
+}
+
+std::string PackReader::shard_path(std::uint32_t number) const {
+  std::string path;
+  index_.read([&] { path = index_.shard_path(number); });
+  return path;
+}
+
+bool PackReader::is_shard(std::uint32_t number, const FileState& found) const noexcept {
+  try {
+    if (index_.is_in_place()) {
+      check_source("", found, number);
+      return true;
+    }
+    const FileState& mapped_state = shard(number)->mapping.state();
+    return found.inode == mapped_state.inode && found.device == mapped_state.device &&
+           found.size == mapped_state.size;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+bool PackReader::is_unchanged() const noexcept {
+  try {
+    check_transaction();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void PackReader::attach(std::vector<ExtentRead>& reads) const {
+  for (ExtentRead& read : reads) {
+    read.shard = shard(read.extent.shard);
+    if (read.shard == nullptr) continue;
+    // Within the shard: the index compared it with the length, and the length with the file.
+    read.stored =
+        read.shard->mapping.bytes().subspan(read.extent.offset, read.extent.stored_length);
+  }
 }
 
 std::size_t PackReader::checked_length(std::uint64_t sample) const {
@@ -210,9 +340,10 @@ std::byte* PackReader::add_extents(std::vector<ExtentRead>& reads, std::uint64_t
   const auto [first, end] = index_.extents(sample);
   for (std::uint64_t i = first; i < end; ++i) {
     const Extent extent = index_.extent(i);
-    if (extent.shard >= shards_.size()) fail_corrupt(index_.path(), "opened without its shards");
-    reads.push_back({sample, extent, shards_[extent.shard].get(), stored(extent), target,
-                      /*resident=*/false, /*trusted=*/false});
+    // An empty file cannot be mapped, and there is nothing to read.
+    if (extent.stored_length == 0 && index_.is_in_place()) continue;
+    reads.push_back({sample, extent, /*shard=*/nullptr, /*stored=*/{}, target,
+                     /*resident=*/false, /*trusted=*/false});
     if (target != nullptr) target += extent.length;
   }
   return target;
@@ -233,6 +364,7 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   // Replaced or removed: the mapping still has the file that was there.
   if (state.inode != shard.state.inode || state.device != shard.state.device) return;
   if (state == shard.state && shard.state.is_settled) return;
+  if (index_.is_in_place()) return note_write(shard, state);
   if (state.size != shard.state.size) {
     shard.checked_ns.store(0, std::memory_order_relaxed);
     fail_corrupt(shard.mapping.path(), "its length changed while it was open: " +
@@ -243,25 +375,43 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   shard.residency->invalidate_all();
 }
 
+// A file in place was written to: its bytes can be handed out only where a checksum tells that they are
+// still the same. Of an LMDB database, transactions tell (check_transaction).
+void PackReader::note_write(Shard& shard, const FileState& state) const {
+  const bool is_lmdb = index_.sources().kind == SourceKind::lmdb;
+  const bool is_written = state.size != shard.state.size ||
+                          state.written_ns != shard.state.written_ns;
+  if (is_written && !is_lmdb && (!compares_ || state.size != shard.state.size)) {
+    shard.checked_ns.store(0, std::memory_order_relaxed);
+    fail_changed(shard.mapping.path(), "it was written to");
+  }
+  shard.state = state;
+  shard.residency->invalidate_all();
+}
+
 void PackReader::look_up(std::vector<ExtentRead>& reads) const {
   const bool revalidate = revalidate_.load(std::memory_order_relaxed) > 0;
   if (revalidate) revalidate_.fetch_sub(1, std::memory_order_relaxed);
   const std::uint64_t now_ns = coarse_ns();
   for (ExtentRead& read : reads) {
+    if (read.shard == nullptr) continue;
     check_shard(*read.shard, now_ns);
     const Residency& known = *read.shard->residency;
     read.resident = known.resident(read.stored, revalidate);
-    read.trusted = read.resident && options_.verify == Verify::first &&
+    read.trusted = read.resident && compares_ && options_.verify == Verify::first &&
                     read.extent.codec == Codec::none && known.trusted(read.stored);
   }
 }
 
 void PackReader::request(std::vector<ExtentRead>& reads) const {
-  const auto is_resident = [](const ExtentRead& read) { return read.resident; };
+  // What is read from a file that is opened for it comes first, as if it were there.
+  const auto is_resident = [](const ExtentRead& read) {
+    return read.resident || read.shard == nullptr;
+  };
   if (std::all_of(reads.begin(), reads.end(), is_resident)) return;
-  const auto lies_before = [](const ExtentRead& left, const ExtentRead& right) {
-    if (left.resident != right.resident) return left.resident;
-    return !left.resident && left.stored.data() < right.stored.data();
+  const auto lies_before = [&](const ExtentRead& left, const ExtentRead& right) {
+    if (is_resident(left) != is_resident(right)) return is_resident(left);
+    return !is_resident(left) && left.stored.data() < right.stored.data();
   };
   std::stable_sort(reads.begin(), reads.end(), lies_before);
   auto read = std::find_if_not(reads.begin(), reads.end(), is_resident);
@@ -288,7 +438,7 @@ void PackReader::decode(ExtentRead& read) const {
   const std::span<std::byte> target(read.target, read.extent.length);
   std::string why;
   if (!zstd_decompress(read.stored, target, &why)) fail_sample(read, "zstd: " + why);
-  const std::uint32_t found = crc32c(target.data(), target.size());
+  const std::uint32_t found = checksums_.crc(target.data(), target.size());
   if (found != read.extent.checksum) fail_sample(read, found);
 }
 
@@ -302,15 +452,16 @@ bool PackReader::times_show_writes(const ExtentRead& read) const {
 }
 
 void PackReader::copy(ExtentRead& read) const {
+  if (read.shard == nullptr) return read_file(read);
   if (options_.direct) return read_direct(read);
   load(read);
   if (read.extent.codec != Codec::none) {
     decode(read);
-  } else if (read.trusted || options_.verify == Verify::never) {
+  } else if (read.trusted || !compares_) {
     std::memcpy(read.target, read.stored.data(), read.stored.size());
   } else {
     const bool may_trust = times_show_writes(read);
-    const std::uint32_t found = copy_checked(read.target, read.stored);
+    const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
     if (found != read.extent.checksum) fail_sample(read, found);
     if (may_trust) read.shard->residency->trust(read.stored);
   }
@@ -343,8 +494,28 @@ void PackReader::read_direct(ExtentRead& read) const {
   }
   read.stored = {memory + (read.extent.offset - begin), read.extent.stored_length};
   if (read.extent.codec != Codec::none) return decode(read);
-  const std::uint32_t found = copy_checked(read.target, read.stored);
-  if (options_.verify != Verify::never && found != read.extent.checksum) fail_sample(read, found);
+  const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
+  if (compares_ && found != read.extent.checksum) fail_sample(read, found);
+}
+
+// One of more files in place than are kept open.
+void PackReader::read_file(ExtentRead& read) const {
+  const std::string path = shard_path(read.extent.shard);
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) fail_io(path, errno);
+  const Closed closed{descriptor};
+  check_source(path, FileState::of(descriptor), read.extent.shard);
+  if (read.extent.codec != Codec::none) fail_sample(read, "no file in place is compressed");
+  for (std::uint64_t done = 0; done < read.extent.length;) {
+    const ssize_t count = pread(descriptor, read.target + done, read.extent.length - done,
+                                static_cast<off_t>(read.extent.offset + done));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) fail_unreadable(read);
+    done += static_cast<std::uint64_t>(count);
+  }
+  if (!compares_) return;
+  const std::uint32_t found = crc32c(read.target, read.extent.length);
+  if (found != read.extent.checksum) fail_sample(read, found);
 }
 
 // Copies a slice; a file that shrinks meanwhile costs the samples that it held, and no more.
@@ -355,9 +526,10 @@ void PackReader::copy_guarded(std::span<ExtentRead> slice, Failure& failure) con
     const bool is_complete = completes(range, [&] {
       while (at < slice.size()) {
         ExtentRead& read = slice[at];
-        range.watch(read.shard->mapping.bytes());
+        if (read.shard != nullptr) range.watch(read.shard->mapping.bytes());
         // While this one is copied, the beginning of the next comes from memory.
-        const ExtentRead* const next = &read == &slice.back() ? nullptr : &read + 1;
+        const ExtentRead* next = &read == &slice.back() ? nullptr : &read + 1;
+        if (next != nullptr && next->shard == nullptr) next = nullptr;
         for (std::size_t byte = 0; next != nullptr && byte < prefetched_bytes; byte += cache_line) {
           __builtin_prefetch(next->stored.data() + byte);
         }
@@ -419,6 +591,7 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
     }
   });
   if (ids.size() > 1) index_.check_file(/*now=*/true);
+  attach(reads);
   if (!options_.direct) {
     look_up(reads);
     request(reads);
@@ -440,12 +613,20 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
     first = end;
   }
   Failure failure;
-  const auto work = [&](std::size_t slice) { copy_slice(slices[slice], failure); };
+  const auto work = [&](std::size_t slice) {
+    const auto began = std::chrono::steady_clock::now();
+    copy_slice(slices[slice], failure);
+    const auto took = std::chrono::steady_clock::now() - began;
+    busy_ns_.fetch_add(static_cast<std::uint64_t>(
+                           std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()),
+                       std::memory_order_relaxed);
+  };
   if (options_.direct || total >= shared_bytes) {
     pool_.run(slices.size(), work);
   } else {
     for (std::size_t slice = 0; slice < slices.size(); ++slice) work(slice);
   }
+  check_transaction();  // first: it explains a checksum that does not match
   failure.rethrow();
 }
 
@@ -469,7 +650,9 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
     std::span<const std::int64_t> ids) const {
   std::vector<std::optional<std::span<const std::byte>>> found(ids.size());
   std::vector<ExtentRead> reads;
+  std::vector<std::size_t> viewed;  // which of them each read is for
   reads.reserve(ids.size());
+  viewed.reserve(ids.size());
   index_.read([&] {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
@@ -478,13 +661,18 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
       if (reads.size() == before) {
         found[i].emplace();
       } else if (reads.size() == before + 1 && reads[before].extent.codec == Codec::none) {
-        found[i] = reads[before].stored;
+        viewed.push_back(i);
       } else {
         reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(before), reads.end());
       }
     }
   });
   if (ids.size() > 1) index_.check_file(/*now=*/true);
+  attach(reads);
+  for (std::size_t k = 0; k < reads.size(); ++k) {
+    if (reads[k].shard != nullptr) found[viewed[k]] = reads[k].stored;
+  }
+  std::erase_if(reads, [](const ExtentRead& read) { return read.shard == nullptr; });
   look_up(reads);
   request(reads);
   const FaultWatch faults;
@@ -493,12 +681,18 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   if (faulted) revalidate_.store(revalidated_batches, std::memory_order_relaxed);
   for (ExtentRead& read : reads) {
     if (faulted && read.resident) read.shard->residency->invalidate_around(read.stored);
-    if (options_.verify == Verify::never) {
+    if (!compares_) {
       load(read);
     } else if (faulted || !read.trusted) {
-      check_in_place(read);
+      try {
+        check_in_place(read);
+      } catch (const PackError&) {
+        check_transaction();
+        throw;
+      }
     }
   }
+  check_transaction();
   return found;
 }
 
@@ -510,7 +704,7 @@ void PackReader::touch_resident(std::span<ExtentRead> reads) const {
     while (at < reads.size() && reads[at].resident) {
       const ExtentRead& read = reads[at];
       range.watch(read.shard->mapping.bytes());
-      if (read.trusted || options_.verify == Verify::never) touch(read.stored);
+      if (read.trusted || !compares_) touch(read.stored);
       at = at + 1;
     }
   });
@@ -528,6 +722,8 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
           if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
         }
       });
+      attach(reads);
+      std::erase_if(reads, [](const ExtentRead& read) { return read.shard == nullptr; });
       look_up(reads);
       request(reads);
     } catch (const std::exception&) {  // only a hint: reading the sample throws the error
@@ -545,27 +741,71 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
         static_cast<void>(index_.name(sample));
         add_extents(reads, sample, nullptr);
       });
+      attach(reads);
       request(reads);
       for (ExtentRead& read : reads) {
-        check_shard(*read.shard, coarse_ns());
-        if (read.extent.codec == Codec::none) {
+        if (read.shard != nullptr) check_shard(*read.shard, coarse_ns());
+        if (read.shard != nullptr && read.extent.codec == Codec::none && index_.has_checksums()) {
           check_in_place(read);
           continue;
         }
-        load(read);
         decoded.resize(read.extent.length);
         read.target = decoded.data();
-        guarded(read, [&] { decode(read); });
+        if (read.shard == nullptr) {
+          read_file(read);
+          continue;
+        }
+        load(read);
+        guarded(read, [&] {
+          if (read.extent.codec == Codec::none) {
+            std::memcpy(read.target, read.stored.data(), read.stored.size());
+          } else {
+            decode(read);
+          }
+        });
       }
     } catch (const PackError& problem) {
+      if (problem.kind == PackError::Kind::changed) throw;
+      check_transaction();
       bad.push_back({sample, first_shard(sample), name_or_nothing(sample), problem.what()});
     }
   }
+  check_transaction();
   return bad;
 }
 
+std::vector<std::uint32_t> PackReader::checksums(std::uint64_t first, std::uint64_t end) const {
+  std::vector<std::uint32_t> found;
+  std::vector<std::byte> copy;
+  std::vector<ExtentRead> reads;
+  for (std::uint64_t sample = first; sample < std::min(end, index_.sample_count()); ++sample) {
+    reads.clear();
+    index_.read([&] { add_extents(reads, sample, nullptr); });
+    attach(reads);
+    request(reads);
+    std::uint32_t crc = 0;
+    for (ExtentRead& read : reads) {
+      if (read.shard == nullptr) {
+        copy.resize(read.extent.length);
+        read.target = copy.data();
+        read_file(read);
+        crc = crc32c(copy.data(), copy.size());
+        continue;
+      }
+      check_shard(*read.shard, coarse_ns());
+      load(read);
+      guarded(read, [&] { crc = crc32c(read.stored.data(), read.stored.size()); });
+    }
+    found.push_back(crc);
+  }
+  check_transaction();
+  return found;
+}
+
 void PackReader::evict() const {
-  for (const auto& shard : shards_) {
+  for (std::uint32_t number = 0; number < shard_count_; ++number) {
+    const Shard* const shard = shards_[number].load(std::memory_order_acquire);
+    if (shard == nullptr) continue;
     const auto bytes = shard->mapping.bytes();
     madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_DONTNEED);
     const int descriptor = open(shard->mapping.path().c_str(), O_RDONLY | O_CLOEXEC);
@@ -591,7 +831,7 @@ void PackReader::fail_sample(const ExtentRead& read, std::uint32_t found) const 
 }
 
 void PackReader::fail_sample(const ExtentRead& read, const std::string& why) const {
-  PackError problem(PackError::Kind::sample, read.shard->mapping.path(), why);
+  PackError problem(PackError::Kind::sample, shard_path(read.extent.shard), why);
   problem.sample = read.sample;
   problem.shard = read.extent.shard;
   problem.name = name_or_nothing(read.sample);

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import (
     CollectiveMismatch,
+    CorruptData,
     CorruptPack,
     DeadlineExceeded,
     MemoryExceeded,
@@ -44,6 +45,9 @@ HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 Recorder = _native.Recorder
+SharedWords = _native.SharedWords
+SortedPlan = _native.SortedPlan
+SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
 crc32c = _native.crc32c
 gather = _native.gather
@@ -68,17 +72,26 @@ __all__ = [
     "HostGroup",
     "HostMessage",
     "HostSegment",
+    "LmdbBlock",
+    "LmdbMeta",
+    "LmdbRecords",
     "MergedNames",
     "NameMerger",
     "PackEntry",
     "PackReader",
     "Recorder",
+    "SharedWords",
+    "SortedPlan",
+    "SortedReader",
+    "TfRecordBlock",
+    "TfRecords",
     "accumulate_and_select",
     "corrupt_sample",
     "crc32c",
     "encode",
     "gather",
     "list_folder",
+    "lmdb_meta",
     "lower_bounds",
     "monotonic_ns",
     "name_hashes",
@@ -168,7 +181,9 @@ def corrupt_sample(path: str, bad: BadSample) -> CorruptPack:
 class _PackProblem(NamedTuple):
     """The fields of a PackError of the core."""
 
-    kind: Literal["io", "corrupt", "sample", "version", "memory"]
+    kind: Literal[
+        "io", "corrupt", "sample", "version", "memory", "source", "changed", "unsupported"
+    ]
     file: bytes
     why: str
     error: int  # errno of `io`
@@ -202,6 +217,8 @@ def _pack_error(**fields: Any) -> PacelineError:
             why=f"{problem.why}; this Paceline reads up to version {PACK_FORMAT_VERSION}",
             fix="Use a newer Paceline",
         )
+    if problem.kind in ("source", "changed", "unsupported"):
+        return _source_error(problem.kind, where, problem.why)
     if problem.kind == "io" and problem.error != errno.ENOENT:
         no_direct = problem.direct and problem.error == errno.EINVAL
         return StorageError(
@@ -218,12 +235,98 @@ def _pack_error(**fields: Any) -> PacelineError:
     )
 
 
+def _source_error(kind: str, where: str, why: str) -> PacelineError:
+    """Return the error for data in place: the user's own files."""
+    if kind == "source":
+        return CorruptData(
+            "the data is damaged", where=where, why=why, fix="Restore the file from a copy"
+        )
+    if kind == "changed":
+        return StorageError(
+            "the data was changed since it was indexed",
+            where=where,
+            why=why,
+            fix="Open it again when no other program writes to it: it is then indexed again",
+        )
+    return UsageError(
+        "the data cannot be read in place",
+        where=where,
+        why=why,
+        fix="Pack what a program reads from it: paceline.store.pack(store.Samples(...), DEST)",
+    )
+
+
 def _repair_fix(file: str) -> str:
+    if not file.endswith(".pace"):  # data in place
+        return "Restore the file from a copy; if it was changed on purpose, delete its .pace file"
     pack = os.path.dirname(file)  # noqa: PTH120  # a string in, a string out
     return f"Repair it: paceline store repair {pack} --source FOLDER, or --replica COPY"
 
 
 _native.set_pack_error_maker(_pack_error)
+
+
+# Indexing data in place (lmdb_records.hpp, tfrecord_records.hpp)
+
+
+class LmdbMeta(NamedTuple):
+    """What the newest meta page of an LMDB database says."""
+
+    page_bytes: int
+    flags: int  # of the main database, as LMDB has them
+    last_page: int
+    transaction: int
+
+
+class LmdbBlock(NamedTuple):
+    """The next records of a database, in the order of their keys; none at the end."""
+
+    offsets: NDArray[np.uint64]  # of the values in the file
+    lengths: NDArray[np.uint64]
+    name_offsets: NDArray[np.uint64]
+    names: bytes
+    are_paths: bool  # whether each name may name a sample
+    has_folders: bool  # whether some name has a slash
+
+
+class TfRecordBlock(NamedTuple):
+    """The next records of a TFRecord file; none at the end."""
+
+    offsets: NDArray[np.uint64]  # of the data in the file
+    lengths: NDArray[np.uint64]
+    checksums: NDArray[np.uint32]  # CRC-32C of the data
+
+
+def lmdb_meta(path: bytes) -> LmdbMeta:
+    """Return what the newest meta page of the LMDB database at `path` says.
+
+    Raises:
+        CorruptData: it is no database, or a damaged one.
+        UsageError: it is of a version that is not read.
+        StorageError: it cannot be read.
+    """
+    return LmdbMeta(*_native.lmdb_meta(path))
+
+
+class LmdbRecords(_native.LmdbRecords):
+    """One pass over the records of an LMDB database; see `lmdb_meta` for the errors."""
+
+    @property
+    def meta(self) -> LmdbMeta:
+        """The meta page that the pass began with."""
+        return LmdbMeta(*super().meta)
+
+    def next(self, count: int) -> LmdbBlock:
+        """Return at most `count` records."""
+        return LmdbBlock(*super().next(count))
+
+
+class TfRecords(_native.TfRecords):
+    """One pass over a TFRecord file; CorruptData says where it is damaged."""
+
+    def next(self, count: int) -> TfRecordBlock:
+        """Return at most `count` records."""
+        return TfRecordBlock(*super().next(count))
 
 
 # Packing (pack_writer.hpp). Names come as two arrays: where each begins (one offset more than

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.app import VERBS
 from paceline.launch.options import RunConfig
-from paceline.store import PackOptions
+from paceline.store import LoaderConfig, PackOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -49,13 +49,14 @@ def test_every_page_can_be_found_from_the_readme():
     "name",
     [
         *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md"),
-        *("guides/load.md", "guides/start.md", "guides/collectives.md"),
+        *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         "guides/data-parallel.md",
         "guides/compression.md",
         "guides/queue-local.md",
         "guides/queue.md",
         "guides/large-batch.md",
         "guides/mixed-precision.md",
+        "guides/in-place.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
@@ -84,7 +85,9 @@ def test_what_a_page_tells_to_run_runs(tmp_path, name):
         assert re.search(r"Rank 1 arrives \d\d ms late .*because of data loading", done.stdout)
 
 
-@pytest.mark.parametrize(("verb", "options"), [("run", RunConfig), ("pack", PackOptions)])
+@pytest.mark.parametrize(
+    ("verb", "options"), [("run", RunConfig), ("loader", LoaderConfig), ("pack", PackOptions)]
+)
 def test_the_page_of_configuration_lists_each_key(verb, options):
     text = (ROOT / "docs/reference/configuration.md").read_text()
     keys = re.findall(rf"^\| `{verb}` \| `(\w+)`", text, re.MULTILINE)

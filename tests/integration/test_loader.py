@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from paceline import store
 from paceline.core.errors import (
+    CorruptData,
     CorruptPack,
     DeadlineExceeded,
     Missing,
@@ -235,13 +236,13 @@ def test_a_transform_is_given_the_decoded_image(images):
 
 def test_what_is_no_image_is_named(path):
     loader = Loader(path, 4, options=options(decode="image"))
-    with pytest.raises(ScriptFailed, match=r"sample \d+ 'class\d/\d+'.*cannot identify"):
+    with pytest.raises(CorruptData, match=r"sample \d+ 'class\d/\d+'.*cannot identify"):
         next(iter(loader))
 
 
 def test_images_without_pillow_are_an_error_that_names_what_to_install(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(Missing, match=r"paceline\[demo\]"):
+    with pytest.raises(Missing, match=r"paceline\[images\]"):
         Loader(path, 4, options=options(decode="image"))
 
 

@@ -172,7 +172,7 @@ def test_damage_is_named_with_exit_code_4(folder):
         (("pack", "source", "pack", "--shard-size", "huge"), 2, b"not a size"),
         (("pack", "source", "pack", "--shard-size", "1"), 2, b"below the minimum of 128 B"),
         (("store", "ls", "nowhere"), 2, b"no pack here"),
-        (("store", "cat", "source", "x"), 2, b"no pack here"),
+        (("store", "cat", "nowhere", "x"), 2, b"no pack here"),
         (("store", "verify", "nowhere"), 2, b"no pack here"),
     ],
 )

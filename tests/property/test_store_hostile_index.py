@@ -43,6 +43,7 @@ WILD = (
     2**64 - 64,
     2**64 - 1,
 )
+OF_A_PACK = [int(section) for section in Section if section < Section.FILES]
 HEADER_FIELDS = {
     "samples": (24, "<Q"),
     "folders": (32, "<Q"),
@@ -74,10 +75,11 @@ def all_doors(path, place, more):
         verify_files(path)
 
     def stat():
-        describe_pack(path)
-        for name in (*BODIES, "a", "b/c"):
-            with contextlib.suppress(NotFound):
-                describe_name(path, name)
+        with open_pack(path, index_only=True) as pack:
+            describe_pack(pack)
+            for name in (*BODIES, "a", "b/c"):
+                with contextlib.suppress(NotFound):
+                    describe_name(pack, name)
 
     def unpack():
         shutil.rmtree(place / "out", ignore_errors=True)
@@ -116,7 +118,7 @@ def place(tmp_path_factory):
     options = PackOptions(shard_bytes=1024, codec="zstd", parity_group=2)
     store.pack(store.Folder(place / "source"), place / "good", options=options)
     index = (place / "good" / "index.pace").read_bytes()
-    assert set(parse_sections(index)) == {int(section) for section in Section}
+    assert set(parse_sections(index)) == set(OF_A_PACK)
     return place
 
 
@@ -137,7 +139,7 @@ def broken(index, change):
 
 
 changes = st.tuples(
-    st.sampled_from([*map(int, Section), *HEADER_FIELDS]),
+    st.sampled_from([*OF_A_PACK, *HEADER_FIELDS]),
     st.integers(0, 200),
     st.one_of(st.sampled_from(WILD), st.integers(0, 400)),
     st.sampled_from([1, 4, 8]),

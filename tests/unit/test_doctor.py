@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from paceline.core.node import Limits
 from paceline.probe import doctor
 from paceline.probe.doctor import ProgramOutput, TorchAnswer
-from paceline.probe.node import Limits
 from paceline.probe.protocol import TorchFacts
 
 NONE = Limits(version=0)

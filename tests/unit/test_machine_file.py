@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
+from paceline.core import node
 from paceline.core.errors import ConfigError, NotFound
 from paceline.core.machine import Machine
 from paceline.core.machine_file import machine_path
-from paceline.probe import node
 from paceline.probe.machine_file import known_machine
 from paceline.studies.predict import load_machine
 

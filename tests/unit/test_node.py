@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.probe.node import (
+from paceline.core.node import (
     Limits,
     cache_bytes,
     cpu_name,

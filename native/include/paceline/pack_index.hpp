@@ -43,8 +43,10 @@ enum class Section : std::uint32_t {
   shard_digests = 21,    // u8[32 * shards], SHA-256
   parity = 22,           // u64[1 + parity files]
   parity_digests = 23,   // u8[32 * parity files]
+  files = 24,            // u64[shards + 1], then bytes: the shards are these files of the user's
+  sources = 25,          // SourcesHeader, SourceState[shards]: what these files were; with 24
 };
-constexpr std::uint32_t last_section = 23;
+constexpr std::uint32_t last_section = 25;
 
 enum class Codec : std::uint8_t { none = 0, zstd = 1 };
 constexpr std::uint8_t last_codec = 1;
@@ -80,8 +82,30 @@ struct SectionEntry {
 static_assert(sizeof(SectionEntry) == 32);
 constexpr std::uint32_t section_required = 1;
 
+// Of an index of data in place: its shards are the user's own files, without headers and alignment.
+enum class SourceKind : std::uint32_t { files = 1, tar = 2, lmdb = 3, tfrecord = 4 };
+
+struct SourcesHeader {
+  SourceKind kind;
+  std::uint32_t key_names;    // of lmdb: KeyNames (lmdb_records.hpp)
+  std::uint64_t transaction;  // of lmdb: that was indexed
+  std::uint32_t page_bytes;   // of lmdb
+  std::uint32_t reserved;
+  std::uint64_t last_page;  // of lmdb
+};
+static_assert(sizeof(SourcesHeader) == 32);
+
+struct SourceState {
+  std::uint64_t size;
+  std::int64_t mtime_ns;
+  std::uint64_t inode;  // 0: not known
+};
+static_assert(sizeof(SourceState) == 24);
+
 struct PackError : std::runtime_error {
-  enum class Kind { io, corrupt, sample, version, memory };
+  // source, changed, unsupported: of the user's own files, damaged, written to since they were
+  // indexed, or of a kind that is not read in place.
+  enum class Kind { io, corrupt, sample, version, memory, source, changed, unsupported };
 
   PackError(Kind what_kind, std::string file_name, const std::string& why)
       : std::runtime_error(why), kind(what_kind), file(std::move(file_name)) {}
@@ -104,6 +128,7 @@ std::string checksum_mismatch(std::uint32_t expected, std::uint32_t found);
 
 struct FileState {  // all 0: there is no such file
   static FileState of(const std::string& path) noexcept;
+  static FileState of(int descriptor) noexcept;
   bool operator==(const FileState& other) const noexcept {
     return device == other.device && inode == other.inode && size == other.size &&
            written_ns == other.written_ns && changed_ns == other.changed_ns;
@@ -173,7 +198,8 @@ std::uint64_t name_hash(std::string_view name) noexcept;
 // that take or return a place in it.
 class PackIndex {
  public:
-  explicit PackIndex(const std::string& folder);  // throws PackError
+  // Of the pack in a folder, or an index of data in place, which is a file. Throws PackError.
+  explicit PackIndex(const std::string& place);
 
   // Calls `work`, which may use all of this object. Throws PackError if the file was changed in place
   // since it was opened (looked at every 20 ms), or shrinks meanwhile; then `work` ends where it is,
@@ -197,6 +223,13 @@ class PackIndex {
   std::uint64_t folder_count() const noexcept { return header_.folder_count; }
   std::uint32_t class_count() const noexcept { return header_.class_count; }
   std::uint32_t shard_count() const noexcept { return header_.shard_count; }
+  // Whether the shards are the user's own files; then there is a `sources` and a `source_state`.
+  bool is_in_place() const noexcept { return !file_offsets_.empty(); }
+  const SourcesHeader& sources() const noexcept { return sources_; }
+  SourceState source_state(std::uint32_t shard) const;
+  // Whether the samples have checksums: of data in place they are computed on request.
+  bool has_checksums() const noexcept { return has(Section::checksums); }
+  std::string shard_path(std::uint32_t shard) const;  // throws PackError
   // Header and section table as they were when the pack was opened: their checksums cover the whole
   // content.
   std::span<const std::byte> head() const noexcept { return head_; }
@@ -253,6 +286,7 @@ class PackIndex {
   [[noreturn]] void fail_extent(std::uint64_t index, const std::string& why) const;
   void read_extents();
   void read_folders();
+  void read_files();
   void order_folders();
   bool has(Section id) const noexcept { return section(id).data() != nullptr; }
   template <class T>
@@ -261,6 +295,7 @@ class PackIndex {
   std::int64_t find_in_table(std::string_view name) const;
 
   Mapping file_;
+  std::string folder_;  // of the shards
   // What was found when the file was looked at. Without a lock, which a fork could leave held: threads
   // that look at the same time find the same.
   mutable std::atomic<std::uint64_t> next_look_ns_{0};
@@ -282,6 +317,8 @@ class PackIndex {
   std::span<const std::int64_t> mtimes_;
   std::vector<std::uint64_t> shard_lengths_;  // own: looked at for each extent
   std::uint64_t shard_bytes_ = 0;
+  std::span<const std::uint64_t> file_offsets_;
+  SourcesHeader sources_{};
   std::span<const std::uint64_t> name_table_;
   std::span<const std::uint64_t> folder_samples_;
   std::span<const std::uint64_t> folder_ends_;

@@ -4,6 +4,11 @@
 // the order of their storage; then bytes in memory are copied, while storage reads the others; then
 // these are copied as they arrive. The copy is verified, unless its pages are known to hold bytes that
 // this process verified before (residency.hpp).
+//
+// The shards of a pack are mapped when it is opened. Data in place may be a million files: each is
+// mapped when it is first read and must then be what was indexed; beyond some thousands of them, a
+// file is opened for each read. Samples without checksums are handed out as they are, but never bytes
+// of a file that was written to since it was indexed, as far as its times, or LMDB's transactions, say.
 #pragma once
 
 #include <atomic>
@@ -16,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "paceline/checksum_timer.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/page_cache.hpp"
 #include "paceline/residency.hpp"
@@ -55,14 +61,23 @@ struct ReadOptions {
 // Thread-safe, and safe to use in a forked child.
 class PackReader {
  public:
-  // Opens and checks the index and every shard's length. Throws PackError.
-  explicit PackReader(const std::string& folder, const ReadOptions& options = {});
+  // Opens and checks the index and, of a pack, every shard's length. `place` is the folder of a pack, or
+  // the index of data in place. Throws PackError.
+  explicit PackReader(const std::string& place, const ReadOptions& options = {});
   ~PackReader();
   PackReader(const PackReader&) = delete;
   PackReader& operator=(const PackReader&) = delete;
 
   const PackIndex& index() const noexcept { return index_; }
   const ReadOptions& options() const noexcept { return options_; }
+  // Whether read bytes are compared with checksums.
+  bool compares() const noexcept { return compares_; }
+
+  // For other readers of the same files: the path of a shard, whether a file is still the one that was
+  // indexed, and whether all that was read until now is what was indexed.
+  std::string shard_path(std::uint32_t number) const;
+  bool is_shard(std::uint32_t number, const FileState& found) const noexcept;
+  bool is_unchanged() const noexcept;
 
   // Length of a sample, known to be in its shards. Throws PackError, std::out_of_range.
   std::size_t checked_length(std::uint64_t sample) const;
@@ -79,14 +94,21 @@ class PackReader {
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                   std::span<std::byte> target) const;
+  // Time that threads have spent in read_batch copying samples, waiting for storage included, and
+  // the part of it in checksums; summed over threads and over all batches so far.
+  std::uint64_t busy_ns() const noexcept { return busy_ns_.load(std::memory_order_relaxed); }
+  std::uint64_t verify_ns() const noexcept { return checksums_.ns(); }
   // Views of the samples, verified; empty for a sample that is compressed or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
       std::span<const std::int64_t> ids) const;
   // Starts to read samples that are not in memory; returns at once.
   void prefetch(std::span<const std::int64_t> ids) const;
-  // Verifies samples [first, end) in place and returns the bad ones.
+  // Verifies samples [first, end) in place and returns the bad ones; without checksums, those that
+  // cannot be read.
   std::vector<BadSample> verify(std::uint64_t first, std::uint64_t end) const;
+  // Computes the checksums of samples [first, end), each of one extent. Throws PackError.
+  std::vector<std::uint32_t> checksums(std::uint64_t first, std::uint64_t end) const;
   // Drops all pages of the shards, and the knowledge which of them were verified.
   void evict() const;
   // Drops the pages of the index.
@@ -110,7 +132,7 @@ class PackReader {
   struct ExtentRead {  // an extent on its way into a buffer
     std::uint64_t sample;
     Extent extent;
-    Shard* shard;
+    Shard* shard;  // nullptr: its file is opened for this read
     std::span<const std::byte> stored;
     std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
     bool resident;      // as far as is known
@@ -119,8 +141,20 @@ class PackReader {
 
   class Failure;
 
-  void open_shards(const std::string& folder);
-  std::span<const std::byte> stored(const Extent& extent) const;
+  void open_shards();
+  void close_shards() noexcept;
+  std::unique_ptr<Shard> open_shard(std::uint32_t number) const;
+  std::unique_ptr<Shard> open_source(std::uint32_t number) const;
+  std::unique_ptr<Shard> mapped(Mapping mapping) const;
+  void check_source(const std::string& path, const FileState& found, std::uint32_t number) const;
+  // The shard, mapped; nullptr if too many of the files in place are.
+  Shard* shard(std::uint32_t number) const;
+  // Finds the shards of reads that the index was asked for.
+  void attach(std::vector<ExtentRead>& reads) const;
+  // Throws PackError if a transaction was committed to an LMDB database since it was indexed: then
+  // pages that were read until now may have been written again.
+  void check_transaction() const;
+  void note_write(Shard& shard, const FileState& state) const;
   // Returns where the sample ends in the buffer.
   std::byte* add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
                          std::byte* target) const;
@@ -132,6 +166,7 @@ class PackReader {
   void copy(ExtentRead& read) const;
   void decode(ExtentRead& read) const;
   void read_direct(ExtentRead& read) const;
+  void read_file(ExtentRead& read) const;
   void copy_slice(std::span<ExtentRead> slice, Failure& failure) const;
   void copy_guarded(std::span<ExtentRead> slice, Failure& failure) const;
   void check_in_place(ExtentRead& read) const;
@@ -146,8 +181,15 @@ class PackReader {
 
   PackIndex index_;
   ReadOptions options_;
-  std::vector<std::unique_ptr<Shard>> shards_;
+  // False: what is read cannot be compared, or is not meant to be.
+  bool compares_ = true;
+  // Of each shard, once it is mapped; never replaced, so that views stay valid.
+  std::unique_ptr<std::atomic<Shard*>[]> shards_;
+  std::uint32_t shard_count_ = 0;  // 0: opened without them
+  mutable std::atomic<std::uint32_t> mapped_count_{0};
   mutable WorkerPool pool_;
+  mutable ChecksumTimer checksums_;
+  mutable std::atomic<std::uint64_t> busy_ns_{0};
   mutable std::atomic<int> revalidate_{0};  // batches in which to ask the kernel about each page
 };
 

@@ -62,6 +62,12 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "memory that ranks of a host share; torch: as the script says [default: torch].",
 )
 @click.option(
+    "--node-reader",
+    type=click.Choice(["auto", "on", "off"]),
+    help="One process of each node reads for the loaders of all its ranks; auto: where several "
+    "ranks share a node and the data are larger than half the memory [default: auto].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -89,6 +95,7 @@ def run(
     bind: bool | None,
     allocator: str | None,
     collectives: str | None,
+    node_reader: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -131,6 +138,7 @@ def run(
         "bind": bind,
         "allocator": allocator,
         "collectives": collectives,
+        "node_reader": node_reader,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

@@ -14,11 +14,13 @@ from paceline.report.units import format_bytes, plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from paceline.core.errors import CorruptPack
     from paceline.store import Pack
     from paceline.store.care.findings import RepairReport
     from paceline.store.read.describe import FolderStat, PackStat, SampleStat
 
 _JSON_HELP = "Print one JSON object on stdout."
+_UNVERIFIED = "; not verified: paceline store verify reads it once and keeps the checksums"
 
 
 @click.group(epilog="Example: paceline store ls train.pack")
@@ -35,13 +37,15 @@ def stat(path: str, name: str | None, as_json: bool) -> None:
 
     NAME is a sample, whose location is printed, or a folder. Reads only the index.
     """
+    from paceline.store import open_pack
     from paceline.store.read.describe import FolderStat, describe_name, describe_pack
 
-    if name is None:
-        pack_stat = describe_pack(path)
-        _print_record(pack_stat) if as_json else _print_pack_stat(pack_stat)
-        return
-    name_stat = describe_name(path, name)
+    with open_pack(path, index_only=True) as pack:
+        if name is None:
+            pack_stat = describe_pack(pack)
+            _print_record(pack_stat) if as_json else _print_pack_stat(pack_stat)
+            return
+        name_stat = describe_name(pack, name)
     if as_json:
         _print_record(name_stat)
     elif isinstance(name_stat, FolderStat):
@@ -80,7 +84,7 @@ def ls(path: str, folder: str, recursive: bool, as_json: bool) -> None:
         print(
             f"{plural(samples, 'sample')}, {format_bytes(size)}, {plural(folders, 'folder')}; "
             f"the pack: {plural(len(pack), 'sample')} in {plural(len(pack.class_names), 'class')}, "
-            f"{plural(pack.shard_count, 'shard')}",
+            f"{plural(pack.shard_count, 'shard')}{'' if pack.is_verified else _UNVERIFIED}",
             file=sys.stderr,
         )
 
@@ -162,31 +166,42 @@ def verify(path: str, shards: bool, as_json: bool) -> None:
     """Read all of PACK and name every damaged sample.
 
     Exits with status 4 if there is damage. With --shards every byte is checked, also between
-    samples and in parity files.
+    samples and in parity files. Of data in place that have no checksums yet, such as LMDB and tar,
+    it computes and keeps them: from then on samples are compared with what they were at this time.
     """
-    from paceline.store import open_pack
+    from paceline.store import add_checksums, open_pack
     from paceline.store.care.damage import verify_files
 
+    damaged = []
+    checked = 0
+    wrong: list[CorruptPack] = []
     with open_pack(path) as pack:
-        damaged = []
-        for problem in pack.verify(_progress("verified", "samples")):
-            damaged.append(problem)
-            if not as_json:
-                print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
+        is_new = not pack.is_verified  # nothing to compare with: what is there now is kept
+        if is_new:
+            add_checksums(pack, _progress("read", "samples"))
+        else:
+            for problem in pack.verify(_progress("verified", "samples")):
+                damaged.append(problem)
+                if not as_json:
+                    print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
         sample_count, byte_count = len(pack), int(pack.index.lengths.sum())
-    checked, wrong = verify_files(path, _progress("compared", "files")) if shards else (0, [])
+        if shards and not pack.is_in_place:
+            checked, wrong = verify_files(path, _progress("compared", "files"))
+        side_file = pack.side_file
     for problem in wrong if not as_json else ():
         print(f"{problem.what} ({problem.where}): {problem.why}", file=sys.stderr)
     errors = [*damaged, *wrong]
     if as_json:
         fields = {"path": path, "sample_count": sample_count, "sample_bytes": byte_count}
-        fields |= {"file_count": checked, "ok": not errors}
+        fields |= {"file_count": checked, "ok": not errors, "checksums_added": is_new}
         _print_json({**fields, "damaged": [problem.to_json()["error"] for problem in errors]})
     elif not errors:
         files = f" and {plural(checked, 'file')}" if shards else ""
-        print(f"{plural(sample_count, 'sample')}, {format_bytes(byte_count)}{files}: all intact")
+        outcome = f"read; their checksums are kept in {side_file}" if is_new else "all intact"
+        print(f"{plural(sample_count, 'sample')}, {format_bytes(byte_count)}{files}: {outcome}")
         if shards and not checked:
-            print("a pack of format version 1 has no digests of files", file=sys.stderr)
+            whose = "data in place" if side_file else "a pack of format version 1"
+            print(f"{whose}: there are no digests of files", file=sys.stderr)
     else:
         files = f", {len(wrong):,} of {checked:,} files" if shards else ""
         print(f"{len(damaged):,} of {sample_count:,} samples{files} are damaged", file=sys.stderr)
@@ -283,6 +298,7 @@ def _print_listing(pack: Pack, path: str, folder: str, *, recursive: bool) -> No
             "sample_count": len(samples),
             "sample_bytes": sum(sample["bytes"] for sample in samples),
             "shard_count": pack.shard_count,
+            "is_verified": pack.is_verified,
             "class_names": [_text(name) for name in pack.class_names],
             "folder_names": folders,
             "samples": samples,
@@ -299,8 +315,9 @@ def _print_pack_stat(stat: PackStat) -> None:
             f"{stat.parity_count:,} files, {format_bytes(stat.parity_bytes)}, "
             f"one for every {stat.parity_group} shards"
         )
+    in_place = "" if stat.kind == "pack" else f" of {stat.kind} data in place"
     rows = {
-        "format": f"version {stat.format_version}",
+        "format": f"version {stat.format_version}{in_place}",
         "identity": stat.identity,
         "samples": f"{stat.sample_count:,} in {plural(stat.class_count, 'class')} and "
         f"{plural(stat.folder_count, 'folder')}; {stat.chunked_count:,} larger than a shard",
@@ -311,6 +328,7 @@ def _print_pack_stat(stat: PackStat) -> None:
         + ("with digests" if stat.has_shard_digests else "without digests"),
         "parity": parity,
         "index": format_bytes(stat.index_bytes),
+        "checksums": "of all samples" if stat.is_verified else f"none yet{_UNVERIFIED}",
     }
     _print_rows(rows)
 
@@ -328,8 +346,8 @@ def _print_sample_stat(stat: SampleStat) -> None:
     }
     for k, extent in enumerate(stat.extents):
         rows[f"extent {k}" if len(stat.extents) > 1 else "lies in"] = (
-            f"{extent.shard} at {extent.offset:,}: {extent.stored_bytes:,} bytes, "
-            f"codec {extent.codec}, checksum {extent.checksum}"
+            f"{_safe(extent.shard)} at {extent.offset:,}: {extent.stored_bytes:,} bytes, "
+            f"codec {extent.codec}, checksum {extent.checksum or 'not known yet'}"
         )
     _print_rows(rows)
 

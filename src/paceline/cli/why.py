@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @click.command(epilog="Example: paceline why paceline-runs/train-20260101-120000")
 @run_argument
-@click.option("--verbose", is_flag=True, help="Add tables: stragglers, time by phase, host work.")
+@click.option(
+    "--verbose", is_flag=True, help="Add tables: stragglers, time by phase, loader, host work."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def why(run: Path | None, verbose: bool, as_json: bool) -> None:
     """Say which rank was late in RUN, when and why, or that none was, and what would help.
@@ -32,7 +34,7 @@ def why(run: Path | None, verbose: bool, as_json: bool) -> None:
         everything = to_json(report)
         names = ["version", "run", "state", "verdict", "cautions", "advice"]
         names += ["exit_code", "failure", "nan", "step_rule", "stragglers", "shifts", "host_work"]
-        names += ["collective_paths"]
+        names += ["loader_stages_s", "collective_paths"]
         click.echo(json.dumps({"kind": "why", **{name: everything[name] for name in names}}))
         return
     console = Console(highlight=False)

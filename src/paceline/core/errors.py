@@ -142,7 +142,7 @@ class Missing(PacelineError, ImportError):
 
 
 class CorruptData(PacelineError, ValueError):
-    """Stored bytes differ from the bytes that were written."""
+    """Stored bytes differ from the bytes that were written, or are not of the format they claim."""
 
     exit_code = 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
@@ -18,7 +18,7 @@ class RunConfig(Configuration):
 
     Changes results: `ranks`, since the script divides its data by them; `collectives`, in the last
     bits of sums.
-    Changes speed: `record`, `bind`, `allocator`.
+    Changes speed: `record`, `bind`, `allocator`, `node_reader`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
@@ -33,6 +33,9 @@ class RunConfig(Configuration):
             to 9 MiB more memory, and gave equal weights (bench/allocator.py): hence the default.
         collectives: ``paceline`` has init_process_group make a group of that backend where a script
             asks for gloo or for no backend; ``torch`` leaves it what the script says.
+        node_reader: whether one process of each node reads for the loaders of all its ranks, where
+            the script does not say (`paceline.store.LoaderOptions`); None: as its own section of
+            the configuration does (`paceline.store.LoaderConfig`).
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -51,6 +54,7 @@ class RunConfig(Configuration):
     bind: bool = True
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
+    node_reader: Literal["auto", "on", "off"] | None = None
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None

@@ -244,10 +244,12 @@ class _Starter:
         replaced = registration.variables(self.job.collectives)
         machine = self.job.machine  # has the table of collectives between hosts
         table = {"PACELINE_COLLECTIVES__MACHINE": str(machine)} if machine else {}
+        choice = self.job.resolved.config.node_reader
+        reader = {"PACELINE_LOADER__NODE_READER": choice} if choice else {}
         # `paceline.training.prepare` follows it.
         plan = {PLAN_VARIABLE: self.job.plan.plan.to_text()} if self.job.plan else {}
         # The allocator's variables are settings of glibc's malloc.
-        return {**self.job.allocator.variables, **unbuffered, **replaced, **table, **plan}
+        return {**self.job.allocator.variables, **unbuffered, **replaced, **table, **reader, **plan}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

@@ -15,19 +15,19 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from paceline.core import node
 from paceline.core.affinity import allowed_cores
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, NotFound, PacelineError, WorkerFailed
 from paceline.core.record import Record
 from paceline.core.worker_process import WorkerCall, call
-from paceline.probe import node
 from paceline.probe.protocol import TorchFacts, TorchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from paceline.probe.node import Limits
+    from paceline.core.node import Limits
 
 GIB = 1 << 30
 TORCH_DEADLINE_S, PROGRAM_DEADLINE_S = 60.0, 5.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from paceline.core import node
 from paceline.core.affinity import allowed_cores
 from paceline.core.errors import ConfigError, CorruptData, NotFound, StorageError
 from paceline.core.machine import Device, Machine, Quantity
 from paceline.core.machine_file import machine_path, read_machine
-from paceline.probe import node
 
 if TYPE_CHECKING:
     from pathlib import Path

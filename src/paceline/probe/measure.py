@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core import node
 from paceline.core.affinity import allowed_cores, core_binding
 from paceline.core.allocator import allocator_setting
 from paceline.core.clock import SystemClock
@@ -30,7 +31,6 @@ from paceline.core.machine import (
 )
 from paceline.core.processes import ended_on_signal
 from paceline.core.worker_process import WorkerCall, call_all
-from paceline.probe import node
 from paceline.probe.links import measure_links
 from paceline.probe.protocol import MeasureRequest, WorkerMeasurement
 from paceline.probe.quiet import QuietParts

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from paceline.core.errors import storage_errors
 from paceline.core.machine import Quantity, Tier
+from paceline.core.node import mount_of, read_mounts
 from paceline.probe.figures import ROUNDS, probed
-from paceline.probe.node import mount_of, read_mounts
 
 CHUNK_BYTES = 1 << 20
 LONG_BYTES, QUICK_BYTES = 64 << 20, 8 << 20

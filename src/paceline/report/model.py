@@ -7,6 +7,7 @@ run that ended badly did not leave is None or empty, and is shown as missing.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ class Report:
             what the traces lack.
         verdict: which rank was late, when and why, and how the run ended.
         advice: what would make the run faster, the largest saving first.
+        loader_stages_s: seconds that the workers of the store's loader spent by stage, the mean
+            over ranks; empty without such a loader.
         host_work: the script's own named work, the longest first, as the mean over ranks.
         trace: its events on one clock.
         rank_phases: seconds by step and phase of each rank that left a trace.
@@ -81,6 +84,7 @@ class Report:
     cautions: tuple[str, ...]
     verdict: str
     advice: tuple[Advice, ...]
+    loader_stages_s: Mapping[str, float]
     host_work: tuple[HostTime, ...]
     trace: Trace
     rank_phases: tuple[RankPhases, ...]
@@ -213,6 +217,7 @@ def gather(run: Path) -> Report:
         verdict=" ".join(filter(None, sentences)),
         # The time of a run that ended badly is no measure of what the script takes.
         advice=() if ended_badly else advise(facts),
+        loader_stages_s=facts.loader_stages_s,
         host_work=facts.host_work,
         trace=trace,
         rank_phases=analysis.phases,
@@ -313,6 +318,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "step_time_s": report.step_time_s,
         "cautions": list(report.cautions),
         "advice": [_plain(advice) for advice in report.advice],
+        "loader_stages_s": dict(report.loader_stages_s),
         "host_work": [_plain(work) for work in report.host_work],
         "step_rule": report.trace.step_rule,
         "nan": _plain(report.nan),

@@ -32,7 +32,7 @@ from paceline.report.units import (
 from paceline.report.words import gap_words, path_words, phase_label, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -96,12 +96,14 @@ def render_why(report: Report) -> Group:
 
 
 def render_details(report: Report) -> Group:
-    """Return the tables that ``paceline why --verbose`` adds: stragglers, phases, host work."""
+    """Return the tables of ``paceline why --verbose``: stragglers, phases, loader, host work."""
     parts: list[RenderableType] = []
     if report.stragglers:
         parts += [Text(), _stragglers(report)]
     if report.steps:
         parts += [Text(), _phases(report)]
+    if report.loader_stages_s:
+        parts += [Text(), _loader_stages(report.loader_stages_s, len(report.rank_phases))]
     return Group(
         *parts, *_host_work(report.host_work, report.total.total_s, len(report.rank_phases))
     )
@@ -268,6 +270,15 @@ def _phases(report: Report) -> FittingTable:
         corner="share",
         bold=[i for i, rank in enumerate(ranks) if rank.rank in late],
     )
+
+
+def _loader_stages(stages_s: Mapping[str, float], ranks: int) -> FittingTable:
+    total_s = sum(stages_s.values())
+    rows = [
+        [format_seconds(spent_s), format_share(spent_s / total_s)] for spent_s in stages_s.values()
+    ]
+    seconds = "mean over ranks" if ranks > 1 else "seconds"
+    return _table("loader", [seconds, "of its workers"], list(stages_s), rows)
 
 
 def _host_work(times: Sequence[HostTime], loop_s: float, ranks: int) -> list[RenderableType]:

@@ -1,12 +1,16 @@
 """Packs a folder of small files into one checksummed data set, and feeds training from it.
 
-Five sub-packages, with imports in one direction (an import contract checks it):
+Six sub-packages, with imports in one direction (an import contract checks it):
 
-    write    feed    care     pack, append | order, batches, loader | damage, repair
-       '------|-------'
-             read             open, describe, extract
-              |
-            format            what lies on disk: layout, header, index
+      feed    care      order, batches, loader | damage, repair
+        '--.---'
+        in_place        open packs, and data as they are: LMDB, tar, TFRecord, folders
+           |
+         write          pack, append
+           |
+         read           read, describe, extract
+           |
+        format          what lies on disk: layout, header, index
 
 `pack` writes a pack of a source (`Folder`, `Archives` or `Samples`; docs/reference/pack-format.md),
 `open_pack` reads it, and `Loader` (or `PackDataset`, for torch's own DataLoader) feeds PyTorch from
@@ -15,10 +19,13 @@ it. Only these two import torch, when they are first accessed.
 
 from typing import Any
 
-from paceline.store.feed.options import LoaderOptions
+from paceline.store.feed.crops import CenterCrop, RandomCrop
+from paceline.store.feed.options import LoaderConfig, LoaderOptions
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
-from paceline.store.read.pack import Pack, open_pack
+from paceline.store.in_place.checksums import add_checksums
+from paceline.store.in_place.opening import open_pack
+from paceline.store.read.pack import Pack
 from paceline.store.write.append import append
 from paceline.store.write.options import PackOptions, PackProgress, PackSummary
 from paceline.store.write.pack import find_source, pack, plan_pack
@@ -28,8 +35,10 @@ from paceline.store.write.sources.samples import Samples
 
 __all__ = [
     "Archives",
+    "CenterCrop",
     "Folder",
     "Loader",
+    "LoaderConfig",
     "LoaderOptions",
     "Pack",
     "PackDataset",
@@ -37,8 +46,10 @@ __all__ = [
     "PackProgress",
     "PackSampler",
     "PackSummary",
+    "RandomCrop",
     "SampleOrder",
     "Samples",
+    "add_checksums",
     "append",
     "find_source",
     "open_pack",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.core.breakdown import Breakdown
 from paceline.trace.analysis.host import HostTime
@@ -72,6 +73,8 @@ class Facts:
         host_work: named work of the script, seconds of the whole run.
         checkpoints: how many the run wrote.
         loader_workers: of the loader that the script iterates over; None if that is not known.
+        loader_stages_s: seconds that the workers of the store's loader spent by stage, in the whole
+            run, by name of the stage; empty for other loaders.
         ranks: on one node.
         threads: of each rank; None if that is not known.
         cores: of the node; 0 if not known.
@@ -91,6 +94,7 @@ class Facts:
     host_work: tuple[HostTime, ...] = ()
     checkpoints: int = 0
     loader_workers: int | None = None
+    loader_stages_s: Mapping[str, float] = field(default_factory=dict)
     ranks: int = 1
     threads: int | None = None
     cores: int = 0

@@ -17,7 +17,7 @@ from paceline.report.advice.facts import (
 )
 from paceline.report.compare import undisturbed_steps
 from paceline.trace.analysis.host import HostTime
-from paceline.trace.format.events import LOADER_WORKERS, MAIN, Kind
+from paceline.trace.format.events import LOADER_STAGES, LOADER_WORKERS, MAIN, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,7 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         host_work=mean_times([rank.host for rank in ranks]),
         checkpoints=max(_count(trace, Kind.CHECKPOINT, steps) for trace in traces),
         loader_workers=_loader_workers(traces),
+        loader_stages_s=_loader_stages_s(traces),
         ranks=max(by_node.values()),
         threads=threads,
         cores=_cores(machine),
@@ -188,6 +189,24 @@ def _loader_workers(traces: Sequence[RankTrace]) -> int | None:
         named = counters["name"] == trace.names.index(LOADER_WORKERS)
         found |= set(counters["amount"][named].tolist())
     return found.pop() if len(found) == 1 else None
+
+
+def _loader_stages_s(traces: Sequence[RankTrace]) -> dict[str, float]:
+    """Return the seconds that a rank's loader spent by stage, the mean over ranks."""
+    spent_s: dict[str, float] = {}
+    for stage, name in LOADER_STAGES.items():
+        total = sum(_counted(trace, name) for trace in traces)
+        if total:
+            spent_s[stage] = total / 1e9 / len(traces)
+    return spent_s
+
+
+def _counted(trace: RankTrace, name: str) -> int:
+    """Return the sum of a counter in the whole trace."""
+    if name not in trace.names:
+        return 0
+    counters = trace.events_of(Kind.COUNTER)
+    return int(counters["amount"][counters["name"] == trace.names.index(name)].sum())
 
 
 def _cores(machine: Machine | None) -> int:

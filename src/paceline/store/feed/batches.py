@@ -6,28 +6,32 @@ A loader's worker threads call `BatchMaker`; worker processes get a pickled copy
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
 import torch.utils.data
+from numpy.typing import NDArray
 
 from paceline.core.errors import (
+    CorruptData,
     CorruptPack,
     MemoryExceeded,
-    Missing,
     PacelineError,
     ScriptFailed,
 )
+from paceline.store.feed.crops import ImageCrop, output_size
+from paceline.store.feed.images import ImageDecoder, is_jpeg
+from paceline.store.feed.node.client import NodeSamples
+from paceline.store.feed.options import StageTimes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from paceline.store.feed.node.client import NodePass
     from paceline.store.feed.options import LoaderOptions
     from paceline.store.feed.tasks import BatchTask
     from paceline.store.read.pack import Pack
@@ -68,6 +72,11 @@ class RawSamples(Sequence[memoryview]):
         view, bounds = self._view, self.offsets.tolist()
         return (view[a:b] for a, b in itertools.pairwise(bounds))
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all samples."""
+        return int(self.offsets[-1])
+
     def tensors(self) -> list[torch.Tensor]:
         """Return each sample as a uint8 tensor that shares the buffer."""
         return list(torch.split(self.buffer, np.diff(self.offsets).tolist()))
@@ -86,11 +95,35 @@ class Batch:
     stored_bytes: int
     size_bytes: int
     skipped: list[str]
+    stages: StageTimes
+    lacks_simplejpeg: bool = False  # JPEGs were decoded without it
+    is_from_node: bool = False  # read by the node's reader
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory; torch's DataLoader calls it, too."""
         pinned = torch.utils.data._utils.pin_memory.pin_memory(self.content)  # noqa: SLF001  # torch offers it nowhere else
         return dataclasses.replace(self, content=tuple(pinned))
+
+
+@dataclass(slots=True)
+class _Making:
+    """A batch in the making: what a thread knows of it so far.
+
+    Attributes:
+        bodies: stored bytes of each sample.
+        numbers: number of each sample, shape (samples,).
+        draws: random numbers of each sample's crop; None without a crop.
+        stages: where the time went.
+        failures: by index into `bodies`, why a sample could not be decoded.
+        worker: name of the thread.
+    """
+
+    bodies: RawSamples | NodeSamples
+    numbers: NDArray[np.int64]
+    draws: NDArray[np.float64] | None
+    stages: StageTimes
+    failures: dict[int, CorruptData] = field(default_factory=dict)
+    worker: str = field(default_factory=lambda: threading.current_thread().name)
 
 
 class BatchMaker:
@@ -110,10 +143,13 @@ class BatchMaker:
         self.transform = transform
         self.collate = collate or torch.utils.data.default_collate
         self.raw = transform is None and options.decode is None and collate is None
+        self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
         self.at: dict[str, int] = {}  # the sample that each thread is working on
-        if options.decode == "image":
-            _require_pillow()
+        self.node: NodePass | None = None  # what the node's reader reads for this pass
+        self._reading = _ReadClock(pack)
+        self.decoder = None if options.decode is None else ImageDecoder()
+        self.crop = options.decode if isinstance(options.decode, ImageCrop) else None
 
     def __getitem__(self, task: BatchTask) -> Batch | Exception:
         """Return the batch, or the error that it ended with: as a map-style data set does."""
@@ -127,10 +163,50 @@ class BatchMaker:
 
         Raises:
             CorruptPack: a sample is damaged, and the policy is ``raise``; or all of them are.
+            CorruptData: a sample cannot be decoded, with the same policy.
             MemoryExceeded: the batch does not fit into memory, if the index is right.
-            ScriptFailed: a sample cannot be decoded, transformed or collated.
+            ScriptFailed: a sample cannot be transformed or collated.
         """
-        numbers = task.numbers
+        began_s = time.perf_counter()
+        shared = None if self.node is None else self.node.take(task.step, len(task.numbers))
+        bodies: RawSamples | NodeSamples
+        if shared is None:
+            numbers, skipped, bodies = self._read(task.numbers)
+        else:
+            numbers, skipped = task.numbers, []
+            bodies = _raw(*shared.joined()) if self.raw else shared
+        stages = self._reading.split(time.perf_counter() - began_s)
+        draws = self.crop.draws(self.options.seed, task.epoch, numbers) if self.crop else None
+        making = _Making(bodies, numbers, draws, stages)
+        samples: Any = bodies if self.raw else self._process(making)
+        skipped += [self.pack.names[int(numbers[index])] for index in making.failures]
+        labels = torch.from_numpy(self.pack.labels_of(making.numbers).astype(np.int64))
+        content: tuple[Any, ...] = (samples, labels)
+        if self.options.numbers:
+            content += (torch.from_numpy(making.numbers),)
+        stored = bodies.size_bytes
+        size = stored if self.raw else _tensor_bytes(samples)
+        slow = self.decoder is not None and not self.decoder.has_simplejpeg
+        lacks = slow and any(map(is_jpeg, bodies))
+        made = Batch(
+            content=content,
+            sample_count=len(making.numbers),
+            stored_bytes=stored,
+            size_bytes=size,
+            skipped=skipped,
+            stages=stages,
+            lacks_simplejpeg=lacks,
+            is_from_node=shared is not None,
+        )
+        return made.pin_memory() if self.pin else made
+
+    def describe(self, worker: str) -> str:
+        """Say what a thread is working on."""
+        number = self.at.get(worker)
+        return str(self.pack.path) if number is None else self._named(number)
+
+    def _read(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str], RawSamples]:
+        """Return the samples that can be read, the names of the others, and the bytes."""
         skipped: list[str] = []
         try:
             buffer, offsets = self.pack.read_batch(numbers)
@@ -139,53 +215,134 @@ class BatchMaker:
                 raise
             numbers, skipped = self._without_damaged(numbers, damage)
             buffer, offsets = self.pack.read_batch(numbers)
-        bodies = RawSamples(torch.from_numpy(buffer), offsets)
-        samples: Any = bodies if self.raw else self._collated(bodies, numbers)
-        labels = torch.from_numpy(self.pack.labels_of(numbers).astype(np.int64))
-        content: tuple[Any, ...] = (samples, labels)
-        if self.options.numbers:
-            content += (torch.from_numpy(numbers),)
-        stored = int(offsets[-1])
-        size = stored if self.raw else _tensor_bytes(samples)
-        made = Batch(content, len(numbers), stored, size, skipped)
-        return made.pin_memory() if self.pin else made
+        return numbers, skipped, _raw(buffer, offsets)
 
-    def describe(self, worker: str) -> str:
-        """Say what a thread is working on."""
-        number = self.at.get(worker)
-        return str(self.pack.path) if number is None else self._named(number)
-
-    def _collated(self, bodies: RawSamples, numbers: NDArray[np.int64]) -> Any:
-        me = threading.current_thread().name
-        items = []
+    def _process(self, making: _Making) -> Any:
+        """Return the decoded, transformed and collated samples, without those that failed."""
         try:
-            for body, number in zip(bodies, numbers.tolist(), strict=True):
-                self.at[me] = number
-                items.append(self._item(body))
-        except PacelineError:
-            raise
-        except Exception as error:
-            raise ScriptFailed(
-                f"cannot decode or transform {self._named(number)}",
-                where=str(self.pack.path),
-                why=f"{type(error).__name__}: {error}",
-                fix="Correct the transform, or leave the sample out of the pack",
-            ) from error
+            shape = self._shape_in_place(making)
+            if shape is not None:
+                return self._decode_in_place(making, shape)
+            items = self._items(making)
         finally:
-            self.at.pop(me, None)
+            self.at.pop(making.worker, None)
+        began_s = time.perf_counter()
         try:
             return self.collate(items)
         except Exception as error:
             raise ScriptFailed(
-                f"cannot collate the batch that begins with {self._named(int(numbers[0]))}",
+                f"cannot collate the batch that begins with {self._named(int(making.numbers[0]))}",
                 where=str(self.pack.path),
                 why=f"{type(error).__name__}: {error}",
-                fix="Let the transform make samples of one shape, or give a collate",
+                fix="Let the transform make samples of one shape (decode=RandomCrop(...) does), or "
+                "give a collate",
+            ) from error
+        finally:
+            making.stages.collate_s = time.perf_counter() - began_s
+
+    def _shape_in_place(self, making: _Making) -> tuple[int, int] | None:
+        """Return the one shape of all images if they go straight into the batch's memory."""
+        if self.decoder is None or not self.in_place:
+            return None
+        if self.crop is not None:
+            return output_size(self.crop.size)
+        shapes = {self.decoder.jpeg_size(body) for body in making.bodies}
+        return shapes.pop() if len(shapes) == 1 else None  # None: not a JPEG
+
+    def _decode_in_place(self, making: _Making, shape: tuple[int, int]) -> torch.Tensor:
+        began_s = time.perf_counter()
+        try:
+            pixels_NHWC = np.empty((len(making.numbers), *shape, 3), np.uint8)  # noqa: N806
+        except MemoryError as error:
+            raise MemoryExceeded(
+                "the decoded batch does not fit into memory",
+                where=f"{self.pack.path}: {self._named(int(making.numbers[0]))}",
+                why=f"{len(making.numbers)} images of {shape[1]} x {shape[0]} pixels",
+                fix="Use smaller batches, or decode=RandomCrop(...) or CenterCrop(...)",
+            ) from error
+        for index, (body, number) in enumerate(
+            zip(making.bodies, making.numbers.tolist(), strict=True)
+        ):
+            self.at[making.worker] = number
+            self._decode(making, index, body, pixels_NHWC[index])
+        if making.failures:
+            pixels_NHWC = pixels_NHWC[self._without_failures(making)]  # noqa: N806
+        making.stages.decode_s = time.perf_counter() - began_s
+        return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2)
+
+    def _items(self, making: _Making) -> list[Any]:
+        """Return the transformed samples."""
+        items, clock = [], time.perf_counter
+        transform = self.transform if self.transform is not None else _unchanged
+        began_s = clock()
+        for index, (body, number) in enumerate(
+            zip(making.bodies, making.numbers.tolist(), strict=True)
+        ):
+            self.at[making.worker] = number
+            item: Any = body
+            if self.decoder is not None:
+                pixels = self._decode(making, index, body, None)
+                if pixels is None:
+                    continue
+                item = torch.from_numpy(pixels).permute(2, 0, 1)
+                decoded_s = clock()
+                making.stages.decode_s += decoded_s - began_s
+                began_s = decoded_s
+            items.append(self._transformed(transform, item, number))
+            if self.decoder is not None:
+                transformed_s = clock()
+                making.stages.transform_s += transformed_s - began_s
+                began_s = transformed_s
+        if self.decoder is None:
+            making.stages.transform_s = clock() - began_s
+        if making.failures:
+            self._without_failures(making)
+        return items
+
+    def _transformed(self, transform: Callable[[Any], Any], item: Any, number: int) -> Any:
+        try:
+            return transform(item)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise ScriptFailed(
+                f"cannot transform {self._named(number)}",
+                where=str(self.pack.path),
+                why=f"{type(error).__name__}: {error}",
+                fix="Correct the transform, or leave the sample out of the pack",
             ) from error
 
-    def _item(self, body: memoryview) -> Any:
-        item = _decode_image(body) if self.options.decode == "image" else body
-        return item if self.transform is None else self.transform(item)
+    def _decode(
+        self, making: _Making, index: int, body: memoryview, out: NDArray[np.uint8] | None
+    ) -> NDArray[np.uint8] | None:
+        """Return the pixels of a sample; None if it cannot be decoded and is to be skipped."""
+        assert self.decoder is not None
+        try:
+            if self.crop is None:
+                return self.decoder.decode(body, out)
+            assert making.draws is not None
+            shown = np.empty((*output_size(self.crop.size), 3), np.uint8) if out is None else out
+            self.decoder.decode_crop(body, self.crop, making.draws[index], shown)
+            return shown
+        except Exception as error:
+            failure = CorruptData(
+                f"cannot decode {self._named(int(making.numbers[index]))}",
+                where=str(self.pack.path),
+                why=f"{type(error).__name__}: {error}",
+                fix="Pack it again from a good copy, or skip such samples: on_corrupt='skip'",
+            )
+            if self.options.on_corrupt == "raise":
+                raise failure from error
+            making.failures[index] = failure
+            return None
+
+    def _without_failures(self, making: _Making) -> list[int]:
+        """Leave out the samples that could not be decoded; return the indices of the others."""
+        good = [index for index in range(len(making.numbers)) if index not in making.failures]
+        if not good:
+            raise next(iter(making.failures.values()))
+        making.numbers = making.numbers[good]
+        return good
 
     def _without_damaged(
         self, numbers: NDArray[np.int64], damage: CorruptPack | MemoryExceeded
@@ -205,24 +362,37 @@ class BatchMaker:
         return f"sample {number} {self.pack.names[number]!a}"
 
 
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401  # only whether it is there
-    except ImportError as error:
-        raise Missing(
-            "images are decoded by Pillow, which is not installed",
-            why=str(error),
-            fix="pip install 'paceline[demo]', or pip install Pillow",
-        ) from error
+class _ReadClock:
+    """Splits the time of reading a batch into reading and verifying.
+
+    Several threads read from one pack, which counts for all of them. Each batch gets the share of
+    verifying since the last batch that any thread read: the sums over batches are right.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        self._pack = pack
+        self._lock = threading.Lock()
+        self._busy_s, self._verify_s = pack.read_times_s
+
+    def __reduce__(self) -> tuple[type[_ReadClock], tuple[Pack]]:
+        return (_ReadClock, (self._pack,))
+
+    def split(self, seconds: float) -> StageTimes:
+        """Return the stages of a batch whose reading took so long."""
+        with self._lock:
+            busy_s, verify_s = self._pack.read_times_s
+            since_busy_s, since_verify_s = busy_s - self._busy_s, verify_s - self._verify_s
+            self._busy_s, self._verify_s = busy_s, verify_s
+        share = min(1.0, since_verify_s / since_busy_s) if since_busy_s > 0 else 0.0
+        return StageTimes(read_s=seconds * (1 - share), verify_s=seconds * share)
 
 
-def _decode_image(body: memoryview) -> torch.Tensor:
-    """Return an image's pixels: uint8, shape (3, height, width)."""
-    from PIL import Image
+def _unchanged(item: Any) -> Any:
+    return item
 
-    with Image.open(io.BytesIO(body)) as image:
-        pixels_HWC = np.array(image.convert("RGB"))  # noqa: N806  # a copy, and so writable
-    return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+
+def _raw(buffer: NDArray[np.uint8], offsets: NDArray[np.int64]) -> RawSamples:
+    return RawSamples(torch.from_numpy(buffer), offsets)
 
 
 def _tensor_bytes(item: Any) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 import torch.utils.data
 
 from paceline.core.errors import UsageError
-from paceline.store.read.pack import Pack, open_pack
+from paceline.store.in_place.opening import open_pack
+from paceline.store.read.pack import Pack
 
 if TYPE_CHECKING:
     import os

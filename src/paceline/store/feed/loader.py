@@ -9,6 +9,8 @@ without the GIL, and workers that decode and collate ahead of the loop (workers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import threading
 import time
 import weakref
@@ -26,16 +28,22 @@ from paceline.core.errors import (
 from paceline.store.feed.batches import Batch, BatchMaker, RawSamples
 from paceline.store.feed.capacity import check_shared_memory, pins_memory, worker_count
 from paceline.store.feed.dataset import PackDataset
-from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats
+from paceline.store.feed.node.join import join
+from paceline.store.feed.options import NAMES_KEPT, LoaderOptions, LoaderStats, StageTimes
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches, load_state, resolve_rank, save_state
 from paceline.store.feed.tasks import BatchTask, fetch_ahead, plan_tasks
 from paceline.store.feed.workers import Bounds, OrderedThreads
-from paceline.store.read.pack import Pack, open_pack
+from paceline.store.in_place.opening import open_pack
+from paceline.store.read.pack import Pack
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
+
+    from paceline.store.feed.node.client import NodeClient
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
 
@@ -74,7 +82,7 @@ class Loader:
 
     Raises:
         UsageError: the ranks cannot share the batch; or as `open_pack`.
-        Missing: ``decode="image"`` without Pillow.
+        Missing: `decode` without Pillow.
     """
 
     def __init__(
@@ -115,6 +123,8 @@ class Loader:
             # A DataLoader pins what its processes send, by a thread of its own.
             pin=self.options.worker_kind == "thread" and pins_memory(self.options),
         )
+        self._node: NodeClient | None = None
+        self._has_joined = False  # whether the node's ranks have agreed on a reader, or on none
         self._running: weakref.ref[LoaderIterator] | None = None
         self._processes: Any = None  # a DataLoader, kept with its workers from epoch to epoch
 
@@ -129,6 +139,9 @@ class Loader:
 
     def __iter__(self) -> LoaderIterator:
         self._halt()
+        if not self._has_joined:  # not before all ranks iterate, so that no rank waits for others
+            self._node = join(self.pack, self.order, self.batches, self.options)
+            self._has_joined = True
         running = LoaderIterator(self)
         self._running = weakref.ref(running)
         return running
@@ -173,10 +186,16 @@ class Loader:
         if workers is not None:
             workers._shutdown_workers()  # noqa: SLF001  # else they end when nothing refers to them
         self._processes = None
+        if self._node is not None:
+            self._node.leave()
+        self._node, self._has_joined = None, False
 
     def tasks(self) -> Iterator[BatchTask]:
         """Return the batches to make, from the current position to the end of the epoch."""
         planned = plan_tasks(self.order, self.batches, self.position, self.pack)
+        if self._node is not None:
+            self.maker.node = self._node.begin(self.epoch, self.position)
+            return planned
         return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:
@@ -251,8 +270,12 @@ class Loader:
         stats.samples += made.sample_count
         stats.bytes += made.stored_bytes
         stats.waited_s += waited_s
+        stats.read_by_node += made.is_from_node
+        stats.stages.add(made.stages)
         stats.skipped += len(made.skipped)
         stats.skipped_names += made.skipped[: NAMES_KEPT - len(stats.skipped_names)]
+        if made.lacks_simplejpeg:
+            _advise_simplejpeg()
 
     def next_batch(self) -> str:
         """Return what to call the next batch in an error."""
@@ -272,7 +295,8 @@ class LoaderIterator:
     """The rest of an epoch, batch by batch. Dropping it stops the threads that work ahead.
 
     Attributes:
-        delivered_bytes: stored bytes of the last batch. The recorder of a run reads it.
+        delivered_bytes: stored bytes of the last batch. The recorder of a run reads both.
+        delivered_stages: where the time of its worker went.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -281,6 +305,7 @@ class LoaderIterator:
         self._threads: OrderedThreads[BatchTask, Batch] | None = None
         self._processes: Any = None
         self.delivered_bytes = 0
+        self.delivered_stages = StageTimes()
         if loader.options.worker_kind == "thread":
             self._threads = loader.start_threads()
             weakref.finalize(self, self._threads.close)
@@ -305,7 +330,7 @@ class LoaderIterator:
                 fix="Start a new iteration over the loader",
             )
         begin_s = time.perf_counter()
-        self.delivered_bytes = 0
+        self.delivered_bytes, self.delivered_stages = 0, StageTimes()
         if self._ended:
             raise StopIteration
         try:
@@ -315,7 +340,7 @@ class LoaderIterator:
             self._loader.ended()
             raise
         self._loader.delivered(made, time.perf_counter() - begin_s)
-        self.delivered_bytes = made.stored_bytes
+        self.delivered_bytes, self.delivered_stages = made.stored_bytes, made.stages
         return made.content
 
     def close(self, join_s: float = 0.0) -> None:
@@ -375,6 +400,15 @@ class _TaskSource:
     def __len__(self) -> int:
         loader = self._loader()
         return 0 if loader is None else loader.batches.count(loader.position)
+
+
+@functools.cache
+def _advise_simplejpeg() -> None:
+    """Say once in a process that JPEGs are decoded slowly."""
+    _LOG.warning(
+        "JPEG images are decoded by Pillow; simplejpeg takes about half the time: "
+        "pip install 'paceline[images]'"
+    )
 
 
 def _awaited(batches: Any) -> str:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, get_args
 
+from paceline.core.config import Configuration, resolve
 from paceline.core.errors import UsageError
+from paceline.store.feed.crops import ImageCrop
 from paceline.store.feed.order import Shuffle
 from paceline.store.feed.sampler import LastBatch
 
 NAMES_KEPT = 1000  # of skipped samples
+
+
+NodeReader = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderConfig(Configuration):
+    """What loaders do where a script does not say; `paceline run --node-reader` sets it for ranks.
+
+    Changes speed: `node_reader`, as in `LoaderOptions`.
+    """
+
+    section: ClassVar[str] = "loader"
+    node_reader: NodeReader = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +38,15 @@ class LoaderOptions:
         block_samples: B of ``block`` (`SampleOrder`).
         window_blocks: W of ``block`` (`SampleOrder`).
         last: ``pad``, ``drop`` or ``join`` (`RankBatches`).
-        decode: ``image`` turns each sample into a uint8 tensor of shape (3, height, width), by
-            Pillow, before `transform` sees it; None leaves the bytes.
-        on_corrupt: ``raise``, or ``skip``: leave damaged samples out of their batches and count
-            them. The batch is then smaller, and everything else stays as it is: batch counts,
-            positions and other ranks. A rank's share of a batch of which every
-            sample is damaged is an error even so.
+        decode: ``image`` turns each sample into its pixels, a uint8 tensor of shape (3, height,
+            width) in torch's memory format channels_last, before `transform` sees it; a
+            `RandomCrop` or `CenterCrop` into a part of these pixels, resized to one size. None
+            leaves the bytes. Without `transform` and `collate`, images of one size are decoded
+            into the memory of the batch.
+        on_corrupt: ``raise``, or ``skip``: leave damaged samples, and those that cannot be decoded,
+            out of their batches and count them. The batch is then smaller, and everything else
+            stays as it is: batch counts, positions and other ranks. A rank's share of a batch of
+            which no sample is left is an error even so.
         numbers: deliver (samples, labels, sample numbers) rather than (samples, labels).
         workers: number of threads or processes; None: the number of cores that this process may use
             minus torch's own threads (minus one, if a GPU computes), at least 1.
@@ -40,6 +59,10 @@ class LoaderOptions:
             worker processes the mean size of a stored sample is used.
         pin_memory: deliver page-locked tensors; None: if there is a GPU.
         timeout_s: longest wait for a worker; then an error is raised.
+        node_reader: one process of each node reads for all ranks of it, in the order of storage,
+            and ranks get views of shared memory: ``auto`` where several ranks share a node and the
+            data are larger than half the memory that they may use, ``on`` or ``off``; None: as the
+            configuration says (`LoaderConfig`), which is ``auto`` by default.
 
     Raises:
         UsageError: a value is none of these.
@@ -51,7 +74,7 @@ class LoaderOptions:
     block_samples: int = 64
     window_blocks: int = 64
     last: LastBatch = "pad"
-    decode: Literal["image"] | None = None
+    decode: Literal["image"] | ImageCrop | None = None
     on_corrupt: Literal["raise", "skip"] = "raise"
     numbers: bool = False
     # changes speed
@@ -62,14 +85,15 @@ class LoaderOptions:
     bytes_ahead: int = 256 << 20
     pin_memory: bool | None = None
     timeout_s: float = 120.0
+    node_reader: NodeReader | None = None
 
     def __post_init__(self) -> None:
         choices = {
             "shuffle": get_args(Shuffle),
             "last": get_args(LastBatch),
-            "decode": ("image", None),
             "on_corrupt": ("raise", "skip"),
             "worker_kind": ("thread", "process"),
+            "node_reader": (None, *get_args(NodeReader)),
             "start_method": (None, "fork", "forkserver", "spawn"),
         }
         for name, allowed in choices.items():
@@ -78,10 +102,48 @@ class LoaderOptions:
                     f"{name} is {getattr(self, name)!r}",
                     fix=f"Choose from {', '.join(map(str, allowed))}",
                 )
+        if self.decode not in ("image", None) and not isinstance(self.decode, ImageCrop):
+            raise UsageError(
+                f"decode is {self.decode!r}",
+                fix="Choose from image, None, RandomCrop(size), CenterCrop(size)",
+            )
         for name in ("batches_ahead", "bytes_ahead", "timeout_s", "workers"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name} is {value}", fix=f"Give more than 0 for {name}")
+
+    @property
+    def uses_node_reader(self) -> NodeReader:
+        """Whether one process of the node reads: as given, or as configured."""
+        return self.node_reader or resolve(LoaderConfig).config.node_reader
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Seconds that the workers of a loader spent by stage, summed over workers.
+
+    Workers overlap with each other and with the loop, so the sum may exceed the time of the loop;
+    what is of interest are the shares.
+
+    Attributes:
+        read_s: waiting for storage, and copying samples into the batch.
+        verify_s: computing the checksums of samples that were not verified before.
+        decode_s: decoding images, with cropping and resizing.
+        transform_s: in the user's transform.
+        collate_s: joining samples to a batch.
+    """
+
+    read_s: float = 0.0
+    verify_s: float = 0.0
+    decode_s: float = 0.0
+    transform_s: float = 0.0
+    collate_s: float = 0.0
+
+    def add(self, other: StageTimes) -> None:
+        """Add another batch's seconds."""
+        for stage in fields(self):
+            name = stage.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
@@ -92,5 +154,7 @@ class LoaderStats:
     samples: int = 0
     bytes: int = 0  # as stored in the pack, before decoding
     waited_s: float = 0.0  # that the loop spent in the loader
+    read_by_node: int = 0  # batches that came from the node's reader
+    stages: StageTimes = field(default_factory=StageTimes)  # of delivered batches
     skipped: int = 0  # damaged samples left out (on_corrupt="skip")
     skipped_names: list[str] = field(default_factory=list)  # the first 1,000

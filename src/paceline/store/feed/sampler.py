@@ -23,7 +23,8 @@ import numpy as np
 from paceline.core.config import environment
 from paceline.core.errors import UsageError
 from paceline.store.feed.order import SampleOrder
-from paceline.store.read.pack import Pack, open_pack
+from paceline.store.in_place.opening import open_pack
+from paceline.store.read.pack import Pack
 
 if TYPE_CHECKING:
     import os

@@ -25,10 +25,19 @@ _AT_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class BatchTask:
-    """A batch to make: its sample numbers, and their bytes in the pack."""
+    """A batch to make.
+
+    Attributes:
+        numbers: sample numbers.
+        size_bytes: their bytes in the pack.
+        epoch: that they belong to.
+        step: of the pass over the loader, from 0.
+    """
 
     numbers: NDArray[np.int64]
     size_bytes: int
+    epoch: int = 0
+    step: int = 0
 
 
 def plan_tasks(
@@ -43,13 +52,15 @@ def plan_tasks(
         pack: the pack, for the bytes of its samples.
     """
     share = max(1, batches.global_batch_size // batches.world_size)
+    step = 0
     while planned := batches.positions(position, max(1, _AT_ONCE // share)):
         numbers = order.samples(np.concatenate(planned))
         sizes = pack.lengths_of(numbers)
         begin = 0
         for positions in planned:
             batch = slice(begin, begin + len(positions))
-            yield BatchTask(numbers[batch], int(sizes[batch].sum()))
+            yield BatchTask(numbers[batch], int(sizes[batch].sum()), order.epoch, step)
+            step += 1
             begin += len(positions)
         position = batches.after(position, len(planned))
 

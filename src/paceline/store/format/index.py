@@ -18,7 +18,9 @@ import numpy as np
 
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.native import PackReader
+from paceline.store.format.header import parse_sections
 from paceline.store.format.layout import DIGEST_BYTES, INDEX_NAME, PARTIAL_SUFFIX, Section
+from paceline.store.format.sources import Sources, parse_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _IDENTITY_DIGITS = 32
+_CONTENT_IN_PLACE = {
+    *(Section.OFFSETS, Section.LENGTHS, Section.SHARDS, Section.SHARD_LENGTHS),
+    *(Section.NAME_OFFSETS, Section.NAMES, Section.LABELS, Section.CLASSES),
+}
 
 
 class IndexFile:
@@ -75,9 +81,36 @@ class IndexFile:
     def identity(self) -> str:
         """Content digest, the same for every copy of the pack.
 
-        The first 32 hexadecimal digits of a SHA-256 over the index's header and section table.
+        The first 32 hexadecimal digits of a SHA-256 over the index's header and section table. Of
+        data in place: over names, labels, locations, and the sizes of the files (of LMDB, also its
+        transaction), wherever they lie, and whether or not their checksums are known.
         """
-        return hashlib.sha256(self._reader.head).hexdigest()[:_IDENTITY_DIGITS]
+        content = self._reader.head if self.sources is None else self._content_in_place()
+        return hashlib.sha256(content).hexdigest()[:_IDENTITY_DIGITS]
+
+    @cached_property
+    def sources(self) -> Sources | None:
+        """What the files of data in place were when they were indexed; None of a pack."""
+        if not self._reader.is_in_place:
+            return None
+        files, sources = (
+            self._reader.section(section).tobytes() for section in (Section.FILES, Section.SOURCES)
+        )
+        try:
+            return parse_sources(files, sources)
+        except ValueError as problem:
+            raise CorruptPack(
+                "the index is damaged", why=str(problem), fix="Delete it: it is then made again"
+            ) from None
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the samples have checksums; those of data in place may have none yet."""
+        return self._reader.has_checksums
+
+    def shard_path(self, shard: int) -> Path:
+        """Return the path of a shard's file."""
+        return Path(os.fsdecode(self._reader.shard_path(shard)))
 
     # Columns of samples
 
@@ -159,7 +192,7 @@ class IndexFile:
 
     @cached_property
     def checksums(self) -> NDArray[np.uint32]:
-        """CRC-32C of the decoded bytes of each extent."""
+        """CRC-32C of the decoded bytes of each extent; empty where there are none yet."""
         return self._column(Section.CHECKSUMS, "<u4")
 
     @cached_property
@@ -259,6 +292,13 @@ class IndexFile:
     @property
     def _is_encoded(self) -> bool:
         return len(self._reader.section(Section.CODECS)) > 0
+
+    def _content_in_place(self) -> bytes:
+        assert self.sources is not None
+        places = parse_sections(self._reader.head)
+        sections = sorted(places.keys() & _CONTENT_IN_PLACE)
+        digests = ((number, places[number].length, places[number].checksum) for number in sections)
+        return repr((list(digests), self.sources.transaction)).encode()
 
     def _column(self, section: Section, dtype: str) -> NDArray[Any]:
         data = self._reader.section(section)

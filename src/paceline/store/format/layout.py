@@ -67,6 +67,8 @@ class Section(IntEnum):
     SHARD_DIGESTS = 21
     PARITY = 22
     PARITY_DIGESTS = 23
+    FILES = 24
+    SOURCES = 25
 
 
 # A reader that does not know these sections can still read every sample.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import NotFound
 from paceline.core.record import Record
-from paceline.store.format.index import IndexFile
-from paceline.store.format.layout import INDEX_NAME, shard_name
-from paceline.store.read.pack import open_pack
+from paceline.store.format.layout import INDEX_NAME
 
 if TYPE_CHECKING:
     from paceline.store.read.pack import Pack
@@ -23,7 +20,11 @@ _CODECS = ("none", "zstd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackStat(Record):
-    """What is in a pack; bytes stored are those of the samples, without padding and index."""
+    """What is in a pack; bytes stored are those of the samples, without padding and index.
+
+    `kind` is pack, or of data in place: files, tar, lmdb, tfrecord. `is_verified` says whether the
+    samples have checksums.
+    """
 
     path: str
     format_version: int
@@ -43,11 +44,16 @@ class PackStat(Record):
     parity_count: int
     parity_bytes: int
     has_shard_digests: bool
+    kind: str = "pack"
+    is_verified: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentStat(Record):
-    """An extent of a sample; the checksum is the CRC-32C of the decoded bytes."""
+    """An extent of a sample.
+
+    The checksum is the CRC-32C of the decoded bytes; it is empty if it is not known yet.
+    """
 
     shard: str
     offset: int
@@ -83,19 +89,20 @@ class FolderStat(Record):
     sample_bytes: int
 
 
-def describe_pack(path: str | os.PathLike[str]) -> PackStat:
-    """Return what is in the pack at `path`; only its index is read.
+def describe_pack(pack: Pack) -> PackStat:
+    """Return what is in `pack`; only its index is read.
 
     Raises:
-        PacelineError: what `open_pack` raises for an index.
+        CorruptPack: the index contradicts itself.
     """
-    index = IndexFile.open(path)
+    index = pack.index
+    index.check()
     sample_bytes = int(index.lengths.sum())
     stored_bytes = int(index.stored_lengths.sum())
     counts = np.bincount(index.codecs, minlength=len(_CODECS))
     chunked = np.diff(index.first_extents) > 1 if len(index.first_extents) else ()
     return PackStat(
-        path=str(path),
+        path=str(pack.path),
         format_version=index.version,
         identity=index.identity,
         sample_count=index.sample_count,
@@ -108,51 +115,52 @@ def describe_pack(path: str | os.PathLike[str]) -> PackStat:
         codecs={_codec_name(k): int(count) for k, count in enumerate(counts) if count},
         shard_count=len(index.shard_lengths),
         shard_bytes=int(index.shard_lengths.sum()),
-        index_bytes=(Path(path) / INDEX_NAME).stat().st_size,
+        index_bytes=(pack.side_file or pack.path / INDEX_NAME).stat().st_size,
         parity_group=index.parity_group,
         parity_count=len(index.parity_lengths),
         parity_bytes=int(index.parity_lengths.sum()),
         has_shard_digests=bool(index.shard_digests),
+        kind="pack" if index.sources is None else index.sources.kind.name.lower(),
+        is_verified=index.has_checksums,
     )
 
 
-def describe_name(path: str | os.PathLike[str], name: str | bytes) -> SampleStat | FolderStat:
+def describe_name(pack: Pack, name: str | bytes) -> SampleStat | FolderStat:
     """Return where the sample `name` lies, or what lies below the folder of that name.
 
     Raises:
         NotFound: the pack has neither.
     """
-    with open_pack(path, index_only=True) as pack:
-        try:
-            sample = pack.find(name)
-        except NotFound:
-            return _describe_folder(pack, path, name)
-        pack.index.check()
-        label = int(pack.labels[sample])
-        return SampleStat(
-            path=str(path),
-            name=os.fsdecode(name),
-            sample=sample,
-            bytes=int(pack.lengths[sample]),
-            label=label,
-            class_name=pack.class_names[label] if label >= 0 else "",
-            mode=int(pack.modes[sample]),
-            mtime_ns=int(pack.mtimes_ns[sample]),
-            extents=tuple(
-                ExtentStat(
-                    shard=shard_name(extent.shard),
-                    offset=extent.offset,
-                    stored_bytes=extent.stored_length,
-                    bytes=extent.length,
-                    codec=_codec_name(extent.codec),
-                    checksum=f"0x{extent.checksum:08x}",
-                )
-                for extent in pack.extents(sample)
-            ),
-        )
+    try:
+        sample = pack.find(name)
+    except NotFound:
+        return _describe_folder(pack, name)
+    pack.index.check()
+    label = int(pack.labels[sample])
+    return SampleStat(
+        path=str(pack.path),
+        name=os.fsdecode(name),
+        sample=sample,
+        bytes=int(pack.lengths[sample]),
+        label=label,
+        class_name=pack.class_names[label] if label >= 0 else "",
+        mode=int(pack.modes[sample]),
+        mtime_ns=int(pack.mtimes_ns[sample]),
+        extents=tuple(
+            ExtentStat(
+                shard=pack.index.shard_path(extent.shard).name,
+                offset=extent.offset,
+                stored_bytes=extent.stored_length,
+                bytes=extent.length,
+                codec=_codec_name(extent.codec),
+                checksum=f"0x{extent.checksum:08x}" if pack.is_verified else "",
+            )
+            for extent in pack.extents(sample)
+        ),
+    )
 
 
-def _describe_folder(pack: Pack, path: str | os.PathLike[str], name: str | bytes) -> FolderStat:
+def _describe_folder(pack: Pack, name: str | bytes) -> FolderStat:
     samples = folders = size = 0
     try:
         for _, entries in pack.walk(name):
@@ -162,11 +170,11 @@ def _describe_folder(pack: Pack, path: str | os.PathLike[str], name: str | bytes
     except NotFound:
         raise NotFound(
             f"no sample or folder named {os.fsdecode(name)!a}",
-            where=str(path),
-            fix=f"List the names: paceline store ls {path} --recursive",
+            where=str(pack.path),
+            fix=f"List the names: paceline store ls {pack.path} --recursive",
         ) from None
     return FolderStat(
-        path=str(path),
+        path=str(pack.path),
         name=os.fsdecode(name).strip("/"),
         sample_count=samples,
         folder_count=folders,

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.core.errors import CorruptPack, NotFound, PacelineError, UsageError
 from paceline.native import Extent, PackEntry, PackReader, corrupt_sample
 from paceline.store.format.index import IndexFile, require_pack
-from paceline.store.format.layout import shard_name
+from paceline.store.format.sources import KeyNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,10 +38,15 @@ class Pack:
     """A data set that `open_pack` opened. Samples are numbered from 0 in the order of names."""
 
     def __init__(
-        self, path: str | os.PathLike[str], options: dict[str, Any], identity: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        options: dict[str, Any],
+        side_file: Path | None = None,
+        identity: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))  # noqa: PTH100  # keeps links as the user wrote them
         self._options = options
+        self._side_file = side_file  # the index of data in place
         self._identity = identity
         self._reader: PackReader | None = None
         self._index: IndexFile | None = None
@@ -58,8 +63,8 @@ class Pack:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type[Pack], tuple[str, dict[str, Any], str]]:
-        return (Pack, (str(self.path), self._options, self.identity))
+    def __reduce__(self) -> tuple[type[Pack], tuple[str, dict[str, Any], Path | None, str]]:
+        return (Pack, (str(self.path), self._options, self._side_file, self.identity))
 
     def __repr__(self) -> str:
         return f"Pack({str(self.path)!r})"
@@ -69,10 +74,7 @@ class Pack:
 
     @property
     def identity(self) -> str:
-        """Content digest, the same for every copy of the pack.
-
-        The first 32 hexadecimal digits of a SHA-256 over the index's header and section table.
-        """
+        """Content digest, the same for every copy of the pack; see `IndexFile.identity`."""
         self._open()
         assert self._identity is not None
         return self._identity
@@ -83,6 +85,53 @@ class Pack:
         self._open()
         assert self._index is not None
         return self._index
+
+    @property
+    def native_reader(self) -> PackReader:
+        """What reads the shards; for other readers of the same files."""
+        return self._open()
+
+    @property
+    def verify_policy(self) -> str:
+        """When checksums are verified: ``first``, ``always`` or ``never``."""
+        return str(self._options["verify"])
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the samples lie in the user's own files, and only their index was made."""
+        return self._side_file is not None
+
+    @property
+    def side_file(self) -> Path | None:
+        """The index of data in place; None of a pack, which holds its own."""
+        return self._side_file
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether there are checksums with which samples are compared.
+
+        False only for data in place whose format has none, such as LMDB and tar, until
+        ``paceline store verify`` (`paceline.store.add_checksums`) has read all of it once.
+        """
+        return self._open().has_checksums
+
+    def key(self, sample: int) -> bytes:
+        """Return the key of a sample in its LMDB database; otherwise its name.
+
+        Where some key is no relative path, the name of each is its key in hexadecimal digits; of
+        databases with integer or reverse keys, from the last byte to the first.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        reader = self._open()
+        self._check_range(sample, sample, reader)
+        name = reader.name(sample)
+        sources = self.index.sources
+        if sources is None or sources.key_names is KeyNames.PLAIN:
+            return name
+        key = bytes.fromhex(name.decode())
+        return key[::-1] if sources.key_names is KeyNames.REVERSED_HEX else key
 
     @property
     def lengths(self) -> NDArray[np.uint64]:
@@ -214,6 +263,15 @@ class Pack:
             ) from None
         return out[: offsets[-1]], offsets
 
+    @property
+    def read_times_s(self) -> tuple[float, float]:
+        """Seconds that threads spent in `read_batch` so far, and the part of it in checksums.
+
+        Summed over threads, in this process; waiting for storage is included.
+        """
+        reader = self._open()
+        return reader.busy_ns / 1e9, reader.verify_ns / 1e9
+
     def view(self, sample: int) -> memoryview:
         """Return a read-only view of a sample, without a copy; see `views`."""
         return self.views([sample])[0]
@@ -286,6 +344,8 @@ class Pack:
     ) -> Iterator[CorruptPack]:
         """Read every sample and yield an error for each that is damaged, and one for the index.
 
+        Where samples have no checksums (`is_verified`), only those that cannot be read are damaged.
+
         Args:
             on_progress: called with the samples read so far and their total.
         """
@@ -295,7 +355,7 @@ class Pack:
         for first in range(0, total, _VERIFY_SAMPLES):
             end = min(first + _VERIFY_SAMPLES, total)
             for bad in reader.verify(first, end):
-                problem = corrupt_sample(str(self.path / shard_name(bad.shard)), bad)
+                problem = corrupt_sample(str(self.index.shard_path(bad.shard)), bad)
                 found.add(problem.what)
                 yield problem
             if on_progress is not None:
@@ -305,6 +365,10 @@ class Pack:
         except CorruptPack as problem:
             if problem.what not in found:
                 yield problem
+
+    def checksums(self, first: int, end: int) -> NDArray[np.uint32]:
+        """Compute the CRC-32C of samples `first` to `end` - 1 of data in place."""
+        return self._open().checksums(first, end)
 
     def close(self) -> None:
         """Release the files. Reads in progress in other threads still finish."""
@@ -319,8 +383,9 @@ class Pack:
             raise UsageError(
                 "the pack is closed", where=str(self.path), fix="Open it again: open_pack"
             )
-        require_pack(self.path)
-        reader = PackReader(os.fsencode(self.path), **self._options)
+        if self._side_file is None:
+            require_pack(self.path)
+        reader = PackReader(os.fsencode(self._side_file or self.path), **self._options)
         index = IndexFile(reader)
         if self._identity not in (None, index.identity):
             raise UsageError(
@@ -371,32 +436,24 @@ class _Strings(Sequence[str]):
         return os.fsdecode(self._get(index % self._count))
 
 
-def open_pack(
-    path: str | os.PathLike[str],
+def open_packed(path: str | os.PathLike[str], *, index_only: bool = False) -> Pack:
+    """Open the pack at `path`, not data in place; otherwise as `paceline.store.open_pack`."""
+    pack = Pack(path, read_options(index_only=index_only))
+    pack._open()  # noqa: SLF001  # opening lazily is only for unpickling
+    return pack
+
+
+def read_options(
     *,
     verify: str = "first",
     threads: int | None = None,
     direct: bool = False,
     index_only: bool = False,
-) -> Pack:
-    """Open the pack at `path`; verify its index and, unless `index_only`, every shard's length.
-
-    Args:
-        path: the pack's folder.
-        verify: when to verify checksums. `first`: when bytes may have come from storage, but not
-            for pages that this process has verified and that have been in its memory ever since;
-            `always`: on every read; `never`: only for compressed samples.
-        threads: number of threads that share the work of a large batch; by default the number of
-            cores that this process may use, at most 8, or with `direct` always 8.
-        direct: read past the page cache (O_DIRECT), for packs that are larger than memory.
-        index_only: open no shard: names, lengths and locations can be read, samples cannot.
+) -> dict[str, Any]:
+    """Return the options of `paceline.store.open_pack` as the reader takes them.
 
     Raises:
-        NotFound: there is no pack at `path`.
-        CorruptPack: the index is damaged, a shard is missing or truncated, or packing has not
-            finished.
-        UsageError: a newer Paceline wrote it, there is no such policy, or `threads` is below 1.
-        StorageError: a file cannot be opened.
+        UsageError: there is no such policy, or `threads` is below 1.
     """
     if verify not in _POLICIES:
         raise UsageError(
@@ -414,7 +471,4 @@ def open_pack(
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         if direct:
             threads = _DIRECT_THREADS
-    options = {"verify": verify, "threads": threads, "direct": direct, "index_only": index_only}
-    pack = Pack(path, options)
-    pack._open()  # noqa: SLF001  # opening lazily is only for unpickling
-    return pack
+    return {"verify": verify, "threads": threads, "direct": direct, "index_only": index_only}

@@ -18,9 +18,7 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Self
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import CorruptPack, PacelineError, StorageError, os_errors_as, reason
@@ -35,11 +33,10 @@ from paceline.store.format.layout import (
     shard_name,
 )
 from paceline.store.format.leftovers import file_digest, pending_parity, stale_files
-from paceline.store.read.pack import open_pack
-from paceline.store.write.columns import ExtentColumns, SampleColumns
+from paceline.store.read.pack import open_packed
 from paceline.store.write.files import FileDigest, PackFolder
 from paceline.store.write.index.build import IndexMetadata, write_index
-from paceline.store.write.index.sorted_runs import SortedRun, open_sorted_run
+from paceline.store.write.index.sorted_runs import open_sorted_run, sorted_run_of
 from paceline.store.write.options import (
     PackOptions,
     PackProgress,
@@ -55,8 +52,6 @@ from paceline.store.write.space import require_pack_space
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
-
-    from numpy.typing import NDArray
 
     from paceline.store.write.sources.source import OpenSource, PackSource
 
@@ -203,7 +198,7 @@ def _refuse_damage(folder: _GrowingPack) -> None:
     index = folder.before.index
     count = len(index.shard_lengths)
     if len(index.shard_digests) < count:
-        with open_pack(folder.folder) as pack:
+        with open_packed(folder.folder) as pack:
             damage = next(pack.verify(), None)
         if damage is not None:
             raise damage
@@ -251,7 +246,7 @@ class _PackBefore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.index = IndexFile.open(folder)
-        self.sorted_run = _sorted_run_of(self.index, folder)
+        self.sorted_run = sorted_run_of(self.index, folder / INDEX_NAME)
 
     def shards(self) -> list[FileDigest]:
         """Return the shards; digests that the index lacks (version 1) are computed."""
@@ -259,44 +254,6 @@ class _PackBefore:
         undigested = range(len(digests), len(lengths))
         digests += [file_digest(self._folder / shard_name(k)) for k in undigested]
         return [FileDigest(*pair) for pair in zip(lengths, digests, strict=True)]
-
-
-def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
-    """Return the samples of an index as a sorted run."""
-    counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
-    if len(index.first_extents):
-        counts = np.diff(index.first_extents).astype(np.uint32)
-    if len(index.lengths) != int(counts.sum(dtype=np.int64)):
-        raise CorruptPack(
-            "the pack is damaged",
-            where=str(folder / INDEX_NAME),
-            why="the index contradicts itself: its samples need another number of extents than it "
-            "lists",
-            fix="Restore the index from a copy of the pack",
-        )
-    samples = SampleColumns(
-        names=index.name_bytes,
-        name_offsets=index.name_offsets,
-        labels=index.labels,
-        modes=index.modes,
-        mtimes_ns=index.mtimes_ns,
-        extent_counts=counts,
-    )
-    extents = ExtentColumns(
-        offsets=index.offsets,
-        lengths=index.lengths,
-        stored_lengths=index.stored_lengths,
-        shards=index.shards,
-        checksums=index.checksums,
-        codecs=index.codecs,
-    )
-    return SortedRun(
-        samples=samples,
-        extents=extents,
-        encoded_count=int(np.count_nonzero(index.codecs)),
-        label_map=None,
-        release=index.evict,
-    )
 
 
 class _GrowingPack(PackFolder):
@@ -307,7 +264,7 @@ class _GrowingPack(PackFolder):
         self.is_committed = False
 
     def __enter__(self) -> Self:
-        open_pack(self.folder, index_only=True).close()  # raises an error that says what is wrong
+        open_packed(self.folder, index_only=True).close()  # raises an error that says what is wrong
         if not self.lock():
             raise FileNotFoundError(2, "the folder has just gone")
         try:
@@ -327,7 +284,7 @@ class _GrowingPack(PackFolder):
         with contextlib.suppress(OSError, PacelineError):
             if not self.is_committed:
                 # An interrupt may come right after the rename: the index in the folder decides.
-                with open_pack(self.folder, index_only=True) as pack:
+                with open_packed(self.folder, index_only=True) as pack:
                     self.is_committed = pack.identity != self.before.index.identity
             if not self.is_committed:
                 self._settle()

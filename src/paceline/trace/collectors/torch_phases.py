@@ -21,6 +21,7 @@ from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.format.events import (
     EVALUATION_MODE,
     IDLE,
+    LOADER_STAGES,
     LOADER_WORKERS,
     LOSS,
     MAIN,
@@ -100,15 +101,21 @@ class PhaseRecorder:
                 self.wrap(module, attribute, Kind.CHECKPOINT, f"checkpoint {attribute}")
 
     def wrap_loader(self, module: ModuleType) -> None:
-        """Count waiting for the store's loader as input, and what it left out as a counter."""
-        iterator, recorder = module.LoaderIterator, self.recorder
+        """Count waiting for the store's loader as input; counters say what it did for a batch."""
+        iterator, recorder, counter = module.LoaderIterator, self.recorder, int(Kind.COUNTER)
         skipped_name, skipped = recorder.intern("loader_skipped_samples"), 0
+        stages = [(f"{stage}_s", recorder.intern(name)) for stage, name in LOADER_STAGES.items()]
 
         def delivered(batches: Any) -> int:
             nonlocal skipped
+            now_ns = monotonic_ns()
             if batches.skipped_count != skipped:
-                skipped, now_ns = batches.skipped_count, monotonic_ns()
-                recorder.record(int(Kind.COUNTER), MAIN, skipped_name, now_ns, now_ns, skipped)
+                skipped = batches.skipped_count
+                recorder.record(counter, MAIN, skipped_name, now_ns, now_ns, skipped)
+            for attribute, name in stages:
+                spent_ns = int(1e9 * getattr(batches.delivered_stages, attribute))
+                if spent_ns:
+                    recorder.record(counter, MAIN, name, now_ns, now_ns, spent_ns)
             return int(batches.delivered_bytes)
 
         self._wrap_next(iterator, amount=delivered)

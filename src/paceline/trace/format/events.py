@@ -136,3 +136,7 @@ STOPPED = "stopped"
 TRAINED_BYTES = "trained_parameter_bytes"
 # A counter when the script begins to iterate over a loader: its workers, which load ahead.
 LOADER_WORKERS = "loader_workers"
+# Counters of each batch of the store's loader: nanoseconds that its worker spent by stage.
+LOADER_STAGES = {
+    stage: f"loader_{stage}_ns" for stage in ("read", "verify", "decode", "transform", "collate")
+}

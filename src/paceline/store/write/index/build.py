@@ -19,6 +19,7 @@ from paceline.core.errors import UsageError
 from paceline.native import NameMerger, lower_bounds, name_hashes
 from paceline.store.format.header import IndexCounts
 from paceline.store.format.layout import DIGEST_BYTES, Section, joined
+from paceline.store.format.sources import Sources
 from paceline.store.write.columns import EXTENT_TYPES, SAMPLE_TYPES, spread
 from paceline.store.write.index.name_table import TAIL_SLOTS, NameTable, home_count
 from paceline.store.write.index.sections import IndexWriter
@@ -54,6 +55,8 @@ class IndexMetadata:
         parity_group: shards in a group; 0 = no parity.
         parity_lengths: bytes of each parity file.
         parity_digests: SHA-256 of each parity file.
+        sources: the shards are these files of the user's own, which have no digests.
+        has_checksums: whether the extents have; those of data in place may have none yet.
     """
 
     folders: Sequence[bytes]
@@ -63,6 +66,8 @@ class IndexMetadata:
     parity_group: int = 0
     parity_lengths: Sequence[int] = ()
     parity_digests: Sequence[bytes] = ()
+    sources: Sources | None = None
+    has_checksums: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +108,13 @@ def section_lengths(layout: IndexLayout, metadata: IndexMetadata) -> dict[Sectio
         lengths[Section.FIRST_EXTENTS] = 8 * (samples + 1)
     lengths[Section.FOLDER_SAMPLES] = 16 * len(metadata.folders)
     lengths[Section.FOLDER_ENDS] = 8 * len(metadata.folders)
-    lengths[Section.SHARD_DIGESTS] = DIGEST_BYTES * len(metadata.shard_lengths)
+    if not metadata.has_checksums:
+        del lengths[Section.CHECKSUMS]
+    if metadata.sources is None:
+        lengths[Section.SHARD_DIGESTS] = DIGEST_BYTES * len(metadata.shard_lengths)
+    else:
+        files, states = metadata.sources.pack()
+        lengths |= {Section.FILES: len(files), Section.SOURCES: len(states)}
     if metadata.parity_group:
         lengths[Section.PARITY] = 8 * (1 + len(metadata.parity_lengths))
         lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(metadata.parity_lengths)
@@ -155,7 +166,12 @@ def write_index(
     index.put(Section.SHARD_LENGTHS, np.array(metadata.shard_lengths, np.uint64))
     index.put(Section.FOLDER_SAMPLES, _folder_samples(file, index, layout, folders))
     index.put(Section.FOLDER_ENDS, folder_ends(folders))
-    index.put(Section.SHARD_DIGESTS, b"".join(metadata.shard_digests))
+    if metadata.sources is None:
+        index.put(Section.SHARD_DIGESTS, b"".join(metadata.shard_digests))
+    else:
+        files, states = metadata.sources.pack()
+        index.put(Section.FILES, files)
+        index.put(Section.SOURCES, states)
     if metadata.parity_group:
         parity = [metadata.parity_group, *metadata.parity_lengths]
         index.put(Section.PARITY, np.array(parity, np.uint64))
@@ -218,7 +234,7 @@ def _put_columns(
         for column, section in _SAMPLE_SECTIONS.items():
             index.put(section, block.sample_columns[column])
         for column, section in _EXTENT_SECTIONS.items():
-            if layout.is_encoded or column not in ("stored_lengths", "codecs"):
+            if section in index:
                 index.put(section, block.extent_columns[column])
         if layout.is_chunked:
             counts = block.sample_columns["extent_counts"]

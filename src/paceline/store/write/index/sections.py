@@ -50,6 +50,10 @@ class IndexWriter:
             self._places[section] = _OpenSection(self._end, length)
             self._end += length + padding(length)
 
+    def __contains__(self, section: Section) -> bool:
+        """Return whether the index has this section."""
+        return section in self._places
+
     def put(self, section: Section, content: NDArray[Any] | bytes) -> None:
         """Append `content` to a section."""
         data = _raw(content)

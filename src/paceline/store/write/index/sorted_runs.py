@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.errors import CorruptPack
 from paceline.native import crc32c, sorted_order
 from paceline.store.write.columns import (
     EXTENT_TYPES,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from paceline.store.format.index import IndexFile
     from paceline.store.write.files import PackFolder
 
 _HEADER = struct.Struct("<8sQQQQ")
@@ -161,6 +163,54 @@ def open_sorted_run(path: Path, label_map: NDArray[np.int32] | None = None) -> S
         encoded_count=encoded_count,
         label_map=label_map,
         release=lambda: mapping.madvise(mmap.MADV_DONTNEED),
+    )
+
+
+def sorted_run_of(index: IndexFile, path: Path) -> SortedRun:
+    """Return the samples of an index as a sorted run.
+
+    Args:
+        index: the index.
+        path: where it lies, for messages.
+
+    Raises:
+        CorruptPack: its columns contradict each other.
+    """
+    counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
+    if len(index.first_extents):
+        counts = np.diff(index.first_extents).astype(np.uint32)
+    if len(index.lengths) != int(counts.sum(dtype=np.int64)):
+        raise CorruptPack(
+            "the pack is damaged",
+            where=str(path),
+            why="the index contradicts itself: its samples need another number of extents than it "
+            "lists",
+            fix="Restore the index from a copy of the pack",
+        )
+    samples = SampleColumns(
+        names=index.name_bytes,
+        name_offsets=index.name_offsets,
+        labels=index.labels,
+        modes=index.modes,
+        mtimes_ns=index.mtimes_ns,
+        extent_counts=counts,
+    )
+    extents = ExtentColumns(
+        offsets=index.offsets,
+        lengths=index.lengths,
+        stored_lengths=index.stored_lengths,
+        shards=index.shards,
+        checksums=index.checksums
+        if index.has_checksums
+        else np.broadcast_to(np.uint32(0), len(index.lengths)),
+        codecs=index.codecs,
+    )
+    return SortedRun(
+        samples=samples,
+        extents=extents,
+        encoded_count=int(np.count_nonzero(index.codecs)),
+        label_map=None,
+        release=index.evict,
     )
 
 

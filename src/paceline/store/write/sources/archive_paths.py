@@ -41,12 +41,20 @@ def find_archives(paths: Sequence[str]) -> list[str]:
                 return []
             found += [str(Path(path) / name) for name in names]
             continue
-        for pattern in _expand(path):
-            matches = _matches(pattern)
-            if not all(is_archive(match) for match in matches):
-                return []
-            found += matches
+        matches = expand(path)
+        if not all(is_archive(match) for match in matches):
+            return []
+        found += matches
     return found
+
+
+def expand(path: str) -> list[str]:
+    """Return the paths that a pattern with braces or wildcards stands for; of another path, itself.
+
+    Raises:
+        NotFound: nothing matches the pattern.
+    """
+    return [match for pattern in _expand(path) for match in _matches(pattern)]
 
 
 def _listed(path: str) -> list[str] | None:

@@ -10,6 +10,7 @@ symbolic links, devices and sparse files are refused.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
@@ -37,6 +38,7 @@ from paceline.store.write.sources.source import (
 from paceline.store.write.sources.tar import (
     BLOCK_BYTES,
     READ_BYTES,
+    TarHeader,
     archive_errors,
     is_compressed,
     open_archive,
@@ -58,6 +60,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_CLASS_BYTES = 255
 _MAX_GROUP_BYTES = 512 << 20  # of members that are held until their group has been read
 _MEMBER_BYTES = 512  # bytes that a member takes in addition to its body
+_LOCATING_BYTES = 16 << 10  # read at a header: a few more headers, where members are small
 _HELD_BYTES = 8 * BATCH_BYTES  # of a body that waits in memory; a larger one waits in a file
 _KINDS = {
     b"2": "a symbolic link",
@@ -69,14 +72,27 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _ArchiveMember:
-    """A file of an archive; `body` is a file when it is large."""
+class ArchiveMember:
+    """A file of an archive; `body` is a file when it is large.
+
+    Of a member that is only located, `body` is that of a class and otherwise empty, and `archive`
+    and `offset` say where its bytes lie.
+    """
 
     name: bytes
     body: bytes | IO[bytes]
     length: int
     mode: int
     mtime_ns: int
+    archive: int = 0
+    offset: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """How much memory the member takes."""
+        if isinstance(self.body, bytes):
+            return _MEMBER_BYTES + len(self.body)
+        return _MEMBER_BYTES + (self.length if self.length <= _HELD_BYTES else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +186,7 @@ class OpenArchives:
         self._tree = FolderTree()
         self._class_ids = {}
         collector = SampleCollector()
-        for member, label in self._labelled(large_bytes):
+        for member, label in self._labelled(self._members()):
             if isinstance(member.body, bytes):
                 body, is_large = member.body, member.length > large_bytes
                 if is_large:
@@ -189,16 +205,22 @@ class OpenArchives:
 
         yield from collector.take()
 
-    def _labelled(self, large_bytes: int) -> Iterator[tuple[_ArchiveMember, int]]:
-        group: list[_ArchiveMember] = []
+    def located(self) -> Iterator[tuple[ArchiveMember, int]]:
+        """Yield all samples of archives that are not compressed, each with its label."""
+        self._tree = FolderTree()
+        self._class_ids = {}
+        return self._labelled(self._located_members())
+
+    def _labelled(self, members: Iterator[ArchiveMember]) -> Iterator[tuple[ArchiveMember, int]]:
+        group: list[ArchiveMember] = []
         key, held_bytes = b"", 0
-        for member in self._members(large_bytes):
+        for member in members:
             own_key = _group_key(member.name)
             if own_key != key or not own_key:
                 yield from self._take_group(group)
                 group, key, held_bytes = [], own_key, 0
             group.append(member)
-            held_bytes += _MEMBER_BYTES + (member.length if member.length <= _HELD_BYTES else 0)
+            held_bytes += member.held_bytes
             if held_bytes > _MAX_GROUP_BYTES:  # numbered frames, for example, not one sample
                 self._refuse_class(group)
                 for earlier in group:
@@ -206,7 +228,7 @@ class OpenArchives:
                 group = []
         yield from self._take_group(group)
 
-    def _refuse_class(self, group: list[_ArchiveMember]) -> None:
+    def _refuse_class(self, group: list[ArchiveMember]) -> None:
         """Refuse a class of a group that is too large to be held until all of it has been read.
 
         So the class is refused wherever it stands: members before it would have been passed on
@@ -224,7 +246,7 @@ class OpenArchives:
                     "each group with its own .cls member",
                 )
 
-    def _take_group(self, group: list[_ArchiveMember]) -> Iterator[tuple[_ArchiveMember, int]]:
+    def _take_group(self, group: list[ArchiveMember]) -> Iterator[tuple[ArchiveMember, int]]:
         """Yield the members of a group with their labels."""
         self._say_that_groups_are_split(group)
         named = [member for member in group if member.name.endswith(b".cls")]
@@ -249,7 +271,7 @@ class OpenArchives:
                 self._tree.label(member.name)
                 yield member, -2 - number
 
-    def _say_that_groups_are_split(self, group: list[_ArchiveMember]) -> None:
+    def _say_that_groups_are_split(self, group: list[ArchiveMember]) -> None:
         """Say once that members of one key, as WebDataset has them, become several samples."""
         endings = {member.name.rpartition(b".")[2] for member in group} - {b"cls"}
         if self._has_groups or len(endings) < 2:
@@ -261,37 +283,66 @@ class OpenArchives:
             ", ".join(os.fsdecode(member.name) for member in group[:4]),
         )
 
-    def _members(self, large_bytes: int) -> Iterator[_ArchiveMember]:
+    def _members(self) -> Iterator[ArchiveMember]:
         for path in self._paths:
             with (
                 archive_errors(path),
                 open_archive(path) as file,
                 HardLinks(path, _normalised) as links,
             ):
-                for name, kind, length, mode, mtime_ns, _ in read_headers(file, path):
-                    if kind == b"5":
-                        folder = _normalised(name)
-                        if folder:
-                            check_name(folder, path)
-                            self._tree.add(folder)
-                        skip(file, length)
+                for header in read_headers(file, path):
+                    name = self._file_name(header, path)
+                    if name is None:
+                        skip(file, header.length)
                         continue
-                    if kind not in FILES and kind != HARD_LINK:
-                        raise _refused(name, kind, path)
-                    name = _normalised(name)
-                    check_name(name, path)
-                    if kind == HARD_LINK:
-                        skip(file, length + -length % BLOCK_BYTES)
+                    if header.kind == HARD_LINK:
+                        skip(file, header.length + -header.length % BLOCK_BYTES)
                         source, size = links.open(name)
                     else:
-                        source, size = file, length
-                    yield _ArchiveMember(
-                        name, _body(source, size, path), size, 0o100000 | mode & 0o7777, mtime_ns
+                        source, size = file, header.length
+                    yield ArchiveMember(
+                        name, _body(source, size, path), size, _mode(header), header.mtime_ns
                     )
-                    if kind != HARD_LINK:
-                        skip(file, -length % BLOCK_BYTES)
+                    if header.kind != HARD_LINK:
+                        skip(file, -header.length % BLOCK_BYTES)
                 while file.read(READ_BYTES):
                     pass  # a compressed stream compares its checksum only at its end
+
+    def _located_members(self) -> Iterator[ArchiveMember]:
+        for archive, path in enumerate(self._paths):
+            with (
+                archive_errors(path),
+                io.BufferedReader(io.FileIO(path), _LOCATING_BYTES) as file,
+                HardLinks(path, _normalised) as links,
+            ):
+                for header in read_headers(file, path):
+                    name, offset, size = self._file_name(header, path), file.tell(), header.length
+                    begin, body = offset, b""
+                    if header.kind == HARD_LINK and name is not None:
+                        offset, size = links.locate(name)
+                    elif name is not None and name.endswith(b".cls"):
+                        body = file.read(min(size, _MAX_CLASS_BYTES + 1))
+                    file.seek(begin + header.length + -header.length % BLOCK_BYTES)
+                    if name is not None:
+                        mode, mtime_ns = _mode(header), header.mtime_ns
+                        yield ArchiveMember(name, body, size, mode, mtime_ns, archive, offset)
+
+    def _file_name(self, header: TarHeader, path: str) -> bytes | None:
+        """Return the name of a file or hard link; None for a folder, which is noted.
+
+        Raises:
+            UsageError: it is something else, or has a name that leads out of a folder.
+        """
+        name = _normalised(header.name)
+        if header.kind == b"5":
+            if name:
+                check_name(name, path)
+                self._tree.add(name)
+            return None
+        if header.kind not in FILES and header.kind != HARD_LINK:
+            raise _refused(header.name, header.kind, path)
+        check_name(name, path)
+        return name
 
 
 @dataclass(slots=True)
@@ -343,6 +394,11 @@ def _body(file: IO[bytes], length: int, path: str) -> bytes | IO[bytes]:
         left -= len(chunk)
     held.seek(0)
     return held
+
+
+def _mode(header: TarHeader) -> int:
+    """Return ``st_mode`` of a member."""
+    return 0o100000 | header.mode & 0o7777
 
 
 def _refused(name: bytes, kind: bytes, path: str) -> UsageError:

@@ -45,6 +45,7 @@ class HardLinks:
         self._normalised = normalised
         self._targets: dict[bytes, bytes] = {}  # of each link, by name
         self._bodies: dict[bytes, tuple[int, int]] = {}  # begin and length in `_held`, by name
+        self._places: dict[bytes, tuple[int, int]] = {}  # of each file, by name
         self._held: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -71,12 +72,27 @@ class HardLinks:
             self._hold_bodies(self._held)
         target = self._file_of(name)
         if target not in self._bodies:
-            raise self._no_file(
-                name, f"it leads to {os.fsdecode(target)[:200]!a}, which is no file"
-            )
+            raise self._leads_to_no_file(name, target)
         begin, length = self._bodies[target]
         self._held.seek(begin)
         return self._held, length
+
+    def locate(self, name: bytes) -> tuple[int, int]:
+        """Return where in its archive the bytes of the link `name` begin, and their number.
+
+        The archive is not compressed. Errors are those of `open`.
+        """
+        if not self._places:
+            for file, header in self._headers():
+                if header.kind == HARD_LINK:
+                    self._targets[self._normalised(header.name)] = self._normalised(header.target)
+                elif header.kind in FILES:
+                    place = (file.tell(), header.length)
+                    self._places.setdefault(self._normalised(header.name), place)
+        target = self._file_of(name)
+        if target not in self._places:
+            raise self._leads_to_no_file(name, target)
+        return self._places[target]
 
     def _file_of(self, name: bytes) -> bytes:
         """Return the first name on the way from a link that is not a link itself."""
@@ -111,6 +127,9 @@ class HardLinks:
                 yield file, header
                 padded = header.length + -header.length % BLOCK_BYTES
                 skip(file, padded - (file.tell() - begin))
+
+    def _leads_to_no_file(self, name: bytes, target: bytes) -> UsageError:
+        return self._no_file(name, f"it leads to {os.fsdecode(target)[:200]!a}, which is no file")
 
     def _no_file(self, name: bytes, why: str) -> UsageError:
         return UsageError(

@@ -1,0 +1,101 @@
+// Finds the records of an LMDB database (https://www.symas.com/lmdb, data version 1, 64-bit) from the
+// pages of its B+tree, without reading the values.
+//
+//     page 0, 1   meta pages: page size, root of the main database, transaction; the newer one counts
+//     branch      header | keys with the number of a page below | ...
+//     leaf        header | keys with their values, or with the number of the first overflow page
+//     overflow    header | value, over as many contiguous pages as it takes
+//
+// A page is copied before it is parsed, and every number in it is compared with what bounds it: a
+// database that is damaged, hostile, or written to meanwhile ends in a PackError. The layout is that of
+// `mdb.c` of LMDB 0.9.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "paceline/pack_index.hpp"
+
+namespace paceline {
+
+struct LmdbMeta {
+  std::uint32_t page_bytes = 0;
+  std::uint32_t flags = 0;  // of the main database: how keys are compared
+  std::uint32_t depth = 0;
+  std::uint64_t root = 0;
+  std::uint64_t entries = 0;
+  std::uint64_t overflow_pages = 0;
+  std::uint64_t last_page = 0;
+  std::uint64_t transaction = 0;
+};
+
+// The newer of the two meta pages. Throws PackError.
+LmdbMeta lmdb_meta(const Mapping& file);
+// The newest transaction that was committed to a database of that page size; 0 if its bytes are gone.
+std::uint64_t lmdb_transaction(std::span<const std::byte> file, std::uint32_t page_bytes);
+
+// How a key becomes the name of a sample. Each keeps the order of keys and can be reversed.
+enum class KeyNames : std::uint32_t {
+  plain = 0,         // as it is
+  hex = 1,           // two hexadecimal digits for each byte
+  reversed_hex = 2,  // of the bytes from last to first, by which such keys are compared
+};
+
+struct LmdbBlock {  // some records, in the order of their keys
+  std::vector<std::uint64_t> offsets;  // of values in the file
+  std::vector<std::uint64_t> lengths;
+  std::vector<std::uint64_t> name_offsets{0};
+  std::string names;
+  bool are_paths = true;   // whether every name may name a sample
+  bool has_folders = false;  // whether some name has a slash
+};
+
+// One pass over the main database. Not thread-safe.
+class LmdbRecords {
+ public:
+  // Throws PackError, also for named databases and for duplicate keys, which it does not read.
+  LmdbRecords(std::string path, KeyNames names);
+
+  const LmdbMeta& meta() const noexcept { return meta_; }
+  // The next records, at most `count`; none at the end. Throws PackError: Kind::changed if a
+  // transaction was committed since the pass began, for then pages may have been written again.
+  LmdbBlock next(std::size_t count);
+
+ private:
+  struct Level {  // of the way from the root to a leaf
+    std::vector<std::byte> page;
+    std::uint64_t number = 0;
+    std::uint32_t count = 0;
+    std::uint32_t next = 0;
+  };
+  struct Node {
+    std::uint32_t size;  // of the value, or the low bits of a page's number
+    std::uint16_t flags;
+    std::string_view key;
+    std::size_t end;  // where the key ends, in the page
+  };
+
+  void enter(std::uint64_t page, std::size_t depth);
+  Node node(const Level& level, std::uint32_t index) const;
+  void request_below(const Level& branch) const;
+  void fill(LmdbBlock& block, std::size_t count);
+  void add(LmdbBlock& block, const Level& leaf);
+  void add_name(LmdbBlock& block, std::string_view key) const;
+  void check_order(std::string_view key);
+  [[noreturn]] void fail(const std::string& why) const;
+
+  Mapping file_;
+  LmdbMeta meta_;
+  KeyNames names_;
+  std::vector<Level> levels_;
+  std::size_t height_ = 0;  // levels in use
+  std::uint64_t pages_seen_ = 0;
+  std::uint64_t entries_seen_ = 0;
+  std::string last_key_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,261 @@
+"""Makes the index of data in place, keeps it in a file, and makes it again when the data changed.
+
+::
+
+    x.mdb              the user's
+    x.mdb.pace         the side file: the index of a pack, whose shard is x.mdb
+    .x.mdb.pace.*      a folder in which a side file is being made; renamed to it when complete
+
+Where the folder of the data cannot be written to, the side file lies in the user's cache, under a
+name made from the path of the data. A side file is a cache, too: it is not synced to storage, and
+one that is damaged, or of other data, is made again. Reading never relies on it alone: the reader
+compares each file with what the side file says when it opens it (`native/src/pack_reader.cpp`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.core.clock import SystemClock
+from paceline.core.config import cache_folder
+from paceline.core.errors import (
+    CorruptPack,
+    NewerFormat,
+    StorageError,
+    os_errors_as,
+    reason,
+)
+from paceline.core.files import LockOutcome, sync_folder, try_lock
+from paceline.store.format.layout import INDEX_NAME
+from paceline.store.format.sources import SETTLING_NS
+from paceline.store.read.pack import Pack
+from paceline.store.write.files import PackFile, PackFolder
+from paceline.store.write.index.build import IndexMetadata, write_index
+from paceline.store.write.index.sorted_runs import SortedRun, SortedRunWriter, open_sorted_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.store.format.sources import Sources
+    from paceline.store.in_place.data import DataInPlace
+
+_LOG = logging.getLogger(__name__)
+_ATTEMPTS = 3  # at data that are written to while they are indexed
+_CACHE = "in-place"
+_PARTIAL = ".partial"
+
+
+def open_data(data: DataInPlace, options: dict[str, Any]) -> Pack:
+    """Return the pack that `data` is, with an index that is of the data as they are now.
+
+    Args:
+        data: what the user named.
+        options: what `read_options` returned.
+
+    Raises:
+        PacelineError: the data cannot be read, are damaged, or change all the time.
+    """
+    for place in _places(data):
+        pack = _open_if_current(data, place, options)
+        if pack is not None:
+            return pack
+    place = _writable_place(data)
+    problem: StorageError | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            make_side_file(data, place)
+            return _opened(data, place, options)
+        except StorageError as changed:  # perhaps by a program that has just finished
+            if not _is_changed(changed):
+                raise
+            problem = changed
+    assert problem is not None
+    raise problem
+
+
+def _settled_sources(data: DataInPlace, folder: SideFolder) -> Sources:
+    """Return what the files are, once a write from now on would change their times."""
+    clock = SystemClock()
+    for _ in range(_ATTEMPTS):
+        sources = data.sources(folder.place.parent)
+        if sources.is_settled(folder.now_ns()):
+            return sources
+        clock.wait(threading.Event(), 2 * SETTLING_NS / 1e9)
+    raise _changed(data, "it is written to all the time")
+
+
+def make_side_file(data: DataInPlace, place: Path) -> None:
+    """Index `data` and put the index at `place`.
+
+    Raises:
+        UsageError: two samples have one name, or the data are not read in place.
+        CorruptData: the data are damaged.
+        StorageError: the data changed meanwhile, or the side file cannot be written.
+    """
+    with writing_side_file(place), SideFolder(place) as folder:
+        before = _settled_sources(data, folder)
+        columns = SortedRunWriter(folder)
+        for samples, extents in data.blocks():
+            columns.add(samples, extents)
+        columns.flush()
+        difference = before.difference(data.sources(place.parent))
+        if difference:
+            raise _changed(data, difference)
+        classes = data.classes()
+        sorted_runs = [
+            open_sorted_run(folder.folder / name, classes.label_map) for name, _ in columns.files
+        ]
+        metadata = IndexMetadata(
+            folders=data.folders(),
+            classes=classes.names,
+            shard_lengths=before.sizes,
+            shard_digests=[],
+            sources=replace(before, key_names=data.key_names()),
+            has_checksums=data.has_checksums,
+        )
+        folder.put(sorted_runs, metadata, durable=False)
+
+
+class SideFolder(PackFolder):
+    """A folder in which a side file is made; `put` puts it in its place.
+
+    Leaving the context removes the folder. So does the next that makes this side file, if a process
+    was killed here.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._prefix = f".{place.name}."
+        self._is_durable = False
+
+    def __enter__(self) -> Self:
+        self._remove_stale()
+        made = tempfile.mkdtemp(prefix=self._prefix, suffix=_PARTIAL, dir=self.place.parent)
+        super().__init__(Path(made))
+        self.lock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unlock()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self, file: PackFile) -> None:
+        """Close `file`; it is made durable only if it cannot be made again cheaply."""
+        file.close(commit=self._is_durable)
+        self._open.remove(file)
+
+    def now_ns(self) -> int:
+        """Return the time that the file system would give a file that is written to now."""
+        os.utime(self.folder)
+        return self.folder.stat().st_mtime_ns
+
+    def put(
+        self, sorted_runs: Sequence[SortedRun], metadata: IndexMetadata, *, durable: bool
+    ) -> None:
+        """Write the index and rename it to the side file."""
+        self._is_durable = durable
+        write_index(self, INDEX_NAME, sorted_runs, metadata)
+        (self.folder / INDEX_NAME).replace(self.place)
+        if durable:
+            sync_folder(self.place.parent)
+
+    def _remove_stale(self) -> None:
+        """Remove folders of processes that were killed: nobody holds their locks."""
+        for entry in self.place.parent.glob(f"{_escaped(self._prefix)}*{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    if try_lock(descriptor) is LockOutcome.ACQUIRED:
+                        shutil.rmtree(entry, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
+
+
+def _open_if_current(data: DataInPlace, place: Path, options: dict[str, Any]) -> Pack | None:
+    """Return the pack if the side file at `place` is of the data as they are now, else None."""
+    if not place.is_file():
+        return None
+    try:
+        pack = _opened(data, place, options)
+        sources = pack.index.sources
+        difference = "it is the index of a pack"
+        if sources is not None:
+            difference = sources.difference(data.sources(place.parent))
+    except CorruptPack as problem:
+        _LOG.warning("%s is damaged (%s): indexing %s again", place, problem.why, data.where)
+        return None
+    except NewerFormat as problem:
+        _LOG.warning("%s: %s: indexing %s again", place, problem.what, data.where)
+        return None
+    except StorageError as problem:
+        if not _is_changed(problem):
+            raise
+        difference = problem.why
+    if not difference:
+        return pack
+    _LOG.warning(
+        "%s was changed since it was indexed (%s): indexing it again", data.where, difference
+    )
+    return None
+
+
+def _opened(data: DataInPlace, place: Path, options: dict[str, Any]) -> Pack:
+    pack = Pack(data.where, options, place)
+    len(pack)  # opens it
+    return pack
+
+
+def _places(data: DataInPlace) -> list[Path]:
+    """Return where the side file may lie: beside the data, or in the user's cache."""
+    beside = data.side_file
+    path = os.fsencode(beside.absolute())
+    cached = f"{hashlib.sha256(path).hexdigest()[:32]}-{beside.name[-80:]}"
+    return [beside, cache_folder() / _CACHE / cached]
+
+
+def _writable_place(data: DataInPlace) -> Path:
+    beside, cached = _places(data)
+    if os.access(beside.parent, os.W_OK | os.X_OK) and not beside.is_dir():
+        return beside
+    with writing_side_file(cached):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    return cached
+
+
+def writing_side_file(place: Path) -> contextlib.AbstractContextManager[None]:
+    """Let errors of the system leave the context as a StorageError about the side file."""
+    return os_errors_as(
+        lambda problem: StorageError(
+            "cannot write the index of the data",
+            where=str(place),
+            why=reason(problem),
+            fix="Free space or check the permissions; or pack the data: paceline pack",
+        )
+    )
+
+
+def _changed(data: DataInPlace, difference: str) -> StorageError:
+    return StorageError(
+        "the data was changed while it was indexed",
+        where=data.where,
+        why=difference,
+        fix="Open it when no other program writes to it",
+    )
+
+
+def _is_changed(problem: StorageError) -> bool:
+    return problem.what.startswith("the data was changed")
+
+
+def _escaped(prefix: str) -> str:
+    """Return `prefix` as a pattern that matches only itself."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in prefix)

@@ -1,0 +1,264 @@
+"""The reader of a node: every rank gets its samples, whoever dies, waits or holds on to them."""
+
+import dataclasses
+import gc
+import threading
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from process_groups import run_ranks
+
+from paceline import store
+from paceline.store import SampleOrder, Samples, open_pack
+from paceline.store.feed.node.client import NodeClient
+from paceline.store.feed.node.ring import NodeConfig, Ring, Word
+from paceline.store.feed.sampler import RankBatches
+
+COUNT = 1000
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("node") / "pack"
+    generator = np.random.default_rng(3)
+    pairs = [(f"{k:05d}", generator.bytes(int(generator.integers(1, 4000)))) for k in range(COUNT)]
+    store.pack(Samples(pairs), folder)
+    return folder
+
+
+class Node:
+    """The ranks of a node as threads of this process, and a real reader."""
+
+    def __init__(self, path, ranks, *, batch=60, data_bytes=4 << 20, last="pad", direct=False):
+        self.pack = open_pack(path)
+        self.ranks = ranks
+        self.order = SampleOrder(sample_count=len(self.pack), seed=9)
+        self.batches = [
+            RankBatches(
+                sample_count=len(self.pack),
+                global_batch_size=batch,
+                rank=rank,
+                world_size=ranks,
+                last=last,
+            )
+            for rank in range(ranks)
+        ]
+        fields = dataclasses.asdict(self.order)
+        del fields["epoch"], fields["sample_count"]
+        config = NodeConfig(
+            pack=str(path),
+            side_file=None if self.pack.side_file is None else str(self.pack.side_file),
+            identity=self.pack.identity,
+            verify="first",
+            order=fields,
+            global_batch_size=batch,
+            world_size=ranks,
+            last=last,
+            window_bytes=data_bytes // 4,
+            direct=direct,
+        )
+        self.ring = Ring.create(config, ranks, data_bytes)
+        self.clients = [NodeClient(self.ring, rank, rank, DEADLINE_S) for rank in range(ranks)]
+        self.clients[0].start_reader()
+
+    def expected(self, rank, epoch, position=0):
+        """Return the bytes of each batch of a rank."""
+        order = dataclasses.replace(self.order, epoch=epoch)
+        planned = self.batches[rank].positions(position, COUNT)
+        return [[self.pack.read(k) for k in order.samples(places)] for places in planned]
+
+    def take_pass(self, rank, epoch, position=0, on_batch=lambda step: None):
+        """Return a rank's batches of a pass; it reads by itself what the reader does not give."""
+        expected = self.expected(rank, epoch, position)
+        one = self.clients[rank].begin(epoch, position)
+        found = []
+        for step, bodies in enumerate(expected):
+            taken = one.take(step, len(bodies))
+            found.append(bodies if taken is None else [bytes(view) for view in taken])
+            on_batch(step)
+        return found
+
+    def on_all_ranks(self, work):
+        """Call `work(rank)` on a thread for each rank; return the results."""
+        results, problems = {}, []
+
+        def run(rank):
+            try:
+                results[rank] = work(rank)
+            except BaseException as problem:  # noqa: BLE001  # raised below
+                problems.append(problem)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert not any(thread.is_alive() for thread in threads)
+        if problems:
+            raise problems[0]
+        return [results[rank] for rank in range(self.ranks)]
+
+    def reader(self):
+        """Return the process of the reader that this node's ranks started last."""
+        started = [client._child for client in self.clients if client._child is not None]
+        return max(started, key=lambda child: child.pid)
+
+    def leave(self):
+        for client in self.clients:
+            client.leave()
+
+
+@pytest.fixture
+def node(path):
+    nodes = []
+
+    def make(ranks, path=path, **given):
+        nodes.append(Node(path, ranks, **given))
+        return nodes[-1]
+
+    yield make
+    for one in nodes:
+        one.leave()
+        gc.collect()
+        for client in one.clients:
+            if client._child is not None:
+                assert client._child.wait(DEADLINE_S) is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("last", ["pad", "drop", "join"])
+def test_each_rank_gets_its_samples_epoch_after_epoch(node, ranks, last):
+    here = node(ranks, last=last)
+    for epoch in range(3):
+        position = 0 if epoch != 1 else here.batches[0].after(0, 4)
+        found = here.on_all_ranks(lambda rank, e=epoch, p=position: here.take_pass(rank, e, p))
+        assert found == [here.expected(rank, epoch, position) for rank in range(ranks)]
+    assert sum(client.own_reads for client in here.clients) == 0
+
+
+def test_past_the_page_cache_each_byte_is_read_once(node):
+    here = node(2, direct=True)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    words = here.ring.words
+    # Samples of 2 KB in random order: each window reads whole pages, and gaps of up to four.
+    assert words.load(Word.READS) <= sum(map(len, here.expected(0, 0))) * 2
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.campaign("faults"))])
+def test_a_reader_that_is_killed_again_and_again_loses_nothing(node, count):
+    here = node(2, data_bytes=2 << 20)
+    killed = set()
+
+    def kill(step):
+        reader = here.reader()
+        if step % 3 == 1 and len(killed) < count and reader.poll() is None:
+            reader.kill()
+            killed.add(reader.pid)
+
+    epoch = 0
+    while len(killed) < count:
+        found = here.on_all_ranks(
+            lambda rank, e=epoch: here.take_pass(rank, e, on_batch=kill if rank == 0 else str)
+        )
+        assert found == [here.expected(rank, epoch) for rank in range(2)]
+        epoch += 1
+    assert here.ring.words.load(Word.READERS) >= count
+
+
+def test_views_stay_as_they_are_while_they_are_referenced(node):
+    here = node(1, data_bytes=1 << 20)
+    expected = here.expected(0, 0)
+    one = here.clients[0].begin(0, 0)
+    held = [one.take(step, len(bodies)) for step, bodies in enumerate(expected)]
+    assert any(taken is None for taken in held)  # more than the ring can hold: read by the rank
+    for taken, bodies in zip(held, expected, strict=True):
+        if taken is not None:
+            assert [bytes(view) for view in taken] == bodies
+    view = next(iter(held[0]))
+    first = bytes(view)
+    del held, taken
+    assert here.take_pass(0, 1) == here.expected(0, 1)
+    assert bytes(view) == first
+
+
+def test_ranks_that_ask_for_different_positions_read_by_themselves(node):
+    here = node(2)
+    positions = [0, here.batches[0].after(0, 2)]
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0, positions[rank]))
+    assert found == [here.expected(rank, 0, positions[rank]) for rank in range(2)]
+    assert all(client.own_reads for client in here.clients)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
+    assert found == [here.expected(rank, 1) for rank in range(2)]
+
+
+def test_a_pass_that_is_left_early_does_not_disturb_the_next(node):
+    here = node(2)
+
+    def leave_early(rank):
+        one = here.clients[rank].begin(0, 0)
+        taken = one.take(0, 30)
+        return [bytes(view) for view in taken]
+
+    assert here.on_all_ranks(leave_early) == [here.expected(rank, 0)[0] for rank in range(2)]
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
+    assert found == [here.expected(rank, 1) for rank in range(2)]
+
+
+def test_batches_larger_than_the_ring_are_read_by_ranks(node):
+    here = node(2, batch=200, data_bytes=64 << 10)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    assert here.clients[0].own_reads == len(found[0])
+
+
+def test_a_pack_that_the_reader_cannot_open_is_read_by_ranks(node, path, tmp_path):
+    here = node(1)
+    config = dataclasses.replace(here.ring.config, pack=str(tmp_path / "gone"))
+    ring = Ring.create(config, 1, 1 << 20)
+    client = NodeClient(ring, 0, 0, DEADLINE_S)
+    client.start_reader()
+    assert client.begin(0, 0).take(0, 60) is None
+    client.leave()
+    client._child.wait(DEADLINE_S)
+
+
+SCRIPT = Path(__file__).parent / "scripts" / "node_loader.py"
+
+
+def test_loaders_deliver_the_same_with_and_without(path, tmp_path):
+    found = {}
+    for mode in ("off", "on", "killed"):
+        (tmp_path / mode).mkdir()
+        found[mode] = run_ranks(SCRIPT, tmp_path / mode, 2, path, mode)
+    digests = {mode: [said["digest"] for said in by_rank] for mode, by_rank in found.items()}
+    assert digests["on"] == digests["killed"] == digests["off"]
+    assert all(said["by_node"] == 0 for said in found["off"])
+    assert all(said["by_node"] == said["all"] > 0 for said in found["on"])
+
+
+def test_raw_batches_are_one_buffer_as_without(path, tmp_path):
+    (said, other) = run_ranks(SCRIPT, tmp_path, 2, path, "raw")
+    assert said["by_node"] == said["all"] == other["all"]
+
+
+def test_loaders_that_differ_are_refused(path, tmp_path):
+    said = run_ranks(SCRIPT, tmp_path, 2, path, "differs")
+    assert "differ" in said[1]["problem"]
+    assert "seed" in said[1]["problem"]
+
+
+def test_a_database_is_read_in_place(node, path, tmp_path):
+    with open_pack(path) as pack, lmdb.open(str(tmp_path / "data"), map_size=1 << 26) as database:
+        with database.begin(write=True) as transaction:
+            for number in range(len(pack)):
+                transaction.put(f"{number:05d}".encode(), pack.read(number))
+        expected = [pack.read(number) for number in range(len(pack))]
+    here = node(2, path=tmp_path / "data")
+    assert [here.pack.read(number) for number in range(COUNT)] == expected
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    assert sum(client.own_reads for client in here.clients) == 0

@@ -1,0 +1,128 @@
+"""Reads of many samples in the order of storage: the same bytes as one by one, in fewer reads."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import store
+from paceline.native import SortedReader
+from paceline.store import PackOptions, Samples, open_pack
+
+PAGE = 4096
+
+
+def reader_of(pack, *, direct=False, gap_bytes=16384, read_bytes=65536):
+    return SortedReader(
+        pack.native_reader,
+        gap_bytes=gap_bytes,
+        read_bytes=read_bytes,
+        threads=3,
+        direct=direct,
+    )
+
+
+def page_aligned(size):
+    memory = np.empty(size + PAGE, np.uint8)
+    return memory[-memory.ctypes.data % PAGE :][:size]
+
+
+def read(reader, ids):
+    """Return the bytes of each sample, None where it could not be read, and the plan."""
+    plan = reader.plan(np.array(ids, np.int64))
+    target = page_aligned(plan.target_bytes)
+    reader.read(plan, target)
+    places = zip(plan.begins.tolist(), plan.lengths.tolist(), strict=True)
+    return [None if n < 0 else target[at : at + n].tobytes() for at, n in places], plan
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A pack of raw, compressed, empty and chunked samples in several shards."""
+    folder = tmp_path_factory.mktemp("sorted") / "pack"
+    generator = np.random.default_rng(5)
+    pairs = []
+    for k in range(300):
+        size = int(generator.integers(0, 3000))
+        body = generator.bytes(size) if k % 3 else b"a text " * (size // 7)
+        pairs.append((f"{k:04d}", body))
+    pairs.append(("chunked", generator.bytes(200_000)))
+    store.pack(Samples(pairs), folder, options=PackOptions(shard_bytes=64 << 10, codec="auto"))
+    return folder
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_samples_are_what_reading_one_by_one_gives(path, direct, data):
+    with open_pack(path) as pack:
+        numbers = st.lists(st.integers(0, len(pack) - 1), max_size=60)
+        ids = data.draw(numbers)
+        gap_bytes = data.draw(st.sampled_from([0, 100, 16384]))
+        reader = reader_of(pack, direct=direct, gap_bytes=gap_bytes)
+        found, plan = read(reader, ids)
+        assert found == [pack.read(k) for k in ids]
+        assert plan.reads <= plan.storage_bytes // 65536 + plan.range_count
+
+
+def test_a_whole_pack_is_one_range_a_shard(path):
+    with open_pack(path) as pack:
+        found, plan = read(reader_of(pack), range(len(pack)))
+        assert found == [pack.read(k) for k in range(len(pack))]
+        assert plan.range_count == pack.shard_count
+        shard_bytes = sum(int(n) for n in pack.index.shard_lengths)
+        assert plan.storage_bytes <= shard_bytes
+        assert plan.reads <= -(-plan.storage_bytes // 65536) + plan.range_count
+
+
+def damage(path, pack, sample):
+    extent = pack.extents(sample)[0]
+    shard = path / f"shard-{extent.shard:05d}.pace"
+    body = bytearray(shard.read_bytes())
+    body[extent.offset] ^= 1
+    shard.write_bytes(body)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_damaged_sample_is_left_out_and_no_other(path, tmp_path, direct):
+    copy = tmp_path / "pack"
+    copy.mkdir()
+    for file in path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    with open_pack(copy) as pack:
+        bodies = [pack.read(k) for k in range(len(pack))]
+        bad = next(k for k in range(len(pack)) if pack.extents(k)[0].stored_length > 100)
+        damage(copy, pack, bad)
+    with open_pack(copy) as pack:
+        ids = [bad, 0, bad, len(pack) - 1]
+        found, _ = read(reader_of(pack, direct=direct), ids)
+        assert found == [None, bodies[0], None, bodies[-1]]
+
+
+def test_what_was_replaced_or_cut_off_is_not_read(path, tmp_path):
+    copy = tmp_path / "pack"
+    copy.mkdir()
+    for file in path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    with open_pack(copy, verify="never") as pack:
+        raw = [k for k in range(len(pack)) if len(pack.extents(k)) == 1]
+        first = [k for k in raw if pack.extents(k)[0].shard == 0]
+        second = [k for k in raw if pack.extents(k)[0].shard == 1]
+        shard = copy / "shard-00000.pace"
+        shard.rename(copy / "kept")
+        shard.write_bytes(bytes((copy / "kept").stat().st_size))
+        with (copy / "shard-00001.pace").open("r+b") as cut:
+            cut.truncate(64)
+        found, _ = read(reader_of(pack), first + second)
+        lengths = pack.lengths_of(first + second)
+        assert all(body is None for body, n in zip(found, lengths, strict=True) if n)
+
+
+def test_a_target_that_is_too_small_is_refused(path):
+    with open_pack(path) as pack:
+        reader = reader_of(pack)
+        plan = reader.plan(np.arange(10))
+        with pytest.raises(ValueError, match="too small"):
+            reader.read(plan, np.empty(plan.target_bytes - 1, np.uint8))
+        with pytest.raises(IndexError):
+            reader.plan(np.array([len(pack)]))
