@@ -115,20 +115,15 @@ PackReader::PackReader(const std::string& place, const ReadOptions& options)
     : index_(place),
       options_(options),
       compares_(options.verify != Verify::never && index_.has_checksums()),
+      shards_(options.index_only ? 0 : index_.shard_count()),
       pool_(options.threads) {
-  if (options.index_only) return;
-  try {
-    open_shards();
-  } catch (...) {
-    close_shards();
-    throw;
-  }
+  if (!options.index_only) open_shards();
 }
 
-PackReader::~PackReader() { close_shards(); }
+PackReader::~PackReader() = default;
 
-void PackReader::close_shards() noexcept {
-  for (std::uint32_t number = 0; number < shard_count_; ++number) {
+PackReader::ShardTable::~ShardTable() {
+  for (std::uint32_t number = 0; number < size_; ++number) {
     const Shard* const shard = shards_[number].load(std::memory_order_acquire);
     if (shard != nullptr && shard->direct >= 0) close(shard->direct);
     delete shard;
@@ -136,16 +131,14 @@ void PackReader::close_shards() noexcept {
 }
 
 void PackReader::open_shards() {
-  shard_count_ = index_.shard_count();
-  shards_ = std::make_unique<std::atomic<Shard*>[]>(shard_count_);
   const bool is_lmdb = index_.is_in_place() && index_.sources().kind == SourceKind::lmdb;
   if (index_.is_in_place() && !is_lmdb) return;
-  for (std::uint32_t number = 0; number < shard_count_; ++number) static_cast<void>(shard(number));
+  for (std::uint32_t number = 0; number < shards_.size(); ++number) static_cast<void>(shard(number));
   check_transaction();
 }
 
 PackReader::Shard* PackReader::shard(std::uint32_t number) const {
-  if (number >= shard_count_) fail_corrupt(index_.path(), "opened without its shards");
+  if (number >= shards_.size()) fail_corrupt(index_.path(), "opened without its shards");
   Shard* const known = shards_[number].load(std::memory_order_acquire);
   if (known != nullptr) return known;
   if (index_.is_in_place()) {
@@ -226,7 +219,7 @@ void PackReader::check_source(const std::string& path, const FileState& found,
 }
 
 void PackReader::check_transaction() const {
-  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb || shard_count_ == 0) return;
+  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb || shards_.size() == 0) return;
   const Shard& file = *shard(0);
   const SourcesHeader& sources = index_.sources();
   const std::uint64_t newest = lmdb_transaction(file.mapping.bytes(), sources.page_bytes);
@@ -803,7 +796,7 @@ std::vector<std::uint32_t> PackReader::checksums(std::uint64_t first, std::uint6
 }
 
 void PackReader::evict() const {
-  for (std::uint32_t number = 0; number < shard_count_; ++number) {
+  for (std::uint32_t number = 0; number < shards_.size(); ++number) {
     const Shard* const shard = shards_[number].load(std::memory_order_acquire);
     if (shard == nullptr) continue;
     const auto bytes = shard->mapping.bytes();

@@ -139,10 +139,26 @@ class PackReader {
     bool trusted;
   };
 
+  // Each shard once it is mapped; none is replaced, so that views stay valid.
+  class ShardTable {
+   public:
+    explicit ShardTable(std::uint32_t size)
+        : shards_(std::make_unique<std::atomic<Shard*>[]>(size)), size_(size) {}
+    ~ShardTable();
+    ShardTable(const ShardTable&) = delete;
+    ShardTable& operator=(const ShardTable&) = delete;
+
+    std::uint32_t size() const noexcept { return size_; }  // 0: opened without them
+    std::atomic<Shard*>& operator[](std::uint32_t number) const noexcept { return shards_[number]; }
+
+   private:
+    std::unique_ptr<std::atomic<Shard*>[]> shards_;
+    std::uint32_t size_ = 0;
+  };
+
   class Failure;
 
   void open_shards();
-  void close_shards() noexcept;
   std::unique_ptr<Shard> open_shard(std::uint32_t number) const;
   std::unique_ptr<Shard> open_source(std::uint32_t number) const;
   std::unique_ptr<Shard> mapped(Mapping mapping) const;
@@ -183,14 +199,12 @@ class PackReader {
   ReadOptions options_;
   // False: what is read cannot be compared, or is not meant to be.
   bool compares_ = true;
-  // Of each shard, once it is mapped; never replaced, so that views stay valid.
-  std::unique_ptr<std::atomic<Shard*>[]> shards_;
-  std::uint32_t shard_count_ = 0;  // 0: opened without them
+  ShardTable shards_;
   mutable std::atomic<std::uint32_t> mapped_count_{0};
-  mutable WorkerPool pool_;
   mutable ChecksumTimer checksums_;
   mutable std::atomic<std::uint64_t> busy_ns_{0};
   mutable std::atomic<int> revalidate_{0};  // batches in which to ask the kernel about each page
+  mutable WorkerPool pool_;  // last: its threads end before what they use is destroyed
 };
 
 }  // namespace paceline
