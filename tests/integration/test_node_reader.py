@@ -12,6 +12,7 @@ from process_groups import run_ranks
 
 from paceline import store
 from paceline.store import SampleOrder, Samples, open_pack
+from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
 from paceline.store.feed.node.ring import NodeConfig, Ring, Word
 from paceline.store.feed.sampler import RankBatches
@@ -262,3 +263,15 @@ def test_a_database_is_read_in_place(node, path, tmp_path):
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
     assert found == [here.expected(rank, 0) for rank in range(2)]
     assert sum(client.own_reads for client in here.clients) == 0
+
+
+def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
+    monkeypatch.setattr(client_module, "_PATIENCE_S", 0.5)
+    here = node(2, data_bytes=1 << 20)
+    assert here.take_pass(0, 0) == here.expected(0, 0)  # rank 1 never begins
+    assert here.clients[0].own_reads == len(here.expected(0, 0))
+    alone = here.clients[0].own_reads
+    here.clients[1].begin(0, 0)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
+    assert found == [here.expected(rank, 1) for rank in range(2)]
+    assert here.clients[0].own_reads == alone

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.2  # how often a waiting rank looks whether the reader is alive
+_PATIENCE_S = 10.0  # for other ranks of the node, before this one reads by itself
 _START_S = 10.0  # that a reader may take from its start to its lock
 _FRUITLESS_STARTS = 3  # readers that die without publishing anything
 
@@ -125,6 +126,7 @@ class NodeClient:
         self._starts = (0, 0)  # readers started by this rank since windows were published last
         self._child: subprocess.Popen[bytes] | None = None
         self._child_number = 0
+        self._stuck_at = -1  # READER_CHANGED when the reader waited for other ranks for too long
         self._crowded_by = -1  # the oldest held window when the reader was stuck for want of room
         self._leaves = False
         self.own_reads = 0  # steps that the rank had to read by itself
@@ -143,6 +145,7 @@ class NodeClient:
             self._pass += 1
             self._windows, self._next, self._low = [], 0, 0
             self._taken.clear()
+            self._stuck_at = -1
             self._set(RankWord.EPOCH, epoch)
             self._set(RankWord.POSITION, position)
             self._settle()
@@ -183,7 +186,7 @@ class NodeClient:
         self._words.store(self.ring.rank_word(self._local_rank, word), value)
 
     def _await(self, number: int, step: int) -> Window | None:
-        deadline_s = time.monotonic() + self._timeout_s
+        began_s = time.monotonic()
         while True:
             seen = self._words.load(Word.READER_CHANGED)
             with self._lock:
@@ -195,23 +198,37 @@ class NodeClient:
                     self._held[window.number] += 1  # from here on it stays
                     self._settle()
                     return window
-                if self._is_crowded():
+                if self._is_crowded() or self._stuck_at == seen:
                     return None
             self._words.wait(Word.READER_CHANGED, seen, _LOOK_S)
             if self._words.load(Word.READER_CHANGED) == seen:
                 if not self._ensure_reader():
                     return None
-                with self._lock:
-                    if self._words.load(Word.WAITS_FOR_ROOM):
-                        self._crowded_by = min(self._held, default=-1)
-            if time.monotonic() > deadline_s:
+                if self._waits_for_ranks(number, time.monotonic() - began_s):
+                    self._stuck_at = seen
+                    return None
+            if time.monotonic() > began_s + self._timeout_s:
                 raise DeadlineExceeded(
                     f"the node's reader did not read step {step} within {self._timeout_s:g} s",
                     where=self.ring.config.pack,
-                    why="another rank of this node did not begin the pass, or storage is slow",
-                    fix="Let all ranks iterate over their loaders alike, raise timeout_s, or give "
-                    'node_reader="off"',
+                    why="storage is slow, or the reader was stopped",
+                    fix='Raise timeout_s, or give node_reader="off"',
                 )
+
+    def _waits_for_ranks(self, number: int, waited_s: float) -> bool:
+        """Return whether the reader cannot go on before other ranks do, and that for too long."""
+        needs_room = self._words.load(Word.WAITS_FOR_ROOM) != 0
+        if needs_room:
+            with self._lock:
+                self._crowded_by = min(self._held, default=-1)
+        if waited_s < _PATIENCE_S or not (needs_room or self._words.load(Word.SERVED) != number):
+            return False
+        if self._stuck_at < 0:
+            _LOG.warning(
+                "another rank of this node has not begun the pass, or does not take its batches: "
+                "this one reads by itself until it does"
+            )
+        return True
 
     def _is_crowded(self) -> bool:
         """Return whether the reader has no room since the program holds on to an old window."""

@@ -1,9 +1,12 @@
 """How the ranks of a node come to share a reader.
 
-The first local rank decides whether there is one, makes the ring, and says through the store of
-torch.distributed where it is; the others open it through ``/proc/PID/fd/N``. What the launcher
-says about a node's ranks (LOCAL_RANK, LOCAL_WORLD_SIZE) is taken as it is: ranks in containers with
-process ids of their own cannot open the ring, and then read by themselves.
+They meet in the store of torch.distributed, twice: each says what it would read, and the first
+local rank where the ring is; then each says whether it could open the ring, through
+``/proc/PID/fd/N``. There is a reader for all of them, or for none: a rank that waited for a window
+while another did not take its part would wait until its deadline.
+
+What the launcher says about a node's ranks (LOCAL_RANK, LOCAL_WORLD_SIZE) is taken as it is: ranks
+in containers with process ids of their own cannot open the ring, and then all read by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core import node
 from paceline.core.config import environment
-from paceline.core.errors import DeadlineExceeded, StorageError, UsageError, first_line
+from paceline.core.errors import (
+    DeadlineExceeded,
+    PacelineError,
+    StorageError,
+    UsageError,
+    first_line,
+)
 from paceline.core.processes import boot_id
 from paceline.store.feed.node.client import NodeClient
 from paceline.store.feed.node.ring import PAGE_BYTES, NodeConfig, Ring
@@ -33,13 +42,12 @@ if TYPE_CHECKING:
     from paceline.store.read.pack import Pack
 
 _LOG = logging.getLogger(__name__)
-_NUMBERS = (
-    itertools.count()
-)  # of the loaders of this process, in the order in which ranks make them
+_NUMBERS = itertools.count()  # of this process's loaders, in the order in which ranks make them
 _WINDOWS_IN_RING = 4  # one is filled and one is used, and each may be cut at the ring's end
 _STEPS_IN_RING = 8
 _LEAST_RING_BYTES = 64 << 20
 _MOST_OF_MEMORY = 0.25  # that a ring may take
+_OR_NONE = ', or give node_reader="auto" or "off"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +72,34 @@ class NodePlace:
 def join(
     pack: Pack, order: SampleOrder, batches: RankBatches, options: LoaderOptions
 ) -> NodeClient | None:
-    """Return this rank's side of its node's reader; None: the rank reads by itself.
+    """Return this rank's side of its node's reader; None: the ranks read by themselves.
 
     Raises:
-        UsageError: ``node_reader="on"``, and there cannot be one; or the ranks' loaders differ.
-        DeadlineExceeded: ``node_reader="on"``, and another rank of the node made no loader.
+        UsageError: ``node_reader="on"``, and there cannot be a reader, or the loaders of the
+            node's ranks differ.
+        DeadlineExceeded: ``node_reader="on"``, and another rank of the node did not iterate.
         StorageError: ``node_reader="on"``, and there is too little memory for the ring.
     """
-    place = NodePlace.find(environment())
-    store = _store()
-    choice = options.uses_node_reader
-    why = _why_not(pack, place, store, batches, options)
-    if why:
-        if choice == "on":
-            raise UsageError(
-                "there can be no reader for the node",
-                where=str(pack.path),
-                why=why,
-                fix='Give node_reader="auto" or "off"',
-            )
+    is_wanted = options.uses_node_reader == "on"
+    place, store = NodePlace.find(environment()), _store()
+    refusal = _refusal(pack, place, store, batches, options)
+    if refusal is not None:
+        if is_wanted:
+            raise refusal
         return None
     assert place is not None
-    config = _config(pack, order, batches, options)
-    topic = f"paceline/node-reader/{place.node}/{next(_NUMBERS)}"
-    ring: Ring | None
+    meeting = _Meeting(
+        store, f"paceline/node-reader/{place.node}/{next(_NUMBERS)}", place, options.timeout_s
+    )
+    ring: Ring | None = None
     try:
-        if place.local_rank == 0:
-            ring = _offer(store, topic, config, pack, place, batches)
-        else:
-            ring = _accept(store, topic, config, options)
-    except (DeadlineExceeded, StorageError, OSError, ValueError) as problem:
-        if choice == "on":
+        ring = _common_ring(meeting, pack, _config(pack, order, batches), batches)
+    except PacelineError as problem:
+        meeting.say("offer", json.dumps({"problem": str(problem)}))
+        meeting.say("opened", str(problem))
+        if is_wanted:
             raise
         _LOG.warning("ranks read by themselves, not by one reader of the node: %s", problem)
-        return None
-    if ring is None:  # said by local rank 0
         return None
     client = NodeClient(ring, place.local_rank, batches.rank, options.timeout_s)
     if place.local_rank == 0:
@@ -106,29 +107,107 @@ def join(
     return client
 
 
-def _why_not(
+def _common_ring(meeting: _Meeting, pack: Pack, config: NodeConfig, batches: RankBatches) -> Ring:
+    """Return the ring that all local ranks have opened.
+
+    Raises:
+        UsageError: their loaders differ.
+        StorageError: one of them cannot have or open the ring.
+        DeadlineExceeded: one of them did not come.
+    """
+    own: Ring | None = None
+    offer: dict[str, Any] = {"config": asdict(config)}
+    if meeting.place.local_rank == 0:
+        own = _make_ring(config, pack, meeting.place, batches)
+        offer["path"] = f"/proc/{os.getpid()}/fd/{own.descriptor}"
+        offer["ring"] = asdict(own.config)
+    offers = [json.loads(text) for text in meeting.exchange("offer", json.dumps(offer))]
+    _refuse_problems([said.get("problem", "") for said in offers], config.pack)
+    _compare([said["config"] for said in offers], config.pack)
+    ring = own or _open(offers[0]["path"], NodeConfig(**offers[0]["ring"]))
+    _refuse_problems(meeting.exchange("opened", ""), config.pack)
+    return ring
+
+
+def _refuse_problems(problems: list[str], where: str) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise StorageError(
+                "not all ranks of this node can share a reader",
+                where=f"{where}, local rank {rank}",
+                why=problem,
+                fix="Correct it there" + _OR_NONE,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """The local ranks of one node, in the store that all ranks of the job share."""
+
+    store: Any
+    topic: str
+    place: NodePlace
+    timeout_s: float
+
+    def say(self, what: str, text: str) -> None:
+        """Say something to the other local ranks."""
+        self.store.set(f"{self.topic}/{what}/{self.place.local_rank}", text)
+
+    def exchange(self, what: str, text: str) -> list[str]:
+        """Say something, and return what each local rank says.
+
+        Raises:
+            DeadlineExceeded: one of them says nothing.
+        """
+        self.say(what, text)
+        keys = [f"{self.topic}/{what}/{rank}" for rank in range(self.place.local_ranks)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as problem:  # torch's own classes
+            raise DeadlineExceeded(
+                "not all ranks of this node iterate over their loaders "
+                f"within {self.timeout_s:g} s",
+                where=f"local rank {self.place.local_rank} of {self.place.local_ranks}",
+                why=first_line(problem),
+                fix="Let all ranks make and use their loaders in the same order" + _OR_NONE,
+            ) from problem
+        return [self.store.get(key).decode() for key in keys]
+
+
+def _refusal(
     pack: Pack,
     place: NodePlace | None,
     store: Any,
     batches: RankBatches,
     options: LoaderOptions,
-) -> str:
+) -> UsageError | None:
     """Return why there is no reader: the same on all ranks of a node, which do not ask each other.
 
     So a loader that only some ranks iterate over waits for nobody, unless its data are large.
     """
     choice = options.uses_node_reader
-    if choice == "off" or batches.world_size == 1:
-        return "one rank has nothing to share" if batches.world_size == 1 else "it is off"
-    if options.worker_kind != "thread":
-        return "worker processes read by themselves"
-    if place is None:
-        return "the launcher did not set LOCAL_RANK and LOCAL_WORLD_SIZE"
-    if choice == "auto" and place.local_ranks == 1:
-        return "the node has one rank"
-    if choice == "auto" and not _is_larger_than_memory(pack):
-        return "the data fit into memory"
-    return "" if store is not None else "torch.distributed has no process group yet"
+    why, fix = "", ""
+    if choice == "off":
+        why = "it is off"
+    elif batches.world_size == 1:
+        why, fix = "one rank has nothing to share", "Start several ranks"
+    elif options.worker_kind != "thread":
+        why, fix = "worker processes read by themselves", 'Give worker_kind="thread"'
+    elif place is None:
+        why = "the launcher did not set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        fix = "Start the ranks with paceline run or torchrun"
+    elif choice == "auto" and place.local_ranks == 1:
+        why = "the node has one rank"
+    elif choice == "auto" and not _is_larger_than_memory(pack):
+        why = "the data fit into memory"
+    elif store is None:
+        why = "torch.distributed has no process group yet"
+        fix = "Call init_process_group before the first pass over the loader"
+    if not why:
+        return None
+    return UsageError(
+        "there can be no reader for the node", where=str(pack.path), why=why, fix=fix + _OR_NONE
+    )
 
 
 def _store() -> Any:
@@ -141,9 +220,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def _config(
-    pack: Pack, order: SampleOrder, batches: RankBatches, options: LoaderOptions
-) -> NodeConfig:
+def _config(pack: Pack, order: SampleOrder, batches: RankBatches) -> NodeConfig:
     fields = asdict(order)
     del fields["epoch"], fields["sample_count"]
     return NodeConfig(
@@ -160,6 +237,18 @@ def _config(
     )
 
 
+def _compare(configs: list[dict[str, Any]], where: str) -> None:
+    for rank, config in enumerate(configs):
+        for name, value in configs[0].items():
+            if name not in ("pack", "side_file") and config[name] != value:
+                raise UsageError(
+                    "the loaders of this node's ranks differ",
+                    where=where,
+                    why=f"{name} is {config[name]!r} on local rank {rank} and {value!r} on 0",
+                    fix="Make the loaders of all ranks alike, and in the same order",
+                )
+
+
 def _is_larger_than_memory(pack: Pack) -> bool:
     """Return whether the page cache would forget most of the data before they come again."""
     memory_bytes = node.memory_bytes()
@@ -170,15 +259,12 @@ def _data_bytes(pack: Pack) -> int:
     return int(pack.index.shard_lengths.sum())
 
 
-def _offer(
-    store: Any,
-    topic: str,
-    config: NodeConfig,
-    pack: Pack,
-    place: NodePlace,
-    batches: RankBatches,
-) -> Ring:
-    """Make the ring and say where it is."""
+def _make_ring(config: NodeConfig, pack: Pack, place: NodePlace, batches: RankBatches) -> Ring:
+    """Return a new ring.
+
+    Raises:
+        StorageError: there is too little memory for it.
+    """
     memory_bytes = node.memory_bytes()
     # Samples that lie alone are read with the pages that they begin and end in.
     sample_bytes = _data_bytes(pack) / max(1, len(pack)) + 2 * PAGE_BYTES
@@ -188,48 +274,34 @@ def _offer(
     most = int(memory_bytes * _MOST_OF_MEMORY) if memory_bytes else ring_bytes
     ring_bytes = min(ring_bytes, most) // PAGE_BYTES * PAGE_BYTES
     if ring_bytes < _WINDOWS_IN_RING * step_bytes:
-        problem = StorageError(
+        raise StorageError(
             "there is too little memory for the ring of the node's reader",
             where=config.pack,
             why=f"{_WINDOWS_IN_RING} steps of all local ranks take "
             f"{_WINDOWS_IN_RING * step_bytes / 2**20:,.0f} MiB, a quarter of the memory that "
             f"this job may use is {most / 2**20:,.0f} MiB",
-            fix='Use smaller batches, or node_reader="off"',
+            fix="Use smaller batches" + _OR_NONE,
         )
-        store.set(topic, json.dumps({"off": str(problem)}))
-        raise problem
     config = replace(config, window_bytes=ring_bytes // _WINDOWS_IN_RING)
-    ring = Ring.create(config, place.local_ranks, ring_bytes)
-    path = f"/proc/{os.getpid()}/fd/{ring.descriptor}"
-    store.set(topic, json.dumps({"path": path, "config": asdict(config)}))
-    return ring
+    return Ring.create(config, place.local_ranks, ring_bytes)
 
 
-def _accept(store: Any, topic: str, config: NodeConfig, options: LoaderOptions) -> Ring | None:
-    """Open the ring that local rank 0 has made; None: there is none."""
+def _open(path: str, expected: NodeConfig) -> Ring:
+    """Return the ring that the first local rank has made.
+
+    Raises:
+        StorageError: it cannot be opened from here.
+    """
+    why = "another process has that id here: this rank has process ids of its own"
     try:
-        store.wait([topic], timedelta(seconds=options.timeout_s))
-        said = json.loads(store.get(topic))
-    except RuntimeError as problem:  # torch's own classes
-        raise DeadlineExceeded(
-            f"local rank 0 made no loader within {options.timeout_s:g} s",
-            where=config.pack,
-            why=first_line(problem),
-            fix='Let all ranks of a node make their loaders in the same order, or "off"',
-        ) from problem
-    if "off" in said:
-        return None
-    theirs = NodeConfig(**said["config"])
-    own = replace(config, window_bytes=theirs.window_bytes)
-    for name, value in asdict(own).items():
-        if name != "pack" and value != getattr(theirs, name):
-            raise UsageError(
-                "the loaders of this node's ranks differ",
-                where=config.pack,
-                why=f"{name} is {value!r} here and {getattr(theirs, name)!r} on local rank 0",
-                fix="Make the loaders of all ranks alike, and in the same order",
-            )
-    ring = Ring(os.open(said["path"], os.O_RDWR | os.O_CLOEXEC))
-    if ring.config != theirs:
-        raise ValueError("local rank 0 has process ids of its own: its ring cannot be opened")
-    return ring
+        ring = Ring(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        if ring.config == expected:
+            return ring
+    except (OSError, ValueError, TypeError) as problem:
+        why = f"{why}; {problem}"
+    raise StorageError(
+        "the ring of local rank 0 cannot be opened",
+        where=path,
+        why=why,
+        fix="Start the ranks of a node in one container" + _OR_NONE,
+    )
