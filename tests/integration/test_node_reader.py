@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -15,6 +16,7 @@ from paceline.store import SampleOrder, Samples, open_pack
 from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
 from paceline.store.feed.node.ring import NodeConfig, Ring, Word
+from paceline.store.feed.node.turns import TurnServer, TurnTuner
 from paceline.store.feed.sampler import RankBatches
 
 COUNT = 1000
@@ -33,7 +35,9 @@ def path(tmp_path_factory):
 class Node:
     """The ranks of a node as threads of this process, and a real reader."""
 
-    def __init__(self, path, ranks, *, batch=60, data_bytes=4 << 20, last="pad", direct=False):
+    def __init__(
+        self, path, ranks, *, batch=60, data_bytes=4 << 20, last="pad", direct=False, turns=""
+    ):
         self.pack = open_pack(path)
         self.ranks = ranks
         self.order = SampleOrder(sample_count=len(self.pack), seed=9)
@@ -60,6 +64,7 @@ class Node:
             last=last,
             window_bytes=data_bytes // 4,
             direct=direct,
+            turns=turns,
         )
         self.ring = Ring.create(config, ranks, data_bytes)
         self.clients = [NodeClient(self.ring, rank, rank, DEADLINE_S) for rank in range(ranks)]
@@ -275,3 +280,15 @@ def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
     assert found == [here.expected(rank, 1) for rank in range(2)]
     assert here.clients[0].own_reads == alone
+
+
+def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
+    server = TurnServer(TurnTuner(2))
+    nodes = [node(1, turns=f"127.0.0.1:{server.port}") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda here: here.take_pass(0, 0), nodes)
+        assert list(found) == [here.expected(0, 0) for here in nodes]
+    server.close()
+    for here in nodes:
+        assert here.take_pass(0, 1) == here.expected(0, 1)
+        assert here.clients[0].own_reads == 0

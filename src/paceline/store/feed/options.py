@@ -21,11 +21,17 @@ NodeReader = Literal["auto", "on", "off"]
 class LoaderConfig(Configuration):
     """What loaders do where a script does not say; `paceline run --node-reader` sets it for ranks.
 
-    Changes speed: `node_reader`, as in `LoaderOptions`.
+    Changes speed: `node_reader`, as in `LoaderOptions`; `read_turns`.
+
+    Attributes:
+        node_reader: whether one process of each node reads.
+        read_turns: whether the readers of several nodes take turns (docs/guides/node-reader.md);
+            ``auto``: on file systems that nodes share.
     """
 
     section: ClassVar[str] = "loader"
     node_reader: NodeReader = "auto"
+    read_turns: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from paceline.store.feed.node.turns import TurnServer
+
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.2  # how often a waiting rank looks whether the reader is alive
 _PATIENCE_S = 10.0  # for other ranks of the node, before this one reads by itself
@@ -126,6 +128,7 @@ class NodeClient:
         self._starts = (0, 0)  # readers started by this rank since windows were published last
         self._child: subprocess.Popen[bytes] | None = None
         self._child_number = 0
+        self.turns: TurnServer | None = None  # of the job, on its first rank; closed when it leaves
         self._stuck_at = -1  # READER_CHANGED when the reader waited for other ranks for too long
         self._crowded_by = -1  # the oldest held window when the reader was stuck for want of room
         self._leaves = False
@@ -180,6 +183,8 @@ class NodeClient:
             self._set(RankWord.PASS, self._pass)  # that nobody will serve
             self._settle()
         self._let_go()
+        if self.turns is not None:
+            self.turns.close()
         self._words.notify(Word.RANKS_CHANGED)
 
     def _set(self, word: int, value: int) -> None:

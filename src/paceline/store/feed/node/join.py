@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import node
-from paceline.core.config import environment
+from paceline.core.config import environment, resolve
 from paceline.core.errors import (
     DeadlineExceeded,
     PacelineError,
@@ -32,6 +32,8 @@ from paceline.core.errors import (
 from paceline.core.processes import boot_id
 from paceline.store.feed.node.client import NodeClient
 from paceline.store.feed.node.ring import PAGE_BYTES, NodeConfig, Ring
+from paceline.store.feed.node.turns import TurnServer, TurnTuner
+from paceline.store.feed.options import LoaderConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +49,10 @@ _WINDOWS_IN_RING = 4  # one is filled and one is used, and each may be cut at th
 _STEPS_IN_RING = 8
 _LEAST_RING_BYTES = 64 << 20
 _MOST_OF_MEMORY = 0.25  # that a ring may take
+_SHARED_FILE_SYSTEMS = frozenset(
+    {"lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "cephfs", "panfs", "pvfs2", "wekafs"}
+    | {"afs", "cifs", "smb3", "glusterfs", "fuse"}
+)
 _OR_NONE = ', or give node_reader="auto" or "off"'
 
 
@@ -88,12 +94,18 @@ def join(
             raise refusal
         return None
     assert place is not None
+    number = next(_NUMBERS)
     meeting = _Meeting(
-        store, f"paceline/node-reader/{place.node}/{next(_NUMBERS)}", place, options.timeout_s
+        store, f"paceline/node-reader/{place.node}/{number}", place, options.timeout_s
     )
     ring: Ring | None = None
+    turns = _TurnPlace(store, f"paceline/node-reader/turns/{number}", options.timeout_s)
     try:
-        ring = _common_ring(meeting, pack, _config(pack, order, batches), batches)
+        config = _config(pack, order, batches)
+        nodes = -(-batches.world_size // place.local_ranks)
+        if place.local_rank == 0 and _takes_turns(pack, nodes):
+            config = replace(config, turns=turns.find(batches.rank, nodes))
+        ring = _common_ring(meeting, pack, config, batches)
     except PacelineError as problem:
         meeting.say("offer", json.dumps({"problem": str(problem)}))
         meeting.say("opened", str(problem))
@@ -102,6 +114,7 @@ def join(
         _LOG.warning("ranks read by themselves, not by one reader of the node: %s", problem)
         return None
     client = NodeClient(ring, place.local_rank, batches.rank, options.timeout_s)
+    client.turns = turns.server
     if place.local_rank == 0:
         client.start_reader()
     return client
@@ -174,6 +187,46 @@ class _Meeting:
         return [self.store.get(key).decode() for key in keys]
 
 
+class _TurnPlace:
+    """Where the readers of all nodes ask for turns: at the job's first rank."""
+
+    def __init__(self, store: Any, key: str, timeout_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._timeout_s = timeout_s
+        self.server: TurnServer | None = None
+
+    def find(self, rank: int, nodes: int) -> str:
+        """Return host and port of the server, which the first rank of the job starts.
+
+        Raises:
+            DeadlineExceeded: it did not.
+        """
+        if rank == 0:
+            self.server = TurnServer(TurnTuner(nodes))
+            host = environment().get("MASTER_ADDR") or socket.gethostname()
+            self._store.set(self._key, f"{host}:{self.server.port}")
+        try:
+            self._store.wait([self._key], timedelta(seconds=self._timeout_s))
+        except RuntimeError as problem:  # torch's own classes
+            raise DeadlineExceeded(
+                f"rank 0 did not begin to read within {self._timeout_s:g} s",
+                where=self._key,
+                why=first_line(problem),
+                fix="Let all ranks make and use their loaders in the same order" + _OR_NONE,
+            ) from problem
+        return str(self._store.get(self._key).decode())
+
+
+def _takes_turns(pack: Pack, nodes: int) -> bool:
+    """Return whether readers of several nodes share the storage of a pack."""
+    choice = resolve(LoaderConfig).config.read_turns
+    if choice != "auto" or nodes == 1:
+        return choice == "on" and nodes > 1
+    mount = node.mount_of(os.path.realpath(pack.path), node.read_mounts())
+    return mount is not None and mount.kind.split(".")[0] in _SHARED_FILE_SYSTEMS
+
+
 def _refusal(
     pack: Pack,
     place: NodePlace | None,
@@ -240,7 +293,7 @@ def _config(pack: Pack, order: SampleOrder, batches: RankBatches) -> NodeConfig:
 def _compare(configs: list[dict[str, Any]], where: str) -> None:
     for rank, config in enumerate(configs):
         for name, value in configs[0].items():
-            if name not in ("pack", "side_file") and config[name] != value:
+            if name not in ("pack", "side_file", "turns") and config[name] != value:
                 raise UsageError(
                     "the loaders of this node's ranks differ",
                     where=where,

@@ -13,6 +13,7 @@ import logging
 import signal
 import sys
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from paceline.store.feed.node.ring import (
     Word,
     index_bytes,
 )
+from paceline.store.feed.node.turns import Turns
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches
 from paceline.store.read.pack import Pack, read_options
@@ -75,6 +77,9 @@ class RingReader:
             threads=_THREADS,
             direct=config.direct,
         )
+
+        host, _, port = config.turns.rpartition(":")
+        self._turns = Turns((host, int(port))) if config.turns else None
 
     def serve(self) -> None:
         """Read pass after pass."""
@@ -250,7 +255,9 @@ class RingReader:
     ) -> None:
         ring = self._ring
         body = begin + head
-        self._sorted.read(plan, ring.data[body : body + plan.target_bytes])
+        turn = self._turns.turn(plan.storage_bytes) if self._turns else nullcontext()
+        with turn:
+            self._sorted.read(plan, ring.data[body : body + plan.target_bytes])
         index = ring.data[begin:body].view(np.int64)
         parts = len(by_part)
         index[0] = 0

@@ -102,6 +102,7 @@ class NodeConfig:
         last: how the last batch is treated (`RankBatches`).
         window_bytes: of one window, about.
         direct: whether reads go past the page cache.
+        turns: host and port of the job's `TurnServer`; empty: readers take no turns.
     """
 
     pack: str
@@ -114,6 +115,7 @@ class NodeConfig:
     last: str
     window_bytes: int
     direct: bool
+    turns: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,235 @@
+"""Readers of different nodes take turns on a file system that they share.
+
+A parallel file system serves few long sequential reads faster than many at a time, whose pieces
+alternate on its disks. LMDBIO let groups of readers pass a token on. Here one process of the job
+grants turns over TCP: a reader asks before it reads a window, and says afterwards how much it read.
+From that the server finds how many turns at a time move most bytes (`TurnTuner`).
+
+A reader never depends on the server: without an answer it reads after `PATIENCE_S`, and the turn of
+a reader that is gone is free again when its connection ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE_S = 5.0  # for a turn; then the reader reads without one
+_RETRY_S = 30.0  # before a server that did not answer is asked again
+_CONNECT_S = 2.0
+_SAMPLES = 4  # windows of each reader between two decisions of the tuner
+_GAIN = 1.05  # a change must move so much more to be kept
+_ASK = b"?"
+_DONE = b"!"
+_GRANT = b"+"
+_DONE_MESSAGE = struct.Struct("<cQ")  # and the bytes that were read
+
+
+@dataclass(slots=True)
+class TurnTuner:
+    """Finds how many turns at a time move most bytes, by trying neighbours of the best so far.
+
+    Attributes:
+        most: readers there are; all of them read at a time at the start.
+        turns: how many may read at a time now.
+    """
+
+    most: int
+    turns: int = field(init=False)
+    _best: int = field(init=False)
+    _best_rate: float = field(default=0.0, init=False)
+    _bytes: int = field(default=0, init=False)
+    _count: int = field(default=0, init=False)
+    _began_s: float | None = field(default=None, init=False)
+    _down: bool = field(default=True, init=False)  # the direction that is tried next
+
+    def __post_init__(self) -> None:
+        self.turns = self._best = self.most
+
+    def begin(self, now_s: float) -> None:
+        """Note that a reader begins to read."""
+        if self._began_s is None:
+            self._began_s = now_s
+
+    def record(self, read_bytes: int, now_s: float) -> None:
+        """Note that a reader has read a window; change `turns` after enough of them."""
+        self._bytes += read_bytes
+        self._count += 1
+        began_s = self._began_s
+        if self._count < _SAMPLES * self.most or began_s is None or now_s <= began_s:
+            return
+        self._decide(self._bytes / (now_s - began_s))
+        self._bytes = self._count = 0
+        self._began_s = now_s
+
+    def _decide(self, rate: float) -> None:
+        if self.turns == self._best:
+            self._best_rate = rate  # measured again: storage changes in the course of a job
+        elif rate > self._best_rate * _GAIN:
+            self._best, self._best_rate = self.turns, rate
+        else:
+            self._down = not self._down
+        halved, doubled = max(1, self._best // 2), min(self.most, self._best * 2)
+        wanted = halved if self._down else doubled
+        if wanted == self._best:  # at an end of the range
+            self._down = not self._down
+            wanted = doubled if wanted == halved else halved
+        self.turns = wanted if self.turns == self._best else self._best
+
+
+class TurnServer:
+    """Grants turns to the readers of a job, from a thread of its own.
+
+    Args:
+        tuner: says how many at a time.
+        clock: seconds; for tests.
+    """
+
+    def __init__(self, tuner: TurnTuner, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tuner = tuner
+        self._clock = clock
+        self._listener = socket.create_server(("", 0), backlog=1024)
+        self.port: int = self._listener.getsockname()[1]
+        self._waiting: deque[socket.socket] = deque()
+        self._reading: set[socket.socket] = set()
+        self._received: dict[socket.socket, bytes] = {}
+        self._ends, self._end = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="paceline-turns", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; readers that wait read without a turn."""
+        with contextlib.suppress(OSError):
+            self._end.send(b"x")
+        self._thread.join(PATIENCE_S)
+        self._end.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener, self._ends:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._ends, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._ends:
+                        for connection in list(self._received):
+                            connection.close()
+                        return
+                    if key.fileobj is self._listener:
+                        with contextlib.suppress(OSError):
+                            connection, _ = self._listener.accept()
+                            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                            selector.register(connection, selectors.EVENT_READ)
+                            self._received[connection] = b""
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._receive(selector, key.fileobj)
+                self._grant(selector)
+
+    def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        try:
+            received = connection.recv(4096)
+        except OSError:
+            received = b""
+        if not received:
+            self._forget(selector, connection)
+            return
+        rest = self._received[connection] + received
+        while rest:
+            if rest[:1] == _ASK:
+                self._waiting.append(connection)
+                rest = rest[1:]
+            elif rest[:1] == _DONE and len(rest) >= _DONE_MESSAGE.size:
+                _, read_bytes = _DONE_MESSAGE.unpack_from(rest)
+                if connection in self._reading:
+                    self._reading.remove(connection)
+                    self._tuner.record(read_bytes, self._clock())
+                rest = rest[_DONE_MESSAGE.size :]
+            elif rest[:1] == _DONE:
+                break  # the other part of it is still under way
+            else:
+                self._forget(selector, connection)  # not one of our readers
+                return
+        self._received[connection] = rest
+
+    def _grant(self, selector: selectors.BaseSelector) -> None:
+        while self._waiting and len(self._reading) < self._tuner.turns:
+            connection = self._waiting.popleft()
+            try:
+                connection.send(_GRANT)
+            except OSError:
+                self._forget(selector, connection)
+                continue
+            self._tuner.begin(self._clock())
+            self._reading.add(connection)
+
+    def _forget(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            selector.unregister(connection)
+        self._received.pop(connection, None)
+        self._reading.discard(connection)
+        self._waiting = deque(one for one in self._waiting if one is not connection)
+        connection.close()
+
+
+class Turns:
+    """A reader's side: asks for turns at a server.
+
+    Args:
+        address: host and port of the server.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._connection: socket.socket | None = None
+        self._again_s = 0.0
+        self.missed = 0  # windows that were read without a turn
+
+    @contextlib.contextmanager
+    def turn(self, size_bytes: int) -> Iterator[None]:
+        """Wait for a turn to read so many bytes, but not for ever; give it back afterwards."""
+        has_turn = self._ask()
+        self.missed += not has_turn
+        try:
+            yield
+        finally:
+            if self._connection is not None and has_turn:
+                try:
+                    self._connection.sendall(_DONE_MESSAGE.pack(_DONE, size_bytes))
+                except OSError:
+                    self._give_up()
+
+    def close(self) -> None:
+        """End the connection, and with it a turn."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self) -> bool:
+        if time.monotonic() < self._again_s:
+            return False
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(self._address, _CONNECT_S)
+                self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._connection.settimeout(PATIENCE_S)
+            self._connection.sendall(_ASK)
+            if self._connection.recv(1) == _GRANT:
+                return True
+        except OSError:  # also a timeout
+            pass
+        self._give_up()
+        return False
+
+    def _give_up(self) -> None:
+        # Closed, so that a late grant is not taken for the answer to the next question.
+        self.close()
+        self._again_s = time.monotonic() + _RETRY_S
