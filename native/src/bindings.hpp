@@ -33,6 +33,7 @@ struct GroupError;
 void raise_group_error(const GroupError& error) noexcept;
 
 void bind_collectives(nanobind::module_& module);
+void bind_jpeg(nanobind::module_& module);
 void bind_pack_reader(nanobind::module_& module);
 void bind_pack_writer(nanobind::module_& module);
 void bind_sparsify(nanobind::module_& module);

@@ -155,6 +155,17 @@ class HostGroup:
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
 
+def jpeg_available() -> bool: ...
+def decode_jpeg_part(
+    data: Buffer,
+    top: int,
+    left: int,
+    height: int,
+    width: int,
+    denominator: int,
+    out: NDArray[numpy.uint8],
+) -> bool: ...
+
 PACK_FORMAT_VERSION: int = 2
 
 def set_pack_error_maker(make: Callable[..., Exception]) -> None: ...
