@@ -50,7 +50,9 @@ SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
 crc32c = _native.crc32c
+decode_jpeg_part = _native.decode_jpeg_part
 gather = _native.gather
+jpeg_available = _native.jpeg_available
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 name_hashes = _native.name_hashes
@@ -88,8 +90,10 @@ __all__ = [
     "accumulate_and_select",
     "corrupt_sample",
     "crc32c",
+    "decode_jpeg_part",
     "encode",
     "gather",
+    "jpeg_available",
     "list_folder",
     "lmdb_meta",
     "lower_bounds",
