@@ -451,6 +451,21 @@ bool PackReader::times_show_writes(const ExtentRead& read) const {
                      read.extent.offset, read.extent.stored_length) != DirtyPages::some;
 }
 
+// The bytes that become trusted when an extent was verified. A value of LMDB that has pages of its own
+// shares them with nothing else but their header: by its bytes alone, it and the value before would
+// for ever doubt each other's pages.
+std::span<const std::byte> PackReader::own_pages(const ExtentRead& read) const {
+  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb ||
+      index_.sources().page_bytes % page_size != 0 || read.stored.size() < min_trusted_bytes) {
+    return read.stored;
+  }
+  const auto file = read.shard->mapping.bytes();
+  const std::uint64_t begin = read.extent.offset / page_size * page_size;
+  const std::uint64_t past = read.extent.offset + read.stored.size() + page_size - 1;
+  const std::uint64_t end = past / page_size * page_size;
+  return file.subspan(begin, std::min<std::uint64_t>(end, file.size()) - begin);
+}
+
 void PackReader::copy(ExtentRead& read) const {
   if (read.shard == nullptr) return read_file(read);
   if (options_.direct) return read_direct(read);
@@ -463,7 +478,7 @@ void PackReader::copy(ExtentRead& read) const {
     const bool may_trust = times_show_writes(read);
     const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
     if (found != read.extent.checksum) fail_sample(read, found);
-    if (may_trust) read.shard->residency->trust(read.stored);
+    if (may_trust) read.shard->residency->trust(own_pages(read));
   }
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
@@ -642,7 +657,7 @@ void PackReader::check_in_place(ExtentRead& read) const {
   std::uint32_t found = 0;
   guarded(read, [&] { found = crc32c(read.stored.data(), read.stored.size()); });
   if (found != read.extent.checksum) fail_sample(read, found);
-  if (may_trust) read.shard->residency->trust(read.stored);
+  if (may_trust) read.shard->residency->trust(own_pages(read));
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
 
@@ -683,6 +698,7 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
     if (faulted && read.resident) read.shard->residency->invalidate_around(read.stored);
     if (!compares_) {
       load(read);
+      if (!read.resident) read.shard->residency->note_resident(read.stored);
     } else if (faulted || !read.trusted) {
       try {
         check_in_place(read);

@@ -117,6 +117,18 @@ void put_lengths(Input& input) {
   }
 }
 
+// Makes an index of data in place say what the files are: else none of them would be opened.
+void put_states(Input& input, const std::string& folder) {
+  const auto sources = section_of(input.index, Section::sources);
+  for (std::size_t i = 0; i < 2 && 32 + 24 * (i + 1) <= sources.length; ++i) {
+    const auto state = paceline::FileState::of(folder + "/shard-0000" + std::to_string(i) + ".pace");
+    const std::size_t at = sources.offset + 32 + 24 * i;
+    put(input.index, at, state.size);
+    put(input.index, at + 8, state.written_ns);
+    put(input.index, at + 16, state.inode);
+  }
+}
+
 // Makes the checksums those of what lies where the index says, so that reading gets past them.
 void put_contents(Input& input) {
   const auto offsets = section_of(input.index, Section::offsets);
@@ -132,7 +144,7 @@ void put_contents(Input& input) {
   }
 }
 
-void reseal(Input& input) {
+void reseal_index(Input& input) {
   std::string& index = input.index;
   put<std::uint64_t>(index, 16, index.size());
   const auto count = get<std::uint32_t>(index, 12);
@@ -146,6 +158,9 @@ void reseal(Input& input) {
     put(index, 56, paceline::crc32c(index.data() + 64, table_bytes));
   }
   if (index.size() >= 64) put(index, 60, paceline::crc32c(index.data(), 60));
+}
+
+void reseal_shards(Input& input) {
   for (std::string& shard : input.shards) {
     if (shard.size() >= 64) put(shard, 60, paceline::crc32c(shard.data(), 60));
   }
@@ -250,10 +265,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Input input = Input::of({data, size});
   if ((input.how & lengths_bit) != 0) put_lengths(input);
   if ((input.how & contents_bit) != 0) put_contents(input);
-  if ((input.how & reseal_bit) != 0) reseal(input);
-  write_file(folder / "index.pace", input.index);
+  if ((input.how & reseal_bit) != 0) reseal_shards(input);
   write_file(folder / "shard-00000.pace", input.shards[0]);
   write_file(folder / "shard-00001.pace", input.shards[1]);
+  if ((input.how & lengths_bit) != 0) put_states(input, folder.path());
+  if ((input.how & reseal_bit) != 0) reseal_index(input);
+  write_file(folder / "index.pace", input.index);
   attempt([&] { use_pack(input, folder.path()); });
   return 0;
 }
@@ -293,6 +310,12 @@ std::vector<Input> seeds() {
   chunked.set(Section::name_offsets, std::vector<std::uint64_t>{0, 7, 14, 21});
   chunked.set(Section::folder_samples, std::vector<std::uint64_t>{0, 3});
   result.push_back(seed_of(chunked));
+  for (const auto kind : {paceline::SourceKind::files, paceline::SourceKind::lmdb}) {
+    // The transaction that the third body has where meta pages have theirs.
+    constexpr std::uint64_t transaction = 0x7878787878787878;
+    result.push_back(seed_of(PackBuilder(bodies, 3).version2().in_place(kind, transaction)));
+    result.back().how = lengths_bit | reseal_bit;
+  }
   if (!paceline::zstd_available()) return result;
   PackBuilder encoded = PackBuilder(bodies, 3).version2();
   std::vector<std::uint64_t> stored;
@@ -370,7 +393,7 @@ class Mutator {
     const std::size_t at = 64 + 32 * below(count), other = 64 + 32 * below(count);
     if (std::max(at, other) + 32 > index.size()) return;
     switch (below(4)) {
-      case 0: put<std::uint32_t>(index, at, static_cast<std::uint32_t>(below(26))); break;
+      case 0: put<std::uint32_t>(index, at, static_cast<std::uint32_t>(below(29))); break;
       case 1: put<std::uint64_t>(index, at + 8, number(index.size()) & ~63ULL); break;
       case 2: put<std::uint64_t>(index, at + 16, number(index.size())); break;
       default: std::memcpy(index.data() + at + 4, index.data() + other + 4, 28); break;

@@ -96,6 +96,25 @@ struct PackBuilder {
     return *this;
   }
 
+  // Makes the shards files of the user's own, of which there are no checksums; what the files are,
+  // `put_states` and tests fill in.
+  PackBuilder& in_place(paceline::SourceKind kind, std::uint64_t transaction = 0) {
+    using paceline::Section;
+    std::string names;
+    std::vector<std::uint64_t> name_offsets{0};
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      names += "shard-0000" + std::to_string(i) + ".pace";
+      name_offsets.push_back(names.size());
+    }
+    set(Section::files, name_offsets);
+    (*this)[Section::files] += names;
+    const paceline::SourcesHeader sources{kind, 0, transaction, 256, 0, 0};
+    (*this)[Section::sources].assign(reinterpret_cast<const char*>(&sources), sizeof sources);
+    (*this)[Section::sources].resize(sizeof sources + shards.size() * sizeof(paceline::SourceState));
+    sections.erase(static_cast<std::uint32_t>(Section::checksums));
+    return *this;
+  }
+
   std::string& operator[](paceline::Section id) {
     return sections[static_cast<std::uint32_t>(id)];
   }
