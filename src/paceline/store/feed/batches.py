@@ -196,13 +196,19 @@ class BatchMaker:
                 self.pack.read(number)
                 good.append(number)
             except CorruptPack:
-                skipped.append(self.pack.names[number])
+                skipped.append(self._name(number))
         if not good:
             raise damage
         return np.array(good, np.int64), skipped
 
     def _named(self, number: int) -> str:
-        return f"sample {number} {self.pack.names[number]!a}"
+        return f"sample {number} {self._name(number)!a}"
+
+    def _name(self, number: int) -> str:
+        try:
+            return self.pack.names[number]
+        except CorruptPack:  # the index is damaged there, too
+            return "?"
 
 
 def _require_pillow() -> None:

@@ -31,6 +31,7 @@ from paceline.store.format.layout import (
     NUMBERED,
     PARTIAL_SUFFIX,
     UNFINISHED,
+    Section,
     parity_name,
     shard_name,
 )
@@ -266,7 +267,7 @@ def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
     counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
     if len(index.first_extents):
         counts = np.diff(index.first_extents).astype(np.uint32)
-    if len(index.lengths) != int(counts.sum(dtype=np.int64)):
+    if len(index.checksums) != int(counts.sum(dtype=np.int64)):
         raise CorruptPack(
             "the pack is damaged",
             where=str(folder / INDEX_NAME),
@@ -277,16 +278,16 @@ def _sorted_run_of(index: IndexFile, folder: Path) -> SortedRun:
     samples = SampleColumns(
         names=index.name_bytes,
         name_offsets=index.name_offsets,
-        labels=index.labels,
-        modes=index.modes,
-        mtimes_ns=index.mtimes_ns,
+        labels=index.column(Section.LABELS),
+        modes=index.column(Section.MODES),
+        mtimes_ns=index.column(Section.MTIMES),
         extent_counts=counts,
     )
     extents = ExtentColumns(
-        offsets=index.offsets,
-        lengths=index.lengths,
-        stored_lengths=index.stored_lengths,
-        shards=index.shards,
+        offsets=index.column(Section.OFFSETS),
+        lengths=index.column(Section.LENGTHS),
+        stored_lengths=index.column(index.stored_lengths_section),
+        shards=index.column(Section.SHARDS),
         checksums=index.checksums,
         codecs=index.codecs,
     )
