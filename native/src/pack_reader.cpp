@@ -12,6 +12,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <numeric>
 
 #include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
@@ -293,16 +294,24 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
                                    std::span<std::int64_t> offsets) const {
   if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
   offsets[0] = 0;
+  if (ids.size() > 1) index_.request(ids);
+  volatile std::size_t beyond = ids.size();  // the sample with which their sum exceeds any memory
   index_.read([&] {
     std::int64_t total = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
-      const auto length =
-          static_cast<std::int64_t>(checked_length(static_cast<std::uint64_t>(ids[i])));
-      if (__builtin_add_overflow(total, length, &total)) throw std::bad_alloc();
+      const std::size_t length = checked_length(static_cast<std::uint64_t>(ids[i]));
+      if (__builtin_add_overflow(total, length, &total)) {
+        beyond = i;
+        return;
+      }
       offsets[i + 1] = total;
     }
   });
+  if (beyond < ids.size()) {
+    const std::int64_t claimed[] = {0, INT64_MAX};
+    fail_memory(ids.subspan(beyond, 1), claimed, available_memory_bytes());
+  }
   return static_cast<std::size_t>(offsets.back());
 }
 
@@ -668,6 +677,7 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   std::vector<std::size_t> viewed;  // which of them each read is for
   reads.reserve(ids.size());
   viewed.reserve(ids.size());
+  if (ids.size() > 1) index_.request(ids);
   index_.read([&] {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
@@ -733,6 +743,7 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
     try {
       std::vector<ExtentRead> reads;
       reads.reserve(wanted.size());
+      index_.request(wanted);
       index_.read([&] {
         for (const std::int64_t id : wanted) {
           if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
@@ -791,10 +802,14 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
 }
 
 std::vector<std::uint32_t> PackReader::checksums(std::uint64_t first, std::uint64_t end) const {
+  end = std::min(end, index_.sample_count());
+  std::vector<std::int64_t> ids(end - std::min(first, end));
+  std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first));
+  index_.request(ids);
   std::vector<std::uint32_t> found;
   std::vector<std::byte> copy;
   std::vector<ExtentRead> reads;
-  for (std::uint64_t sample = first; sample < std::min(end, index_.sample_count()); ++sample) {
+  for (std::uint64_t sample = first; sample < end; ++sample) {
     reads.clear();
     index_.read([&] { add_extents(reads, sample, nullptr); });
     attach(reads);

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import (
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+_OF_A_PACK = re.compile(r"index\.pace|(shard|parity)-\d+\.pace")
 
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
 HostGroup = _native.HostGroup
@@ -231,12 +234,10 @@ def _pack_error(**fields: Any) -> PacelineError:
             why="its file system has no O_DIRECT" if no_direct else problem.why,
             fix="Open it without `direct`" if no_direct else "Check that you may read it",
         )
-    return CorruptPack(
-        "a file of the pack is missing" if problem.kind == "io" else "the pack is damaged",
-        where=where,
-        why=problem.why,
-        fix=_repair_fix(where),
-    )
+    what = "a file of the pack is missing" if problem.kind == "io" else "the pack is damaged"
+    if _is_side_file(where):
+        what = f"the index of the data is {'missing' if problem.kind == 'io' else 'damaged'}"
+    return CorruptPack(what, where=where, why=problem.why, fix=_repair_fix(where))
 
 
 def _source_error(kind: str, where: str, why: str) -> PacelineError:
@@ -260,9 +261,17 @@ def _source_error(kind: str, where: str, why: str) -> PacelineError:
     )
 
 
+def _is_side_file(file: str) -> bool:
+    """Return whether a file is the index of data in place, by the names of a pack's files."""
+    name = os.path.basename(file)  # noqa: PTH119  # a string in, a string out
+    return name.endswith(".pace") and not _OF_A_PACK.fullmatch(name)
+
+
 def _repair_fix(file: str) -> str:
     if not file.endswith(".pace"):  # data in place
         return "Restore the file from a copy; if it was changed on purpose, delete its .pace file"
+    if _is_side_file(file):
+        return "Delete it, if it is there, and open the data again: it is then made again"
     pack = os.path.dirname(file)  # noqa: PTH120  # a string in, a string out
     return f"Repair it: paceline store repair {pack} --source FOLDER, or --replica COPY"
 

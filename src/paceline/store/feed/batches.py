@@ -179,7 +179,7 @@ class BatchMaker:
         draws = self.crop.draws(self.options.seed, task.epoch, numbers) if self.crop else None
         making = _Making(bodies, numbers, draws, stages)
         samples: Any = bodies if self.raw else self._process(making)
-        skipped += [self.pack.names[int(numbers[index])] for index in making.failures]
+        skipped += [self._name(int(numbers[index])) for index in making.failures]
         labels = torch.from_numpy(self.pack.labels_of(making.numbers).astype(np.int64))
         content: tuple[Any, ...] = (samples, labels)
         if self.options.numbers:
@@ -353,13 +353,19 @@ class BatchMaker:
                 self.pack.read(number)
                 good.append(number)
             except CorruptPack:
-                skipped.append(self.pack.names[number])
+                skipped.append(self._name(number))
         if not good:
             raise damage
         return np.array(good, np.int64), skipped
 
     def _named(self, number: int) -> str:
-        return f"sample {number} {self.pack.names[number]!a}"
+        return f"sample {number} {self._name(number)!a}"
+
+    def _name(self, number: int) -> str:
+        try:
+            return self.pack.names[number]
+        except CorruptPack:  # the index is damaged there, too
+            return "?"
 
 
 class _ReadClock:
