@@ -21,7 +21,6 @@ from paceline.store.format.layout import (
 )
 from paceline.store.write.index.build import (
     IndexMetadata,
-    layout_of,
     planned_bytes,
     write_index,
 )
@@ -149,6 +148,11 @@ def _pack(
             options,
             beside_bytes=0,
             reused_bytes=sum(shard.length for entry in entries for shard in entry.shards),
+            planned_bytes=(
+                (lambda: _plan(source, destination, options).pack_bytes)
+                if source.resume_key
+                else None
+            ),
         )
         packed = pack_resumable(
             source,
@@ -165,23 +169,23 @@ def _pack(
             for name in packed.sorted_runs
         ]
         index_length = write_index(partial, INDEX_NAME, sorted_runs, metadata)
-        layout = layout_of(sorted_runs)
-        stored_bytes = sum(
-            int(sorted_run.extents.stored_lengths.sum()) for sorted_run in sorted_runs
-        )
-        del sorted_runs
+        stored_bytes = 0
+        for sorted_run in sorted_runs:
+            stored_bytes += int(sorted_run.extents.stored_lengths.sum())
+            sorted_run.release()
+        sorted_runs.clear()
         partial.commit()
     return PackSummary(
         source=source.where,
         destination=str(destination),
-        sample_count=layout.sample_count,
+        sample_count=packed.sample_count,
         folder_count=len(metadata.folders),
         class_count=len(metadata.classes),
         shard_count=len(metadata.shard_lengths),
         sample_bytes=packed.byte_count,
         stored_bytes=stored_bytes,
         pack_bytes=index_length + sum(metadata.shard_lengths) + sum(metadata.parity_lengths),
-        opens_before=layout.sample_count,
+        opens_before=packed.sample_count,
         opens_after=len(metadata.shard_lengths) + 1,
         reused_sample_count=packed.reused_sample_count,
         elapsed_s=clock.now_s() - start_s,
