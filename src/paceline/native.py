@@ -45,6 +45,7 @@ HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
 Recorder = _native.Recorder
 accumulate_and_select = _native.accumulate_and_select
+acquire_buffer = _native.acquire_buffer
 crc32c = _native.crc32c
 decode_jpeg_part = _native.decode_jpeg_part
 gather = _native.gather
@@ -76,6 +77,7 @@ __all__ = [
     "PackReader",
     "Recorder",
     "accumulate_and_select",
+    "acquire_buffer",
     "corrupt_sample",
     "crc32c",
     "decode_jpeg_part",
