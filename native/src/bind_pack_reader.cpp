@@ -88,6 +88,14 @@ struct Lease {  // of a recycled buffer; the array that shows it gives it back
   std::span<std::byte> buffer;
 };
 
+Array<std::uint8_t> acquire(std::size_t size) {
+  auto lease = std::make_unique<Lease>(size);
+  auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
+  nb::capsule owner(lease.get(), [](void* p) noexcept { delete static_cast<Lease*>(p); });
+  static_cast<void>(lease.release());
+  return {data, {size}, owner};
+}
+
 nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::int64_t>> read_batch(const PackReader& reader,
                                                                           const Ids& array) {
   const auto ids = span_of(array);
@@ -368,6 +376,7 @@ void bind_pack_reader(nb::module_& module) {
     Py_XDECREF(pack_error_maker);
     pack_error_maker = nb::object(make).release().ptr();
   }, "make"_a);
+  module.def("acquire_buffer", &acquire, "size"_a);
   module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };

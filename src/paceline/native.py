@@ -52,6 +52,7 @@ SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
+acquire_buffer = _native.acquire_buffer
 crc32c = _native.crc32c
 decode_jpeg_part = _native.decode_jpeg_part
 gather = _native.gather
@@ -91,6 +92,7 @@ __all__ = [
     "TfRecordBlock",
     "TfRecords",
     "accumulate_and_select",
+    "acquire_buffer",
     "corrupt_sample",
     "crc32c",
     "decode_jpeg_part",

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional
 
 from paceline.core.errors import Missing
-from paceline.native import decode_jpeg_part
+from paceline.native import acquire_buffer, decode_jpeg_part
 from paceline.store.feed.crops import output_size, scale_denominator
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ImageDecoder:
         """
         size = self.jpeg_size(body)
         if size is not None:
-            target = np.empty((*size, 3), np.uint8) if out is None else out
+            target = _pixels(*size) if out is None else out
             if self._decode_jpeg(body, target, 1):
                 return target
         pixels = _by_pillow(body, 1)
@@ -145,6 +145,11 @@ class ImageDecoder:
             memory = self._own.memory = np.empty(size, np.uint8)
         own: NDArray[np.uint8] = memory[:size].reshape(shape)
         return own
+
+
+def _pixels(height: int, width: int) -> NDArray[np.uint8]:
+    """Return recycled memory for an image: fresh pages take as long as a part of decoding."""
+    return acquire_buffer(height * width * 3).reshape(height, width, 3)
 
 
 def is_jpeg(body: Body) -> bool:
