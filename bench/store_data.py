@@ -33,7 +33,7 @@ SETS = {
     "quick-107KB": {"files": 2_000, "mean_bytes": 108_000},
     "quick-2KB": {"files": 10_000, "bytes": 2048},
 }
-ENVIRONMENTS = {"lmdb": "io", "webdataset": "io", "litdata": "io", "mds": "mds"}
+ENVIRONMENTS = {"lmdb": "io", "webdataset": "io", "litdata": "io", "mds": "mds", "spdl": "spdl"}
 
 
 # --- by the benchmark ----------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def make_files(folder, name):
     """Make the files of a set below `folder`, unless they are there; return where."""
     wanted = {"seed": SEED, "sigma": SIGMA, "folders": FOLDERS, **SETS[name]}
     place = Path(folder) / name / "files"
-    if _complete(place, wanted):
+    if complete(place, wanted):
         return place
     count = wanted["files"]
     rng = np.random.default_rng(SEED)
@@ -85,7 +85,7 @@ def make_files(folder, name):
         path = place / f"class-{number // per_folder:03}" / f"{number % per_folder:06}.bin"
         path.write_bytes(rng.bytes(size))
     os.sync()
-    _mark(place, wanted)
+    mark(place, wanted)
     return place
 
 
@@ -104,10 +104,10 @@ def make_pack(folder, name, paceline):
     files = make_files(folder, name)
     place = Path(folder) / name / "pack"
     wanted = {"format": PACK_FORMAT_VERSION, **SETS[name]}
-    if not _complete(place, wanted):
+    if not complete(place, wanted):
         subprocess.run([paceline, "pack", files, place], stdout=subprocess.DEVNULL, check=True)
         os.sync()
-        _mark(place, wanted)
+        mark(place, wanted)
     return place
 
 
@@ -116,7 +116,7 @@ def make_format(folder, name, kind):
     files = make_files(folder, name)
     place = Path(folder) / name / kind
     wanted = {"shard_bytes": SHARD_BYTES, **SETS[name]}
-    if _complete(place, wanted):
+    if complete(place, wanted):
         return place
     python = environment_python(kind)
     if python is None:
@@ -128,7 +128,7 @@ def make_format(folder, name, kind):
         check=True,
     )
     os.sync()
-    _mark(place, wanted)
+    mark(place, wanted)
     return place
 
 
@@ -136,7 +136,7 @@ def _marker(place):
     return place.with_name(f"{place.name}.{MARKER}")  # beside: within, it would be a sample
 
 
-def _complete(place, wanted):
+def complete(place, wanted):
     """Return whether `place` holds what is wanted; clear it away otherwise."""
     marker = _marker(place)
     if place.is_dir() and marker.exists() and json.loads(marker.read_text()) == wanted:
@@ -147,7 +147,7 @@ def _complete(place, wanted):
     return False
 
 
-def _mark(place, wanted):
+def mark(place, wanted):
     _marker(place).write_text(json.dumps(wanted))
 
 

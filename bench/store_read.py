@@ -84,7 +84,7 @@ class Process:
                 raise Failed("its data could not be made")
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         self.process = subprocess.Popen(
-            [python, HERE / "store_contenders.py", json.dumps(asked)],
+            [python, place.contender_script, json.dumps(asked)],
             env=peer_environment(place.folder) if kind in ENVIRONMENTS else None,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -136,6 +136,8 @@ class Process:
 
 class Place:
     """A set of files and its formats, as contenders are told of them."""
+
+    contender_script = HERE / "store_contenders.py"
 
     def __init__(self, folder, size, flags, kinds=()):
         name = f"quick-{size}" if flags.quick else size

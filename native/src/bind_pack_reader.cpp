@@ -88,6 +88,14 @@ struct Lease {  // of a recycled buffer; the array that shows it gives it back
   std::span<std::byte> buffer;
 };
 
+Array<std::uint8_t> acquire(std::size_t size) {
+  auto lease = std::make_unique<Lease>(size);
+  auto* const data = reinterpret_cast<std::uint8_t*>(lease->buffer.data());
+  nb::capsule owner(lease.get(), [](void* p) noexcept { delete static_cast<Lease*>(p); });
+  static_cast<void>(lease.release());
+  return {data, {size}, owner};
+}
+
 nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::int64_t>> read_batch(const PackReader& reader,
                                                                           const Ids& array) {
   const auto ids = span_of(array);
@@ -368,6 +376,7 @@ void bind_pack_reader(nb::module_& module) {
     Py_XDECREF(pack_error_maker);
     pack_error_maker = nb::object(make).release().ptr();
   }, "make"_a);
+  module.def("acquire_buffer", &acquire, "size"_a);
   module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
@@ -377,6 +386,7 @@ void bind_pack_reader(nb::module_& module) {
            "direct"_a = false, "index_only"_a = false)
       .def_prop_ro("version", count(&PackIndex::version))
       .def_prop_ro("sample_count", count(&PackIndex::sample_count))
+      .def_prop_ro("extent_count", count(&PackIndex::extent_count))
       .def_prop_ro("folder_count", count(&PackIndex::folder_count))
       .def_prop_ro("class_count", count(&PackIndex::class_count))
       .def_prop_ro("shard_count", count(&PackIndex::shard_count))
@@ -397,8 +407,13 @@ void bind_pack_reader(nb::module_& module) {
           "section",
           [](nb::handle_t<PackReader> self, std::uint32_t id) {
             const auto& reader = nb::cast<PackReader&>(self);
-            if (id > last_section) throw std::out_of_range("no such section");
-            const auto content = reader.index().section(static_cast<Section>(id));
+            if (!is_known_section(id)) throw std::out_of_range("no such section");
+            const auto section = static_cast<Section>(id);
+            const auto content = reader.index().section(section);
+            {
+              nb::gil_scoped_release released;
+              reader.index().read([&] { reader.index().verify_section(section); });
+            }
             const auto* data = reinterpret_cast<const std::uint8_t*>(content.data());
             return View<std::uint8_t>(data, {content.size()}, self);
           },
@@ -441,7 +456,7 @@ void bind_pack_reader(nb::module_& module) {
       .def(
           "labels",
           [](const PackReader& self, const Ids& ids) {
-            const auto labels = self.index().labels();
+            const auto& labels = self.index().labels();
             return values_of<std::int32_t>(self, ids, [&](std::uint64_t i) { return labels[i]; });
           },
           "ids"_a)
@@ -453,6 +468,10 @@ void bind_pack_reader(nb::module_& module) {
             });
           },
           "ids"_a)
+      .def(
+          "verify_index",
+          [](const PackReader& self) { self.index().read([&] { self.index().verify_sections(); }); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "check_content", [](const PackReader& self) { self.index().check_content(); },
           nb::call_guard<nb::gil_scoped_release>())

@@ -113,6 +113,7 @@ NB_MODULE(_native, module) {
   bind_recorder(module);
   paceline::bind_collectives(module);
   paceline::bind_in_place(module);
+  paceline::bind_jpeg(module);
   paceline::bind_pack_reader(module);
   paceline::bind_node_reader(module);
   paceline::bind_pack_writer(module);

@@ -118,15 +118,29 @@ bool comes_before_reversed(std::string_view left, std::string_view right) {
       [](char a, char b) { return static_cast<unsigned char>(a) < static_cast<unsigned char>(b); });
 }
 
-bool is_path(std::string_view name) {
-  if (name.empty() || name.size() > max_name_bytes || name.find('\0') != name.npos) return false;
-  for (std::size_t begin = 0; begin <= name.size();) {
-    const std::size_t slash = std::min(name.find('/', begin), name.size());
-    const std::string_view part = name.substr(begin, slash - begin);
-    if (part.empty() || part == "." || part == "..") return false;
-    begin = slash + 1;
+// What a key is as a name: one pass, because it is made for each.
+struct NameShape {
+  bool is_path = false;
+  bool has_folder = false;
+};
+
+NameShape shape_of(std::string_view name) {
+  NameShape shape;
+  std::size_t length = 0, dots = 0;  // of the component
+  const auto is_component = [&] { return length > 2 || length > dots; };
+  for (const char character : name) {
+    if (character == '/') {
+      if (!is_component()) return shape;
+      shape.has_folder = true;
+      length = dots = 0;
+      continue;
+    }
+    if (character == '\0') return shape;
+    ++length;
+    dots += character == '.' ? 1 : 0;
   }
-  return true;
+  shape.is_path = is_component() && name.size() <= max_name_bytes;
+  return shape;
 }
 
 }  // namespace
@@ -199,6 +213,11 @@ LmdbBlock LmdbRecords::next(std::size_t count) {
 }
 
 void LmdbRecords::fill(LmdbBlock& block, std::size_t count) {
+  const std::size_t expected = std::min<std::uint64_t>(count, meta_.entries - entries_seen_);
+  block.offsets.reserve(expected);
+  block.lengths.reserve(expected);
+  block.name_offsets.reserve(expected + 1);
+  block.names.reserve(8 * expected);
   while (block.offsets.size() < count) {
     if (height_ == 0) {
       if (entries_seen_ != meta_.entries) {
@@ -213,8 +232,7 @@ void LmdbRecords::fill(LmdbBlock& block, std::size_t count) {
       continue;
     }
     if (height_ == levels_.size()) {
-      add(block, level);
-      ++level.next;
+      add_leaf(block, level, count);
       continue;
     }
     const Node below = node(level, level.next++);
@@ -273,8 +291,24 @@ LmdbRecords::Node LmdbRecords::node(const Level& level, std::uint32_t index) con
           {key, key_size}, at + node_bytes + key_size};
 }
 
-void LmdbRecords::add(LmdbBlock& block, const Level& leaf) {
-  const Node record = node(leaf, leaf.next);
+// Adds records of the leaf from its next on, until the block has `count`.
+void LmdbRecords::add_leaf(LmdbBlock& block, Level& leaf, std::size_t count) {
+  std::string_view last = last_key_;
+  for (; leaf.next < leaf.count && block.offsets.size() < count; ++leaf.next) {
+    const Node record = node(leaf, leaf.next);
+    if (record.key.empty()) fail("page " + std::to_string(leaf.number) + " has an empty key");
+    check_order(last, record.key);
+    last = record.key;
+    block.offsets.push_back(offset_of(leaf, record));
+    block.lengths.push_back(record.size);
+    add_name(block, record.key);
+    ++entries_seen_;
+  }
+  last_key_ = std::string(last);  // the leaf's page goes
+}
+
+// Where the value of a record lies, known to be in the file.
+std::uint64_t LmdbRecords::offset_of(const Level& leaf, const Node& record) const {
   const std::uint64_t page_bytes = meta_.page_bytes;
   if ((record.flags & (sub_database | duplicates)) != 0) {
     throw PackError(PackError::Kind::unsupported, file_.path(),
@@ -295,31 +329,27 @@ void LmdbRecords::add(LmdbBlock& block, const Level& leaf) {
   if (offset > end || record.size > end - offset) {
     fail("page " + std::to_string(leaf.number) + " has a value out of bounds");
   }
-  if (record.key.empty()) fail("page " + std::to_string(leaf.number) + " has an empty key");
-  check_order(record.key);
-  ++entries_seen_;
-  block.offsets.push_back(offset);
-  block.lengths.push_back(record.size);
-  add_name(block, record.key);
+  return offset;
 }
 
 // Keys ascend, so that no record comes twice, and names are in the order in which a pack has them.
-void LmdbRecords::check_order(std::string_view key) {
+void LmdbRecords::check_order(std::string_view last, std::string_view key) const {
   const bool by_end = (meta_.flags & (reverse_key | integer_key)) != 0;
-  const std::string_view last = last_key_;
   if (entries_seen_ > 0 && !(by_end ? comes_before_reversed(last, key) : last < key)) {
     fail("its keys are not in order");
   }
-  last_key_.assign(key);
 }
 
 void LmdbRecords::add_name(LmdbBlock& block, std::string_view key) const {
   constexpr char digits[] = "0123456789abcdef";
-  const std::size_t begin = block.names.size();
   if (names_ == KeyNames::plain) {
+    const NameShape shape = shape_of(key);
+    block.are_paths = block.are_paths && shape.is_path;
+    block.has_folders = block.has_folders || shape.has_folder;
     block.names += key;
-    block.has_folders = block.has_folders || key.find('/') != key.npos;
   } else {
+    const std::size_t begin = block.names.size();
+    block.are_paths = block.are_paths && 2 * key.size() <= max_name_bytes;
     block.names.resize(begin + 2 * key.size());
     char* target = block.names.data() + begin;
     for (std::size_t i = 0; i < key.size(); ++i) {
@@ -330,8 +360,6 @@ void LmdbRecords::add_name(LmdbBlock& block, std::string_view key) const {
     }
   }
   block.name_offsets.push_back(block.names.size());
-  block.are_paths =
-      block.are_paths && is_path(std::string_view(block.names).substr(begin));
 }
 
 }  // namespace paceline

@@ -24,11 +24,12 @@ static_assert(std::endian::native == std::endian::little, "packs are mapped as t
 
 constexpr std::uint64_t alignment = 64;
 constexpr std::size_t max_name_bytes = 4095;
+constexpr std::uint32_t first_narrow_version = 3;
 constexpr std::uint64_t file_header_bytes = 64;  // of shards and parity files
 using Digest = std::array<std::byte, 32>;        // SHA-256
 
 constexpr std::uint64_t look_interval_ns = 20'000'000;
-// How often the sections are verified again where a write may leave the file's times as they are.
+// How often the index is verified again where a write may leave the file's times as they are.
 constexpr std::uint64_t verify_interval_ns = 15'000'000'000;
 
 std::int64_t nanoseconds(const timespec& time) noexcept {
@@ -57,6 +58,28 @@ bool comes_before(std::string_view left, std::string_view right) {
 bool is_file(const std::string& path) noexcept {
   struct stat status {};
   return stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
+}
+
+// Whether reading a sample takes an entry of this column.
+constexpr bool is_read_for_samples(std::uint32_t section) noexcept {
+  switch (static_cast<Section>(section)) {
+    case Section::offsets:
+    case Section::lengths:
+    case Section::shards:
+    case Section::checksums:
+    case Section::labels:
+    case Section::stored_lengths:
+    case Section::codecs:
+      return true;
+    default:
+      return false;
+  }
+}
+
+constexpr bool may_be_narrow(std::uint32_t section) noexcept {
+  const auto id = static_cast<Section>(section);
+  return (is_read_for_samples(section) && id != Section::checksums) || id == Section::modes ||
+         id == Section::mtimes;
 }
 
 bool lies_below(std::string_view name, std::string_view folder) {
@@ -192,42 +215,118 @@ void PackIndex::look_at_file(std::uint64_t now_ns) const {
   const bool is_due = !shows_writes_.load(std::memory_order_relaxed) &&
                       now_ns >= verified_ns_.load(std::memory_order_relaxed) + verify_interval_ns;
   if (found == before && before.is_settled && !is_due) return;
-  // Before the sections are verified: of what is written later, the times will tell.
+  // Before the blocks are verified: of what is written later, the times will tell.
   shows_writes_.store(
       dirty_pages(path(), before.inode, 0, header_.index_bytes) == DirtyPages::none,
       std::memory_order_relaxed);
-  if (!completes(FaultRange(file_.bytes()), [this] { check_sections(); })) fail_unreadable();
+  if (!completes(FaultRange(file_.bytes()), [this] { check_touched_blocks(); })) fail_unreadable();
   state_.set(found);
   verified_ns_.store(now_ns, std::memory_order_relaxed);
 }
 
-void PackIndex::check_sections() const {
+// What was read of the file so far is what it was: blocks that nobody touched are verified when they
+// are.
+void PackIndex::check_touched_blocks() const {
   const auto bytes = file_.bytes();
   if (std::memcmp(bytes.data(), head_.data(), head_.size()) != 0) {
     fail_corrupt(path(), "its header was changed while it was open");
   }
-  for (std::uint32_t i = 0; i < header_.section_count; ++i) {
-    SectionEntry entry{};
-    std::memcpy(&entry, head_.data() + sizeof header_ + i * sizeof entry, sizeof entry);
-    const std::span<const std::byte> content = entry.id <= last_section
-                                                   ? sections_[entry.id]
-                                                   : std::span<const std::byte>();
-    if (content.data() == nullptr) continue;
-    const std::uint32_t found = crc32c(content.data(), content.size());
-    if (found != entry.checksum) {
-      fail_corrupt(path(), "section " + std::to_string(entry.id) +
-                               " was changed while it was open: " +
-                               checksum_mismatch(entry.checksum, found));
+  for (const Place& place : places_) {
+    for (std::uint64_t i = 0; i < place.block_count; ++i) {
+      if (!blocks_.touched(place.first_block + i)) continue;
+      const auto content = block(place, i);
+      const std::uint32_t found = crc32c(content.data(), content.size());
+      const std::uint32_t expected = sums_[place.first_block + i];
+      if (found != expected) {
+        fail_corrupt(path(), "section " + std::to_string(place.number) +
+                                 " was changed while it was open: " +
+                                 checksum_mismatch(expected, found));
+      }
     }
   }
+}
+
+std::span<const std::byte> PackIndex::block(const Place& place, std::uint64_t number) const noexcept {
+  const std::uint64_t begin = number << place.block_bits;
+  const std::uint64_t left = place.bytes.size() - begin;
+  return place.bytes.subspan(
+      begin, place.block_count == 1 ? left : std::min(left, sum_block_bytes));
+}
+
+void PackIndex::verify_block(const Place& place, std::uint64_t number) const {
+  const std::uint64_t bit = place.first_block + number;
+  const auto content = block(place, number);
+  read_ahead(content);  // in one request, where touching would read page by page
+  blocks_.begin(bit);
+  const std::uint32_t found = crc32c(content.data(), content.size());
+  const bool is_right = found == sums_[bit];
+  if (blocks_.end(bit, is_right) && is_read_for_samples(place.number)) {
+    unverified_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  if (!is_right) {
+    std::string where = "section " + std::to_string(place.number);
+    if (place.block_count > 1) {
+      const std::uint64_t begin = number << place.block_bits;
+      where += ", bytes " + std::to_string(begin) + " to " +
+               std::to_string(begin + content.size() - 1);
+    }
+    fail_corrupt(path(), where + ": " + checksum_mismatch(sums_[bit], found));
+  }
+}
+
+void PackIndex::verify_bytes(const Place& place, std::uint64_t begin, std::uint64_t end) const {
+  if (begin == end) return;
+  const std::uint64_t last = (end - 1) >> place.block_bits;
+  for (std::uint64_t i = begin >> place.block_bits; i <= last; ++i) {
+    if (!blocks_.verified(place.first_block + i)) verify_block(place, i);
+  }
+}
+
+void PackIndex::verify_section(Section id) const {
+  const Place& wanted = place(id);
+  for (std::uint64_t i = 0; i < wanted.block_count; ++i) {
+    if (!blocks_.verified(wanted.first_block + i)) verify_block(wanted, i);
+  }
+}
+
+void PackIndex::verify_sections() const {
+  for (const Place& place : places_) {
+    if (place.bytes.data() != nullptr) verify_section(static_cast<Section>(place.number));
+  }
+}
+
+void PackIndex::request(std::span<const std::int64_t> samples) const {
+  // In chunked packs a sample is large, and so its entries are few.
+  if (unverified_.load(std::memory_order_relaxed) == 0 || !first_extents_.empty()) return;
+  std::vector<std::uint64_t> blocks;
+  const auto request_of = [&](const auto& column) {
+    if (column.is_constant_ || column.empty()) return;
+    blocks.clear();
+    for (const std::int64_t sample : samples) {
+      const auto i = static_cast<std::uint64_t>(sample);
+      if (i >= column.size()) continue;
+      const std::uint64_t number = (i << column.width_bits_) >> column.block_bits_;
+      if (!blocks_.verified(column.first_block_ + number)) blocks.push_back(number);
+    }
+    std::sort(blocks.begin(), blocks.end());
+    blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
+    for (const std::uint64_t number : blocks) read_ahead(block(places_[column.section_], number));
+  };
+  request_of(offsets_);
+  request_of(lengths_);
+  request_of(shards_);
+  request_of(checksums_);
+  request_of(labels_);
+  if (has(Section::stored_lengths)) request_of(stored_lengths_);
+  request_of(codecs_);
 }
 
 void PackIndex::read_columns() {
   read_extents();
   const std::uint64_t samples = header_.sample_count;
-  labels_ = array<std::int32_t>(Section::labels, samples);
-  modes_ = array<std::uint32_t>(Section::modes, samples);
-  mtimes_ = array<std::int64_t>(Section::mtimes, samples);
+  labels_ = column<std::int32_t>(Section::labels, samples);
+  modes_ = column<std::uint32_t>(Section::modes, samples);
+  mtimes_ = column<std::int64_t>(Section::mtimes, samples);
   const auto shard_lengths = array<std::uint64_t>(Section::shard_lengths, header_.shard_count);
   shard_lengths_.assign(shard_lengths.begin(), shard_lengths.end());
   for (const std::uint64_t length : shard_lengths_) {
@@ -237,7 +336,7 @@ void PackIndex::read_columns() {
   classes_ = strings(Section::class_offsets, Section::classes, header_.class_count);
   if (has(Section::name_table)) {
     const std::uint64_t slots = section(Section::name_table).size() / sizeof(std::uint64_t);
-    name_table_ = array<std::uint64_t>(Section::name_table, slots);
+    name_table_ = column<std::uint64_t>(Section::name_table, slots);
     if (slots < std::bit_ceil(std::max<std::uint64_t>(2 * samples, 2))) {
       fail_corrupt(path(), "the name table is too short");
     }
@@ -284,12 +383,12 @@ void PackIndex::read_sections() {
   }
   const auto head = bytes.first(sizeof header_ + table.size());
   head_.assign(head.begin(), head.end());
-  sections_.resize(last_section + 1);
+  places_.resize(last_section + 1);
   for (std::uint32_t i = 0; i < header_.section_count; ++i) {
     SectionEntry entry{};
     std::memcpy(&entry, table.data() + i * sizeof entry, sizeof entry);
     const std::string label = "section " + std::to_string(entry.id);
-    if (entry.id == 0 || entry.id > last_section) {
+    if (!is_known_section(entry.id)) {
       if ((entry.flags & section_required) == 0) continue;
       fail_version(path(), 0, label + " is unknown to format version " +
                                   std::to_string(pack_format_version) + " and required");
@@ -298,40 +397,99 @@ void PackIndex::read_sections() {
         entry.length > bytes.size() - entry.offset) {
       fail_corrupt(path(), label + " does not lie within the file");
     }
-    if (sections_[entry.id].data() != nullptr) fail_corrupt(path(), label + " appears twice");
-    const auto content = bytes.subspan(entry.offset, entry.length);
-    const std::uint32_t checksum = crc32c(content.data(), content.size());
-    if (checksum != entry.checksum) {
-      fail_corrupt(path(), label + ": " + checksum_mismatch(entry.checksum, checksum));
+    Place& place = places_[entry.id];
+    if (place.bytes.data() != nullptr) fail_corrupt(path(), label + " appears twice");
+    place.bytes = bytes.subspan(entry.offset, entry.length);
+    place.number = entry.id;
+    place.checksum = entry.checksum;
+    place.width = header_.version < first_narrow_version ? 0 : entry.width;
+    if (place.width != 0 && !may_be_narrow(entry.id)) {
+      fail_corrupt(path(), label + " has a width, and is no column that may be narrow");
     }
-    sections_[entry.id] = content;
   }
+  read_sums();
+}
+
+// Gives each block its expected sum: from the section of sums, which is verified at once, or, where the
+// index has none, from the section table. Then everything is verified at once.
+void PackIndex::read_sums() {
+  const auto add_whole = [this](Place& place) {
+    place.block_bits = 63;
+    place.first_block = sums_.size();
+    place.block_count = 1;
+    sums_.push_back(place.checksum);
+    if (is_read_for_samples(place.number)) ++unverified_;
+  };
+  Place& sums = places_[static_cast<std::uint32_t>(Section::block_sums)];
+  if (sums.bytes.data() == nullptr) {
+    for (Place& place : places_) {
+      if (place.bytes.data() != nullptr) add_whole(place);
+    }
+    blocks_ = Blocks(sums_.size());
+    return verify_sections();
+  }
+  // Sums are in the order of the section table, and unknown sections have theirs as well.
+  std::uint64_t next = 0;
+  const std::uint64_t count = sums.bytes.size() / sizeof(std::uint32_t);
+  for (std::uint32_t i = 0; i < header_.section_count; ++i) {
+    SectionEntry entry{};
+    std::memcpy(&entry, head_.data() + sizeof header_ + i * sizeof entry, sizeof entry);
+    if (entry.id == static_cast<std::uint32_t>(Section::block_sums)) continue;
+    const std::uint64_t blocks =
+        entry.length / sum_block_bytes + (entry.length % sum_block_bytes > 0 ? 1 : 0);
+    if (blocks > count - next) fail_section(Section::block_sums);
+    if (is_known_section(entry.id)) {
+      Place& place = places_[entry.id];
+      place.block_bits = sum_block_bits;
+      place.first_block = next;
+      place.block_count = blocks;
+      if (is_read_for_samples(entry.id)) unverified_ += blocks;
+    }
+    next += blocks;
+  }
+  if (next != count || sums.bytes.size() % sizeof(std::uint32_t) != 0) {
+    fail_section(Section::block_sums);
+  }
+  sums_.resize(count);
+  add_whole(sums);
+  blocks_ = Blocks(sums_.size());
+  verify_section(Section::block_sums);
+  if (count > 0) std::memcpy(sums_.data(), sums.bytes.data(), count * sizeof(std::uint32_t));
+}
+
+void PackIndex::fail_section(Section id) const {
+  fail_corrupt(path(), "section " + std::to_string(static_cast<std::uint32_t>(id)) +
+                           " is missing or has the wrong length");
 }
 
 void PackIndex::read_extents() {
   std::uint64_t count = header_.sample_count;
   if (has(Section::first_extents)) {
-    first_extents_ = array<std::uint64_t>(Section::first_extents, count + 1);
-    count = section(Section::lengths).size() / sizeof(std::uint64_t);
+    first_extents_ = column<std::uint64_t>(Section::first_extents, count + 1);
+    // Checksums are never narrow. Of data in place, which may have none, the end of the last sample
+    // tells; each extent takes bytes of the file, too.
+    count = has(Section::checksums) ? section(Section::checksums).size() / sizeof(std::uint32_t)
+                                    : first_extents_[count];
+    if (count > header_.index_bytes) fail_section(Section::first_extents);
   }
-  offsets_ = array<std::uint64_t>(Section::offsets, count);
-  lengths_ = array<std::uint64_t>(Section::lengths, count);
-  shards_ = array<std::uint32_t>(Section::shards, count);
+  offsets_ = column<std::uint64_t>(Section::offsets, count);
+  lengths_ = column<std::uint64_t>(Section::lengths, count);
+  shards_ = column<std::uint32_t>(Section::shards, count);
   if (has(Section::checksums) || !has(Section::files)) {
-    checksums_ = array<std::uint32_t>(Section::checksums, count);
+    checksums_ = column<std::uint32_t>(Section::checksums, count);
   }
   stored_lengths_ = has(Section::stored_lengths)
-                        ? array<std::uint64_t>(Section::stored_lengths, count)
+                        ? column<std::uint64_t>(Section::stored_lengths, count)
                         : lengths_;
-  if (has(Section::codecs)) codecs_ = array<std::uint8_t>(Section::codecs, count);
+  if (has(Section::codecs)) codecs_ = column<std::uint8_t>(Section::codecs, count);
 }
 
 void PackIndex::read_folders() {
   const std::uint64_t count = header_.folder_count;
   folders_ = strings(Section::folder_offsets, Section::folders, count);
   if (has(Section::folder_samples) && has(Section::folder_ends)) {
-    folder_samples_ = array<std::uint64_t>(Section::folder_samples, 2 * count);
-    folder_ends_ = array<std::uint64_t>(Section::folder_ends, count);
+    folder_samples_ = column<std::uint64_t>(Section::folder_samples, 2 * count);
+    folder_ends_ = column<std::uint64_t>(Section::folder_ends, count);
   } else {
     order_folders();
   }
@@ -339,23 +497,26 @@ void PackIndex::read_folders() {
 
 void PackIndex::read_files() {
   if (!has(Section::files) && !has(Section::sources)) return;
-  const auto names = section(Section::files);
-  const std::uint64_t count = std::uint64_t{header_.shard_count} + 1;
-  const auto states = section(Section::sources);
-  if (names.size() / sizeof(std::uint64_t) < count ||
-      states.size() != sizeof sources_ + (count - 1) * sizeof(SourceState)) {
+  const std::uint64_t count = header_.shard_count;
+  const Place& states = place(Section::sources);
+  if (section(Section::files).size() / sizeof(std::uint64_t) < count + 1 ||
+      states.bytes.size() != sizeof sources_ + count * sizeof(SourceState)) {
     fail_corrupt(path(), "what it says of the files in place has the wrong length");
   }
-  file_offsets_ = {reinterpret_cast<const std::uint64_t*>(names.data()),
-                   static_cast<std::size_t>(count)};
-  std::memcpy(&sources_, states.data(), sizeof sources_);
+  read_verified(states, 0, sources_);
+  is_in_place_ = true;
+}
+
+template <class T>
+void PackIndex::read_verified(const Place& place, std::uint64_t at, T& target) const {
+  verify_bytes(place, at, at + sizeof target);
+  std::memcpy(&target, place.bytes.data() + at, sizeof target);
 }
 
 SourceState PackIndex::source_state(std::uint32_t shard) const {
   SourceState state{};
   if (shard >= shard_count()) throw std::out_of_range("no such shard");
-  std::memcpy(&state, section(Section::sources).data() + sizeof sources_ + shard * sizeof state,
-              sizeof state);
+  read_verified(place(Section::sources), sizeof sources_ + shard * sizeof state, state);
   return state;
 }
 
@@ -366,11 +527,16 @@ std::string PackIndex::shard_path(std::uint32_t shard) const {
     std::snprintf(name, sizeof name, "shard-%05u.pace", shard);
     return folder_ + name;
   }
-  const auto blob = section(Section::files).subspan(file_offsets_.size_bytes());
-  const std::uint64_t begin = file_offsets_[shard];
-  const std::uint64_t end = file_offsets_[shard + 1];
-  if (begin >= end || end > blob.size()) fail_corrupt(path(), "a file in place has no name");
-  const std::string name(reinterpret_cast<const char*>(blob.data()) + begin, end - begin);
+  const Place& files = place(Section::files);
+  const std::uint64_t names = (std::uint64_t{shard_count()} + 1) * sizeof(std::uint64_t);
+  std::uint64_t bounds[2] = {};  // of the name, among the names
+  read_verified(files, shard * sizeof bounds[0], bounds);
+  if (bounds[0] >= bounds[1] || bounds[1] > files.bytes.size() - names) {
+    fail_corrupt(path(), "a file in place has no name");
+  }
+  verify_bytes(files, names + bounds[0], names + bounds[1]);
+  const auto* const begin = reinterpret_cast<const char*>(files.bytes.data() + names);
+  const std::string name(begin + bounds[0], begin + bounds[1]);
   if (name.find('\0') != name.npos) fail_corrupt(path(), "a file in place has an impossible name");
   return name.front() == '/' ? name : folder_ + name;
 }
@@ -409,8 +575,6 @@ void PackIndex::order_folders() {
     own_folder_samples_[2 * i] = first_from(folder(i), '/');
     own_folder_samples_[2 * i + 1] = first_from(folder(i), '/' + 1);
   }
-  folder_samples_ = own_folder_samples_;
-  folder_ends_ = own_folder_ends_;
 }
 
 template <class T>
@@ -419,28 +583,51 @@ std::span<const T> PackIndex::array(Section id, std::uint64_t count) const {
   // Dividing, because count * sizeof(T) may overflow.
   if (content.data() == nullptr || content.size() % sizeof(T) != 0 ||
       content.size() / sizeof(T) != count) {
-    fail_corrupt(path(), "section " + std::to_string(static_cast<std::uint32_t>(id)) +
-                             " is missing or has the wrong length");
+    fail_section(id);
   }
+  verify_section(id);
   return {reinterpret_cast<const T*>(content.data()), static_cast<std::size_t>(count)};
 }
 
-PackIndex::Strings PackIndex::strings(Section offsets, Section blob, std::uint64_t count) const {
-  const auto bytes = section(blob);
-  if (bytes.data() == nullptr) fail_corrupt(path(), "names are missing");
-  return {array<std::uint64_t>(offsets, count + 1),
-          {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
-          &path()};
+template <class T>
+Column<T> PackIndex::column(Section id, std::uint64_t count) const {
+  const Place& at = place(id);
+  const std::uint64_t width = at.width == 0 ? sizeof(T) : at.width;
+  const std::uint64_t size = at.bytes.size();
+  if (at.bytes.data() == nullptr || !std::has_single_bit(width) || width > sizeof(T)) {
+    fail_section(id);
+  }
+  Column<T> column;
+  column.index_ = this;
+  column.section_ = at.number;
+  column.data_ = at.bytes.data();
+  column.size_ = count;
+  column.first_block_ = at.first_block;
+  column.block_bits_ = at.block_bits;
+  column.width_bits_ = static_cast<std::uint8_t>(std::countr_zero(width));
+  if (at.width != 0 && size == width && count > 0) {
+    column.constant_ = column[0];
+    column.is_constant_ = true;
+  } else if (size % width != 0 || size / width != count) {
+    fail_section(id);
+  }
+  return column;
 }
 
-std::string_view PackIndex::Strings::at(std::uint64_t index) const {
-  if (index >= offsets.size() - 1) throw std::out_of_range("no such index");
-  const std::uint64_t begin = offsets[index];
-  const std::uint64_t end = offsets[index + 1];
-  if (begin > end || end > blob.size()) {
-    fail_corrupt(*file, "name " + std::to_string(index) + " does not lie within the names");
+PackIndex::Strings PackIndex::strings(Section offsets, Section blob, std::uint64_t count) const {
+  if (!has(blob)) fail_corrupt(path(), "names are missing");
+  return {column<std::uint64_t>(offsets, count + 1), &place(blob), this};
+}
+
+std::string_view PackIndex::Strings::at(std::uint64_t number) const {
+  if (number >= offsets.size() - 1) throw std::out_of_range("no such index");
+  const std::uint64_t begin = offsets[number];
+  const std::uint64_t end = offsets[number + 1];
+  if (begin > end || end > blob->bytes.size()) {
+    fail_corrupt(index->path(), "name " + std::to_string(number) + " does not lie within the names");
   }
-  return blob.substr(begin, end - begin);
+  index->verify_bytes(*blob, begin, end);
+  return {reinterpret_cast<const char*>(blob->bytes.data()) + begin, end - begin};
 }
 
 std::int64_t PackIndex::find(std::string_view wanted) const {
@@ -496,15 +683,20 @@ std::int64_t PackIndex::find_folder(std::string_view wanted) const {
 
 std::pair<std::uint64_t, std::uint64_t> PackIndex::folder_samples(std::uint64_t index) const {
   if (index >= folder_count()) throw std::out_of_range("no such folder");
-  const std::uint64_t first = folder_samples_[2 * index];
-  const std::uint64_t end = folder_samples_[2 * index + 1];
+  const bool is_own = !own_folder_samples_.empty();
+  const auto bound = [&](std::uint64_t i) {
+    return is_own ? own_folder_samples_[i] : folder_samples_[i];
+  };
+  const std::uint64_t first = bound(2 * index);
+  const std::uint64_t end = bound(2 * index + 1);
   if (first > end || end > sample_count()) fail_corrupt(path(), "a folder has impossible samples");
   return {first, end};
 }
 
 std::uint64_t PackIndex::folder_end(std::uint64_t index) const {
   if (index >= folder_count()) throw std::out_of_range("no such folder");
-  const std::uint64_t end = folder_ends_[index];
+  const std::uint64_t end =
+      own_folder_ends_.empty() ? folder_ends_[index] : own_folder_ends_[index];
   if (end <= index || end > folder_count()) fail_corrupt(path(), "a folder has an impossible end");
   return end;
 }
@@ -571,15 +763,20 @@ void PackIndex::fail_extent(std::uint64_t index, const std::string& why) const {
   fail_corrupt(path(), "extent " + std::to_string(index) + " " + why);
 }
 
-std::uint64_t PackIndex::sample_of(std::uint64_t extent) const noexcept {
+std::uint64_t PackIndex::sample_of(std::uint64_t extent) const {
   if (first_extents_.empty()) return extent;
-  const auto after = std::upper_bound(first_extents_.begin(), first_extents_.end(), extent);
-  return after == first_extents_.begin() ? 0
-                                         : static_cast<std::uint64_t>(after - first_extents_.begin()) - 1;
+  std::uint64_t low = 0;  // the last sample that begins at or before the extent
+  std::uint64_t high = sample_count();
+  while (high - low > 1) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    (first_extents_[middle] <= extent ? low : high) = middle;
+  }
+  return low;
 }
 
 void PackIndex::check_content() const {
   read([this] {
+    verify_sections();
     check_names();
     check_extents();
     check_folders();

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <numeric>
 
 #include "paceline/buffer_pool.hpp"
 #include "paceline/crc32c.hpp"
@@ -286,16 +287,24 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
                                    std::span<std::int64_t> offsets) const {
   if (offsets.size() != ids.size() + 1) throw std::invalid_argument("one offset more than samples");
   offsets[0] = 0;
+  if (ids.size() > 1) index_.request(ids);
+  volatile std::size_t beyond = ids.size();  // the sample with which their sum exceeds any memory
   index_.read([&] {
     std::int64_t total = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
-      const auto length =
-          static_cast<std::int64_t>(checked_length(static_cast<std::uint64_t>(ids[i])));
-      if (__builtin_add_overflow(total, length, &total)) throw std::bad_alloc();
+      const std::size_t length = checked_length(static_cast<std::uint64_t>(ids[i]));
+      if (__builtin_add_overflow(total, length, &total)) {
+        beyond = i;
+        return;
+      }
       offsets[i + 1] = total;
     }
   });
+  if (beyond < ids.size()) {
+    const std::int64_t claimed[] = {0, INT64_MAX};
+    fail_memory(ids.subspan(beyond, 1), claimed, available_memory_bytes());
+  }
   return static_cast<std::size_t>(offsets.back());
 }
 
@@ -444,6 +453,21 @@ bool PackReader::times_show_writes(const ExtentRead& read) const {
                      read.extent.offset, read.extent.stored_length) != DirtyPages::some;
 }
 
+// The bytes that become trusted when an extent was verified. A value of LMDB that has pages of its own
+// shares them with nothing else but their header: by its bytes alone, it and the value before would
+// for ever doubt each other's pages.
+std::span<const std::byte> PackReader::own_pages(const ExtentRead& read) const {
+  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb ||
+      index_.sources().page_bytes % page_size != 0 || read.stored.size() < min_trusted_bytes) {
+    return read.stored;
+  }
+  const auto file = read.shard->mapping.bytes();
+  const std::uint64_t begin = read.extent.offset / page_size * page_size;
+  const std::uint64_t past = read.extent.offset + read.stored.size() + page_size - 1;
+  const std::uint64_t end = past / page_size * page_size;
+  return file.subspan(begin, std::min<std::uint64_t>(end, file.size()) - begin);
+}
+
 void PackReader::copy(ExtentRead& read) const {
   if (read.shard == nullptr) return read_file(read);
   if (options_.direct) return read_direct(read);
@@ -456,7 +480,7 @@ void PackReader::copy(ExtentRead& read) const {
     const bool may_trust = times_show_writes(read);
     const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
     if (found != read.extent.checksum) fail_sample(read, found);
-    if (may_trust) read.shard->residency->trust(read.stored);
+    if (may_trust) read.shard->residency->trust(own_pages(read));
   }
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
@@ -635,7 +659,7 @@ void PackReader::check_in_place(ExtentRead& read) const {
   std::uint32_t found = 0;
   guarded(read, [&] { found = crc32c(read.stored.data(), read.stored.size()); });
   if (found != read.extent.checksum) fail_sample(read, found);
-  if (may_trust) read.shard->residency->trust(read.stored);
+  if (may_trust) read.shard->residency->trust(own_pages(read));
   if (!read.resident) read.shard->residency->note_resident(read.stored);
 }
 
@@ -646,6 +670,7 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
   std::vector<std::size_t> viewed;  // which of them each read is for
   reads.reserve(ids.size());
   viewed.reserve(ids.size());
+  if (ids.size() > 1) index_.request(ids);
   index_.read([&] {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
@@ -676,6 +701,7 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
     if (faulted && read.resident) read.shard->residency->invalidate_around(read.stored);
     if (!compares_) {
       load(read);
+      if (!read.resident) read.shard->residency->note_resident(read.stored);
     } else if (faulted || !read.trusted) {
       try {
         check_in_place(read);
@@ -710,6 +736,7 @@ void PackReader::prefetch(std::span<const std::int64_t> ids) const {
     try {
       std::vector<ExtentRead> reads;
       reads.reserve(wanted.size());
+      index_.request(wanted);
       index_.read([&] {
         for (const std::int64_t id : wanted) {
           if (id >= 0) add_extents(reads, static_cast<std::uint64_t>(id), nullptr);
@@ -768,10 +795,14 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
 }
 
 std::vector<std::uint32_t> PackReader::checksums(std::uint64_t first, std::uint64_t end) const {
+  end = std::min(end, index_.sample_count());
+  std::vector<std::int64_t> ids(end - std::min(first, end));
+  std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first));
+  index_.request(ids);
   std::vector<std::uint32_t> found;
   std::vector<std::byte> copy;
   std::vector<ExtentRead> reads;
-  for (std::uint64_t sample = first; sample < std::min(end, index_.sample_count()); ++sample) {
+  for (std::uint64_t sample = first; sample < end; ++sample) {
     reads.clear();
     index_.read([&] { add_extents(reads, sample, nullptr); });
     attach(reads);

@@ -26,7 +26,11 @@ namespace {
 constexpr std::size_t alignment = 64;
 constexpr std::size_t max_read = std::size_t{1} << 30;
 
-std::size_t aligned(std::size_t length) { return (length + alignment - 1) / alignment * alignment; }
+constexpr std::size_t small_alignment = 8;  // of samples that are smaller than `alignment`
+
+std::size_t aligned(std::size_t position, std::size_t step) {
+  return (position + step - 1) / step * step;
+}
 
 std::int64_t nanoseconds(const timespec& time) {
   return static_cast<std::int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
@@ -224,12 +228,13 @@ Encoded encode(std::span<const std::byte> source, std::span<const std::uint64_t>
   std::size_t size = 0;
   for (std::size_t k = 0; k < count; ++k) {
     const bool encoded = !frames[k].empty();
-    result.positions[k] = size;
     result.lengths[k] = encoded ? frames[k].size() : lengths[k];
     result.codecs[k] = encoded ? 1 : 0;
-    size += aligned(result.lengths[k]);
+    result.positions[k] =
+        aligned(size, result.lengths[k] < alignment ? small_alignment : alignment);
+    size = result.positions[k] + result.lengths[k];
   }
-  result.bytes.resize(size);
+  result.bytes.resize(aligned(size, alignment));
   for (std::size_t k = 0; k < count; ++k) {
     const std::byte* from = result.codecs[k] != 0 ? frames[k].data() : source.data() + positions[k];
     if (result.lengths[k] > 0) {

@@ -70,6 +70,7 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
   const PackIndex& index = reader_.index();
   std::vector<std::size_t> moved;  // positions of samples that are decoded or put together
   std::vector<bool> is_moved(ids.size(), false);
+  index.request(ids);
   // Within `read` nothing may be destroyed when the index shrinks: hence the vectors outside.
   index.read([&] {
     for (std::size_t i = 0; i < by_sample.size(); ++i) {

@@ -3,7 +3,8 @@
 //
 // LLVMFuzzerTestOneInput is what libFuzzer wants:
 //   clang++ -std=c++20 -g -DPACELINE_LIBFUZZER -fsanitize=fuzzer,address,undefined -Inative/include
-//     native/tests/fuzz_pack_reader.cpp native/src/{pack_*,crc32c,fork,residency,worker_pool,zstd}.cpp
+//     native/tests/fuzz_pack_reader.cpp native/src/{pack_*,sorted_reader,lmdb_records,crc32c}.cpp
+//     native/src/{buffer_pool,fault_guard,fork,page_*,residency,worker_pool,zstd}.cpp
 // With other compilers a small driver mutates good packs: a case is a pure function of (seed, number),
 // so that a crash can be seen again.
 //   fuzz_pack_reader SECONDS [SEED [CASE]]
@@ -29,6 +30,7 @@
 #include "pack_builder.hpp"
 #include "paceline/crc32c.hpp"
 #include "paceline/pack_reader.hpp"
+#include "paceline/sorted_reader.hpp"
 #include "paceline/zstd.hpp"
 
 using paceline::Codec;
@@ -52,6 +54,8 @@ namespace {
 constexpr std::size_t prefix_bytes = 9;
 constexpr std::uint64_t max_sample_bytes = 1 << 22;  // what this caller is willing to allocate
 constexpr std::uint8_t reseal_bit = 1, lengths_bit = 2, contents_bit = 4, direct_bit = 8;
+// Without it, the sums of blocks stay as they are: what they stop is found where it is touched.
+constexpr std::uint8_t sums_bit = 64;
 
 template <class T>
 T get(std::string_view bytes, std::size_t at) {
@@ -109,11 +113,41 @@ SectionEntry section_of(const std::string& index, Section id) {
   return {};
 }
 
+// An entry of a column, of whatever width, and where it is.
+struct Cell {
+  std::size_t at = 0;
+  std::size_t width = 0;
+};
+
+Cell cell_of(const SectionEntry& entry, std::size_t i, std::size_t full_width) {
+  const bool has_width = entry.width == 1 || entry.width == 2 || entry.width == 4 || entry.width == 8;
+  const std::size_t width = has_width ? std::min<std::size_t>(entry.width, full_width) : full_width;
+  return {entry.offset + (has_width && entry.length == width ? 0 : i * width), width};
+}
+
+std::uint64_t value_of(const std::string& index, const Cell& cell) {
+  std::uint64_t value = 0;
+  if (cell.at + cell.width <= index.size()) std::memcpy(&value, index.data() + cell.at, cell.width);
+  return value;
+}
+
 // Makes the index say how long the shards are.
 void put_lengths(Input& input) {
   const auto lengths = section_of(input.index, Section::shard_lengths);
   for (std::size_t i = 0; i < 2 && 8 * (i + 1) <= lengths.length; ++i) {
     put<std::uint64_t>(input.index, lengths.offset + 8 * i, input.shards[i].size());
+  }
+}
+
+// Makes an index of data in place say what the files are: else none of them would be opened.
+void put_states(Input& input, const std::string& folder) {
+  const auto sources = section_of(input.index, Section::sources);
+  for (std::size_t i = 0; i < 2 && 32 + 24 * (i + 1) <= sources.length; ++i) {
+    const auto state = paceline::FileState::of(folder + "/shard-0000" + std::to_string(i) + ".pace");
+    const std::size_t at = sources.offset + 32 + 24 * i;
+    put(input.index, at, state.size);
+    put(input.index, at + 8, state.written_ns);
+    put(input.index, at + 16, state.inode);
   }
 }
 
@@ -124,17 +158,34 @@ void put_contents(Input& input) {
   const auto shards = section_of(input.index, Section::shards);
   const auto sums = section_of(input.index, Section::checksums);
   for (std::size_t i = 0; i < sums.length / 4; ++i) {
-    const auto offset = get<std::uint64_t>(input.index, offsets.offset + 8 * i);
-    const auto length = get<std::uint64_t>(input.index, lengths.offset + 8 * i);
-    const std::string& shard = input.shards[get<std::uint32_t>(input.index, shards.offset + 4 * i) % 2];
+    const auto offset = value_of(input.index, cell_of(offsets, i, 8));
+    const auto length = value_of(input.index, cell_of(lengths, i, 8));
+    const std::string& shard =
+        input.shards[value_of(input.index, cell_of(shards, i, 4)) % 2];
     if (offset > shard.size() || length > shard.size() - offset) continue;
     put(input.index, sums.offset + 4 * i, paceline::crc32c(shard.data() + offset, length));
   }
 }
 
-void reseal(Input& input) {
+// Makes the sums of blocks right, as many as there is room for.
+void put_sums(std::string& index) {
+  const auto sums = section_of(index, Section::block_sums);
+  const auto count = get<std::uint32_t>(index, 12);
+  std::string right;
+  for (std::size_t i = 0; i < std::min<std::size_t>(count, 64); ++i) {
+    const auto entry = get<SectionEntry>(index, 64 + 32 * i);
+    if (entry.id == static_cast<std::uint32_t>(Section::block_sums)) continue;
+    if (entry.offset > index.size() || entry.length > index.size() - entry.offset) continue;
+    PackBuilder::add_sums(right, index.substr(entry.offset, entry.length));
+  }
+  const std::size_t size = std::min<std::size_t>(right.size(), sums.length);
+  index.replace(sums.offset, size, right, 0, size);
+}
+
+void reseal_index(Input& input) {
   std::string& index = input.index;
   put<std::uint64_t>(index, 16, index.size());
+  if ((input.how & sums_bit) == 0) put_sums(index);
   const auto count = get<std::uint32_t>(index, 12);
   const std::size_t table_bytes = 32 * std::min<std::size_t>(count, index.size() / 32);
   for (std::size_t at = 64; at + 32 <= std::min(64 + table_bytes, index.size()); at += 32) {
@@ -146,6 +197,9 @@ void reseal(Input& input) {
     put(index, 56, paceline::crc32c(index.data() + 64, table_bytes));
   }
   if (index.size() >= 64) put(index, 60, paceline::crc32c(index.data(), 60));
+}
+
+void reseal_shards(Input& input) {
   for (std::string& shard : input.shards) {
     if (shard.size() >= 64) put(shard, 60, paceline::crc32c(shard.data(), 60));
   }
@@ -166,7 +220,6 @@ void attempt(const Work& work) {
     work();
   } catch (const PackError&) {
   } catch (const std::out_of_range&) {
-  } catch (const std::bad_alloc&) {  // lengths whose sum is beyond any memory are refused so
   }
 }
 
@@ -225,6 +278,13 @@ void read_samples(const PackReader& pack) {
     buffer.resize(size);
     pack.read_batch(ids, offsets, std::as_writable_bytes(std::span(buffer)));
   });
+  attempt([&] {
+    const paceline::SortedReader sorted(pack, {.threads = 1, .direct = false});
+    paceline::SortedPlan plan = sorted.plan(ids);
+    if (plan.target_bytes > max_sample_bytes) return;
+    buffer.resize(plan.target_bytes);
+    sorted.read(plan, std::as_writable_bytes(std::span(buffer)));
+  });
 }
 
 unsigned long long opened = 0;  // packs that were not refused at once
@@ -236,6 +296,13 @@ void use_pack(const Input& input, const std::string& folder) {
   const PackReader pack(folder, options);
   ++opened;
   use_names(pack.index());
+  const auto count = std::min<std::uint64_t>(pack.index().sample_count(), 64);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    attempt([&] { static_cast<void>(pack.index().labels()[i]); });
+    attempt([&] { static_cast<void>(pack.index().modes()[i]); });
+    attempt([&] { static_cast<void>(pack.index().mtimes()[i]); });
+  }
+  attempt([&] { pack.index().check_content(); });
   if (!is_small(pack)) return;
   attempt([&] { pack.verify(0, std::min<std::uint64_t>(pack.index().sample_count(), 64)); });
   read_samples(pack);
@@ -250,10 +317,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Input input = Input::of({data, size});
   if ((input.how & lengths_bit) != 0) put_lengths(input);
   if ((input.how & contents_bit) != 0) put_contents(input);
-  if ((input.how & reseal_bit) != 0) reseal(input);
-  write_file(folder / "index.pace", input.index);
+  if ((input.how & reseal_bit) != 0) reseal_shards(input);
   write_file(folder / "shard-00000.pace", input.shards[0]);
   write_file(folder / "shard-00001.pace", input.shards[1]);
+  if ((input.how & lengths_bit) != 0) put_states(input, folder.path());
+  if ((input.how & reseal_bit) != 0) reseal_index(input);
+  write_file(folder / "index.pace", input.index);
   attempt([&] { use_pack(input, folder.path()); });
   return 0;
 }
@@ -277,13 +346,14 @@ Input seed_of(const PackBuilder& pack) {
   return input;
 }
 
-// Good packs of all kinds: both versions, chunks, zstd.
+// Good packs of all kinds: all versions, chunks, zstd.
 std::vector<Input> seeds() {
   const std::vector<std::string> bodies = {"first", "", std::string(20'000, 'x'), "fourth",
                                            std::string(64, 'y'), std::string(9'000, 'z')};
   std::vector<Input> result;
   result.push_back(seed_of(PackBuilder(bodies, 3)));
   result.push_back(seed_of(PackBuilder(bodies, 3).version2()));
+  result.push_back(seed_of(PackBuilder(bodies, 3).version3()));
   PackBuilder chunked = PackBuilder(bodies, 3).version2();
   chunked.header.sample_count = 3;
   chunked.set(Section::first_extents, std::vector<std::uint64_t>{0, 2, 5, 6});
@@ -293,7 +363,21 @@ std::vector<Input> seeds() {
   chunked.set(Section::name_offsets, std::vector<std::uint64_t>{0, 7, 14, 21});
   chunked.set(Section::folder_samples, std::vector<std::uint64_t>{0, 3});
   result.push_back(seed_of(chunked));
-  if (!paceline::zstd_available()) return result;
+  for (const auto kind : {paceline::SourceKind::files, paceline::SourceKind::lmdb}) {
+    // The transaction that the third body has where meta pages have theirs.
+    constexpr std::uint64_t transaction = 0x7878787878787878;
+    for (const auto& pack : {PackBuilder(bodies, 3).version2(), PackBuilder(bodies, 3).version3()}) {
+      result.push_back(seed_of(PackBuilder(pack).in_place(kind, transaction)));
+      result.back().how = lengths_bit | reseal_bit;
+    }
+  }
+  std::vector<std::string> many;  // of which some columns have several blocks
+  for (std::size_t i = 0; i < 9'000; ++i) many.push_back(std::string(i % 3, 'm'));
+  const Input large = seed_of(PackBuilder(many, 5'000).version3());
+  if (!paceline::zstd_available()) {
+    result.push_back(large);
+    return result;
+  }
   PackBuilder encoded = PackBuilder(bodies, 3).version2();
   std::vector<std::uint64_t> stored;
   std::vector<std::uint8_t> codecs;
@@ -311,6 +395,7 @@ std::vector<Input> seeds() {
   encoded.set(Section::stored_lengths, stored);
   encoded.set(Section::codecs, codecs);
   result.push_back(seed_of(encoded));
+  result.push_back(large);
   return result;
 }
 
@@ -369,8 +454,9 @@ class Mutator {
     const std::size_t count = get<std::uint32_t>(index, 12);
     const std::size_t at = 64 + 32 * below(count), other = 64 + 32 * below(count);
     if (std::max(at, other) + 32 > index.size()) return;
-    switch (below(4)) {
-      case 0: put<std::uint32_t>(index, at, static_cast<std::uint32_t>(below(26))); break;
+    switch (below(5)) {
+      case 4: put<std::uint32_t>(index, at + 28, 1U << below(5)); break;
+      case 0: put<std::uint32_t>(index, at, static_cast<std::uint32_t>(below(29))); break;
       case 1: put<std::uint64_t>(index, at + 8, number(index.size()) & ~63ULL); break;
       case 2: put<std::uint64_t>(index, at + 16, number(index.size())); break;
       default: std::memcpy(index.data() + at + 4, index.data() + other + 4, 28); break;
@@ -396,7 +482,8 @@ class Mutator {
 void run_case(unsigned long long seed, unsigned long long number, const std::vector<Input>& good) {
   running_case = number;
   Mutator mutator(seed, number);
-  Input input = good[mutator.below(good.size())];
+  // The last is large, and so slow: it is for what only several blocks show.
+  Input input = mutator.below(32) == 0 ? good.back() : good[mutator.below(good.size() - 1)];
   mutator.mutate(input, good);
   const std::string bytes = input.bytes();
   LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());

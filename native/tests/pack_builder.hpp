@@ -24,7 +24,9 @@ struct PackBuilder {
   paceline::PackHeader header{};
   std::map<std::uint32_t, std::string> sections;
   std::vector<std::string> shards;
+  std::map<std::uint32_t, std::uint32_t> widths;  // of narrow columns
   std::vector<Extra> extras;  // sections of one byte that version 1 does not know
+  bool has_sums = false;      // of blocks; a section of them that is there is left as it is
   bool seal = true;           // recompute the checksums of the header and the table
 
   // Samples "class/0", "class/1"... with these bodies, `per_shard` in each shard.
@@ -96,6 +98,61 @@ struct PackBuilder {
     return *this;
   }
 
+  // Adds to what version 2 stores what version 3 has beside: narrow columns, and sums of blocks.
+  PackBuilder& version3() {
+    using paceline::Section;
+    version2();
+    header.version = 3;
+    has_sums = true;
+    narrow<std::uint64_t, std::uint32_t>(Section::offsets);
+    narrow<std::uint64_t, std::uint32_t>(Section::lengths);
+    narrow<std::uint32_t, std::uint8_t>(Section::shards);
+    narrow<std::int64_t, std::int16_t>(Section::mtimes);
+    narrow<std::int32_t, std::int8_t>(Section::labels, /*constant=*/true);
+    narrow<std::uint32_t, std::uint16_t>(Section::modes, /*constant=*/true);
+    return *this;
+  }
+
+  template <class Wide, class Narrow>
+  void narrow(paceline::Section id, bool constant = false) {
+    const std::string wide = (*this)[id];
+    std::vector<Narrow> values;
+    for (std::size_t at = 0; at < wide.size() && !(constant && at > 0); at += sizeof(Wide)) {
+      Wide value{};
+      std::memcpy(&value, wide.data() + at, sizeof value);
+      values.push_back(static_cast<Narrow>(value));
+    }
+    set(id, values);
+    widths[static_cast<std::uint32_t>(id)] = sizeof(Narrow);
+  }
+
+  static void add_sums(std::string& sums, const std::string& section) {
+    for (std::size_t at = 0; at < section.size(); at += paceline::sum_block_bytes) {
+      const std::size_t size = std::min<std::size_t>(section.size() - at, paceline::sum_block_bytes);
+      const std::uint32_t sum = paceline::crc32c(section.data() + at, size);
+      sums.append(reinterpret_cast<const char*>(&sum), sizeof sum);
+    }
+  }
+
+  // Makes the shards files of the user's own, of which there are no checksums; what the files are,
+  // `put_states` and tests fill in.
+  PackBuilder& in_place(paceline::SourceKind kind, std::uint64_t transaction = 0) {
+    using paceline::Section;
+    std::string names;
+    std::vector<std::uint64_t> name_offsets{0};
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      names += "shard-0000" + std::to_string(i) + ".pace";
+      name_offsets.push_back(names.size());
+    }
+    set(Section::files, name_offsets);
+    (*this)[Section::files] += names;
+    const paceline::SourcesHeader sources{kind, 0, transaction, 256, 0, 0};
+    (*this)[Section::sources].assign(reinterpret_cast<const char*>(&sources), sizeof sources);
+    (*this)[Section::sources].resize(sizeof sources + shards.size() * sizeof(paceline::SourceState));
+    sections.erase(static_cast<std::uint32_t>(Section::checksums));
+    return *this;
+  }
+
   std::string& operator[](paceline::Section id) {
     return sections[static_cast<std::uint32_t>(id)];
   }
@@ -124,15 +181,25 @@ struct PackBuilder {
   std::string index() const {
     std::vector<paceline::SectionEntry> table;
     std::string body;
-    const std::size_t start =
-        (64 + 32 * (sections.size() + extras.size()) + 63) / 64 * 64;
+    auto all = sections;
+    if (has_sums && !all.contains(26)) {
+      std::string sums;
+      for (const auto& [id, content] : sections) add_sums(sums, content);
+      for (std::size_t i = 0; i < extras.size(); ++i) add_sums(sums, "?");
+      all[26] = sums;
+    }
+    const std::size_t start = (64 + 32 * (all.size() + extras.size()) + 63) / 64 * 64;
+    const auto width_of = [&](std::uint32_t id) {
+      const auto found = widths.find(id);
+      return found == widths.end() ? 0 : found->second;
+    };
     const auto add = [&](std::uint32_t id, std::uint32_t flags, const std::string& content) {
       table.push_back({id, flags, start + body.size(), content.size(),
-                       paceline::crc32c(content.data(), content.size()), 0});
+                       paceline::crc32c(content.data(), content.size()), width_of(id)});
       body += content;
       body.resize((body.size() + 63) / 64 * 64);
     };
-    for (const auto& [id, content] : sections) add(id, paceline::section_required, content);
+    for (const auto& [id, content] : all) add(id, paceline::section_required, content);
     for (const Extra& extra : extras) add(extra.id, extra.flags, "?");
     const std::size_t table_bytes = table.size() * sizeof(paceline::SectionEntry);
     paceline::PackHeader head = header;

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -62,7 +63,10 @@ bool survives_everything(const std::string& folder) {
       static_cast<void>(index.folder_end(i));
     }
     for (std::uint64_t i = 0; i < index.class_count(); ++i) static_cast<void>(index.class_name(i));
-    for (const std::int32_t label : index.labels()) static_cast<void>(label);
+    for (std::uint64_t i = 0; i < index.sample_count(); ++i) {
+      static_cast<void>(index.labels()[i] + index.modes()[i] + index.mtimes()[i]);
+    }
+    index.check_content();
     return true;
   } catch (const PackError&) {
     return false;
@@ -151,7 +155,7 @@ void names_the_damaged_sample() {
 void refuses_newer_formats() {
   const TemporaryFolder folder;
   PackBuilder newer(bodies());
-  newer.header.version = 3;
+  newer.header.version = 4;
   newer.write(folder / "newer");
   CHECK(failure(folder / "newer") == PackError::Kind::version);
   PackBuilder required(bodies());
@@ -233,9 +237,8 @@ void refuses_truncated_files() {
   CHECK(failure(folder / "none") == PackError::Kind::io);
 }
 
-void flipped_bytes_do_no_harm() {
+void flipped_bytes_do_no_harm(PackBuilder builder) {
   const TemporaryFolder folder;
-  const PackBuilder builder({"first", "", "third"});
   builder.write(folder / "pack");
   const std::string index = builder.index();
   for (std::size_t at = 0; at < index.size(); ++at) {
@@ -253,11 +256,15 @@ void hostile_indices_do_no_harm() {
   int refused = 0;
   for (int round = 0; round < 600; ++round) {
     PackBuilder builder({"first", "", "third", std::string(300, 'z')});
-    if (round % 2 == 0) builder.version2();
+    if (round % 3 == 1) builder.version2();
+    if (round % 3 == 2) builder.version3();
     for (auto changes = 1 + random() % 3; changes > 0; --changes) {
       const auto id = static_cast<std::uint32_t>(1 + random() % paceline::last_section);
       std::string& section = builder.sections[id];
-      switch (random() % 4) {
+      switch (random() % 5) {
+        case 4:
+          builder.widths[id] = static_cast<std::uint32_t>(random() % 10);
+          break;
         case 0:
           section.resize(random() % (2 * section.size() + 1));
           break;
@@ -315,6 +322,192 @@ void reads_version_2() {
   CHECK(pack.index().find_folder("class") == 0 && pack.index().find_folder("clas") == -1);
   CHECK((pack.index().folder_samples(0) == std::pair<std::uint64_t, std::uint64_t>(0, 300)));
   CHECK(pack.index().folder_end(0) == 1);
+}
+
+PackBuilder many_samples(std::size_t count) {
+  std::vector<std::string> many;
+  for (std::size_t i = 0; i < count; ++i) many.push_back(std::string(i % 90, static_cast<char>(i)));
+  return PackBuilder(many, count / 3 + 1);
+}
+
+void versions_2_and_3_read_the_same() {
+  const TemporaryFolder folder;
+  constexpr std::size_t count = 20'000;  // several blocks of each column
+  many_samples(count).version2().write(folder / "2");
+  many_samples(count).version3().write(folder / "3");
+  const PackReader old(folder / "2");
+  const PackReader pack(folder / "3");
+  CHECK(pack.index().version() == 3 && pack.index().bytes().size() < old.index().bytes().size());
+  std::vector<std::int64_t> ids;
+  for (std::size_t i = 0; i < count; ++i) ids.push_back(static_cast<std::int64_t>(i * 7 % count));
+  CHECK(read_batch(pack, ids) == read_batch(old, ids));
+  for (std::uint64_t i = 0; i < count; ++i) {
+    CHECK(pack.index().name(i) == old.index().name(i) && pack.index().labels()[i] == 0);
+    CHECK(pack.index().modes()[i] == 0100644);
+    // Of 2 bytes, and signed: it goes round.
+    CHECK(pack.index().mtimes()[i] == static_cast<std::int16_t>(i));
+    CHECK(pack.index().find(old.index().name(i)) == static_cast<std::int64_t>(i));
+  }
+  pack.index().verify_sections();
+  old.index().verify_sections();
+}
+
+std::size_t offset_of(const std::string& index, Section id) {
+  paceline::SectionEntry entry{};
+  for (std::size_t at = 64; entry.id != static_cast<std::uint32_t>(id); at += 32) {
+    std::memcpy(&entry, index.data() + at, sizeof entry);
+  }
+  return entry.offset;
+}
+
+// What a block holds is verified when it is first touched, and not before.
+void damage_of_the_index_is_found_where_it_is_touched() {
+  const TemporaryFolder folder;
+  constexpr std::size_t count = 40'000;
+  const PackBuilder builder = many_samples(count).version3();
+  builder.write(folder / "pack");
+  std::string index = builder.index();
+  // An entry of the second block.
+  constexpr std::uint64_t damaged = paceline::sum_block_bytes / 4 + 5;
+  index[offset_of(index, Section::checksums) + 4 * damaged] ^= 1;
+  PackBuilder::write(folder / "pack/index.pace", index);
+  const PackReader pack(folder / "pack");
+  CHECK(read(pack, 0).empty() && read(pack, 89) == std::string(89, static_cast<char>(89)));
+  for (int round = 0; round < 2; ++round) {
+    for (const std::uint64_t sample : {damaged, damaged + 1000}) {
+      try {
+        read(pack, sample);
+        CHECK(false && "an entry of a damaged block was used");
+      } catch (const PackError& problem) {
+        CHECK(problem.kind == PackError::Kind::corrupt && problem.file == folder / "pack/index.pace");
+        CHECK(std::string(problem.what()).starts_with("section 4, bytes 65536 to 131071: checksum"));
+      }
+    }
+  }
+  CHECK(read(pack, 2 * paceline::sum_block_bytes / 4).size() == 2 * paceline::sum_block_bytes / 4 % 90);
+  CHECK_THROWS(pack.index().check_content(), PackError);
+  CHECK_THROWS(pack.index().verify_sections(), PackError);
+  const auto bad = pack.verify(damaged - 1, damaged + 1);
+  CHECK(bad.size() == 2 && bad[0].name == "class/" + std::to_string(damaged - 1));
+}
+
+// What an index of data in place says of its files is verified as its columns are.
+void damage_is_found_where_a_file_in_place_is_named() {
+  const TemporaryFolder folder;
+  constexpr std::uint32_t count = 6'000, last = count - 1;
+  PackBuilder builder = PackBuilder(std::vector<std::string>(count, "body"), 1).version2();
+  builder.header.version = 3;
+  builder.has_sums = true;
+  builder.in_place(paceline::SourceKind::files);
+  const std::string index = builder.index();
+  const auto opened = [&](Section section, std::size_t damaged) {
+    std::string bytes = index;
+    bytes[offset_of(index, section) + damaged] ^= 1;
+    PackBuilder::write(folder / "side", bytes);
+    return std::make_unique<paceline::PackIndex>(folder / "side");
+  };
+  const auto names = opened(Section::files, builder[Section::files].size() - 5);
+  CHECK(names->shard_path(0) == folder / "shard-00000.pace" && names->source_state(last).size == 0);
+  CHECK_THROWS(names->shard_path(last), PackError);
+  const auto states = opened(Section::sources, builder[Section::sources].size() - 5);
+  CHECK(states->source_state(0).size == 0 && states->shard_path(last) == folder / "shard-00005999.pace");
+  CHECK_THROWS(states->source_state(last), PackError);
+  const auto bounds = opened(Section::files, 8 * last);
+  CHECK_THROWS(bounds->shard_path(0), PackError);  // the same block
+  CHECK_THROWS(opened(Section::sources, 20), PackError);  // what all the files are
+}
+
+// Where there are no checksums, the last sample's end tells the number of extents.
+void extents_in_place_are_counted_without_checksums() {
+  const TemporaryFolder folder;
+  const auto write = [&](std::uint64_t end) {
+    PackBuilder builder = PackBuilder({"first", "second", "third", "last"}, 4).version3();
+    builder.set(Section::first_extents, std::vector<std::uint64_t>{0, 1, 3, end});
+    builder.header.sample_count = 3;
+    builder.narrow<std::int16_t, std::int16_t>(Section::mtimes, /*constant=*/true);
+    builder[Section::name_offsets].resize(4 * 8);
+    builder.in_place(paceline::SourceKind::files);
+    PackBuilder::write(folder / "side", builder.index());
+    return paceline::PackIndex(folder / "side").extent_count();
+  };
+  CHECK(write(4) == 4);
+  for (const std::uint64_t end : {std::uint64_t{3}, std::uint64_t{5}, std::uint64_t{1} << 40}) {
+    CHECK_THROWS(write(end), PackError);
+  }
+}
+
+// Threads that touch the same blocks first all get what is right.
+void threads_verify_blocks_side_by_side() {
+  const TemporaryFolder folder;
+  constexpr std::size_t count = 60'000;
+  many_samples(count).version3().write(folder / "pack");
+  for (int round = 0; round < 5; ++round) {
+    const PackReader pack(folder / "pack");
+    std::vector<std::thread> threads;
+    for (std::uint64_t thread = 0; thread < 4; ++thread) {
+      threads.emplace_back([&, thread] {
+        std::vector<std::int64_t> ids;
+        for (std::uint64_t i = 0; i < 2000; ++i) {
+          ids.push_back(static_cast<std::int64_t>((i * 7919 + thread * 31) % count));
+        }
+        const auto found = read_batch(pack, ids);
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+          const auto sample = static_cast<std::size_t>(ids[i]);
+          CHECK(found[i] == std::string(sample % 90, static_cast<char>(sample)));
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+void refuses_sums_and_widths_that_do_not_fit() {
+  const TemporaryFolder folder;
+  int count = 0;
+  const auto refused = [&](auto change) {
+    PackBuilder builder = PackBuilder(bodies()).version3();
+    change(builder);
+    const std::string path = folder / std::to_string(count++);
+    builder.write(path);
+    CHECK(failure(path) == PackError::Kind::corrupt);
+  };
+  for (const std::size_t size : {0U, 3U, 4U, 1000U}) {
+    refused([&](PackBuilder& builder) { builder[Section::block_sums] = std::string(size, 'x'); });
+  }
+  for (const std::uint32_t width : {3U, 5U, 8U, 16U, UINT32_MAX}) {
+    refused([&](PackBuilder& builder) {
+      builder.widths[static_cast<std::uint32_t>(Section::shards)] = width;
+    });
+  }
+  for (const Section id : {Section::checksums, Section::name_offsets, Section::folder_ends}) {
+    refused([&](PackBuilder& builder) {  // these are as wide as their types
+      builder.widths[static_cast<std::uint32_t>(id)] = 4;
+    });
+  }
+  refused([](PackBuilder& builder) { builder[Section::labels] += std::string(2, '\0'); });  // neither one nor all
+  refused([](PackBuilder& builder) { builder[Section::labels].clear(); });
+  PackBuilder unknown = PackBuilder(bodies()).version3();
+  unknown.extras = {{77, 0}};
+  unknown.write(folder / "unknown");  // has a sum all the same
+  CHECK(survives_everything(folder / "unknown"));
+}
+
+void a_batch_beyond_any_memory_is_an_error_that_names_a_sample() {
+  const TemporaryFolder folder;
+  PackBuilder builder({std::string(100, 'a'), std::string(100, 'b')}, 2);
+  const auto end = std::uint64_t{1} << 62;
+  builder.set(Section::lengths, std::vector<std::uint64_t>{end, end});
+  builder.set(Section::shard_lengths, std::vector<std::uint64_t>{end + 4096});
+  builder.write(folder / "pack");
+  // No file is so long: the index alone is asked.
+  const PackReader pack(folder / "pack", {.index_only = true});
+  std::vector<std::int64_t> offsets(4);
+  try {
+    pack.plan_batch(std::vector<std::int64_t>{1, 0, 1}, offsets);
+    CHECK(false && "the sum of the lengths went round");
+  } catch (const PackError& problem) {
+    CHECK(problem.kind == PackError::Kind::memory && problem.sample == 0 && problem.name == "class/0");
+  }
 }
 
 // Three extents become samples of two pieces, none, and one that is compressed.
@@ -638,6 +831,13 @@ void threads_and_forks_share_large_batches() {
 
 int main() {
   reads_version_2();
+  versions_2_and_3_read_the_same();
+  damage_of_the_index_is_found_where_it_is_touched();
+  damage_is_found_where_a_file_in_place_is_named();
+  extents_in_place_are_counted_without_checksums();
+  threads_verify_blocks_side_by_side();
+  refuses_sums_and_widths_that_do_not_fit();
+  a_batch_beyond_any_memory_is_an_error_that_names_a_sample();
   reads_chunks_and_codecs();
   what_left_memory_is_verified_again();
   neighbours_of_what_came_back_are_verified_again();
@@ -657,7 +857,8 @@ int main() {
   refuses_newer_formats();
   refuses_what_does_not_fit();
   refuses_truncated_files();
-  flipped_bytes_do_no_harm();
+  flipped_bytes_do_no_harm(PackBuilder({"first", "", "third"}));
+  flipped_bytes_do_no_harm(PackBuilder({"first", "", "third"}).version3());
   hostile_indices_do_no_harm();
   hostile_tables_do_no_harm();
 }

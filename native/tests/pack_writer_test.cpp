@@ -150,7 +150,7 @@ void test_encoding() {
   const auto encoded = encode(source, positions, lengths, 3, 0.9, 3);
   CHECK((encoded.codecs == std::vector<std::uint8_t>{0, 0, 0, 1}));
   for (std::size_t k = 0; k < 4; ++k) {
-    CHECK(encoded.positions[k] % 64 == 0);
+    CHECK(encoded.positions[k] % (encoded.lengths[k] < 64 ? 8 : 64) == 0);
     const auto stored = std::span(encoded.bytes).subspan(encoded.positions[k], encoded.lengths[k]);
     std::vector<std::byte> body(lengths[k]);
     if (encoded.codecs[k] == 1) {
@@ -161,6 +161,8 @@ void test_encoding() {
     CHECK(std::equal(body.begin(), body.end(),
                      source.begin() + static_cast<std::ptrdiff_t>(positions[k])));
   }
+  CHECK(encoded.bytes.size() % 64 == 0 && encoded.lengths[3] < 64);
+  CHECK(encoded.positions[2] == 1240);  // right behind what lies before
   const std::vector<std::uint64_t> beyond{640, 600, 0, 1281};
   CHECK_THROWS(encode(source, positions, beyond, 3, 0.9, 1), std::invalid_argument);
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import (
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_OF_A_PACK = re.compile(r"index\.pace|(shard|parity)-\d+\.pace")
+
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
 HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
@@ -49,8 +52,11 @@ SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
+acquire_buffer = _native.acquire_buffer
 crc32c = _native.crc32c
+decode_jpeg_part = _native.decode_jpeg_part
 gather = _native.gather
+jpeg_available = _native.jpeg_available
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 name_hashes = _native.name_hashes
@@ -86,10 +92,13 @@ __all__ = [
     "TfRecordBlock",
     "TfRecords",
     "accumulate_and_select",
+    "acquire_buffer",
     "corrupt_sample",
     "crc32c",
+    "decode_jpeg_part",
     "encode",
     "gather",
+    "jpeg_available",
     "list_folder",
     "lmdb_meta",
     "lower_bounds",
@@ -227,12 +236,10 @@ def _pack_error(**fields: Any) -> PacelineError:
             why="its file system has no O_DIRECT" if no_direct else problem.why,
             fix="Open it without `direct`" if no_direct else "Check that you may read it",
         )
-    return CorruptPack(
-        "a file of the pack is missing" if problem.kind == "io" else "the pack is damaged",
-        where=where,
-        why=problem.why,
-        fix=_repair_fix(where),
-    )
+    what = "a file of the pack is missing" if problem.kind == "io" else "the pack is damaged"
+    if _is_side_file(where):
+        what = f"the index of the data is {'missing' if problem.kind == 'io' else 'damaged'}"
+    return CorruptPack(what, where=where, why=problem.why, fix=_repair_fix(where))
 
 
 def _source_error(kind: str, where: str, why: str) -> PacelineError:
@@ -256,9 +263,17 @@ def _source_error(kind: str, where: str, why: str) -> PacelineError:
     )
 
 
+def _is_side_file(file: str) -> bool:
+    """Return whether a file is the index of data in place, by the names of a pack's files."""
+    name = os.path.basename(file)  # noqa: PTH119  # a string in, a string out
+    return name.endswith(".pace") and not _OF_A_PACK.fullmatch(name)
+
+
 def _repair_fix(file: str) -> str:
     if not file.endswith(".pace"):  # data in place
         return "Restore the file from a copy; if it was changed on purpose, delete its .pace file"
+    if _is_side_file(file):
+        return "Delete it, if it is there, and open the data again: it is then made again"
     pack = os.path.dirname(file)  # noqa: PTH120  # a string in, a string out
     return f"Repair it: paceline store repair {pack} --source FOLDER, or --replica COPY"
 

@@ -16,38 +16,53 @@ TYPES = {
     12: "<u8", 14: "<u8", 15: "<u8", 16: "u1", 17: "<u8", 18: "<u8", 19: "<u8", 20: "<u8",
     22: "<u8",
 }  # fmt: skip
-OPTIONAL = {18, 19, 20, 21, 22, 23}
+NARROW = {1, 2, 3, 5, 6, 7, 15, 16}
+OPTIONAL = {18, 19, 20, 21, 22, 23, 26}
 
 
 class ParsedPack:
     """Everything that a pack's files say, checked against each other."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, many_samples=65536):
         self.folder = folder
+        self.many_samples = many_samples
         data = (folder / "index.pace").read_bytes()
         fields = struct.unpack_from("<8sIIQQQIIQII", data)
         magic, version, section_count, index_bytes, samples, folders = fields[:6]
         shards, classes, reserved, table_checksum, header_checksum = fields[6:]
-        assert (magic, version, reserved) == (b"PACEPACK", 2, 0)
+        assert (magic, reserved) == (b"PACEPACK", 0)
+        assert version in (2, 3)
         assert index_bytes == len(data)
         assert crc32c(data[:60]) == header_checksum
         table = data[64 : 64 + 32 * section_count]
         assert crc32c(table) == table_checksum
         self.identity = hashlib.sha256(data[:64] + table).hexdigest()[:32]
-        self.sections = {}
+        self.sections, self.widths, contents = {}, {}, {}
         covered = []
         for k in range(section_count):
-            number, flags, offset, length, checksum, rest = struct.unpack_from(
+            number, flags, offset, length, checksum, width = struct.unpack_from(
                 "<IIQQII", table, 32 * k
             )
-            assert (offset % 64, rest, number in self.sections) == (0, 0, False)
+            assert (offset % 64, number in contents) == (0, False)
             assert flags == (0 if number in OPTIONAL else 1)
+            assert width == 0 or (version == 3 and number in NARROW)
             content = data[offset : offset + length]
             assert (len(content), crc32c(content)) == (length, checksum)
-            self.sections[number] = (
-                np.frombuffer(content, TYPES[number]) if number in TYPES else content
-            )
+            contents[number], self.widths[number] = content, width
             covered.append((offset, offset + length))
+        self.extent_count = len(contents[4]) // 4
+        for number, content in contents.items():
+            count = self.extent_count if number in (1, 2, 3, 15, 16) else samples
+            self.sections[number] = self.values(number, content, self.widths[number], count)
+        assert (26 in contents) == (version == 3)
+        if version == 3:
+            sums = b"".join(
+                struct.pack("<I", crc32c(content[at : at + 65536]))
+                for number, content in contents.items()
+                if number != 26
+                for at in range(0, len(content), 65536)
+            )
+            assert contents[26] == sums
         end = 64 + 32 * section_count
         for begin, finish in [*sorted(covered), (len(data), len(data))]:
             assert 0 <= begin - end < 64
@@ -61,11 +76,43 @@ class ParsedPack:
         assert len(self.sections[14]) == shards
         assert all(len(self.sections[k]) == samples for k in (5, 6, 7))
         assert set(self.sections[5].tolist()) <= set(range(-1, classes))
-        self.check_extents()
+        self.check_widths(shards, classes)
+        self.check_extents(version)
         self.check_folders()
         self.check_table()
         self.check_shards()
         self.check_parity()
+
+    @staticmethod
+    def values(number, content, width, count):
+        if number not in TYPES:
+            return content
+        full = np.dtype(TYPES[number])
+        if width == 0:
+            return np.frombuffer(content, full)
+        stored = np.frombuffer(content, f"<{full.kind}{width}")
+        assert len(stored) in (1, count)
+        return np.full(count, stored[0], full) if len(stored) == 1 else stored.astype(full)
+
+    def check_widths(self, shards, classes):
+        """Check that each column is as narrow as it may be, and no narrower."""
+        for number in sorted(NARROW & set(self.sections)):
+            column, full = self.sections[number], np.dtype(TYPES[number])
+            bounds = {
+                1: (0, int(max(self.sections[14], default=0))),
+                3: (0, max(shards - 1, 0)),
+                5: (-1, classes - 1),
+            }
+            low, high = bounds.get(
+                number, (int(column.min()), int(column.max())) if len(column) else (1, 0)
+            )
+            kinds = (np.iinfo(f"{full.kind}{width}") for width in (1, 2, 4, 8))
+            fitting = next(k for k in kinds if k.min <= low and high <= k.max).bits // 8
+            if 26 not in self.sections or not len(column):
+                expected = 0
+            else:
+                expected = 0 if fitting == full.itemsize and low != high else fitting
+            assert self.widths[number] == expected, number
 
     def strings(self, offsets, blob, count):
         bounds = self.sections[offsets].tolist()
@@ -74,7 +121,7 @@ class ParsedPack:
         assert bounds[-1] == len(self.sections[blob])
         return [self.sections[blob][bounds[k] : bounds[k + 1]] for k in range(count)]
 
-    def check_extents(self):
+    def check_extents(self, version):
         count = len(self.sections[1])
         assert all(len(self.sections[k]) == count for k in (2, 3, 4))
         assert (15 in self.sections) == (16 in self.sections)
@@ -88,9 +135,15 @@ class ParsedPack:
             assert (np.diff(first) > 1).any()
         else:
             assert count == len(self.names)
+        stored = self.sections.get(15, self.sections[2])
         for k in range(count):
-            assert int(self.sections[1][k]) % 64 == 0
+            is_small = version == 3 and stored[k] < 64
+            assert int(self.sections[1][k]) % (8 if is_small else 64) == 0
             self.extent(k)
+        needs_3 = len(self.names) > self.many_samples or any(
+            int(offset) % 64 for offset in self.sections[1]
+        )
+        assert version == (3 if needs_3 else 2)
 
     def extent(self, k):
         offset, length, shard = (int(self.sections[n][k]) for n in (1, 2, 3))

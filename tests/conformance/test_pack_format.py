@@ -16,6 +16,7 @@ from paceline.store import PackOptions, open_pack
 from paceline.store.write.index import build as index_module
 from paceline.store.write.index import name_table as table_module
 from paceline.store.write.index import sorted_runs as runs_module
+from paceline.store.write.index import stored as stored_module
 
 _spec = importlib.util.spec_from_file_location(
     "pack_parser", Path(__file__).with_name("pack_parser.py")
@@ -50,7 +51,7 @@ options = st.builds(
 
 def check(path, expected):
     """Compare a pack with what it should hold, by both readers."""
-    parsed = pack_parser.ParsedPack(path)
+    parsed = pack_parser.ParsedPack(path, stored_module.MANY_SAMPLES)
     assert (
         dict(zip(parsed.names, map(parsed.read, range(len(parsed.names))), strict=True)) == expected
     )
@@ -72,6 +73,7 @@ def few(request, monkeypatch):
         monkeypatch.setattr(index_module, "BLOCK_SAMPLES", 4)
         monkeypatch.setattr(table_module, "BUCKET_SAMPLES", 2)
         monkeypatch.setattr(table_module, "_BLOCK_SLOTS", 8)
+        monkeypatch.setattr(stored_module, "MANY_SAMPLES", 4)
 
 
 @pytest.mark.usefixtures("few")

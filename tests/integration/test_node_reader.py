@@ -12,12 +12,16 @@ import pytest
 from process_groups import run_ranks
 
 from paceline import store
+from paceline.core.errors import CorruptPack
 from paceline.store import SampleOrder, Samples, open_pack
 from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
 from paceline.store.feed.node.ring import NodeConfig, Ring, Word
 from paceline.store.feed.node.turns import TurnServer, TurnTuner
 from paceline.store.feed.sampler import RankBatches
+from paceline.store.format.header import parse_sections
+from paceline.store.format.layout import BLOCK_BYTES, Section
+from paceline.store.write.index.stored import IndexLayout
 
 COUNT = 1000
 DEADLINE_S = 60
@@ -257,12 +261,19 @@ def test_loaders_that_differ_are_refused(path, tmp_path):
     assert "seed" in said[1]["problem"]
 
 
+def database(path, bodies):
+    with (
+        lmdb.open(str(path), map_size=1 << 28) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for number, body in enumerate(bodies):
+            transaction.put(f"{number:05d}".encode(), body, append=True)
+
+
 def test_a_database_is_read_in_place(node, path, tmp_path):
-    with open_pack(path) as pack, lmdb.open(str(tmp_path / "data"), map_size=1 << 26) as database:
-        with database.begin(write=True) as transaction:
-            for number in range(len(pack)):
-                transaction.put(f"{number:05d}".encode(), pack.read(number))
+    with open_pack(path) as pack:
         expected = [pack.read(number) for number in range(len(pack))]
+    database(tmp_path / "data", expected)
     here = node(2, path=tmp_path / "data")
     assert [here.pack.read(number) for number in range(COUNT)] == expected
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
@@ -292,3 +303,23 @@ def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
     for here in nodes:
         assert here.take_pass(0, 1) == here.expected(0, 1)
         assert here.clients[0].own_reads == 0
+
+
+def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(IndexLayout, "needs_version_3", True)  # as with more samples
+    database(tmp_path / "data", [b"%d" % number * (number % 9) for number in range(20_000)])
+    here = node(2, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
+    assert here.pack.index.version == 3
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    assert sum(client.own_reads for client in here.clients) == 0
+    side_file = here.pack.side_file
+    content = bytearray(side_file.read_bytes())
+    content[parse_sections(content)[Section.OFFSETS].offset + BLOCK_BYTES] ^= 1
+    here.pack.close()
+    side_file.write_bytes(content)
+    damaged = node(1, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
+    assert damaged.clients[0].begin(0, 0).take(0, 1000) is None  # the reader plans none of it
+    first = damaged.order.samples(damaged.batches[0].positions(0, 1)[0])
+    with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 79999"):
+        damaged.pack.read_batch(first)

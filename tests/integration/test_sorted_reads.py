@@ -1,13 +1,18 @@
 """Reads of many samples in the order of storage: the same bytes as one by one, in fewer reads."""
 
+import lmdb
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import store
+from paceline.core.errors import CorruptPack
 from paceline.native import SortedReader
 from paceline.store import PackOptions, Samples, open_pack
+from paceline.store.format.header import parse_sections
+from paceline.store.format.layout import BLOCK_BYTES, Section
+from paceline.store.write.index.stored import MANY_SAMPLES
 
 PAGE = 4096
 
@@ -126,3 +131,32 @@ def test_a_target_that_is_too_small_is_refused(path):
             reader.read(plan, np.empty(plan.target_bytes - 1, np.uint8))
         with pytest.raises(IndexError):
             reader.plan(np.array([len(pack)]))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_no_damaged_block_of_an_index_is_planned_by(tmp_path, direct):
+    count = MANY_SAMPLES + 1_000
+    with (
+        lmdb.open(str(tmp_path / "x.mdb"), subdir=False, map_size=1 << 28) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for k in range(count):
+            transaction.put(b"%06d" % k, b"%d" % k * (k % 9), append=True)
+    with open_pack(tmp_path / "x.mdb") as pack:
+        ids = np.random.default_rng(2).permutation(count)[:20_000]
+        found, _ = read(reader_of(pack, direct=direct), ids)
+        assert found == [b"%d" % k * (k % 9) for k in ids.tolist()]
+        side_file = pack.side_file
+    content = bytearray(side_file.read_bytes())
+    place = parse_sections(content)[Section.OFFSETS]
+    content[place.offset + BLOCK_BYTES] ^= 1
+    side_file.write_bytes(content)
+    lost = range(BLOCK_BYTES // place.width, 2 * BLOCK_BYTES // place.width)
+    with open_pack(tmp_path / "x.mdb") as pack:
+        reader = reader_of(pack, direct=direct)
+        others = [k for k in ids.tolist() if k not in lost]
+        found, _ = read(reader, others)
+        assert found == [b"%d" % k * (k % 9) for k in others]
+        for ids in ([lost.start], [0, lost.stop - 1, 5]):
+            with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 131071"):
+                reader.plan(np.array(ids))

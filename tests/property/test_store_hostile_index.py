@@ -15,9 +15,10 @@ from paceline.store import Loader, LoaderOptions, PackOptions, open_pack
 from paceline.store.care.damage import verify_files
 from paceline.store.care.repair import repair_pack
 from paceline.store.format.header import parse_sections, resealed
-from paceline.store.format.layout import Section
+from paceline.store.format.layout import COLUMN_TYPES, Section
 from paceline.store.read.describe import describe_name, describe_pack
 from paceline.store.read.extract import extract
+from paceline.store.write.index.stored import IndexLayout
 
 BODIES = {
     "a/empty": b"",
@@ -43,7 +44,7 @@ WILD = (
     2**64 - 64,
     2**64 - 1,
 )
-OF_A_PACK = [int(section) for section in Section if section < Section.FILES]
+OF_A_PACK = [int(one) for one in Section if one not in (Section.FILES, Section.SOURCES)]
 HEADER_FIELDS = {
     "samples": (24, "<Q"),
     "folders": (32, "<Q"),
@@ -108,17 +109,21 @@ def all_doors(path, place, more):
     }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
+@pytest.fixture(scope="module", params=[2, 3])
+def place(tmp_path_factory, request):
+    """Return a folder with a pack in each version of the format."""
     place = tmp_path_factory.mktemp("hostile")
     for name, body in BODIES.items():
         path = place / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
     options = PackOptions(shard_bytes=1024, codec="zstd", parity_group=2)
-    store.pack(store.Folder(place / "source"), place / "good", options=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexLayout, "needs_version_3", request.param == 3)
+        store.pack(store.Folder(place / "source"), place / "good", options=options)
     index = (place / "good" / "index.pace").read_bytes()
-    assert set(parse_sections(index)) == set(OF_A_PACK)
+    missing = {Section.BLOCK_SUMS} if request.param == 2 else set()
+    assert set(parse_sections(index)) == set(OF_A_PACK) - missing
     return place
 
 
@@ -126,12 +131,17 @@ def broken(index, change):
     """Return the index with a change of a section's or the header's values, and right checksums."""
     content = bytearray(index)
     where, position, value, width = change
+    if isinstance(where, tuple):  # the width of that section's entries
+        numbers = list(parse_sections(content))
+        if where[0] in numbers:
+            struct.pack_into("<I", content, 64 + 32 * numbers.index(where[0]) + 28, value % 9)
+        return resealed(bytes(content))
     if isinstance(where, str):
         offset, form = HEADER_FIELDS[where]
         struct.pack_into(form, content, offset, value % (1 << 32 if form == "<I" else 1 << 64))
         return resealed(bytes(content))
-    place = parse_sections(content)[where]
-    if place.length < width:
+    place = parse_sections(content).get(where)
+    if place is None or place.length < width:
         return index
     at = place.offset + position % (place.length // width) * width
     content[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
@@ -139,7 +149,7 @@ def broken(index, change):
 
 
 changes = st.tuples(
-    st.sampled_from([*OF_A_PACK, *HEADER_FIELDS]),
+    st.sampled_from([*OF_A_PACK, *HEADER_FIELDS, *((int(section),) for section in COLUMN_TYPES)]),
     st.integers(0, 200),
     st.one_of(st.sampled_from(WILD), st.integers(0, 400)),
     st.sampled_from([1, 4, 8]),
@@ -166,6 +176,7 @@ def poke(place, section, position, value, width):
     shutil.rmtree(place / "pack", ignore_errors=True)
     shutil.copytree(place / "good", place / "pack")
     index = (place / "good" / "index.pace").read_bytes()
+    width = parse_sections(index)[section].width or width
     (place / "pack" / "index.pace").write_bytes(
         broken(index, (int(section), position, value, width))
     )
@@ -203,16 +214,18 @@ def test_appending_to_an_index_that_contradicts_itself_exits_with_4(
 
 def test_a_sample_that_claims_too_much_is_named_and_can_be_skipped(place):
     with open_pack(place / "good") as pack:
+        is_narrow = pack.index.version == 3
         sample = pack.find("a/text")
         assert pack.extents(sample)[0].codec == 1
         extent = int(pack.index.first_extents[sample])
-    path = poke(place, Section.LENGTHS, extent, 1 << 30, 8)
+    claim, why = 1 << 30, "claims 1073741824 bytes.*at most"
+    if is_narrow:  # the most that 2 bytes can claim
+        claim, why = (1 << 16) - 1, "zstd"
+    path = poke(place, Section.LENGTHS, extent, claim, 8)
     with open_pack(path) as pack:
-        with pytest.raises(
-            CorruptPack, match=r"'a/text'.*claims 1073741824 bytes.*at most"
-        ) as caught:
+        with pytest.raises(CorruptPack, match=rf"'a/text'.*{why}") as caught:
             pack.read_batch(range(len(pack)))
-        assert "index.pace" in caught.value.where
+        assert ("index.pace" in caught.value.where) != is_narrow
         assert [problem.what for problem in pack.verify()] == [caught.value.what]
         options = LoaderOptions(shuffle="none", workers=1, on_corrupt="skip")
         with Loader(pack, 5, rank=0, world_size=1, options=options) as loader:
@@ -222,7 +235,7 @@ def test_a_sample_that_claims_too_much_is_named_and_can_be_skipped(place):
 
 
 def test_a_batch_beyond_the_memory_that_is_free_is_an_error_that_says_so(tmp_path):
-    source = store.Samples([("huge", b"x" * 1000), ("small", b"y")])
+    source = store.Samples([("huge", b"x" * 1000), ("small", b"y" * 64)])
     store.pack(source, tmp_path / "pack")
     with (tmp_path / "pack" / "shard-00000.pace").open("r+b") as shard:
         shard.truncate(1 << 38)  # a file with a hole
@@ -238,4 +251,10 @@ def test_a_batch_beyond_the_memory_that_is_free_is_an_error_that_says_so(tmp_pat
                 MemoryExceeded, match=r"sample 0 'huge' is the largest.*274877906880"
             ):
                 read()
-        assert pack.read(1) == b"y"
+        assert pack.read(1) == b"y" * 64
+        options = LoaderOptions(shuffle="none", workers=1, on_corrupt="skip")
+        with (
+            Loader(pack, 2, rank=0, world_size=1, options=options) as loader,
+            pytest.raises(MemoryExceeded, match="sample 0 'huge' is the largest"),
+        ):
+            next(iter(loader))

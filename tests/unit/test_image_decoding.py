@@ -10,18 +10,23 @@ import pytest
 import torch
 from PIL import Image
 
+from paceline.native import decode_jpeg_part, jpeg_available
+from paceline.store.feed import images
 from paceline.store.feed.crops import CenterCrop, CropBox, RandomCrop, scale_denominator
 from paceline.store.feed.images import ImageDecoder
 
 NO_DRAWS = np.empty(0)
 
 
-@pytest.fixture(params=[True, False], ids=["simplejpeg", "Pillow alone"])
+@pytest.fixture(params=["core", "simplejpeg", "Pillow"])
 def decoder(request, monkeypatch):
-    if not request.param:
+    """A decoder of an installation that has all, or not the one, or neither of the two."""
+    if request.param != "core":
+        monkeypatch.setattr(images, "decode_jpeg_part", lambda *_: False)
+    if request.param == "Pillow":
         monkeypatch.setitem(sys.modules, "simplejpeg", None)
     decoder = ImageDecoder()
-    assert decoder.has_simplejpeg is request.param
+    assert decoder.has_simplejpeg is (request.param != "Pillow")
     return decoder
 
 
@@ -186,6 +191,74 @@ def test_a_crop_without_resizing_is_a_part_of_the_full_decode(decoder, kind):
         assert np.array_equal(target, part[:, ::-1] if box.flipped else part)
     assert len(boxes) > 30
     assert {box.flipped for box in boxes} == {True, False}
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "grey"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("denominator", [1, 2, 4, 8])
+def test_a_decoded_part_is_that_part_of_the_full_decode(subsampling, progressive, denominator):
+    image = Image.fromarray(photo(203, 171))
+    if subsampling == "grey":
+        body = encoded(image.convert("L"), progressive=progressive)
+    else:
+        body = encoded(image, quality=93, subsampling=subsampling, progressive=progressive)
+    full = scaled_by_pillow(body, denominator)
+    height, width, _ = full.shape
+    rng = np.random.default_rng(denominator)
+    whole = (0, 0, height, width)
+    for top, left, part_height, part_width in [whole, *_some_boxes(rng, height, width, 150)]:
+        part = np.empty((part_height, part_width, 3), np.uint8)
+        decoded = decode_jpeg_part(body, top, left, part_height, part_width, denominator, part)
+        assert decoded is jpeg_available()
+        wanted = full[top : top + part_height, left : left + part_width]
+        assert not decoded or np.array_equal(part, wanted), (top, left, part_height, part_width)
+
+
+def _some_boxes(rng, height, width, count):
+    for _ in range(count):
+        part_height, part_width = rng.integers(1, height + 1), rng.integers(1, width + 1)
+        top = rng.integers(0, height - part_height + 1)
+        left = rng.integers(0, width - part_width + 1)
+        yield int(top), int(left), int(part_height), int(part_width)
+
+
+def test_what_is_no_part_of_a_complete_jpeg_is_refused():
+    body = encoded(photo(64, 80))
+    part = np.empty((10, 10, 3), np.uint8)
+    assert decode_jpeg_part(body, 54, 70, 10, 10, 1, part) is jpeg_available()
+    wide = np.empty((1, 2**20, 3), np.uint8)
+    refused = [
+        (body, 55, 70, 10, 10, 1, part),
+        (body, 54, 71, 10, 10, 1, part),
+        (body, 2**32 - 1, 0, 10, 10, 1, part),
+        (body, 0, 2**32 - 5, 10, 10, 1, part),
+        (body, 0, 0, 1, 2**20, 1, wide),
+        (body, 0, 0, 10, 11, 1, part),
+        (body, 0, 0, 0, 0, 1, part[:0]),
+        (body, 0, 0, 10, 10, 0, part),
+        (body, 0, 0, 10, 10, 1000, part),
+        (body[:-2], 0, 0, 10, 10, 1, part),
+        (body[:200] + body[-2:], 0, 0, 10, 10, 1, part),
+        (b"\xff\xd8\xff\xd9" * 3, 0, 0, 10, 10, 1, part),
+        (b"", 0, 0, 10, 10, 1, part),
+        (encoded(photo(64, 80), "PNG"), 0, 0, 10, 10, 1, part),
+        (encoded(photo(64, 80), mode="CMYK"), 0, 0, 10, 10, 1, part),
+    ]
+    assert [decode_jpeg_part(*arguments) for arguments in refused] == [False] * len(refused)
+    assert decode_jpeg_part(body, 0, 0, 10, 10, 1, part) is jpeg_available()
+    with pytest.raises(BufferError):
+        decode_jpeg_part(body, 0, 0, 10, 10, 1, bytes(300))
+
+
+def test_damage_inside_a_jpeg_is_refused_or_decoded_and_never_more():
+    body = encoded(photo(64, 80), quality=95)
+    rng = np.random.default_rng(0)
+    part = np.empty((64, 80, 3), np.uint8)
+    for _ in range(2000):
+        damaged = bytearray(body)
+        for at in rng.integers(2, len(body) - 2, rng.integers(1, 5)):
+            damaged[at] = rng.integers(0, 256)
+        assert decode_jpeg_part(bytes(damaged), 0, 0, 64, 80, 1, part) in (True, False)
 
 
 def test_a_resized_crop_is_near_what_pillow_makes_of_it(decoder):

@@ -1,11 +1,15 @@
-"""Packs of older format versions stay readable: tests/golden/pack-v1 was written by version 1."""
+"""Packs of all format versions stay readable: tests/golden/pack-vN was written by version N."""
 
 import stat
 from pathlib import Path
 
-from paceline.store import open_pack
+import pytest
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "pack-v1"
+from paceline.store import open_pack
+from paceline.store.care.damage import verify_files
+from paceline.store.read.describe import describe_pack
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 BODIES = {
     "cat-tail": b"",
     "cat.txt": b"root file",
@@ -16,8 +20,11 @@ BODIES = {
 }
 
 
-def test_a_pack_of_version_1_stays_readable():
-    with open_pack(GOLDEN) as pack:
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_pack_of_each_version_stays_readable(version):
+    path = GOLDEN / f"pack-v{version}"
+    with open_pack(path) as pack:
+        assert describe_pack(pack).format_version == version
         assert list(pack.names) == list(BODIES)
         assert [pack.read(k) for k in range(len(pack))] == list(BODIES.values())
         assert [pack.find(name) for name in BODIES] == list(range(6))
@@ -29,3 +36,4 @@ def test_a_pack_of_version_1_stays_readable():
         assert set(pack.mtimes_ns.tolist()) == {1_700_000_000_123_456_789}
         assert pack.shard_count == 3
         assert list(pack.verify()) == []
+    assert verify_files(path) == (0 if version == 1 else 5, [])  # shards and parity files

@@ -77,6 +77,27 @@ def test_a_pack_that_cannot_fit_is_refused_with_both_numbers(source, tmp_path, f
     assert store.pack(store.Folder(source), tmp_path / "pack").sample_count == COUNT
 
 
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_a_dry_run_computes_decides_to_the_byte(source, tmp_path, free, kind, missing):
+    options = PackOptions(parity_group=2, shard_bytes=20_000)
+    what = store.Folder(source)
+    if kind == "tar":
+        with tarfile.open(tmp_path / "source.tar", "w") as archive:
+            archive.add(source, "top")
+        what = store.Archives(tmp_path / "source.tar")
+    before = entries(tmp_path)
+    planned = store.plan_pack(what, tmp_path / "pack", options=options)
+    free(planned.pack_bytes - missing)
+    if missing:
+        with pytest.raises(StorageError, match="too little space for the pack"):
+            store.pack(what, tmp_path / "pack", options=options)
+        assert entries(tmp_path) == before
+    else:
+        summary = store.pack(what, tmp_path / "pack", options=options)
+        assert summary.pack_bytes == planned.pack_bytes
+
+
 def test_the_check_can_be_left_out(source, tmp_path, free):
     free(10)
     options = PackOptions(check_space=False)
@@ -96,7 +117,7 @@ def test_where_only_a_bound_is_known_a_warning_says_so(source, tmp_path, free, c
         entry = tarfile.TarInfo("x")
         entry.size = 90_000
         archive.addfile(entry, io.BytesIO(bytes(90_000)))
-    store.pack(store.Archives(tmp_path / "a.tar"), tmp_path / "other")
+    store.pack(store.Archives(tmp_path / "a.tar"), tmp_path / "other", options=options)
     assert "may be too little space" in caplog.text
 
 

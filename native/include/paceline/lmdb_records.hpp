@@ -83,9 +83,10 @@ class LmdbRecords {
   Node node(const Level& level, std::uint32_t index) const;
   void request_below(const Level& branch) const;
   void fill(LmdbBlock& block, std::size_t count);
-  void add(LmdbBlock& block, const Level& leaf);
+  void add_leaf(LmdbBlock& block, Level& leaf, std::size_t count);
+  std::uint64_t offset_of(const Level& leaf, const Node& record) const;
   void add_name(LmdbBlock& block, std::string_view key) const;
-  void check_order(std::string_view key);
+  void check_order(std::string_view last, std::string_view key) const;
   [[noreturn]] void fail(const std::string& why) const;
 
   Mapping file_;

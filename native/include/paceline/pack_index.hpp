@@ -6,10 +6,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,8 +20,9 @@
 
 namespace paceline {
 
-constexpr std::uint32_t pack_format_version = 2;
+constexpr std::uint32_t pack_format_version = 3;
 
+// A column may be narrower than it says here (SectionEntry::width).
 enum class Section : std::uint32_t {
   offsets = 1,           // u64[extents], within the shard
   lengths = 2,           // u64[extents], uncompressed
@@ -45,8 +49,15 @@ enum class Section : std::uint32_t {
   parity_digests = 23,   // u8[32 * parity files]
   files = 24,            // u64[shards + 1], then bytes: the shards are these files of the user's
   sources = 25,          // SourcesHeader, SourceState[shards]: what these files were; with 24
+  block_sums = 26,       // u32[blocks of all other sections]; absent: a section is one block
 };
-constexpr std::uint32_t last_section = 25;
+constexpr std::uint32_t last_section = 26;
+constexpr bool is_known_section(std::uint32_t id) noexcept {
+  return id >= 1 && id <= last_section;
+}
+// A section is verified in blocks of so many bytes, each when it is first touched.
+constexpr unsigned sum_block_bits = 16;
+constexpr std::uint64_t sum_block_bytes = std::uint64_t{1} << sum_block_bits;
 
 enum class Codec : std::uint8_t { none = 0, zstd = 1 };
 constexpr std::uint8_t last_codec = 1;
@@ -77,7 +88,9 @@ struct SectionEntry {
   std::uint64_t offset;  // from the start of the index, a multiple of 64
   std::uint64_t length;
   std::uint32_t checksum;
-  std::uint32_t reserved;
+  // Bytes of an entry of a column that is narrower than its type, from version 3 on: 1, 2, 4 or 8.
+  // One entry then stands for all. 0: as wide as its type.
+  std::uint32_t width;
 };
 static_assert(sizeof(SectionEntry) == 32);
 constexpr std::uint32_t section_required = 1;
@@ -191,6 +204,31 @@ class LatestState {
   std::atomic<const Node*> latest_;
 };
 
+class PackIndex;
+
+// The entries of a section, each verified with its block when it is first touched. Valid as long as
+// the index; used within PackIndex::read.
+template <class T>
+class Column {
+ public:
+  std::uint64_t size() const noexcept { return size_; }
+  bool empty() const noexcept { return size_ == 0; }
+  T operator[](std::uint64_t i) const;
+
+ private:
+  friend class PackIndex;
+
+  const PackIndex* index_ = nullptr;
+  const std::byte* data_ = nullptr;
+  std::uint64_t size_ = 0;
+  std::uint64_t first_block_ = 0;
+  std::uint32_t section_ = 0;
+  std::uint8_t block_bits_ = 0;
+  std::uint8_t width_bits_ = 0;
+  bool is_constant_ = false;
+  T constant_{};
+};
+
 // The hash of the name table: FNV-1a with the finaliser of MurmurHash3, both of 64 bits.
 std::uint64_t name_hash(std::string_view name) noexcept;
 
@@ -212,9 +250,14 @@ class PackIndex {
   // Looks at the file, if that was not done within the last 20 ms, or `now`: what was read of it before
   // is what it was when it was opened. Throws PackError if it was changed since, or cut off.
   void check_file(bool now = false) const;
-  // Checks all that the sections say about each other, which is otherwise checked where it is used:
-  // for those who use whole columns. Throws PackError.
+  // Verifies the bytes of a section, those of all sections. Throws PackError.
+  void verify_section(Section id) const;
+  void verify_sections() const;
+  // Verifies all sections, and all that they say about each other, which is otherwise checked where
+  // it is used: for those who use whole columns. Throws PackError.
   void check_content() const;
+  // Starts to read what is not verified yet of the entries that reading these samples takes.
+  void request(std::span<const std::int64_t> samples) const;
 
   const std::string& path() const noexcept { return file_.path(); }
   std::uint32_t version() const noexcept { return header_.version; }
@@ -224,7 +267,7 @@ class PackIndex {
   std::uint32_t class_count() const noexcept { return header_.class_count; }
   std::uint32_t shard_count() const noexcept { return header_.shard_count; }
   // Whether the shards are the user's own files; then there is a `sources` and a `source_state`.
-  bool is_in_place() const noexcept { return !file_offsets_.empty(); }
+  bool is_in_place() const noexcept { return is_in_place_; }
   const SourcesHeader& sources() const noexcept { return sources_; }
   SourceState source_state(std::uint32_t shard) const;
   // Whether the samples have checksums: of data in place they are computed on request.
@@ -235,17 +278,13 @@ class PackIndex {
   std::span<const std::byte> head() const noexcept { return head_; }
   std::span<const std::byte> bytes() const noexcept { return file_.bytes(); }
 
-  // Views into the mapping: valid as long as this object.
-  std::span<const std::uint64_t> lengths() const noexcept { return lengths_; }  // of extents
-  std::span<const std::int32_t> labels() const noexcept { return labels_; }
-  std::span<const std::uint32_t> modes() const noexcept { return modes_; }
-  std::span<const std::int64_t> mtimes() const noexcept { return mtimes_; }
+  const Column<std::int32_t>& labels() const noexcept { return labels_; }
+  const Column<std::uint32_t>& modes() const noexcept { return modes_; }
+  const Column<std::int64_t>& mtimes() const noexcept { return mtimes_; }
   const std::vector<std::uint64_t>& shard_lengths() const noexcept { return shard_lengths_; }
   std::uint64_t shard_bytes() const noexcept { return shard_bytes_; }  // of all; saturates
-  std::span<const std::uint64_t> first_extents() const noexcept { return first_extents_; }
-  std::span<const std::byte> section(Section id) const noexcept {
-    return sections_[static_cast<std::uint32_t>(id)];
-  }
+  // A view into the mapping, not verified by this.
+  std::span<const std::byte> section(Section id) const noexcept { return place(id).bytes; }
 
   std::string_view name(std::uint64_t sample) const { return samples_.at(sample); }
   std::string_view class_name(std::uint64_t index) const { return classes_.at(index); }
@@ -264,33 +303,80 @@ class PackIndex {
   std::uint64_t claimed_length(std::uint64_t sample) const;
 
  private:
+  template <class T>
+  friend class Column;
+
+  struct Place {  // of a section
+    std::span<const std::byte> bytes;
+    std::uint64_t first_block = 0;  // among the blocks of all sections
+    std::uint64_t block_count = 0;
+    std::uint32_t number = 0;
+    std::uint32_t checksum = 0;
+    std::uint32_t width = 0;
+    std::uint8_t block_bits = 0;
+  };
+
+  // What is known of the blocks. Threads that verify a block are counted, so that whoever finds that
+  // the file was changed meanwhile verifies it again, as all blocks that were used.
+  class Blocks {
+   public:
+    explicit Blocks(std::uint64_t count = 0) : states_(new std::atomic<std::uint16_t>[count]()) {}
+    bool verified(std::uint64_t block) const noexcept {
+      return (states_[block].load(std::memory_order_acquire) & verified_bit) != 0;
+    }
+    bool touched(std::uint64_t block) const noexcept { return states_[block].load() != 0; }
+    void begin(std::uint64_t block) const noexcept { states_[block].fetch_add(1); }
+    // Returns whether it is news that the block is verified.
+    bool end(std::uint64_t block, bool is_right) const noexcept {
+      const bool was_right =
+          is_right && (states_[block].fetch_or(verified_bit) & verified_bit) != 0;
+      states_[block].fetch_sub(1);
+      return is_right && !was_right;
+    }
+
+   private:
+    static constexpr std::uint16_t verified_bit = 0x8000;
+    std::unique_ptr<std::atomic<std::uint16_t>[]> states_;
+  };
+
   struct Strings {
-    std::span<const std::uint64_t> offsets;
-    std::string_view blob;
-    const std::string* file = nullptr;
-    std::string_view at(std::uint64_t index) const;
+    Column<std::uint64_t> offsets;
+    const Place* blob = nullptr;
+    const PackIndex* index = nullptr;
+    std::string_view at(std::uint64_t number) const;
   };
 
   void read_header();
   void read_sections();
+  void read_sums();
   void read_columns();
   void look_at_file(std::uint64_t now_ns) const;
-  void check_sections() const;
+  void check_touched_blocks() const;
+  const Place& place(Section id) const noexcept { return places_[static_cast<std::uint32_t>(id)]; }
+  std::span<const std::byte> block(const Place& place, std::uint64_t number) const noexcept;
+  void verify_block(const Place& place, std::uint64_t number) const;
+  void verify_bytes(const Place& place, std::uint64_t begin, std::uint64_t end) const;
+  template <class T>
+  void read_verified(const Place& place, std::uint64_t at, T& target) const;
   void check_names() const;
   void check_extents() const;
   void check_folders() const;
   void check_digests() const;
   [[noreturn]] void fail_unreadable() const;
   void check_claim(std::uint64_t index, const Extent& extent) const;
-  std::uint64_t sample_of(std::uint64_t extent) const noexcept;
+  std::uint64_t sample_of(std::uint64_t extent) const;
   [[noreturn]] void fail_extent(std::uint64_t index, const std::string& why) const;
   void read_extents();
   void read_folders();
   void read_files();
   void order_folders();
   bool has(Section id) const noexcept { return section(id).data() != nullptr; }
+  [[noreturn]] void fail_section(Section id) const;
+  // A small section, verified as a whole.
   template <class T>
   std::span<const T> array(Section id, std::uint64_t count) const;
+  template <class T>
+  Column<T> column(Section id, std::uint64_t count) const;
   Strings strings(Section offsets, Section blob, std::uint64_t count) const;
   std::int64_t find_in_table(std::string_view name) const;
 
@@ -304,24 +390,28 @@ class PackIndex {
   mutable LatestState state_;
   std::vector<std::byte> head_;
   PackHeader header_{};
-  std::vector<std::span<const std::byte>> sections_;  // by id
-  std::span<const std::uint64_t> offsets_;
-  std::span<const std::uint64_t> lengths_;
-  std::span<const std::uint64_t> stored_lengths_;
-  std::span<const std::uint32_t> shards_;
-  std::span<const std::uint32_t> checksums_;
-  std::span<const std::uint8_t> codecs_;
-  std::span<const std::uint64_t> first_extents_;
-  std::span<const std::int32_t> labels_;
-  std::span<const std::uint32_t> modes_;
-  std::span<const std::int64_t> mtimes_;
+  std::vector<Place> places_;  // by number of the section; no bytes: the pack does not have it
+  std::vector<std::uint32_t> sums_;  // of blocks; own: the file may change
+  Blocks blocks_;
+  // Blocks of the columns of `request` that are not verified yet.
+  mutable std::atomic<std::uint64_t> unverified_{0};
+  Column<std::uint64_t> offsets_;
+  Column<std::uint64_t> lengths_;
+  Column<std::uint64_t> stored_lengths_;
+  Column<std::uint32_t> shards_;
+  Column<std::uint32_t> checksums_;
+  Column<std::uint8_t> codecs_;
+  Column<std::uint64_t> first_extents_;
+  Column<std::int32_t> labels_;
+  Column<std::uint32_t> modes_;
+  Column<std::int64_t> mtimes_;
   std::vector<std::uint64_t> shard_lengths_;  // own: looked at for each extent
   std::uint64_t shard_bytes_ = 0;
-  std::span<const std::uint64_t> file_offsets_;
+  bool is_in_place_ = false;
   SourcesHeader sources_{};
-  std::span<const std::uint64_t> name_table_;
-  std::span<const std::uint64_t> folder_samples_;
-  std::span<const std::uint64_t> folder_ends_;
+  Column<std::uint64_t> name_table_;
+  Column<std::uint64_t> folder_samples_;
+  Column<std::uint64_t> folder_ends_;
   Strings samples_;
   Strings folders_;
   Strings classes_;
@@ -330,5 +420,27 @@ class PackIndex {
   std::vector<std::uint64_t> own_folder_samples_;
   std::vector<std::uint64_t> own_folder_ends_;
 };
+
+template <class T>
+T Column<T>::operator[](std::uint64_t i) const {
+  if (is_constant_) return constant_;
+  const std::uint64_t at = i << width_bits_;
+  const std::uint64_t block = at >> block_bits_;
+  if (!index_->blocks_.verified(first_block_ + block)) [[unlikely]] {
+    index_->verify_block(index_->places_[section_], block);
+  }
+  // The entry as an unsigned and, where T is signed, as a signed number.
+  const auto load = [&](auto narrow) {
+    std::memcpy(&narrow, data_ + at, sizeof narrow);
+    return static_cast<T>(narrow);
+  };
+  constexpr bool is_signed = std::is_signed_v<T>;
+  switch (width_bits_) {
+    case 0: return load(std::conditional_t<is_signed, std::int8_t, std::uint8_t>{});
+    case 1: return load(std::conditional_t<is_signed, std::int16_t, std::uint16_t>{});
+    case 2: return load(std::conditional_t<is_signed, std::int32_t, std::uint32_t>{});
+    default: return load(std::conditional_t<is_signed, std::int64_t, std::uint64_t>{});
+  }
+}
 
 }  // namespace paceline

@@ -179,6 +179,7 @@ class PackReader {
   void request(std::vector<ExtentRead>& reads) const;
   void load(ExtentRead& read) const;
   bool times_show_writes(const ExtentRead& read) const;
+  std::span<const std::byte> own_pages(const ExtentRead& read) const;
   void copy(ExtentRead& read) const;
   void decode(ExtentRead& read) const;
   void read_direct(ExtentRead& read) const;

@@ -61,7 +61,7 @@ std::vector<FileRead> read_files(int descriptor, const NameList& names,
                                   std::span<std::byte> target, bool follow, int threads);
 
 struct Encoded {
-  std::vector<std::byte> bytes;           // aligned to 64 like the samples were
+  std::vector<std::byte> bytes;           // aligned like the samples were
   std::vector<std::uint64_t> positions;   // within `bytes`
   std::vector<std::uint64_t> lengths;     // stored
   std::vector<std::uint8_t> codecs;

@@ -100,8 +100,8 @@ class Victim:
                 samples.add(index.sample_of(extent))
         return samples
 
-    def refuses_to_open(self, name: str, content: bytes) -> bool:
-        """Return whether opening a pack with this file must fail."""
+    def is_refused(self, name: str, content: bytes) -> bool:
+        """Return whether opening a pack with this file must fail, or verifying its index."""
         before = self.files[name]
         if name.startswith("parity"):
             return False
@@ -200,7 +200,7 @@ def _look(
     victim: Victim, name: str, content: bytes, open_before: Pack | None, how: dict[str, Any]
 ) -> tuple[str, str]:
     """Return the outcome of the damage ("" = none is visible), and what is wrong with it."""
-    refused = victim.refuses_to_open(name, content)
+    refused = victim.is_refused(name, content)
     harmed = victim.harmed(name, content) if name.startswith("shard") else set()
     wrong = _files_wrong(victim, name, content)
     if wrong:
@@ -215,8 +215,10 @@ def _look(
                 return "", f"named {problem.where}"
             return "detected", ""
         if refused:
-            pack.close()
-            return "", "opened although its files are damaged"
+            with pack:
+                if name != _INDEX:
+                    return "", "opened although its files are damaged"
+                return "detected", _read_beside_damage(victim, pack)
     else:
         pack = open_before
     with pack:
@@ -225,6 +227,24 @@ def _look(
     if seen[1]:
         return seen
     return ("detected" if harmed or refused or seen[0] else "", "")
+
+
+def _read_beside_damage(victim: Victim, pack: Pack) -> str:
+    """Read a pack of which the index is damaged where opening it does not look."""
+    index = str(victim.path / _INDEX)
+    named = [problem.where for problem in pack.verify()]
+    if named != [index]:
+        return f"verify named {named}, the index was damaged"
+    for k, body in enumerate(victim.bodies):
+        try:
+            found = pack.read(k)
+        except CorruptData as problem:
+            if problem.where != index:
+                return f"sample {k} was refused: {problem}"
+        else:
+            if found != body:
+                return f"sample {k} came back wrong from behind a damaged index"
+    return ""
 
 
 def _files_wrong(victim: Victim, name: str, content: bytes) -> str:

@@ -267,7 +267,7 @@ class _Repair:
         require_space(path, byte_count, byte_count, what="the parity file", fix=fix)
 
         def fill(descriptor: int) -> bool:
-            header = file_header(FileMagic.PARITY, number, self._index.version)
+            header = file_header(FileMagic.PARITY, number)
             write_all_at(descriptor, header, 0)
             length = int(self._index.parity_lengths[number]) - HEADER_BYTES
             group = self._index.parity_group_of(number * self._index.parity_group)

@@ -10,6 +10,7 @@ from paceline.core.files import require_space, write_all_at
 from paceline.store.care.damage import OpenFile, ShardState, fits
 from paceline.store.care.replace_file import replace_file
 from paceline.store.format.layout import (
+    FILE_VERSION,
     HEADER_BYTES,
     FileMagic,
     file_header,
@@ -163,7 +164,7 @@ class ShardRepair:
         for head in self._sources.unchecked(shard, 0, HEADER_BYTES):
             if is_file_header(head, FileMagic.SHARD, shard):
                 return head
-        return file_header(FileMagic.SHARD, shard, self._index.version)
+        return file_header(FileMagic.SHARD, shard, min(self._index.version, FILE_VERSION))
 
     def _note(
         self, state: ShardState, extent: int | None, recovered_from: str, why: str = ""

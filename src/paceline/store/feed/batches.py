@@ -29,6 +29,7 @@ from paceline.store.feed.crops import ImageCrop, output_size
 from paceline.store.feed.images import ImageDecoder, is_jpeg
 from paceline.store.feed.node.client import NodeSamples
 from paceline.store.feed.options import StageTimes
+from paceline.store.feed.stacking import TensorStack, recycled
 
 if TYPE_CHECKING:
     from paceline.store.feed.node.client import NodePass
@@ -142,6 +143,7 @@ class BatchMaker:
         self.options = options
         self.transform = transform
         self.collate = collate or torch.utils.data.default_collate
+        self.stacks = collate is None
         self.raw = transform is None and options.decode is None and collate is None
         self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
@@ -179,7 +181,7 @@ class BatchMaker:
         draws = self.crop.draws(self.options.seed, task.epoch, numbers) if self.crop else None
         making = _Making(bodies, numbers, draws, stages)
         samples: Any = bodies if self.raw else self._process(making)
-        skipped += [self.pack.names[int(numbers[index])] for index in making.failures]
+        skipped += [self._name(int(numbers[index])) for index in making.failures]
         labels = torch.from_numpy(self.pack.labels_of(making.numbers).astype(np.int64))
         content: tuple[Any, ...] = (samples, labels)
         if self.options.numbers:
@@ -226,6 +228,8 @@ class BatchMaker:
             items = self._items(making)
         finally:
             self.at.pop(making.worker, None)
+        if isinstance(items, torch.Tensor):
+            return items
         began_s = time.perf_counter()
         try:
             return self.collate(items)
@@ -238,7 +242,7 @@ class BatchMaker:
                 "give a collate",
             ) from error
         finally:
-            making.stages.collate_s = time.perf_counter() - began_s
+            making.stages.collate_s += time.perf_counter() - began_s
 
     def _shape_in_place(self, making: _Making) -> tuple[int, int] | None:
         """Return the one shape of all images if they go straight into the batch's memory."""
@@ -252,7 +256,7 @@ class BatchMaker:
     def _decode_in_place(self, making: _Making, shape: tuple[int, int]) -> torch.Tensor:
         began_s = time.perf_counter()
         try:
-            pixels_NHWC = np.empty((len(making.numbers), *shape, 3), np.uint8)  # noqa: N806
+            pixels = recycled((len(making.numbers), *shape, 3), torch.uint8)
         except MemoryError as error:
             raise MemoryExceeded(
                 "the decoded batch does not fit into memory",
@@ -264,15 +268,15 @@ class BatchMaker:
             zip(making.bodies, making.numbers.tolist(), strict=True)
         ):
             self.at[making.worker] = number
-            self._decode(making, index, body, pixels_NHWC[index])
+            self._decode(making, index, body, pixels[index].numpy())
         if making.failures:
-            pixels_NHWC = pixels_NHWC[self._without_failures(making)]  # noqa: N806
+            pixels = pixels[self._without_failures(making)]
         making.stages.decode_s = time.perf_counter() - began_s
-        return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2)
+        return pixels.permute(0, 3, 1, 2)
 
-    def _items(self, making: _Making) -> list[Any]:
-        """Return the transformed samples."""
-        items, clock = [], time.perf_counter
+    def _items(self, making: _Making) -> list[Any] | torch.Tensor:
+        """Return the transformed samples; stacked if they are tensors that torch would stack."""
+        stack, clock = TensorStack(len(making.numbers) if self.stacks else 0), time.perf_counter
         transform = self.transform if self.transform is not None else _unchanged
         began_s = clock()
         for index, (body, number) in enumerate(
@@ -288,16 +292,20 @@ class BatchMaker:
                 decoded_s = clock()
                 making.stages.decode_s += decoded_s - began_s
                 began_s = decoded_s
-            items.append(self._transformed(transform, item, number))
+            item = self._transformed(transform, item, number)
             if self.decoder is not None:
                 transformed_s = clock()
                 making.stages.transform_s += transformed_s - began_s
-                began_s = transformed_s
+                stack.add(item)
+                began_s = clock()
+                making.stages.collate_s += began_s - transformed_s
+            else:
+                stack.add(item)
         if self.decoder is None:
             making.stages.transform_s = clock() - began_s
         if making.failures:
             self._without_failures(making)
-        return items
+        return stack.items if stack.batch is None else stack.batch
 
     def _transformed(self, transform: Callable[[Any], Any], item: Any, number: int) -> Any:
         try:
@@ -353,13 +361,19 @@ class BatchMaker:
                 self.pack.read(number)
                 good.append(number)
             except CorruptPack:
-                skipped.append(self.pack.names[number])
+                skipped.append(self._name(number))
         if not good:
             raise damage
         return np.array(good, np.int64), skipped
 
     def _named(self, number: int) -> str:
-        return f"sample {number} {self.pack.names[number]!a}"
+        return f"sample {number} {self._name(number)!a}"
+
+    def _name(self, number: int) -> str:
+        try:
+            return self.pack.names[number]
+        except CorruptPack:  # the index is damaged there, too
+            return "?"
 
 
 class _ReadClock:

@@ -45,6 +45,10 @@ class CropBox(NamedTuple):
         top, left, height, width = (value // denominator for value in self[:4])
         return CropBox(top, left, height, width, self.flipped)
 
+    def part_of(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return a view of the part of an image, shape (height, width, 3)."""
+        return pixels[self.top : self.top + self.height, self.left : self.left + self.width]
+
 
 def scale_denominator(box: CropBox, height: int, width: int) -> int:
     """Return 1, 2, 4 or 8: the most by which an image can be decoded smaller.

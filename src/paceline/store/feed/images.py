@@ -1,9 +1,10 @@
 """Decodes images to RGB pixels: JPEG by libjpeg-turbo (simplejpeg), everything else by Pillow.
 
 Both decode a JPEG to the same bytes, since Pillow's wheels contain libjpeg-turbo, too; simplejpeg
-writes them where they belong, without the copies that Pillow makes on the way. Pillow is the judge:
-what simplejpeg refuses (CMYK, a warning of the library, damage) is given to Pillow, and an image
-that Pillow decodes is decoded.
+writes them where they belong, without the copies that Pillow makes on the way. A part of a JPEG is
+decoded by the core (native/src/jpeg.cpp): no Python binding can. Pillow is the judge: what these
+refuse (CMYK, a warning of the library, damage) is given to Pillow, and an image that Pillow decodes
+is decoded.
 
 Pixels are uint8, shape (height, width, 3), as libjpeg-turbo writes them. Alpha is dropped, not
 blended; of 16 bits per channel the upper 8 are kept; EXIF orientation is not applied.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional
 
 from paceline.core.errors import Missing
+from paceline.native import acquire_buffer, decode_jpeg_part
 from paceline.store.feed.crops import output_size, scale_denominator
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class ImageDecoder:
         """
         size = self.jpeg_size(body)
         if size is not None:
-            target = np.empty((*size, 3), np.uint8) if out is None else out
+            target = _pixels(*size) if out is None else out
             if self._decode_jpeg(body, target, 1):
                 return target
         pixels = _by_pillow(body, 1)
@@ -95,7 +97,8 @@ class ImageDecoder:
         """Decode the part of an image that is shown, resized to the shape of `out`.
 
         A JPEG is decoded to 1/2, 1/4 or 1/8 of its size, by libjpeg-turbo's scaled inverse DCT, as
-        long as the part keeps at least as many pixels as `out` has. Resizing is bilinear with
+        long as the part keeps at least as many pixels as `out` has; and no more of it than the
+        part, where the core has libjpeg-turbo, to the same pixels. Resizing is bilinear with
         antialiasing.
 
         Args:
@@ -111,12 +114,16 @@ class ImageDecoder:
         if size is not None:
             box = crop.box(*size, draws)
             denominator = scale_denominator(box, *out.shape[:2])
+            scaled = box.scaled(denominator)
+            part = self._scratch((scaled.height, scaled.width, 3))
+            if decode_jpeg_part(body, *scaled[:4], denominator, part):
+                return _show(part, scaled.flipped, out)
             scaled_size = tuple(-(-pixels // denominator) for pixels in size)
             pixels = self._scratch((*scaled_size, 3))
             if self._decode_jpeg(body, pixels, denominator):
-                return _resize(pixels, box.scaled(denominator), out)
-        box, denominator, pixels = _crop_by_pillow(body, crop, draws)
-        return _resize(pixels, box.scaled(denominator), out)
+                return _show(scaled.part_of(pixels), scaled.flipped, out)
+        scaled, pixels = _crop_by_pillow(body, crop, draws)
+        return _show(scaled.part_of(pixels), scaled.flipped, out)
 
     def _decode_jpeg(self, body: Body, out: NDArray[np.uint8], denominator: int) -> bool:
         """Decode a JPEG at 1 / `denominator` of its size; return False if simplejpeg refuses it."""
@@ -140,15 +147,18 @@ class ImageDecoder:
         return own
 
 
+def _pixels(height: int, width: int) -> NDArray[np.uint8]:
+    """Return recycled memory for an image: fresh pages take as long as a part of decoding."""
+    return acquire_buffer(height * width * 3).reshape(height, width, 3)
+
+
 def is_jpeg(body: Body) -> bool:
     """Return whether these bytes begin as a JPEG does."""
     return bytes(body[:3]) == _JPEG
 
 
-def _resize(pixels: NDArray[np.uint8], box: CropBox, out: NDArray[np.uint8]) -> None:
-    """Write the part of an image in the box to `out`, resized to its shape and perhaps mirrored."""
-    top, left, height, width, flipped = box
-    part = pixels[top : top + height, left : left + width]
+def _show(part: NDArray[np.uint8], flipped: bool, out: NDArray[np.uint8]) -> None:
+    """Write a part of an image to `out`, resized to its shape and perhaps mirrored."""
     if part.shape != out.shape:
         # As (1, 3, height, width) in the memory format channels_last, for which torch has its
         # fastest code.
@@ -162,16 +172,16 @@ def _resize(pixels: NDArray[np.uint8], box: CropBox, out: NDArray[np.uint8]) -> 
 
 def _crop_by_pillow(
     body: Body, crop: ImageCrop, draws: NDArray[np.float64]
-) -> tuple[CropBox, int, NDArray[np.uint8]]:
-    """Return the part to show, the denominator of the size that was decoded, and the pixels."""
+) -> tuple[CropBox, NDArray[np.uint8]]:
+    """Return an image's pixels, perhaps at a smaller size, and the box to show of them."""
     from PIL import Image
 
     with Image.open(io.BytesIO(body)) as image:
         width, height = image.size
         box = crop.box(height, width, draws)
-        is_jpeg = image.format in ("JPEG", "MPO")
-        denominator = scale_denominator(box, *output_size(crop.size)) if is_jpeg else 1
-    return box, denominator, _by_pillow(body, denominator)
+        is_scalable = image.format in ("JPEG", "MPO")
+    denominator = scale_denominator(box, *output_size(crop.size)) if is_scalable else 1
+    return box.scaled(denominator), _by_pillow(body, denominator)
 
 
 def _by_pillow(body: Body, denominator: int) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 import torch.utils.data
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["Loader", "LoaderIterator", "PackDataset", "RawSamples"]
+
+_MEASURED_SAMPLES = 1024
 
 
 class Loader:
@@ -244,7 +247,7 @@ class Loader:
         if self._processes is None:
             options, workers = self.options, worker_count(self.options)
             share = self.batches.global_batch_size / self.batches.world_size
-            batch_bytes = share * float(self.pack.lengths.mean()) if len(self.pack) else 0.0
+            batch_bytes = share * _mean_length(self.pack)
             ahead = min(options.batches_ahead, options.bytes_ahead / max(1.0, batch_bytes))
             check_shared_memory(int(batch_bytes * (max(1, int(ahead / workers)) * workers + 1)))
             self._processes = torch.utils.data.DataLoader(
@@ -400,6 +403,14 @@ class _TaskSource:
     def __len__(self) -> int:
         loader = self._loader()
         return 0 if loader is None else loader.batches.count(loader.position)
+
+
+def _mean_length(pack: Pack) -> float:
+    """Return the mean of samples' bytes, of a large pack from some that lie far apart."""
+    count = min(len(pack), _MEASURED_SAMPLES)
+    if not count:
+        return 0.0
+    return float(pack.lengths_of(np.linspace(0, len(pack) - 1, count, dtype=np.int64)).mean())
 
 
 @functools.cache

@@ -4,7 +4,7 @@
 
     offset  0  "PACEPACK" | version | sections | index bytes | samples | folders | shards | classes
            56  checksum of the section table | checksum of the 60 bytes before
-           64  section table: number | flags | offset | length | checksum, 32 bytes each
+           64  section table: number | flags | offset | length | checksum | width, 32 bytes each
 
 docs/reference/pack-format.md says what each field means. The reader in C++ has the same structures
 in `pack_index.hpp`.
@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.native import crc32c
-from paceline.store.format.layout import FORMAT_VERSION, HEADER_BYTES, OPTIONAL, Section, padding
+from paceline.store.format.layout import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    OPTIONAL,
+    Section,
+    padding,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,11 +48,15 @@ class IndexCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionPlace:
-    """Where a section lies in the index, and the CRC-32C of its bytes."""
+    """Where a section lies in the index, and the CRC-32C of its bytes.
+
+    `width` is the bytes of an entry if the section is a column that is narrower than its type.
+    """
 
     offset: int
     length: int
     checksum: int = 0
+    width: int = 0
 
     @property
     def end(self) -> int:
@@ -60,7 +71,10 @@ def sections_begin(section_count: int) -> int:
 
 
 def pack_head(
-    counts: IndexCounts, index_bytes: int, places: Mapping[Section, SectionPlace]
+    counts: IndexCounts,
+    index_bytes: int,
+    places: Mapping[Section, SectionPlace],
+    version: int = FORMAT_VERSION,
 ) -> bytes:
     """Return header and section table of an index of `index_bytes`."""
     table = b"".join(
@@ -70,13 +84,13 @@ def pack_head(
             place.offset,
             place.length,
             place.checksum,
-            0,
+            place.width,
         )
         for section, place in places.items()
     )
     header = _HEADER.pack(
         _MAGIC,
-        FORMAT_VERSION,
+        version,
         len(places),
         index_bytes,
         counts.samples,
@@ -90,13 +104,17 @@ def pack_head(
 
 
 def parse_sections(index: bytes | bytearray) -> dict[int, SectionPlace]:
-    """Return where each section of a complete index lies; nothing is checked."""
+    """Return where each section of an index lies, in the order of its table; nothing is checked.
+
+    Args:
+        index: the index, or at least its header and section table.
+    """
     section_count = _HEADER.unpack_from(index)[2]
     places = {}
     for k in range(section_count):
         entry = _SECTION.unpack_from(index, HEADER_BYTES + k * _SECTION.size)
-        number, _, offset, length, checksum, _ = entry
-        places[number] = SectionPlace(offset=offset, length=length, checksum=checksum)
+        number, _, offset, length, checksum, width = entry
+        places[number] = SectionPlace(offset=offset, length=length, checksum=checksum, width=width)
     return places
 
 
@@ -105,13 +123,28 @@ def head_bytes(index: bytes) -> int:
     return HEADER_BYTES + int(_HEADER.unpack_from(index)[2]) * _SECTION.size
 
 
+def block_checksums(section: bytes | bytearray) -> list[int]:
+    """Return the CRC-32C of each started 64 KiB of a section."""
+    return [crc32c(section[k : k + BLOCK_BYTES]) for k in range(0, len(section), BLOCK_BYTES)]
+
+
 def resealed(index: bytes) -> bytes:
     """Return an index of which the content was changed, with all its checksums valid again.
 
     For tests and fault campaigns: a reader then meets what no flipped bit can bring about.
     """
     content = bytearray(index)
-    for k, place in enumerate(parse_sections(content).values()):
+    places = parse_sections(content)
+    if Section.BLOCK_SUMS in places:
+        sums = b"".join(
+            _CHECKSUM.pack(checksum)
+            for number, place in places.items()
+            if number != Section.BLOCK_SUMS
+            for checksum in block_checksums(content[place.offset : place.end])
+        )
+        place = places[Section.BLOCK_SUMS]
+        content[place.offset : place.end] = sums[: place.length].ljust(place.length, b"\0")
+    for k, place in enumerate(places.values()):
         checksum = crc32c(content[place.offset : place.end])
         _CHECKSUM.pack_into(content, HEADER_BYTES + k * _SECTION.size + 24, checksum)
     table = content[HEADER_BYTES : head_bytes(index)]

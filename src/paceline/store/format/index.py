@@ -1,8 +1,8 @@
 """The index of a pack, as arrays: all Python code reads the index through `IndexFile`.
 
 `native/src/pack_index.cpp` maps the file, checks it and parses it; here its sections get their
-types. The arrays are views of the mapping: nothing is copied, and pages that are not touched are
-not read.
+types. The arrays are views of the mapping, unless they are stored narrower than their type: nothing
+else is copied, and sections that are not asked for are not read.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ import numpy as np
 
 from paceline.core.errors import CorruptPack, NotFound
 from paceline.native import PackReader
-from paceline.store.format.header import parse_sections
-from paceline.store.format.layout import DIGEST_BYTES, INDEX_NAME, PARTIAL_SUFFIX, Section
+from paceline.store.format.header import SectionPlace, parse_sections
+from paceline.store.format.layout import (
+    COLUMN_TYPES,
+    DIGEST_BYTES,
+    EXTENT_COLUMNS,
+    INDEX_NAME,
+    PARTIAL_SUFFIX,
+    Section,
+)
 from paceline.store.format.sources import Sources, parse_sources
 
 if TYPE_CHECKING:
@@ -32,10 +39,13 @@ _CONTENT_IN_PLACE = {
     *(Section.OFFSETS, Section.LENGTHS, Section.SHARDS, Section.SHARD_LENGTHS),
     *(Section.NAME_OFFSETS, Section.NAMES, Section.LABELS, Section.CLASSES),
 }
+_NARROW_VERSION = 3  # the first with columns that may be narrow
 
 
 class IndexFile:
-    """The verified index of a pack; columns have one entry per sample or one entry per extent.
+    """The index of a pack; columns have one entry per sample or one entry per extent.
+
+    A column is verified, all of it, when it is first asked for.
 
     Args:
         reader: has mapped the index.
@@ -122,32 +132,32 @@ class IndexFile:
     @cached_property
     def name_offsets(self) -> NDArray[np.uint64]:
         """Where each name begins in `name_bytes`, and the end of the last, shape (n + 1,)."""
-        return self._column(Section.NAME_OFFSETS, "<u8")
+        return self._column(Section.NAME_OFFSETS)
 
     @cached_property
     def name_bytes(self) -> NDArray[np.uint8]:
         """The names of samples, end to end."""
-        return self._column(Section.NAMES, "u1")
+        return self._reader.section(Section.NAMES)
 
     @cached_property
     def labels(self) -> NDArray[np.int32]:
         """The class of each sample; -1 = none."""
-        return self._column(Section.LABELS, "<i4")
+        return self._column(Section.LABELS)
 
     @cached_property
     def modes(self) -> NDArray[np.uint32]:
         """``st_mode`` of each sample's file."""
-        return self._column(Section.MODES, "<u4")
+        return self._column(Section.MODES)
 
     @cached_property
     def mtimes_ns(self) -> NDArray[np.int64]:
         """When each sample's file was last written, since 1970."""
-        return self._column(Section.MTIMES, "<i8")
+        return self._column(Section.MTIMES)
 
     @cached_property
     def first_extents(self) -> NDArray[np.uint64]:
         """The first extent of each sample, and the end; empty when sample k is extent k."""
-        return self._column(Section.FIRST_EXTENTS, "<u8")
+        return self._column(Section.FIRST_EXTENTS)
 
     @property
     def sample_lengths(self) -> NDArray[np.uint64]:
@@ -170,37 +180,42 @@ class IndexFile:
 
     # Columns of extents
 
+    @property
+    def extent_count(self) -> int:
+        """How many extents there are."""
+        return self._reader.extent_count
+
     @cached_property
     def offsets(self) -> NDArray[np.uint64]:
         """Where each extent begins in its shard."""
-        return self._column(Section.OFFSETS, "<u8")
+        return self._column(Section.OFFSETS)
 
     @cached_property
     def lengths(self) -> NDArray[np.uint64]:
         """Decoded bytes of each extent."""
-        return self._column(Section.LENGTHS, "<u8")
+        return self._column(Section.LENGTHS)
 
     @cached_property
     def stored_lengths(self) -> NDArray[np.uint64]:
         """Bytes of each extent as they are stored."""
-        return self._column(Section.STORED_LENGTHS, "<u8") if self._is_encoded else self.lengths
+        return self._column(Section.STORED_LENGTHS) if self._is_encoded else self.lengths
 
     @cached_property
     def shards(self) -> NDArray[np.uint32]:
         """The shard of each extent."""
-        return self._column(Section.SHARDS, "<u4")
+        return self._column(Section.SHARDS)
 
     @cached_property
     def checksums(self) -> NDArray[np.uint32]:
         """CRC-32C of the decoded bytes of each extent; empty where there are none yet."""
-        return self._column(Section.CHECKSUMS, "<u4")
+        return self._column(Section.CHECKSUMS)
 
     @cached_property
     def codecs(self) -> NDArray[np.uint8]:
         """How each extent is compressed: 0 not at all, 1 with zstd."""
         if self._is_encoded:
-            return self._column(Section.CODECS, "u1")
-        return np.broadcast_to(np.uint8(0), len(self.lengths))
+            return self._column(Section.CODECS)
+        return np.broadcast_to(np.uint8(0), self.extent_count)
 
     # Folders, classes, files
 
@@ -227,7 +242,7 @@ class IndexFile:
     @cached_property
     def shard_lengths(self) -> NDArray[np.uint64]:
         """Bytes of each shard file."""
-        return self._column(Section.SHARD_LENGTHS, "<u8")
+        return self._column(Section.SHARD_LENGTHS)
 
     @cached_property
     def shard_digests(self) -> list[bytes]:
@@ -237,18 +252,34 @@ class IndexFile:
     @cached_property
     def parity_group(self) -> int:
         """How many shards one parity file covers; 0 = there is no parity."""
-        parity = self._column(Section.PARITY, "<u8")
+        parity = self._column(Section.PARITY)
         return int(parity[0]) if len(parity) > 1 else 0
 
     @cached_property
     def parity_lengths(self) -> NDArray[np.uint64]:
         """Bytes of each parity file."""
-        return self._column(Section.PARITY, "<u8")[1:]
+        return self._column(Section.PARITY)[1:]
 
     @cached_property
     def parity_digests(self) -> list[bytes]:
         """SHA-256 of each parity file."""
         return self._digests(Section.PARITY_DIGESTS)
+
+    def column(self, section: Section) -> NDArray[Any]:
+        """Return a column as it is stored, without a copy: its type may be narrower.
+
+        All its bytes are verified by this.
+        """
+        data = self._reader.section(section)
+        kind = COLUMN_TYPES[section]
+        place = self._places.get(section)
+        width = place.width if place is not None and self.version >= _NARROW_VERSION else 0
+        dtype = kind.at_width(width)
+        values = data[: len(data) - len(data) % dtype.itemsize].view(dtype)
+        if not width or not len(values):
+            return values
+        count = self.extent_count if section in EXTENT_COLUMNS else self.sample_count
+        return values if len(values) == count else np.broadcast_to(values[0], count)
 
     # What follows from these
 
@@ -291,21 +322,38 @@ class IndexFile:
 
     @property
     def _is_encoded(self) -> bool:
-        return len(self._reader.section(Section.CODECS)) > 0
+        return Section.CODECS in self._places
+
+    @cached_property
+    def _places(self) -> dict[int, SectionPlace]:
+        return parse_sections(self._reader.head)
+
+    @property
+    def stored_lengths_section(self) -> Section:
+        """The section that holds `stored_lengths`."""
+        return Section.STORED_LENGTHS if self._is_encoded else Section.LENGTHS
+
+    def _column(self, section: Section) -> NDArray[Any]:
+        """Return a column at full width: a view, unless it is stored narrower."""
+        stored = self.column(section)
+        dtype = COLUMN_TYPES[section].at_width(0)
+        if stored.dtype == dtype:
+            return stored
+        if len(stored) and not any(stored.strides):
+            return np.broadcast_to(stored[0].astype(dtype), len(stored))
+        wide = stored.astype(dtype)
+        wide.flags.writeable = False  # as a view is
+        return wide
 
     def _content_in_place(self) -> bytes:
         assert self.sources is not None
-        places = parse_sections(self._reader.head)
+        places = self._places
         sections = sorted(places.keys() & _CONTENT_IN_PLACE)
         digests = ((number, places[number].length, places[number].checksum) for number in sections)
         return repr((list(digests), self.sources.transaction)).encode()
 
-    def _column(self, section: Section, dtype: str) -> NDArray[Any]:
-        data = self._reader.section(section)
-        return data[: len(data) - len(data) % np.dtype(dtype).itemsize].view(dtype)
-
     def _strings(self, offsets: Section, characters: Section) -> list[bytes]:
-        bounds = self._column(offsets, "<u8").tolist()
+        bounds = self.column(offsets).tolist()
         data = self._reader.section(characters).tobytes()
         return [data[begin:end] for begin, end in pairwise(bounds)]
 

@@ -4,7 +4,7 @@
 
     PACK/
     +-- index.pace         header | section table | sections: flat arrays, one entry per sample
-    +-- shard-00000.pace   header | sample | padding to 64 | sample | ...
+    +-- shard-00000.pace   header | sample | padding | sample | ...
     +-- shard-00001.pace   ...
     +-- parity-00000.pace  header | exclusive or of a group of shards (if asked for)
 
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-FORMAT_VERSION = PACK_FORMAT_VERSION
+FORMAT_VERSION = PACK_FORMAT_VERSION  # of an index; the oldest that its content needs is written
+PLAIN_VERSION = 2  # full columns, no sums of blocks, aligned samples
+FILE_VERSION = 2  # of shards and parity files, whose headers have not changed since
 ALIGNMENT = 64
+_SMALL_ALIGNMENT = 8  # of samples that are smaller than ALIGNMENT
+BLOCK_BYTES = 64 << 10  # of a section, under one checksum
 HEADER_BYTES = 64  # of an index, a shard, a parity file
 DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
@@ -69,7 +74,53 @@ class Section(IntEnum):
     PARITY_DIGESTS = 23
     FILES = 24
     SOURCES = 25
+    BLOCK_SUMS = 26
 
+
+@dataclass(frozen=True, slots=True)
+class ColumnType:
+    """The type of the entries of a section.
+
+    Attributes:
+        dtype: NumPy's name of it, at full width.
+        is_narrow: whether fewer bytes may hold an entry, or one entry stand for all (version 3).
+    """
+
+    dtype: str
+    is_narrow: bool = False
+
+    def at_width(self, width: int) -> np.dtype[Any]:
+        """Return the type of entries of so many bytes; 0 = the full width."""
+        return np.dtype(f"<{self.dtype[1]}{width}") if width else np.dtype(self.dtype)
+
+
+COLUMN_TYPES = {
+    Section.OFFSETS: ColumnType("<u8", is_narrow=True),
+    Section.LENGTHS: ColumnType("<u8", is_narrow=True),
+    Section.SHARDS: ColumnType("<u4", is_narrow=True),
+    Section.CHECKSUMS: ColumnType("<u4"),
+    Section.LABELS: ColumnType("<i4", is_narrow=True),
+    Section.MODES: ColumnType("<u4", is_narrow=True),
+    Section.MTIMES: ColumnType("<i8", is_narrow=True),
+    Section.NAME_OFFSETS: ColumnType("<u8"),
+    Section.FOLDER_OFFSETS: ColumnType("<u8"),
+    Section.CLASS_OFFSETS: ColumnType("<u8"),
+    Section.SHARD_LENGTHS: ColumnType("<u8"),
+    Section.STORED_LENGTHS: ColumnType("<u8", is_narrow=True),
+    Section.CODECS: ColumnType("|u1", is_narrow=True),
+    Section.FIRST_EXTENTS: ColumnType("<u8"),
+    Section.PARITY: ColumnType("<u8"),
+}
+# The columns with an entry for each extent; the other narrow ones have one for each sample.
+EXTENT_COLUMNS = frozenset(
+    {
+        Section.OFFSETS,
+        Section.LENGTHS,
+        Section.SHARDS,
+        Section.STORED_LENGTHS,
+        Section.CODECS,
+    }
+)
 
 # A reader that does not know these sections can still read every sample.
 OPTIONAL = frozenset(
@@ -80,6 +131,7 @@ OPTIONAL = frozenset(
         Section.SHARD_DIGESTS,
         Section.PARITY,
         Section.PARITY_DIGESTS,
+        Section.BLOCK_SUMS,
     }
 )
 
@@ -109,7 +161,7 @@ class FileMagic(bytes, Enum):
     PARITY = b"PACEPRTY"
 
 
-def file_header(magic: FileMagic, number: int, version: int = FORMAT_VERSION) -> bytes:
+def file_header(magic: FileMagic, number: int, version: int = FILE_VERSION) -> bytes:
     """Return the first 64 bytes of the shard or parity file of that number."""
     head = _FILE_HEADER.pack(magic.value, version, number)
     return head + struct.pack("<I", crc32c(head))
@@ -133,10 +185,21 @@ def padding(length: int) -> int:
 
 
 def aligned_begins(lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the offset of each sample when samples are stored one after the other, and the end."""
+    """Return the offset of each sample when samples are stored one after the other, and the end.
+
+    Samples smaller than 64 bytes begin at multiples of 8, others and the end at multiples of 64.
+
+    >>> aligned_begins(np.array([5, 20, 64, 3, 100], np.uint64)).tolist()
+    [0, 8, 64, 128, 192, 320]
+    """
+    step = np.uint64(_SMALL_ALIGNMENT)
     begins = np.zeros(len(lengths) + 1, np.uint64)
-    np.cumsum((lengths + np.uint64(ALIGNMENT - 1)) & ~np.uint64(ALIGNMENT - 1), out=begins[1:])
-    return begins
+    np.cumsum((lengths + step - np.uint64(1)) // step * step, out=begins[1:])
+    # Each large sample, and the end, moves to the next multiple of 64, with all that follows.
+    aligned = np.append(np.flatnonzero(lengths >= ALIGNMENT), len(lengths))
+    gaps = np.zeros(len(begins), np.uint64)
+    gaps[aligned] = -np.diff(begins[aligned], prepend=np.uint64(0)) % np.uint64(ALIGNMENT)
+    return begins + np.cumsum(gaps, dtype=np.uint64)
 
 
 def joined(strings: Iterable[bytes]) -> tuple[NDArray[np.uint64], bytes]:

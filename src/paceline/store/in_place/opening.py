@@ -22,7 +22,8 @@ def open_pack(
 ) -> Pack:
     """Open the data set at `path`: a pack, or data in place, of which an index is made once.
 
-    Of a pack its index is verified and, unless `index_only`, every shard's length. Data in place
+    Of a pack its index is verified and, unless `index_only`, every shard's length. A large index is
+    not read for this: each 64 KiB of it are verified when they are first used. Data in place
     are LMDB databases, uncompressed tar archives (WebDataset shards), TFRecord files and folders of
     files. Their index lies beside them (``x.mdb.pace``), or in the user's cache folder, and is made
     again when they were changed (docs/guides/in-place.md).

@@ -8,8 +8,10 @@
 
 Where the folder of the data cannot be written to, the side file lies in the user's cache, under a
 name made from the path of the data. A side file is a cache, too: it is not synced to storage, and
-one that is damaged, or of other data, is made again. Reading never relies on it alone: the reader
-compares each file with what the side file says when it opens it (`native/src/pack_reader.cpp`).
+one that is found to be damaged when it is opened, or is of other data, is made again; a large one
+is verified where it is used, and damage there is an error. Reading never relies on it alone: the
+reader compares each file with what the side file says when it opens it
+(`native/src/pack_reader.cpp`).
 """
 
 from __future__ import annotations

@@ -135,10 +135,11 @@ class Pack:
 
     @property
     def lengths(self) -> NDArray[np.uint64]:
-        """Bytes of each sample, shape (n,): a view of the mapped index, unless a sample is chunked.
+        """Bytes of each sample, shape (n,): a view of the mapped index if it holds them so wide.
 
-        Touching a view of a file that another program has truncated raises SIGBUS, which ends the
-        process; the same holds for `labels`. `lengths_of` and `labels_of` raise an error instead.
+        All of them are verified by this. Touching a view of a file that another program has
+        truncated raises SIGBUS, which ends the process; the same holds for `labels`. `lengths_of`
+        and `labels_of` raise an error instead, and read no more than is asked for.
         """
         return self.index.sample_lengths
 
@@ -342,7 +343,10 @@ class Pack:
     def verify(
         self, on_progress: Callable[[int, int], None] | None = None
     ) -> Iterator[CorruptPack]:
-        """Read every sample and yield an error for each that is damaged, and one for the index.
+        """Verify the index, then every sample, and yield an error for whatever is damaged.
+
+        If the bytes of the index are damaged, nothing is known of the samples, and that is the only
+        error.
 
         Where samples have no checksums (`is_verified`), only those that cannot be read are damaged.
 
@@ -351,6 +355,11 @@ class Pack:
         """
         reader = self._open()
         total = reader.sample_count
+        try:
+            reader.verify_index()
+        except CorruptPack as damage:
+            yield damage
+            return
         found = set()
         for first in range(0, total, _VERIFY_SAMPLES):
             end = min(first + _VERIFY_SAMPLES, total)

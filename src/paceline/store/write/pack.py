@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import UsageError, os_errors_as
-from paceline.store.format.layout import FORMAT_VERSION, INDEX_NAME, aligned_begins
+from paceline.store.format.layout import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    Section,
+    aligned_begins,
+)
 from paceline.store.write.index.build import (
-    IndexLayout,
     IndexMetadata,
-    layout_of,
-    section_lengths,
+    planned_bytes,
     write_index,
 )
-from paceline.store.write.index.sections import index_bytes
 from paceline.store.write.index.sorted_runs import open_sorted_run
+from paceline.store.write.index.stored import IndexLayout
 from paceline.store.write.journal import read_journal
 from paceline.store.write.options import (
     PackOptions,
@@ -145,6 +148,11 @@ def _pack(
             options,
             beside_bytes=0,
             reused_bytes=sum(shard.length for entry in entries for shard in entry.shards),
+            planned_bytes=(
+                (lambda: _plan(source, destination, options).pack_bytes)
+                if source.resume_key
+                else None
+            ),
         )
         packed = pack_resumable(
             source,
@@ -161,23 +169,23 @@ def _pack(
             for name in packed.sorted_runs
         ]
         index_length = write_index(partial, INDEX_NAME, sorted_runs, metadata)
-        layout = layout_of(sorted_runs)
-        stored_bytes = sum(
-            int(sorted_run.extents.stored_lengths.sum()) for sorted_run in sorted_runs
-        )
-        del sorted_runs
+        stored_bytes = 0
+        for sorted_run in sorted_runs:
+            stored_bytes += int(sorted_run.extents.stored_lengths.sum())
+            sorted_run.release()
+        sorted_runs.clear()
         partial.commit()
     return PackSummary(
         source=source.where,
         destination=str(destination),
-        sample_count=layout.sample_count,
+        sample_count=packed.sample_count,
         folder_count=len(metadata.folders),
         class_count=len(metadata.classes),
         shard_count=len(metadata.shard_lengths),
         sample_bytes=packed.byte_count,
         stored_bytes=stored_bytes,
         pack_bytes=index_length + sum(metadata.shard_lengths) + sum(metadata.parity_lengths),
-        opens_before=layout.sample_count,
+        opens_before=packed.sample_count,
         opens_after=len(metadata.shard_lengths) + 1,
         reused_sample_count=packed.reused_sample_count,
         elapsed_s=clock.now_s() - start_s,
@@ -188,14 +196,21 @@ def _plan(
     source: OpenSource, destination: str | os.PathLike[str], options: PackOptions
 ) -> PackSummary:
     limits = shard_limits(source.totals(), options)
-    placement = ShardPlacement(limits)
-    sample_count = extent_count = name_bytes = byte_count = 0
+    placement, layout = ShardPlacement(limits), IndexLayout()
+    byte_count = 0
     for batch in source.batches(limits.large_bytes):
-        sample_count += len(batch)
-        name_bytes += len(batch.samples.names)
+        layout.sample_count += len(batch)
+        layout.name_bytes += len(batch.samples.names)
+        layout.ranges[Section.MODES].add(batch.samples.modes)
+        layout.ranges[Section.MTIMES].add(batch.samples.mtimes_ns)
         byte_count += int(batch.lengths.sum())
-        extent_count += placement.plan(batch.lengths, aligned_begins(batch.lengths))
+        for offsets, lengths in placement.plan(batch.lengths, aligned_begins(batch.lengths)):
+            layout.extent_count += len(lengths)
+            layout.note_offsets(offsets)
+            layout.ranges[Section.LENGTHS].add(lengths)
     placement.close()
+    sample_count = layout.sample_count
+    layout.is_chunked = layout.extent_count != sample_count
     shard_lengths, size = placement.closed, options.parity_group
     shard_groups = groups(len(shard_lengths), size) if size else []
     metadata = IndexMetadata(
@@ -208,14 +223,7 @@ def _plan(
             parity_length(shard_lengths[group.start : group.stop]) for group in shard_groups
         ],
     )
-    layout = IndexLayout(
-        sample_count=sample_count,
-        extent_count=extent_count,
-        name_bytes=name_bytes,
-        is_encoded=False,
-        is_chunked=extent_count != sample_count,
-    )
-    index_length = index_bytes(section_lengths(layout, metadata))
+    index_length = planned_bytes(layout, metadata)
     return PackSummary(
         source=source.where,
         destination=str(destination),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.native import crc32c
-from paceline.store.format.layout import HEADER_BYTES, padding
+from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES, padding
 from paceline.store.write.columns import ExtentColumns, SampleColumns
 from paceline.store.write.encoding import EncodedBatch, LargeChunk, LentBuffer
 
@@ -66,19 +66,49 @@ class ShardPlacement:
         over = np.flatnonzero(begins[:-1] + lengths > room) if room >= 0 else np.zeros(1, int)
         return int(over[0]) if len(over) else len(lengths)
 
-    def plan(self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64]) -> int:
-        """Place samples without writing them; return how many extents they take."""
+    def take_slice(
+        self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64], first: int
+    ) -> BatchSlice | None:
+        """Return which samples of a batch the open shard takes next; None = it takes none.
+
+        Args:
+            lengths: stored bytes of each sample.
+            begins: offset of each sample in the batch, and the end, shape (n + 1,).
+            first: the first sample to place.
+        """
+        end, base = len(lengths), int(begins[first])
+        if base % ALIGNMENT:
+            # Small samples that begin a shard move to its start: the next large one, which is
+            # aligned, does not move as far. So a shard is the same however batches divide it.
+            large = np.flatnonzero(lengths[first:] >= ALIGNMENT)
+            end = first + int(large[0]) if len(large) else end
+        relative = begins[first : end + 1] - np.uint64(base)
+        count = self.fits(lengths[first:end], relative)
+        if count == 0:
+            return None
+        stored = int(relative[count - 1]) + int(lengths[first + count - 1])
+        return BatchSlice(
+            first=first,
+            count=count,
+            offset=self.take(stored + padding(stored)),
+            byte_count=stored,
+        )
+
+    def plan(
+        self, lengths: NDArray[np.uint64], begins: NDArray[np.uint64]
+    ) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
+        """Place samples without writing them; yield offsets and lengths of their extents."""
         if len(lengths) == 1 and self.is_chunked(int(lengths[0])):
-            return self._plan_chunks(int(lengths[0]))
+            yield self._plan_chunks(int(lengths[0]))
+            return
         first = 0
         while first < len(lengths):
-            count = self.fits(lengths[first:], begins[first:] - begins[first])
-            if count == 0:
+            chosen = self.take_slice(lengths, begins, first)
+            if chosen is None:
                 self.close()
                 continue
-            self.take(int(begins[first + count] - begins[first]))
-            first += count
-        return len(lengths)
+            yield chosen.offsets(begins), lengths[chosen.samples]
+            first = chosen.samples.stop
 
     def take(self, byte_count: int) -> int:
         """Count bytes, padding included, that go to the open shard; return their offset."""
@@ -94,17 +124,44 @@ class ShardPlacement:
             self.closed.append(self.length)
             self.length = 0
 
-    def _plan_chunks(self, length: int) -> int:
+    def _plan_chunks(self, length: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         self.close()
-        extents = 0
+        offsets: list[int] = []
+        sizes: list[int] = []
         while length:
-            if extents:
+            if sizes:
                 self.close()
-            size = min(length, self.limit - HEADER_BYTES)
-            self.take(size + padding(size))
-            length -= size
-            extents += 1
-        return extents
+            sizes.append(min(length, self.limit - HEADER_BYTES))
+            offsets.append(self.take(sizes[-1] + padding(sizes[-1])))
+            length -= sizes[-1]
+        return np.array(offsets, np.uint64), np.array(sizes, np.uint64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSlice:
+    """Consecutive samples of a batch that go to one shard.
+
+    Attributes:
+        first: the first sample.
+        count: number of samples.
+        offset: where the first sample begins in the shard.
+        byte_count: from the beginning of the first to the end of the last; padding follows.
+    """
+
+    first: int
+    count: int
+    offset: int
+    byte_count: int
+
+    @property
+    def samples(self) -> slice:
+        """The samples among those of the batch."""
+        return slice(self.first, self.first + self.count)
+
+    def offsets(self, begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the offset of each sample in the shard, from its offset in the batch."""
+        offsets: NDArray[np.uint64] = begins[self.samples] - begins[self.first]
+        return offsets + np.uint64(self.offset)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,17 +216,17 @@ def _place_batch(
 ) -> Iterator[PlacedBytes | ShardEnd]:
     begins, first = batch.begins, 0
     while first < len(batch.lengths):
-        relative = begins[first:] - begins[first]
-        count = placement.fits(batch.stored_lengths[first:], relative)
-        if count == 0:
+        place = placement.take_slice(batch.stored_lengths, begins, first)
+        if place is None:
             assert placement.length  # every sample of a batch fits an empty shard
             placement.close()
             yield ShardEnd(is_between_samples=True)
             continue
-        chosen = slice(first, first + count)
-        first += count
-        data = batch.data[int(begins[chosen.start]) : int(begins[first])]
-        offset = placement.take(len(data))
+        chosen = place.samples
+        # The padding is mostly there in the batch.
+        begin, size = int(begins[first]), place.byte_count + padding(place.byte_count)
+        first = chosen.stop
+        data = batch.data[begin : min(begin + size, int(begins[first]))]
         yield PlacedBytes(
             shard=placement.shard,
             data=data,
@@ -177,14 +234,16 @@ def _place_batch(
             samples=batch.samples[chosen],
             lengths=batch.lengths[chosen],
             extents=ExtentColumns(
-                offsets=relative[:count] + np.uint64(offset),
+                offsets=place.offsets(begins),
                 lengths=batch.lengths[chosen],
                 stored_lengths=batch.stored_lengths[chosen],
-                shards=np.full(count, placement.shard, np.uint32),
+                shards=np.full(place.count, placement.shard, np.uint32),
                 checksums=batch.checksums[chosen],
                 codecs=batch.codecs[chosen],
             ),
         )
+        if len(data) < size:
+            yield PlacedBytes(shard=placement.shard, data=np.zeros(size - len(data), np.uint8))
 
 
 def _place_large(

@@ -18,11 +18,12 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.native import NameMerger, lower_bounds, name_hashes
 from paceline.store.format.header import IndexCounts
-from paceline.store.format.layout import DIGEST_BYTES, Section, joined
+from paceline.store.format.layout import DIGEST_BYTES, EXTENT_COLUMNS, Section, joined
 from paceline.store.format.sources import Sources
 from paceline.store.write.columns import EXTENT_TYPES, SAMPLE_TYPES, spread
 from paceline.store.write.index.name_table import TAIL_SLOTS, NameTable, home_count
-from paceline.store.write.index.sections import IndexWriter
+from paceline.store.write.index.sections import IndexWriter, StoredColumn, index_bytes
+from paceline.store.write.index.stored import IndexLayout, stored_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,19 +71,25 @@ class IndexMetadata:
     has_checksums: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexLayout:
-    """The numbers from which the size of an index follows, as far as its samples decide it."""
-
-    sample_count: int
-    extent_count: int
-    name_bytes: int
-    is_encoded: bool
-    is_chunked: bool
+def planned_bytes(layout: IndexLayout, metadata: IndexMetadata) -> int:
+    """Return the length of an index; its name table may turn out longer."""
+    columns = _stored(layout, metadata)
+    return index_bytes(_section_lengths(layout, metadata, columns), has_sums=columns is not None)
 
 
-def section_lengths(layout: IndexLayout, metadata: IndexMetadata) -> dict[Section, int]:
-    """Return the bytes of each section, in the order in which they lie in the file."""
+def _stored(layout: IndexLayout, metadata: IndexMetadata) -> dict[Section, StoredColumn] | None:
+    """Return how narrow columns are stored; None in an index of version 2."""
+    if not layout.needs_version_3:
+        return None
+    return stored_columns(layout, metadata.shard_lengths, len(metadata.classes))
+
+
+def _section_lengths(
+    layout: IndexLayout,
+    metadata: IndexMetadata,
+    columns: dict[Section, StoredColumn] | None,
+) -> dict[Section, int]:
+    """Return the bytes of each section but the sums, in the order in which they lie in the file."""
     samples, extents = layout.sample_count, layout.extent_count
     folder_bytes = sum(len(folder) for folder in metadata.folders)
     lengths = {
@@ -119,20 +126,35 @@ def section_lengths(layout: IndexLayout, metadata: IndexMetadata) -> dict[Sectio
         lengths[Section.PARITY] = 8 * (1 + len(metadata.parity_lengths))
         lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(metadata.parity_lengths)
     lengths[Section.NAME_TABLE] = 8 * (home_count(samples) + TAIL_SLOTS)
+    for section, stored in (columns or {}).items():
+        if section in lengths:
+            lengths[section] = stored.length(extents if section in EXTENT_COLUMNS else samples)
     return lengths
 
 
 def layout_of(sorted_runs: Sequence[SortedRun]) -> IndexLayout:
-    """Return the size of the index of the samples in `sorted_runs`."""
-    samples = sum(len(sorted_run.samples) for sorted_run in sorted_runs)
-    extents = sum(len(sorted_run.extents) for sorted_run in sorted_runs)
-    return IndexLayout(
-        sample_count=samples,
-        extent_count=extents,
+    """Return what the samples in `sorted_runs` decide of their index.
+
+    Cost: reads every column once.
+    """
+    layout = IndexLayout(
+        sample_count=sum(len(sorted_run.samples) for sorted_run in sorted_runs),
+        extent_count=sum(len(sorted_run.extents) for sorted_run in sorted_runs),
         name_bytes=sum(len(sorted_run.samples.names) for sorted_run in sorted_runs),
         is_encoded=any(sorted_run.encoded_count for sorted_run in sorted_runs),
         is_chunked=any(_is_chunked(sorted_run) for sorted_run in sorted_runs),
     )
+    for sorted_run in sorted_runs:
+        layout.note_offsets(sorted_run.extents.offsets)
+        for columns, sections in (
+            (sorted_run.samples, _SAMPLE_SECTIONS),
+            (sorted_run.extents, _EXTENT_SECTIONS),
+        ):
+            for name, section in sections.items():
+                if section in layout.ranges:
+                    layout.ranges[section].add(getattr(columns, name))
+        sorted_run.release()
+    return layout
 
 
 def write_index(
@@ -152,8 +174,10 @@ def write_index(
     """
     file = folder.create(name)
     layout = layout_of(sorted_runs)
-    lengths = section_lengths(layout, metadata)
-    index = IndexWriter(file, lengths)
+    if metadata.sources is not None:
+        layout.has_small = False  # samples in place begin anywhere, in every version
+    columns = _stored(layout, metadata)
+    index = IndexWriter(file, _section_lengths(layout, metadata, columns), columns)
     table = NameTable(layout.sample_count, folder)
     _put_columns(sorted_runs, layout, index, table)
     folders = sorted(metadata.folders, key=lambda folder: folder + b"/")

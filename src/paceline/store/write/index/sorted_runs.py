@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import CorruptPack
 from paceline.native import crc32c, sorted_order
+from paceline.store.format.layout import Section
 from paceline.store.write.columns import (
     EXTENT_TYPES,
     SAMPLE_TYPES,
@@ -179,7 +180,7 @@ def sorted_run_of(index: IndexFile, path: Path) -> SortedRun:
     counts: NDArray[Any] = np.broadcast_to(np.uint32(1), index.sample_count)
     if len(index.first_extents):
         counts = np.diff(index.first_extents).astype(np.uint32)
-    if len(index.lengths) != int(counts.sum(dtype=np.int64)):
+    if index.extent_count != int(counts.sum(dtype=np.int64)):
         raise CorruptPack(
             "the pack is damaged",
             where=str(path),
@@ -190,19 +191,19 @@ def sorted_run_of(index: IndexFile, path: Path) -> SortedRun:
     samples = SampleColumns(
         names=index.name_bytes,
         name_offsets=index.name_offsets,
-        labels=index.labels,
-        modes=index.modes,
-        mtimes_ns=index.mtimes_ns,
+        labels=index.column(Section.LABELS),
+        modes=index.column(Section.MODES),
+        mtimes_ns=index.column(Section.MTIMES),
         extent_counts=counts,
     )
     extents = ExtentColumns(
-        offsets=index.offsets,
-        lengths=index.lengths,
-        stored_lengths=index.stored_lengths,
-        shards=index.shards,
+        offsets=index.column(Section.OFFSETS),
+        lengths=index.column(Section.LENGTHS),
+        stored_lengths=index.column(index.stored_lengths_section),
+        shards=index.column(Section.SHARDS),
         checksums=index.checksums
         if index.has_checksums
-        else np.broadcast_to(np.uint32(0), len(index.lengths)),
+        else np.broadcast_to(np.uint32(0), index.extent_count),
         codecs=index.codecs,
     )
     return SortedRun(

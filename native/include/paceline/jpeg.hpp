@@ -1,0 +1,33 @@
+// Decodes a part of a JPEG with the libjpeg-turbo of the system (libjpeg.so), which is loaded when it
+// is first asked for. What lies below the part is not decoded at all, what lies beside or above it
+// only as far as finding the part takes. No Python binding offers this.
+//
+// libjpeg's structures are its interface, so the header is needed to build this; without it, or
+// without the library, or with one that is not libjpeg-turbo, it is not available.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace paceline {
+
+struct JpegPart {  // in pixels of the image that is decoded to 1 / denominator of its size
+  std::uint32_t top;
+  std::uint32_t left;
+  std::uint32_t height;
+  std::uint32_t width;
+  std::uint32_t denominator;  // 1, 2, 4 or 8
+};
+
+bool jpeg_available() noexcept;
+
+// Writes the RGB pixels of a part to `target` (height * width * 3 bytes): the same as those of the
+// full decode, with the accurate inverse DCT and smooth upsampling. Returns false, and leaves in
+// `target` what it may, if the part is not inside the image, or the image is anything but a complete
+// JPEG in grey, YCbCr or RGB that the library decodes without a warning. `body` is not trusted.
+// Thread-safe.
+bool decode_jpeg_part(std::span<const std::byte> body, const JpegPart& part,
+                      std::span<std::byte> target) noexcept;
+
+}  // namespace paceline
