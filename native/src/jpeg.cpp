@@ -1,6 +1,5 @@
 #include "paceline/jpeg.hpp"
 
-#if __has_include(<jpeglib.h>)
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -9,7 +8,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if __has_include(<jpeglib.h>)
 #include <jpeglib.h>
+#endif
+
+// Before 2.1 it upsampled 4:4:0 in another way than the versions that Python's wheels contain.
+#if defined(LIBJPEG_TURBO_VERSION_NUMBER) && LIBJPEG_TURBO_VERSION_NUMBER >= 2001000
 
 namespace paceline {
 namespace {

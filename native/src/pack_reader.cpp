@@ -81,7 +81,9 @@ struct Scratch {  // aligned memory of a thread, for reads past the page cache
 
 struct Closed {  // a descriptor, when this goes out of scope
   explicit Closed(int opened) noexcept : descriptor(opened) {}
-  ~Closed() { close(descriptor); }
+  ~Closed() {
+    if (descriptor >= 0) close(descriptor);
+  }
   Closed(const Closed&) = delete;
   Closed& operator=(const Closed&) = delete;
   int descriptor;
@@ -217,6 +219,14 @@ void PackReader::check_source(const std::string& path, const FileState& found,
   fail_changed(path, size == before.size ? "it was written to, or replaced"
                                          : "it had " + std::to_string(before.size) +
                                                " bytes, then " + std::to_string(size));
+}
+
+void PackReader::check_sources(const std::vector<ExtentRead>& reads) const {
+  if (!index_.is_in_place()) return;
+  const std::uint64_t now_ns = coarse_ns();
+  for (const ExtentRead& read : reads) {
+    if (read.shard != nullptr) check_shard(*read.shard, now_ns);
+  }
 }
 
 void PackReader::check_transaction() const {
@@ -492,6 +502,11 @@ void PackReader::read_direct(ExtentRead& read) const {
     const std::string& path = read.shard->mapping.path();
     descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
     if (descriptor < 0) fail_io(path, errno, /*direct=*/true);
+    if (index_.is_in_place()) {  // it may have been replaced since it was mapped
+      Closed closed{descriptor};
+      check_source(path, FileState::of(descriptor), read.extent.shard);
+      closed.descriptor = -1;
+    }
     int none = -1;
     if (!read.shard->direct.compare_exchange_strong(none, descriptor)) {
       close(descriptor);
@@ -609,7 +624,9 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
   });
   if (ids.size() > 1) index_.check_file(/*now=*/true);
   attach(reads);
-  if (!options_.direct) {
+  if (options_.direct) {
+    check_sources(reads);
+  } else {
     look_up(reads);
     request(reads);
   }

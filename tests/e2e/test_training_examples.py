@@ -52,3 +52,13 @@ def test_a_text_is_learnt_on_from_the_state_of_another_engine_and_number_of_rank
     third = on_ranks(script, tmp_path, *state, "--epochs", 3, "--precision", "bfloat16")
     last = alone(script, tmp_path, *state, "--epochs", 4)
     assert last["loss"] < third["loss"] < first["loss"] < 5.6  # that of chance: ln 256
+
+
+def test_a_data_set_is_read_as_it_is(tmp_path, root):
+    script = root / "examples/read_in_place.py"
+    made = alone(script, tmp_path)
+    assert (made["samples"], made["classes"], made["verified"]) == (1797, 10, False)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").write_bytes(b"abc")
+    own = alone(script, tmp_path, "data")
+    assert (own["samples"], own["batches"]) == (1, 1)

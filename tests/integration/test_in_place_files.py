@@ -4,10 +4,12 @@ import gzip
 import io
 import logging
 import os
+import shutil
 import struct
 import tarfile
 from itertools import pairwise
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -235,7 +237,7 @@ def test_a_changed_folder_is_indexed_again(folder, how, caplog):
     change(folder, how)
     with caplog.at_level(logging.WARNING), open_pack(folder) as pack:
         found = contents(pack)
-    assert "was changed since it was indexed" in caplog.text
+    assert "changed since it was indexed" in caplog.text
     assert found == {
         str(file.relative_to(folder)): file.read_bytes()
         for file in folder.rglob("*")
@@ -262,3 +264,55 @@ def test_what_is_no_data_set_is_not_indexed(tmp_path):
         with pytest.raises(NotFound, match="no pack here"):
             open_pack(tmp_path / name)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_databases_and_tfrecords_can_be_packed(tmp_path):
+    with (
+        lmdb.open(str(tmp_path / "x.mdb"), subdir=False, map_size=1 << 24) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for k in range(100):
+            transaction.put(b"%d/%d" % (k % 3, k), value_of(k, 50 * k))
+    write_tfrecords(tmp_path / "x.tfrecord", [value_of(k, 700) for k in range(30)])
+    for name in ("x.mdb", "x.tfrecord"):
+        store.pack(store.find_source(tmp_path / name), tmp_path / "pack")
+        with open_pack(tmp_path / "pack") as packed, open_pack(tmp_path / name) as pack:
+            assert not packed.is_in_place
+            assert contents(packed) == contents(pack)
+            assert packed.labels.tolist() == pack.labels.tolist()
+        shutil.rmtree(tmp_path / "pack")
+
+
+# More files than are kept open
+
+
+def test_files_beyond_those_that_are_mapped_are_opened_for_each_read(folder):
+    with open_pack(folder, direct=True) as pack:  # keeps the fewest open
+        expected = [pack.read(k) for k in range(len(pack))]
+    for k in range(400):
+        (folder / f"more-{k:03d}").write_bytes(value_of(k, 200))
+    settle(folder)
+    for checksums in (False, True):
+        with open_pack(folder, direct=True) as pack:
+            assert pack.is_verified == checksums
+            order = np.random.default_rng(1).permutation(len(pack))
+            buffer, offsets = pack.read_batch(order)
+            bodies = dict(zip(order.tolist(), pairwise(offsets.tolist()), strict=True))
+            for k, name in enumerate(pack.names):
+                begin, end = bodies[k]
+                assert buffer[begin:end].tobytes() == (folder / name).read_bytes()
+                assert bytes(pack.view(k)) == (folder / name).read_bytes()
+            last = pack.names[order[-1]]
+            assert not list(pack.verify())
+            if not checksums:
+                add_checksums(pack)
+    with open_pack(folder, direct=True) as pack:
+        pack.read_batch(order[:300])
+        state = (folder / last).stat()
+        (folder / last).write_bytes(b"?" * state.st_size)
+        with pytest.raises(StorageError, match="changed since it was indexed"):
+            pack.read(int(order[-1]))
+        os.utime(folder / last, ns=(state.st_atime_ns, state.st_mtime_ns))
+        with pytest.raises(CorruptPack, match=f"{last!a} is damaged"):
+            pack.read(int(order[-1]))
+    assert len(expected) == 61

@@ -205,7 +205,7 @@ def test_the_side_file_is_made_once_and_again_after_a_commit(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), open_pack(path) as pack:
         assert list(pack.names) == ["a", "b"]
         assert pack.identity != identity
-    assert "was changed since it was indexed" in caplog.text
+    assert "indexing" in caplog.text
     assert sorted(entry.name for entry in tmp_path.iterdir() if "lock" not in entry.name) == [
         "x.mdb",
         "x.mdb.pace",

@@ -3,7 +3,9 @@
 import gc
 import io
 import itertools
+import json
 import logging
+import subprocess
 import sys
 import threading
 
@@ -183,6 +185,20 @@ def test_a_transform_is_given_the_crop(path):
     assert same(scaled, {k: image.float() / 255 for k, image in plain.items()})
     stages = loader.stats.stages
     assert min(stages.read_s, stages.decode_s, stages.transform_s, stages.collate_s) > 0
+
+
+def test_the_example_decodes_in_three_ways(root):
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "decode_images.py"],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["decode"] for line in lines] == ["whole images", "parts", "resized parts"]
+    assert all(line["decode_s"] > line["verify_s"] for line in lines)
 
 
 # --- what goes wrong -----------------------------------------------------------------------------

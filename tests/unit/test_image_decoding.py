@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -212,6 +213,22 @@ def test_a_decoded_part_is_that_part_of_the_full_decode(subsampling, progressive
         assert decoded is jpeg_available()
         wanted = full[top : top + part_height, left : left + part_width]
         assert not decoded or np.array_equal(part, wanted), (top, left, part_height, part_width)
+
+
+@pytest.mark.parametrize("subsampling", ["440", "411"])
+def test_a_part_of_a_rare_subsampling_is_that_of_the_full_decode(subsampling):
+    body = simplejpeg.encode_jpeg(photo(83, 121), colorsubsampling=subsampling)
+    full = ImageDecoder().decode(body)
+    for top, left, height, width in _some_boxes(np.random.default_rng(1), 83, 121, 100):
+        part = np.empty((height, width, 3), np.uint8)
+        decoded = decode_jpeg_part(body, top, left, height, width, 1, part)
+        assert decoded is jpeg_available()
+        assert not decoded or np.array_equal(part, full[top : top + height, left : left + width]), (
+            top,
+            left,
+            height,
+            width,
+        )
 
 
 def _some_boxes(rng, height, width, count):

@@ -2,8 +2,8 @@
 // is first asked for. What lies below the part is not decoded at all, what lies beside or above it
 // only as far as finding the part takes. No Python binding offers this.
 //
-// libjpeg's structures are its interface, so the header is needed to build this; without it, or
-// without the library, or with one that is not libjpeg-turbo, it is not available.
+// libjpeg's structures are its interface, so the header is needed to build this. Without it, without
+// the library, or with one that is not libjpeg-turbo 2.1 or newer, it is not available.
 #pragma once
 
 #include <cstddef>

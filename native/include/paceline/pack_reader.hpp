@@ -167,6 +167,8 @@ class PackReader {
   Shard* shard(std::uint32_t number) const;
   // Finds the shards of reads that the index was asked for.
   void attach(std::vector<ExtentRead>& reads) const;
+  // Looks at the files in place that are read past the page cache: look_up does it for the others.
+  void check_sources(const std::vector<ExtentRead>& reads) const;
   // Throws PackError if a transaction was committed to an LMDB database since it was indexed: then
   // pages that were read until now may have been written again.
   void check_transaction() const;

@@ -34,6 +34,7 @@ def size_bytes(text: str) -> int:
 @click.command(
     epilog="Examples: paceline pack imagenet/train /scratch/train.pack; "
     "paceline pack 'shards/train-{000..146}.tar' /scratch/train.pack; "
+    "paceline pack train.mdb /scratch/train.pack; "
     "paceline pack --append more /scratch/train.pack"
 )
 @click.argument("sources", metavar="SRC...", nargs=-1, required=True)
@@ -94,7 +95,7 @@ def pack(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Pack the folder or the tar archives SRC into the new pack DST.
+    """Pack SRC into the new pack DST: a folder, tar archives, an LMDB database, TFRecord files.
 
     The sub-folders of SRC become the classes; in WebDataset shards, the .cls members name the
     classes. If killed, there is either no DST and perhaps a DST.partial, from which the next

@@ -25,7 +25,11 @@ _UNVERIFIED = "; not verified: paceline store verify reads it once and keeps the
 
 @click.group(epilog="Example: paceline store ls train.pack")
 def store() -> None:
-    """Inspect packs, extract samples, verify packs, repair packs."""
+    """Inspect packs, extract samples, verify packs, repair packs.
+
+    PACK may also be data in place: an LMDB database, tar archives, TFRecord files or a folder. An
+    index is then made beside it, once. They cannot be repaired.
+    """
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")

@@ -25,10 +25,11 @@ from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import PackSampler
 from paceline.store.in_place.checksums import add_checksums
 from paceline.store.in_place.opening import open_pack
+from paceline.store.in_place.packing import find_source
 from paceline.store.read.pack import Pack
 from paceline.store.write.append import append
 from paceline.store.write.options import PackOptions, PackProgress, PackSummary
-from paceline.store.write.pack import find_source, pack, plan_pack
+from paceline.store.write.pack import pack, plan_pack
 from paceline.store.write.sources.archives import Archives
 from paceline.store.write.sources.folder import Folder
 from paceline.store.write.sources.samples import Samples

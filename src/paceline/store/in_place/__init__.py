@@ -9,4 +9,5 @@ reads them (`paceline.native.PackReader`), and so all that builds on it does, th
     side_file makes the index, and makes it again when the data were changed
     opening   open_pack
     checksums reads all data once, so that they can be verified from then on
+    packing   find_source: databases and TFRecord files as sources of a pack
 """

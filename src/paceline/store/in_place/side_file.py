@@ -31,8 +31,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.config import cache_folder
 from paceline.core.errors import (
     CorruptPack,
-    NewerFormat,
     StorageError,
+    UsageError,
     os_errors_as,
     reason,
 )
@@ -189,24 +189,16 @@ def _open_if_current(data: DataInPlace, place: Path, options: dict[str, Any]) ->
     try:
         pack = _opened(data, place, options)
         sources = pack.index.sources
-        difference = "it is the index of a pack"
-        if sources is not None:
-            difference = sources.difference(data.sources(place.parent))
-    except CorruptPack as problem:
-        _LOG.warning("%s is damaged (%s): indexing %s again", place, problem.why, data.where)
+    except (CorruptPack, StorageError, UsageError) as problem:  # damaged, stale, or newer
+        why = problem.why or problem.what
+        _LOG.warning("%s is not used (%s): indexing %s again", place, why, data.where)
         return None
-    except NewerFormat as problem:
-        _LOG.warning("%s: %s: indexing %s again", place, problem.what, data.where)
-        return None
-    except StorageError as problem:
-        if not _is_changed(problem):
-            raise
-        difference = problem.why
+    difference = "its index is that of a pack"
+    if sources is not None:
+        difference = sources.difference(data.sources(place.parent))
     if not difference:
         return pack
-    _LOG.warning(
-        "%s was changed since it was indexed (%s): indexing it again", data.where, difference
-    )
+    _LOG.warning("%s changed since it was indexed (%s): indexing it again", data.where, difference)
     return None
 
 
