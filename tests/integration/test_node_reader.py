@@ -287,6 +287,7 @@ def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     assert here.take_pass(0, 0) == here.expected(0, 0)  # rank 1 never begins
     assert here.clients[0].own_reads == len(here.expected(0, 0))
     alone = here.clients[0].own_reads
+    monkeypatch.setattr(client_module, "_PATIENCE_S", DEADLINE_S)
     here.clients[1].begin(0, 0)
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
     assert found == [here.expected(rank, 1) for rank in range(2)]
