@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <iterator>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -43,14 +44,14 @@ std::span<std::byte> acquire_buffer(std::size_t size) {
   Free& all = free_buffers();
   {
     const std::lock_guard lock(all.mutex);
-    auto best = all.buffers.end();
-    for (auto kept = all.buffers.begin(); kept != all.buffers.end(); ++kept) {
-      const bool fits = kept->size() >= wanted && kept->size() <= 2 * wanted;
-      if (fits && (best == all.buffers.end() || kept->size() < best->size())) best = kept;
-    }
-    if (best != all.buffers.end()) {
-      const auto buffer = *best;
-      all.buffers.erase(best);
+    // The last one that came back, which is still in the CPU's cache: batches differ a little, and one
+    // buffer for each size would be more than the cache holds.
+    const auto kept = std::find_if(all.buffers.rbegin(), all.buffers.rend(), [&](const auto& buffer) {
+      return buffer.size() >= wanted && buffer.size() <= 2 * wanted;
+    });
+    if (kept != all.buffers.rend()) {
+      const auto buffer = *kept;
+      all.buffers.erase(std::next(kept).base());
       all.bytes -= buffer.size();
       return buffer;
     }
