@@ -8,9 +8,9 @@ ratio is the median over the rounds of the ratio within a round; the first round
 
     python bench/loader.py --json [--quick] [--data FOLDER] [--only SECTION ...] [--rounds N]
 
-Sections: a task and a number of workers, as in full-1. `--quick` takes a third of the images and
-fewer rounds. A peer that is missing, or that fails, is left out of "the best of the others" and
-named; without any peer the bar has no value.
+Sections: a task and a number of workers, as in full-1. `--quick` is part-1 with a third of the
+images and fewer rounds. A peer that is missing, or that fails, is left out of "the best of the
+others" and named; without any peer the bar has no value.
 
 Tasks (what each does stands in loader_contenders.py):
 
@@ -168,7 +168,7 @@ def main():
     flags = options(__doc__, "--data", "--only", "--rounds")
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data").absolute()
     report = Report("loader", flags.json)
-    for name in flags.only or (["full-1", "part-2"] if flags.quick else SECTIONS):
+    for name in flags.only or (["part-1"] if flags.quick else SECTIONS):
         begin = time.perf_counter()
         tell(f"{name}:")
         try:

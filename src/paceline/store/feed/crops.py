@@ -55,8 +55,10 @@ def scale_denominator(box: CropBox, height: int, width: int) -> int:
 
     The box must keep at least the `height` and `width` that it is resized to.
     """
-    fits = (d for d in _DENOMINATORS if box.height >= d * height and box.width >= d * width)
-    return next(fits, 1)
+    for denominator in _DENOMINATORS:
+        if box.height >= denominator * height and box.width >= denominator * width:
+            return denominator
+    return 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ blended; of 16 bits per channel the upper 8 are kept; EXIF orientation is not ap
 from __future__ import annotations
 
 import io
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -115,9 +116,11 @@ class ImageDecoder:
             box = crop.box(*size, draws)
             denominator = scale_denominator(box, *out.shape[:2])
             scaled = box.scaled(denominator)
-            part = self._scratch((scaled.height, scaled.width, 3))
+            shown_shape = (scaled.height, scaled.width, 3)
+            is_final = shown_shape == out.shape and not scaled.flipped
+            part = out if is_final else self._scratch(shown_shape)
             if decode_jpeg_part(body, *scaled[:4], denominator, part):
-                return _show(part, scaled.flipped, out)
+                return None if is_final else _show(part, scaled.flipped, out)
             scaled_size = tuple(-(-pixels // denominator) for pixels in size)
             pixels = self._scratch((*scaled_size, 3))
             if self._decode_jpeg(body, pixels, denominator):
@@ -139,7 +142,7 @@ class ImageDecoder:
 
     def _scratch(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return an array of the calling thread, valid until the thread asks again."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         memory = getattr(self._own, "memory", None)
         if memory is None or len(memory) < size:
             memory = self._own.memory = np.empty(size, np.uint8)
