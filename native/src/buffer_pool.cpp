@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <iterator>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -43,14 +44,13 @@ std::span<std::byte> acquire_buffer(std::size_t size) {
   Free& all = free_buffers();
   {
     const std::lock_guard lock(all.mutex);
-    auto best = all.buffers.end();
-    for (auto kept = all.buffers.begin(); kept != all.buffers.end(); ++kept) {
-      const bool fits = kept->size() >= wanted && kept->size() <= 2 * wanted;
-      if (fits && (best == all.buffers.end() || kept->size() < best->size())) best = kept;
-    }
-    if (best != all.buffers.end()) {
-      const auto buffer = *best;
-      all.buffers.erase(best);
+    // The one that came back last: what the processor's cache still has of it need not be fetched.
+    const auto last = std::find_if(all.buffers.rbegin(), all.buffers.rend(), [&](const auto& kept) {
+      return kept.size() >= wanted && kept.size() <= 2 * wanted;
+    });
+    if (last != all.buffers.rend()) {
+      const auto buffer = *last;
+      all.buffers.erase(std::next(last).base());
       all.bytes -= buffer.size();
       return buffer;
     }

@@ -35,6 +35,7 @@ constexpr std::int64_t large_batch_bytes = std::int64_t{256} << 20;
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t prefetched_bytes = 16 * cache_line;
 constexpr std::size_t direct_alignment = 4096;
+constexpr std::size_t entries_ahead = 8;  // of the index, on their way from memory
 
 // Copies and returns the checksum of the copy.
 std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source) {
@@ -169,6 +170,9 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
     std::int64_t total = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
+      if (i + entries_ahead < ids.size()) {
+        index_.prefetch(static_cast<std::uint64_t>(ids[i + entries_ahead]));
+      }
       const std::size_t length = checked_length(static_cast<std::uint64_t>(ids[i]));
       if (__builtin_add_overflow(total, length, &total)) {
         beyond = i;
@@ -251,17 +255,24 @@ void PackReader::check_shard(Shard& shard, std::uint64_t now_ns) const {
   shard.residency->invalidate_all();
 }
 
-void PackReader::look_up(std::vector<ExtentRead>& reads) const {
+bool PackReader::revalidates() const {
   const bool revalidate = revalidate_.load(std::memory_order_relaxed) > 0;
   if (revalidate) revalidate_.fetch_sub(1, std::memory_order_relaxed);
+  return revalidate;
+}
+
+void PackReader::look_up(ExtentRead& read, bool revalidate, std::uint64_t now_ns) const {
+  check_shard(*read.shard, now_ns);
+  const Residency& known = *read.shard->residency;
+  read.resident = known.resident(read.stored, revalidate);
+  read.trusted = read.resident && options_.verify == Verify::first &&
+                  read.extent.codec == Codec::none && known.trusted(read.stored);
+}
+
+void PackReader::look_up(std::vector<ExtentRead>& reads) const {
+  const bool revalidate = revalidates();
   const std::uint64_t now_ns = coarse_ns();
-  for (ExtentRead& read : reads) {
-    check_shard(*read.shard, now_ns);
-    const Residency& known = *read.shard->residency;
-    read.resident = known.resident(read.stored, revalidate);
-    read.trusted = read.resident && options_.verify == Verify::first &&
-                    read.extent.codec == Codec::none && known.trusted(read.stored);
-  }
+  for (ExtentRead& read : reads) look_up(read, revalidate, now_ns);
 }
 
 void PackReader::request(std::vector<ExtentRead>& reads) const {
@@ -461,6 +472,32 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
 template <class Work>
 void PackReader::guarded(const ExtentRead& read, Work&& work) const {
   if (!completes(FaultRange(read.shard->mapping.bytes()), work)) fail_unreadable(read);
+}
+
+std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t sample) const {
+  Extent extent{};
+  volatile bool is_single = !options_.direct;
+  index_.read([&] {
+    const auto [first, end] = index_.extents(sample);
+    is_single = is_single && end == first + 1;
+    if (is_single) extent = index_.extent(first);
+  });
+  if (!is_single || extent.codec != Codec::none) return std::nullopt;
+  if (extent.shard >= shards_.size()) fail_corrupt(index_.path(), "opened without its shards");
+  return ExtentRead{sample, extent, shards_[extent.shard].get(), stored(extent), nullptr,
+                    /*resident=*/false, /*trusted=*/false};
+}
+
+void PackReader::read_single(ExtentRead& read) const {
+  look_up(read, revalidates(), coarse_ns());
+  if (!read.resident) read_ahead(read.stored);
+  if (!read.trusted) {
+    // Verified in any case: there is no need to know whether its pages stayed.
+    return guarded(read, [&] { copy(read); });
+  }
+  Failure failure;
+  copy_slice({&read, 1}, failure);
+  failure.rethrow();
 }
 
 void PackReader::check_in_place(ExtentRead& read) const {

@@ -54,7 +54,19 @@ struct ReadOptions {
 
 // Thread-safe, and safe to use in a forked child.
 class PackReader {
+  struct Shard;
+
  public:
+  struct ExtentRead {  // an extent on its way into a buffer
+    std::uint64_t sample;
+    Extent extent;
+    Shard* shard;
+    std::span<const std::byte> stored;
+    std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
+    bool resident;      // as far as is known
+    bool trusted;
+  };
+
   // Opens and checks the index and every shard's length. Throws PackError.
   explicit PackReader(const std::string& folder, const ReadOptions& options = {});
   ~PackReader();
@@ -79,6 +91,11 @@ class PackReader {
   // sample of the batch that has one.
   void read_batch(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                   std::span<std::byte> target) const;
+  // Where a sample lies, to be read on its own by `read_single`; none if it takes a batch: it is
+  // compressed, in several extents, or read past the page cache. Throws PackError, std::out_of_range.
+  std::optional<ExtentRead> find_single(std::uint64_t sample) const;
+  // Reads it to `read.target`. Throws PackError.
+  void read_single(ExtentRead& read) const;
   // Views of the samples, verified; empty for a sample that is compressed or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
@@ -107,16 +124,6 @@ class PackReader {
     std::atomic<int> direct{-1};               // its descriptor past the page cache
   };
 
-  struct ExtentRead {  // an extent on its way into a buffer
-    std::uint64_t sample;
-    Extent extent;
-    Shard* shard;
-    std::span<const std::byte> stored;
-    std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
-    bool resident;      // as far as is known
-    bool trusted;
-  };
-
   class Failure;
 
   void open_shards(const std::string& folder);
@@ -125,6 +132,8 @@ class PackReader {
   std::byte* add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
                          std::byte* target) const;
   void check_shard(Shard& shard, std::uint64_t now_ns) const;
+  bool revalidates() const;
+  void look_up(ExtentRead& read, bool revalidate, std::uint64_t now_ns) const;
   void look_up(std::vector<ExtentRead>& reads) const;
   void request(std::vector<ExtentRead>& reads) const;
   void load(ExtentRead& read) const;
