@@ -131,6 +131,17 @@ class Packed(Contender):
 
         return read
 
+    def single(self, seed):
+        """Read sample by sample."""
+        batches = [batch.tolist() for batch in self.batches(seed)]
+
+        def read():
+            get = self.pack.read
+            for batch in batches:
+                yield len(batch), sum(len(get(number)) for number in batch)
+
+        return read
+
     def views(self, seed):
         """Hand views out: the call itself touches each page, or verifies it."""
         batches = self.batches(seed)
@@ -221,6 +232,33 @@ class Mapping(Memory):
             pieces.append(source[at : at + size])
             at += size
         return pieces
+
+
+class Slices(Contender):
+    """The limit of Python: bytes that are sliced out of a pack's mapped shards, unverified."""
+
+    def __init__(self, asked):
+        super().__init__(asked)
+        from paceline.store import open_pack
+
+        maps = []
+        for path in shards(asked["pack"]):
+            with path.open("rb") as file:
+                maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        with open_pack(asked["pack"], index_only=True) as pack:
+            index = pack.index
+            columns = (index.shards, index.offsets, index.offsets + index.lengths)
+            found = zip(*(column.tolist() for column in columns), strict=True)
+        self.places = [(maps[shard], begin, end) for shard, begin, end in found]
+
+    def copy(self, seed):
+        batches = [[self.places[number] for number in batch] for batch in self.batches(seed)]
+
+        def read():
+            for batch in batches:
+                yield len(batch), sum(len(mapped[begin:end]) for mapped, begin, end in batch)
+
+        return read
 
 
 class Disk(Contender):
@@ -427,6 +465,7 @@ class PacelineLoader(Contender):
 CONTENDERS = {
     "raw": Raw,
     "pack": Packed,
+    "slices": Slices,
     "memory": Memory,
     "mapping": Mapping,
     "disk": Disk,

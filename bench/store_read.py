@@ -17,7 +17,8 @@ not met. Cold needs root, for dropping the page cache.
 What stands against each other:
 
 - copying: `read_batch` against a file's open, fstat, read and close, or a peer's own iterator.
-  Zero-copy: `views`, which touch each page themselves.
+  Zero-copy: `views`, which touch each page themselves. Slices of an mmap are `mapped[begin:end]` of
+  the pack's own shards: the least that Python can do, with places that are known and no checks.
 - two processes: each on a core, with one thread, over the first 4,000 samples (430 MB), for a
   second at a time. The limit is memcpy of samples of the same lengths, in the same order, from
   memory into a buffer that stays in the cache; a row shows the same from a mapped file.
@@ -278,6 +279,7 @@ def warm(report, folder, flags):
         contest.enter("pack, views", "pack", "views")
         contest.enter("pack, views touched again", "pack", "touched_views")
         contest.enter("pack, copying, 1 thread", "pack", "copy", key="pack of one", threads=1)
+        contest.enter("slices of an mmap", "slices", "copy")
         if not flags.quick:
             contest.enter("py-lmdb get", "lmdb", "copy")
             contest.enter("WebDataset iterator", "webdataset", "iterate")
@@ -288,6 +290,8 @@ def warm(report, folder, flags):
         copying = "pack, copying"
         for other in ("raw files", "py-lmdb get"):
             contest.compare("pack, copying, 1 thread", other)
+        name = "107 KB, copying, 1 thread / bytes slices of an mmap"
+        contest.bar(name, "pack, copying, 1 thread", "slices of an mmap", 0.95)
         contest.bar("107 KB, copying / raw files", copying, "raw files", 2.5)
         contest.bar("107 KB, zero-copy / raw files", "pack, views", "raw files", 5.0)
         if not flags.quick:
@@ -306,11 +310,15 @@ def small(report, folder, flags):
         contest.enter("pack, copying", "pack", "copy")
         contest.enter("pack, views", "pack", "views")
         contest.enter("pack, copying, 1 thread", "pack", "copy", key="pack of one", threads=1)
+        contest.enter("pack, sample by sample", "pack", "single", key="pack of one", threads=1)
+        contest.enter("slices of an mmap", "slices", "copy")
         if not flags.quick:
             contest.enter("py-lmdb get", "lmdb", "copy")
         contest.run(_rounds(flags, 7), uncounted=2)
         for other in ("raw files", "py-lmdb get"):
             contest.compare("pack, copying, 1 thread", other)
+        name = "2 KB, Pack.read / bytes slices of an mmap"
+        contest.bar(name, "pack, sample by sample", "slices of an mmap", 0.8)
         contest.bar("2 KB, copying / raw files", "pack, copying", "raw files", 12.0)
         if not flags.quick:
             contest.bar("2 KB, copying / py-lmdb get", "pack, copying", "py-lmdb get", 2.0)

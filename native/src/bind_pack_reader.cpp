@@ -48,9 +48,16 @@ nb::bytes name_of(const PackReader& reader, Get get) {
   return to_bytes(name);
 }
 
-nb::bytes read_sample(const PackReader& reader, std::uint64_t sample) {
+nb::bytes read_sample(const PackReader& reader, std::int64_t number) {
+  if (number < 0) throw std::out_of_range("no such sample");
+  const auto sample = static_cast<std::uint64_t>(number);
+  auto single = reader.find_single(sample);
   std::size_t size = 0;
-  reader.index().read([&] { size = reader.checked_length(sample); });
+  if (single) {
+    size = single->extent.length;
+  } else {
+    reader.index().read([&] { size = reader.checked_length(sample); });
+  }
   const auto id = static_cast<std::int64_t>(sample);
   const std::int64_t offsets[] = {0, static_cast<std::int64_t>(size)};
   reader.check_memory({&id, 1}, offsets);
@@ -62,7 +69,12 @@ nb::bytes read_sample(const PackReader& reader, std::uint64_t sample) {
   const nb::bytes owner = nb::steal<nb::bytes>(result);
   auto* target = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));  // not yet handed out
   nb::gil_scoped_release released;
-  reader.read_batch({&id, 1}, offsets, {target, size});
+  if (single) {
+    single->target = target;
+    reader.read_single(*single);
+  } else {
+    reader.read_batch({&id, 1}, offsets, {target, size});
+  }
   return owner;
 }
 
@@ -150,7 +162,7 @@ nb::typed<nb::list, MemoryView> views(nb::handle_t<PackReader> self, const Ids& 
   nb::list result;
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (!found[i]) {  // encoded, or in several extents
-      const auto body = read_sample(reader, static_cast<std::uint64_t>(ids[i]));
+      const auto body = read_sample(reader, ids[i]);
       append(result, PyMemoryView_FromObject(body.ptr()));
       continue;
     }

@@ -41,6 +41,7 @@ constexpr std::size_t direct_alignment = 4096;
 // Of data in place: the kernel allows a process 65,530 mappings, and a shell often 1,024 open files.
 constexpr std::uint32_t max_mapped_files = 8192;
 constexpr std::uint32_t max_direct_files = 256;
+constexpr std::size_t entries_ahead = 8;  // of the index, on their way from memory
 
 // Copies and returns the checksum of the copy.
 std::uint32_t copy_checked(std::byte* target, std::span<const std::byte> source,
@@ -269,14 +270,15 @@ bool PackReader::is_unchanged() const noexcept {
   }
 }
 
+void PackReader::attach(ExtentRead& read) const {
+  read.shard = shard(read.extent.shard);
+  if (read.shard == nullptr) return;
+  // Within the shard: the index compared it with the length, and the length with the file.
+  read.stored = read.shard->mapping.bytes().subspan(read.extent.offset, read.extent.stored_length);
+}
+
 void PackReader::attach(std::vector<ExtentRead>& reads) const {
-  for (ExtentRead& read : reads) {
-    read.shard = shard(read.extent.shard);
-    if (read.shard == nullptr) continue;
-    // Within the shard: the index compared it with the length, and the length with the file.
-    read.stored =
-        read.shard->mapping.bytes().subspan(read.extent.offset, read.extent.stored_length);
-  }
+  for (ExtentRead& read : reads) attach(read);
 }
 
 std::size_t PackReader::checked_length(std::uint64_t sample) const {
@@ -303,6 +305,9 @@ std::size_t PackReader::plan_batch(std::span<const std::int64_t> ids,
     std::int64_t total = 0;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) throw std::out_of_range("no such sample");
+      if (i + entries_ahead < ids.size()) {
+        index_.prefetch(static_cast<std::uint64_t>(ids[i + entries_ahead]));
+      }
       const std::size_t length = checked_length(static_cast<std::uint64_t>(ids[i]));
       if (__builtin_add_overflow(total, length, &total)) {
         beyond = i;
@@ -401,17 +406,25 @@ void PackReader::note_write(Shard& shard, const FileState& state) const {
   shard.residency->invalidate_all();
 }
 
-void PackReader::look_up(std::vector<ExtentRead>& reads) const {
+bool PackReader::revalidates() const {
   const bool revalidate = revalidate_.load(std::memory_order_relaxed) > 0;
   if (revalidate) revalidate_.fetch_sub(1, std::memory_order_relaxed);
+  return revalidate;
+}
+
+void PackReader::look_up(ExtentRead& read, bool revalidate, std::uint64_t now_ns) const {
+  check_shard(*read.shard, now_ns);
+  const Residency& known = *read.shard->residency;
+  read.resident = known.resident(read.stored, revalidate);
+  read.trusted = read.resident && compares_ && options_.verify == Verify::first &&
+                 read.extent.codec == Codec::none && known.trusted(read.stored);
+}
+
+void PackReader::look_up(std::vector<ExtentRead>& reads) const {
+  const bool revalidate = revalidates();
   const std::uint64_t now_ns = coarse_ns();
   for (ExtentRead& read : reads) {
-    if (read.shard == nullptr) continue;
-    check_shard(*read.shard, now_ns);
-    const Residency& known = *read.shard->residency;
-    read.resident = known.resident(read.stored, revalidate);
-    read.trusted = read.resident && compares_ && options_.verify == Verify::first &&
-                    read.extent.codec == Codec::none && known.trusted(read.stored);
+    if (read.shard != nullptr) look_up(read, revalidate, now_ns);
   }
 }
 
@@ -668,6 +681,36 @@ void PackReader::read_batch(std::span<const std::int64_t> ids,
 template <class Work>
 void PackReader::guarded(const ExtentRead& read, Work&& work) const {
   if (!completes(FaultRange(read.shard->mapping.bytes()), work)) fail_unreadable(read);
+}
+
+std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t sample) const {
+  if (options_.direct) return std::nullopt;
+  Extent extent{};
+  volatile bool is_single = true;
+  index_.read([&] {
+    const auto [first, end] = index_.extents(sample);
+    is_single = end == first + 1;
+    if (is_single) extent = index_.extent(first);
+  });
+  if (!is_single || extent.codec != Codec::none || extent.stored_length == 0) return std::nullopt;
+  ExtentRead read{sample, extent, /*shard=*/nullptr, /*stored=*/{}, /*target=*/nullptr,
+                  /*resident=*/false, /*trusted=*/false};
+  attach(read);
+  if (read.shard == nullptr) return std::nullopt;
+  return read;
+}
+
+void PackReader::read_single(ExtentRead& read) const {
+  look_up(read, revalidates(), coarse_ns());
+  if (!read.resident) read_ahead(read.stored);
+  Failure failure;
+  if (read.trusted) {
+    copy_slice({&read, 1}, failure);
+  } else {  // verified in any case: there is no need to know whether its pages stayed
+    copy_guarded({&read, 1}, failure);
+  }
+  check_transaction();  // first: it explains a checksum that does not match
+  failure.rethrow();
 }
 
 void PackReader::check_in_place(ExtentRead& read) const {

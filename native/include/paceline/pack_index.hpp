@@ -214,6 +214,9 @@ class Column {
   std::uint64_t size() const noexcept { return size_; }
   bool empty() const noexcept { return size_ == 0; }
   T operator[](std::uint64_t i) const;
+  void prefetch(std::uint64_t i) const noexcept {
+    if (!is_constant_) __builtin_prefetch(data_ + (i << width_bits_));
+  }
 
  private:
   friend class PackIndex;
@@ -299,6 +302,14 @@ class PackIndex {
   // The extents [first, end) of a sample. Throws PackError, std::out_of_range.
   std::pair<std::uint64_t, std::uint64_t> extents(std::uint64_t sample) const;
   Extent extent(std::uint64_t index) const;  // known to lie within its shard
+  // Has what a later call says of a sample come from memory, if it is one extent.
+  void prefetch(std::uint64_t sample) const noexcept {
+    if (sample >= sample_count() || !first_extents_.empty()) return;
+    offsets_.prefetch(sample);
+    lengths_.prefetch(sample);
+    shards_.prefetch(sample);
+    checksums_.prefetch(sample);
+  }
   // Bytes of a sample by the index alone, unchecked; at most 2^42, so that a batch's add up.
   std::uint64_t claimed_length(std::uint64_t sample) const;
 

@@ -60,7 +60,19 @@ struct ReadOptions {
 
 // Thread-safe, and safe to use in a forked child.
 class PackReader {
+  struct Shard;
+
  public:
+  struct ExtentRead {  // an extent on its way into a buffer
+    std::uint64_t sample;
+    Extent extent;
+    Shard* shard;  // nullptr: its file is opened for this read
+    std::span<const std::byte> stored;
+    std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
+    bool resident;      // as far as is known
+    bool trusted;
+  };
+
   // Opens and checks the index and, of a pack, every shard's length. `place` is the folder of a pack, or
   // the index of data in place. Throws PackError.
   explicit PackReader(const std::string& place, const ReadOptions& options = {});
@@ -98,6 +110,12 @@ class PackReader {
   // the part of it in checksums; summed over threads and over all batches so far.
   std::uint64_t busy_ns() const noexcept { return busy_ns_.load(std::memory_order_relaxed); }
   std::uint64_t verify_ns() const noexcept { return checksums_.ns(); }
+  // Where a sample lies, to be read on its own by `read_single`; none if it takes a batch: it is
+  // compressed, in several extents, empty, in a file that is not kept mapped, or read past the page
+  // cache. Throws PackError, std::out_of_range.
+  std::optional<ExtentRead> find_single(std::uint64_t sample) const;
+  // Reads it to `read.target`. Throws PackError.
+  void read_single(ExtentRead& read) const;
   // Views of the samples, verified; empty for a sample that is compressed or in several extents.
   // Valid as long as this object.
   std::vector<std::optional<std::span<const std::byte>>> views(
@@ -129,16 +147,6 @@ class PackReader {
     std::atomic<int> direct{-1};               // its descriptor past the page cache
   };
 
-  struct ExtentRead {  // an extent on its way into a buffer
-    std::uint64_t sample;
-    Extent extent;
-    Shard* shard;  // nullptr: its file is opened for this read
-    std::span<const std::byte> stored;
-    std::byte* target;  // room for extent.length bytes; nullptr: it is only looked at
-    bool resident;      // as far as is known
-    bool trusted;
-  };
-
   // Each shard once it is mapped; none is replaced, so that views stay valid.
   class ShardTable {
    public:
@@ -166,6 +174,7 @@ class PackReader {
   // The shard, mapped; nullptr if too many of the files in place are.
   Shard* shard(std::uint32_t number) const;
   // Finds the shards of reads that the index was asked for.
+  void attach(ExtentRead& read) const;
   void attach(std::vector<ExtentRead>& reads) const;
   // Looks at the files in place that are read past the page cache: look_up does it for the others.
   void check_sources(const std::vector<ExtentRead>& reads) const;
@@ -177,6 +186,8 @@ class PackReader {
   std::byte* add_extents(std::vector<ExtentRead>& reads, std::uint64_t sample,
                          std::byte* target) const;
   void check_shard(Shard& shard, std::uint64_t now_ns) const;
+  bool revalidates() const;
+  void look_up(ExtentRead& read, bool revalidate, std::uint64_t now_ns) const;
   void look_up(std::vector<ExtentRead>& reads) const;
   void request(std::vector<ExtentRead>& reads) const;
   void load(ExtentRead& read) const;

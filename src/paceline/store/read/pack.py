@@ -223,9 +223,12 @@ class Pack:
             CorruptPack: the bytes do not match their checksum.
             IndexError: there is no such sample.
         """
-        reader = self._open()
-        self._check_range(sample, sample, reader)
-        return reader.read(sample)
+        reader = self._reader or self._open()
+        try:
+            return reader.read(sample)
+        except (IndexError, TypeError):  # C++ takes 64 bits
+            self._check_range(sample, sample, reader)
+            raise
 
     def read_batch(
         self, samples: ArrayLike, out: NDArray[np.uint8] | None = None
@@ -247,13 +250,16 @@ class Pack:
             IndexError: there is no such sample.
             UsageError: `out` is too small.
         """
-        reader = self._open()
-        ids = self._ids(samples, reader)
-        if out is None:
-            return reader.read_batch(ids)
+        reader = self._reader or self._open()
+        ids = self._flat(samples)
         try:
+            if out is None:
+                return reader.read_batch(ids)
             offsets = reader.read_batch_into(ids, out)
         except PacelineError:
+            raise
+        except IndexError:
+            self._ids(samples, reader)
             raise
         except (ValueError, BufferError) as problem:  # too small; not writable, not contiguous
             raise UsageError(
@@ -290,9 +296,12 @@ class Pack:
             CorruptPack: a sample does not match its checksum.
             IndexError: there is no such sample.
         """
-        reader = self._open()
-        ids = self._ids(samples, reader)
-        return reader.views(ids)
+        reader = self._reader or self._open()
+        try:
+            return reader.views(self._flat(samples))
+        except IndexError:
+            self._ids(samples, reader)
+            raise
 
     def prefetch(self, samples: ArrayLike) -> None:
         """Start to read these samples from storage, unless they are in memory; returns at once."""
@@ -409,16 +418,23 @@ class Pack:
         return reader
 
     def _ids(self, samples: ArrayLike, reader: PackReader) -> NDArray[np.int64]:
+        """Return the numbers of samples that exist."""
+        ids = self._flat(samples)
+        if ids.size:
+            found = np.asarray(samples)
+            self._check_range(int(found.min()), int(found.max()), reader)
+        return ids
+
+    def _flat(self, samples: ArrayLike) -> NDArray[np.int64]:
+        """Return numbers of samples; whether these exist is for the reader to check."""
         ids = np.asarray(samples)
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UsageError(
                 "samples must be a list of integers",
                 where=str(self.path),
                 why=f"got an array of shape {ids.shape} and type {ids.dtype}",
                 fix="Give a list or a flat array of integers",
             )
-        if ids.size:
-            self._check_range(int(ids.min()), int(ids.max()), reader)
         return np.ascontiguousarray(ids, np.int64)
 
     def _check_range(self, low: int, high: int, reader: PackReader) -> None:
