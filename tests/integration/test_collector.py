@@ -441,3 +441,9 @@ def test_messages_between_two_of_three_ranks_make_nobody_wait_or_late(tmp_path, 
     for phases in analysis.phases:
         assert (phases.seconds <= phases.step_s[:, None]).all()
     assert analysis.stragglers == ()
+
+
+def test_a_model_may_outlive_its_process_group(tmp_path):
+    """Our callbacks waited for the GIL, while the model joined the threads that ran them."""
+    done = paceline(tmp_path, "run", "-n", 2, "--out", "RUN", SCRIPTS / "outlived_groups.py")
+    assert done.code == 0, done.err

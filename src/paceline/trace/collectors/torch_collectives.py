@@ -64,6 +64,7 @@ class CollectiveRecorder:
             self._see_waits(internals.c10d().Work)
         if Capability.BUFFER_BROADCAST in self.available:
             self._wrap_broadcast_coalesced()
+        self._settle_before_groups_end()
 
     def _install_kernels(self, namespace: str, kernels: dict[str, Callable[..., Any]]) -> None:
         """Put kernels on the autograd keys of a namespace's operators."""
@@ -270,6 +271,20 @@ class CollectiveRecorder:
         internals.calls_the_script(broadcast)
         hooked = around(broadcast, self.collectives, before, after)
         self.hooks.replace(dist, "_broadcast_coalesced", hooked)
+
+    def _settle_before_groups_end(self) -> None:
+        """Have no callback of ours on a backend's thread when its process group is destroyed."""
+
+        def before(*_: object) -> None:
+            self.in_flight.settle()
+
+        def after(*_: object) -> None:
+            """Nothing is recorded."""
+
+        ends = RecordedKind("the last completions of a process group")
+        hooked = around(dist.destroy_process_group, ends, before, after)
+        for module in (dist, dist.distributed_c10d):
+            self.hooks.replace(module, "destroy_process_group", hooked)
 
     def _path_of(self, process_group: Any, tensors: Any) -> int:
         """Return the name of the path that a broadcast takes; 0 if the group does not say."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
 ANY_SOURCE = -2  # peer of a receive until its source is known
 _PENDING_MAX = 64  # works that nobody waits for must not pile up: they hold their tensors
-_SETTLE_S, _SETTLE_TRIES = 0.002, 100  # how long the end of a script waits for callbacks
+# How long the end of a group, or of the script, waits for calls that have not completed, and for
+# the callbacks of those that have: a busy machine may let a backend's thread wait for a core.
+_COMPLETION_S, _CALLBACK_S, _POLL_S = 0.2, 10.0, 0.002
 
 
 @dataclass(slots=True)
@@ -85,22 +88,38 @@ class InFlight:
         self.tensors: dict[int, Issued] = {}  # functional collectives: by their result
         # Callbacks that futures still hold. Not a WeakSet: it forgets members in a Python function,
         # which runs wherever the future ends and which Dynamo sees amid a compiled region.
-        self.callbacks: set[weakref.ref[object]] = set()
+        self.callbacks: set[weakref.ref[functools.partial[None]]] = set()
 
     def close(self) -> None:
-        """Record what was issued and never seen to complete.
-
-        First let the backend's threads run the callbacks of what has completed, and drop them: a
-        thread that asks for the GIL while the interpreter ends is ended amid C++, which aborts the
-        process.
-        """
-        never, tries = threading.Event(), _SETTLE_TRIES
-        while self.callbacks and tries:
-            never.wait(_SETTLE_S)
-            tries -= 1
+        """Record what was issued and never seen to complete."""
+        self.settle()
         for issued in list(self.works.values()) + list(self.tensors.values()):
             self.complete(issued, issued.begin_ns, COMPLETION_UNKNOWN)
         self.forget_all()
+
+    def settle(self) -> None:
+        """Let the backend's threads run the callbacks of what has completed, and drop them.
+
+        Before the interpreter ends: a thread that asks for the GIL then is ended amid C++, which
+        aborts the process. And before a group is destroyed: a DistributedDataParallel that outlives
+        it joins the backend's threads while it holds the GIL, for which they would wait for ever.
+        """
+        never, begin_s = threading.Event(), time.monotonic()
+        while self.callbacks:
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= _COMPLETION_S and not self._has_callback_to_come():
+                return
+            if waited_s >= _CALLBACK_S:
+                return
+            never.wait(_POLL_S)
+
+    def _has_callback_to_come(self) -> bool:
+        """Return whether a call has completed whose callback the backend's thread still holds."""
+        for reference in list(self.callbacks):
+            completed = reference()
+            if completed is not None and completed.args[0].keep.get_future().done():
+                return True
+        return False
 
     def forget_all(self) -> None:
         """Let go of all works and results."""
