@@ -213,7 +213,9 @@ class SampleEncoder:
         sample_bytes = int(lengths.sum())
         return CodecRate(
             codec=codec,
-            capacity_factor=capacity_factor(sample_bytes, int(encoded.lengths.sum())),
+            capacity_factor=capacity_factor(
+                sample_bytes, int(encoded.lengths.sum()) + len(dictionary)
+            ),
             decode_bytes_per_s=threads * sample_bytes / max(slowest_s, 1e-9),
         )
 
