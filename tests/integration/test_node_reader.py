@@ -283,7 +283,7 @@ def test_a_database_is_read_in_place(node, path, tmp_path):
 
 def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     monkeypatch.setattr(client_module, "_PATIENCE_S", 0.5)
-    here = node(2, data_bytes=1 << 20)
+    here = node(2)
     assert here.take_pass(0, 0) == here.expected(0, 0)  # rank 1 never begins
     assert here.clients[0].own_reads == len(here.expected(0, 0))
     alone = here.clients[0].own_reads
@@ -292,6 +292,30 @@ def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
     assert found == [here.expected(rank, 1) for rank in range(2)]
     assert here.clients[0].own_reads == alone
+
+
+def test_a_rank_waits_for_one_that_is_slower(node, monkeypatch):
+    """It took the window that it held itself for what was in the reader's way."""
+    here = node(2, data_bytes=2 << 20)
+    looks = threading.Semaphore(0)
+    original = NodeClient._waits_for_ranks
+
+    def waits_for_ranks(self, *given):
+        looks.release()
+        return original(self, *given)
+
+    monkeypatch.setattr(NodeClient, "_waits_for_ranks", waits_for_ranks)
+
+    def await_looks(step):
+        while step == 0 and not here.ring.words.load(Word.WAITS_FOR_ROOM):
+            assert looks.acquire(timeout=DEADLINE_S)
+        for _ in range(3 * (step == 0)):
+            assert looks.acquire(timeout=DEADLINE_S)
+
+    on_batch = (lambda step: None, await_looks)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0, on_batch=on_batch[rank]))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    assert [client.own_reads for client in here.clients] == [0, 0]
 
 
 def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):

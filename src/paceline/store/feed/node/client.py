@@ -225,7 +225,7 @@ class NodeClient:
         needs_room = self._words.load(Word.WAITS_FOR_ROOM) != 0
         if needs_room:
             with self._lock:
-                self._crowded_by = min(self._held, default=-1)
+                self._crowded_by = self._window_in_the_way()
         if waited_s < _PATIENCE_S or not (needs_room or self._words.load(Word.SERVED) != number):
             return False
         if self._stuck_at < 0:
@@ -234,6 +234,13 @@ class NodeClient:
                 "this one reads by itself until it does"
             )
         return True
+
+    def _window_in_the_way(self) -> int:
+        """Return the oldest held window if the reader waits for that alone, else -1; with lock."""
+        held = min(self._held, default=-1)
+        others = (rank for rank in range(self.ring.ranks) if rank != self._local_rank)
+        to_take = (self.ring.still_to_take(rank) for rank in others)
+        return -1 if any(first is not None and first <= held for first in to_take) else held
 
     def _is_crowded(self) -> bool:
         """Return whether the reader has no room since the program holds on to an old window."""

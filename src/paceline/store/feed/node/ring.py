@@ -193,11 +193,19 @@ class Ring:
             return None
         held = self.rank(local_rank, RankWord.HELD)
         needed = [held - 1] if held else []
-        # The pass before the number: a rank that begins the next pass sets NEXT to 0 before PASS.
-        if self.rank(local_rank, RankWord.PASS) <= self.words.load(Word.SERVED):
-            taken = self.rank(local_rank, RankWord.NEXT)
-            needed.append(self.words.load(Word.PASS_FIRST) + taken)
+        to_take = self.still_to_take(local_rank)
+        if to_take is not None:
+            needed.append(to_take)
         return min(needed, default=None)
+
+    def still_to_take(self, local_rank: int) -> int | None:
+        """Return the oldest window that a rank has not taken all steps of; None: it takes none."""
+        if self.rank(local_rank, RankWord.LEFT):
+            return None
+        # The pass before the number: a rank that begins the next pass sets NEXT to 0 before PASS.
+        if self.rank(local_rank, RankWord.PASS) > self.words.load(Word.SERVED):
+            return None
+        return self.words.load(Word.PASS_FIRST) + self.rank(local_rank, RankWord.NEXT)
 
     def samples_of(
         self, window: Window, step: int, local_rank: int
