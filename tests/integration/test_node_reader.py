@@ -9,14 +9,15 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+from launching import await_true
 from process_groups import run_ranks
 
 from paceline import store
 from paceline.core.errors import CorruptPack
-from paceline.store import SampleOrder, Samples, open_pack
+from paceline.store import PackOptions, SampleOrder, Samples, open_pack
 from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
-from paceline.store.feed.node.ring import NodeConfig, Ring, Word
+from paceline.store.feed.node.ring import PAGE_BYTES, NodeConfig, RankWord, Ring, Word
 from paceline.store.feed.node.turns import TurnServer, TurnTuner
 from paceline.store.feed.sampler import RankBatches
 from paceline.store.format.header import parse_sections
@@ -195,6 +196,55 @@ def test_views_stay_as_they_are_while_they_are_referenced(node):
     assert bytes(view) == first
 
 
+def test_a_window_that_is_taken_between_two_looks_stays_needed(node):
+    """The reader looked what was held, then what was taken, and a rank took a window in between."""
+    here = node(1)
+    one = here.clients[0].begin(0, 0)
+    await_true(lambda: here.ring.words.load(Word.PUBLISHED), "a window")
+    taken = []
+    original = here.ring.rank
+
+    def rank(local_rank, word):
+        found = original(local_rank, word)
+        if not taken and word in (RankWord.HELD, RankWord.NEXT):
+            taken.append(None)  # for `take` looks as well
+            taken[0] = one.take(0, 60)
+        return found
+
+    here.ring.rank = rank
+    assert here.ring.still_needed(0) == 0
+    assert taken.pop() is not None
+
+
+def descriptors():
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_is_dropped_gives_back_memory_and_descriptors_and_ends_the_reader(path):
+    before = descriptors()
+
+    def read_and_drop():  # without saying that the ranks leave
+        here = Node(path, 2)
+        assert here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+        return here.reader()
+
+    child = read_and_drop()
+    assert descriptors() == before
+    assert child.wait(DEADLINE_S) == 0
+
+
+def test_windows_begin_with_a_page(path, tmp_path, node):
+    with open_pack(path) as pack:
+        pairs = [(f"{k:05d}", pack.read(k) + bytes(100)) for k in range(COUNT)]
+    store.pack(Samples(pairs), tmp_path / "pack", options=PackOptions(codec="zstd"))
+    here = node(1, path=tmp_path / "pack")
+    assert here.take_pass(0, 0) == here.expected(0, 0)
+    begins = [here.ring.window(k).begin for k in range(here.ring.words.load(Word.PUBLISHED))]
+    assert len(set(begins)) > 1
+    assert {begin % PAGE_BYTES for begin in begins} == {0}
+
+
 def test_ranks_that_ask_for_different_positions_read_by_themselves(node):
     here = node(2)
     positions = [0, here.batches[0].after(0, 2)]
@@ -330,9 +380,15 @@ def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
         assert here.clients[0].own_reads == 0
 
 
-def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(node, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [(Section.OFFSETS, "section 1, bytes 65536"), (Section.LENGTHS, "section 2, bytes 65536")],
+)
+def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(
+    node, tmp_path, monkeypatch, section, named
+):
     monkeypatch.setattr(IndexLayout, "needs_version_3", True)  # as with more samples
-    database(tmp_path / "data", [b"%d" % number * (number % 9) for number in range(20_000)])
+    database(tmp_path / "data", [b"%d" % number * (number % 9) for number in range(70_000)])
     here = node(2, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
     assert here.pack.index.version == 3
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
@@ -340,11 +396,12 @@ def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(node, tmp
     assert sum(client.own_reads for client in here.clients) == 0
     side_file = here.pack.side_file
     content = bytearray(side_file.read_bytes())
-    content[parse_sections(content)[Section.OFFSETS].offset + BLOCK_BYTES] ^= 1
+    content[parse_sections(content)[section].offset + BLOCK_BYTES] ^= 1
     here.pack.close()
     side_file.write_bytes(content)
     damaged = node(1, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
     assert damaged.clients[0].begin(0, 0).take(0, 1000) is None  # the reader plans none of it
     first = damaged.order.samples(damaged.batches[0].positions(0, 1)[0])
-    with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 79999"):
+    with pytest.raises(CorruptPack, match=named):
         damaged.pack.read_batch(first)
+    assert damaged.ring.words.load(Word.READERS) == 1  # it has not died of it

@@ -1,5 +1,8 @@
 """Reads of many samples in the order of storage: the same bytes as one by one, in fewer reads."""
 
+import os
+import shutil
+
 import lmdb
 import numpy as np
 import pytest
@@ -160,3 +163,20 @@ def test_no_damaged_block_of_an_index_is_planned_by(tmp_path, direct):
         for ids in ([lost.start], [0, lost.stop - 1, 5]):
             with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 131071"):
                 reader.plan(np.array(ids))
+
+
+def test_an_index_that_shrinks_between_plan_and_read_is_an_error(path, tmp_path):
+    """An exception on one of the reader's threads ended the process."""
+    shutil.copytree(path, tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        reader = reader_of(pack, gap_bytes=0, read_bytes=4096)
+        plan = reader.plan(np.arange(0, 300, 2))
+        os.truncate(tmp_path / "pack" / "index.pace", 64)
+        target = page_aligned(plan.target_bytes)
+
+        def read_until_it_is_seen():
+            while True:  # the reader looks at the file a few times a second
+                reader.read(plan, target)
+
+        with pytest.raises(CorruptPack, match=r"changed|truncated|shorter"):
+            read_until_it_is_seen()

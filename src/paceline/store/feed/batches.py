@@ -32,14 +32,13 @@ from paceline.store.feed.options import StageTimes
 from paceline.store.feed.stacking import TensorStack, recycled
 
 if TYPE_CHECKING:
-    from paceline.store.feed.node.client import NodePass
     from paceline.store.feed.options import LoaderOptions
     from paceline.store.feed.tasks import BatchTask
     from paceline.store.read.pack import Pack
 
 
 class RawSamples(Sequence[memoryview]):
-    """The bytes of a batch: one buffer, and a view of it for each sample that is asked for.
+    """The bytes of a batch: one buffer, and a read-only view of each sample that is asked for.
 
     Attributes:
         buffer: all samples one after another, uint8, shape (bytes,).
@@ -49,7 +48,7 @@ class RawSamples(Sequence[memoryview]):
     def __init__(self, buffer: torch.Tensor, offsets: NDArray[np.int64]) -> None:
         self.buffer = buffer
         self.offsets = offsets
-        self._view = memoryview(buffer.numpy())
+        self._view = memoryview(buffer.numpy()).toreadonly()  # as those of a node's reader
 
     def __reduce__(self) -> tuple[type[RawSamples], tuple[torch.Tensor, NDArray[np.int64]]]:
         return (RawSamples, (self.buffer, self.offsets))
@@ -148,7 +147,6 @@ class BatchMaker:
         self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
         self.at: dict[str, int] = {}  # the sample that each thread is working on
-        self.node: NodePass | None = None  # what the node's reader reads for this pass
         self._reading = _ReadClock(pack)
         self.decoder = None if options.decode is None else ImageDecoder()
         self.crop = options.decode if isinstance(options.decode, ImageCrop) else None
@@ -170,7 +168,7 @@ class BatchMaker:
             ScriptFailed: a sample cannot be transformed or collated.
         """
         began_s = time.perf_counter()
-        shared = None if self.node is None else self.node.take(task.step, len(task.numbers))
+        shared = None if task.node is None else task.node.take(task.step, len(task.numbers))
         bodies: RawSamples | NodeSamples
         if shared is None:
             numbers, skipped, bodies = self._read(task.numbers)

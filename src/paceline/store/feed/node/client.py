@@ -31,7 +31,7 @@ _PATIENCE_S = 10.0  # for other ranks of the node, before this one reads by itse
 _START_S = 10.0  # that a reader may take from its start to its lock
 _FRUITLESS_STARTS = 3  # readers that die without publishing anything
 
-_running: list[subprocess.Popen[bytes]] = []  # readers whose rank has left them
+_running: list[subprocess.Popen[bytes]] = []  # readers that end when all their ranks have left
 
 
 class _WindowLease:
@@ -149,6 +149,7 @@ class NodeClient:
             self._windows, self._next, self._low = [], 0, 0
             self._taken.clear()
             self._stuck_at = -1
+            self._set(RankWord.PASS, 0)
             self._set(RankWord.EPOCH, epoch)
             self._set(RankWord.POSITION, position)
             self._settle()
@@ -182,7 +183,6 @@ class NodeClient:
             self._leaves = True
             self._set(RankWord.PASS, self._pass)  # that nobody will serve
             self._settle()
-        self._let_go()
         if self.turns is not None:
             self.turns.close()
         self._words.notify(Word.RANKS_CHANGED)
@@ -337,21 +337,19 @@ class NodeClient:
         if not self._words.exchange(Word.READERS, readers, readers + 1):
             return False
         self._words.store(Word.STARTED_NS, time.monotonic_ns())
-        self._let_go()
         descriptor = self.ring.descriptor
         name = "paceline.store.feed.node.reader"
         self._child_number = readers + 1
         self._child = subprocess.Popen(
-            [sys.executable, "-m", name, str(descriptor), str(self._child_number)],
+            # Not from the folder of the user's script, whose modules may have names of Python's.
+            [sys.executable, "-P", "-m", name, str(descriptor), str(self._child_number)],
             pass_fds=(descriptor,),
             env={key: value for key, value in environment().items() if not _is_of_rank(key)},
             stdin=subprocess.DEVNULL,
         )
+        _running[:] = [child for child in _running if child.poll() is None]
+        _running.append(self._child)
         return True
-
-    def _let_go(self) -> None:
-        if self._child is not None and self._child.poll() is None:
-            _running.append(self._child)  # it ends when all ranks have left
 
 
 def _is_of_rank(key: str) -> bool:

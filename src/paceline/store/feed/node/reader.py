@@ -23,6 +23,7 @@ import numpy as np
 from paceline.core.errors import PacelineError
 from paceline.native import SortedReader
 from paceline.store.feed.node.ring import (
+    PAGE_BYTES,
     SLOTS,
     RankWord,
     Ring,
@@ -131,9 +132,12 @@ class RingReader:
         return all(self._ring.rank(rank, RankWord.RANK) for rank in range(self._ring.ranks))
 
     def _asked(self, rank: int) -> Pass:
-        number = self._ring.rank(rank, RankWord.PASS)
-        epoch = self._ring.rank(rank, RankWord.EPOCH)
-        return Pass(number, epoch, self._ring.rank(rank, RankWord.POSITION))
+        while True:  # at most twice: a rank sets PASS to 0 before it changes the others
+            number = self._ring.rank(rank, RankWord.PASS)
+            epoch = self._ring.rank(rank, RankWord.EPOCH)
+            position = self._ring.rank(rank, RankWord.POSITION)
+            if number == self._ring.rank(rank, RankWord.PASS):
+                return Pass(number, epoch, position)
 
     def _is_over(self, wanted: Pass) -> bool:
         """Return whether no rank is in this pass any more."""
@@ -189,7 +193,10 @@ class RingReader:
         total, taken = 0, 0
         for step in waiting:
             numbers = np.concatenate(step)
-            total += int(self._pack.lengths_of(numbers).sum())
+            try:
+                total += int(self._pack.lengths_of(numbers).sum())
+            except PacelineError:  # the index is damaged there: a window of its own (`_publish`)
+                return max(1, taken)
             if taken and total > self._ring.config.window_bytes:
                 break
             taken += 1
@@ -228,7 +235,8 @@ class RingReader:
             plan = self._sorted.plan(ids)
         except (PacelineError, MemoryError):
             plan = None  # the index is damaged: ranks read this window, and say of which sample
-        size = head + plan.target_bytes if plan is not None else 0
+        # Whole pages, so that the next window begins with one: reads past the page cache need it.
+        size = head + -(-plan.target_bytes // PAGE_BYTES) * PAGE_BYTES if plan is not None else 0
         # A quarter fits beside any window that ranks still hold, wherever in the ring that is.
         if size > ring.data_bytes // 4 and len(numbers) > 1:
             half = len(numbers) // 2
@@ -241,7 +249,10 @@ class RingReader:
         if begin is None:
             return False
         if plan is not None and size:
-            self._fill(begin, head, plan, by_part)
+            try:
+                self._fill(begin, head, plan, by_part)
+            except PacelineError:
+                size = 0  # the index was changed: ranks say how
         number = self._words.load(Word.PUBLISHED)
         fields = (step, len(numbers), begin, size)
         for word, value in enumerate(fields):
