@@ -48,7 +48,7 @@ def server():
 
     def start(count, most=8):
         tuner = TurnTuner(most)
-        tuner.turns = count
+        tuner.start_at(count)
         servers.append(TurnServer(tuner))
         return servers[-1]
 

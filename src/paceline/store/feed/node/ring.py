@@ -61,6 +61,9 @@ class Word:
     WAITS_FOR_ROOM = 14
     BYTES_READ = 15
     READS = 16
+    DEPTH = 17  # reads at a time that brought most bytes a second so far; 0 = not known yet
+    WINDOW_BYTES = 18  # of windows, likewise
+    MISSED_TURNS = 19  # windows that were read without a turn
     COUNT = 24
 
 
@@ -74,6 +77,7 @@ class RankWord:
     NEXT = 4  # windows of its pass that it needs no more
     HELD = 5  # the oldest window of which it holds views, + 1; 0 = none
     LEFT = 6
+    PROCESS = 7  # its process id
     COUNT = 8
 
 
@@ -100,7 +104,7 @@ class NodeConfig:
         global_batch_size: samples of a step over all ranks of the job.
         world_size: ranks of the job.
         last: how the last batch is treated (`RankBatches`).
-        window_bytes: of one window, about.
+        window_bytes: of one window at most, about.
         direct: whether reads go past the page cache.
         turns: host and port of the job's `TurnServer`; empty: readers take no turns.
     """
@@ -193,11 +197,15 @@ class Ring:
             return None
         held = self.rank(local_rank, RankWord.HELD)
         needed = [held - 1] if held else []
+        untaken = self.untaken(local_rank)
+        return min([*needed, *([] if untaken is None else [untaken])], default=None)
+
+    def untaken(self, local_rank: int) -> int | None:
+        """Return the first window of which a rank has not taken all steps; None: of no pass."""
         # The pass before the number: a rank that begins the next pass sets NEXT to 0 before PASS.
-        if self.rank(local_rank, RankWord.PASS) <= self.words.load(Word.SERVED):
-            taken = self.rank(local_rank, RankWord.NEXT)
-            needed.append(self.words.load(Word.PASS_FIRST) + taken)
-        return min(needed, default=None)
+        if self.rank(local_rank, RankWord.PASS) > self.words.load(Word.SERVED):
+            return None
+        return self.words.load(Word.PASS_FIRST) + self.rank(local_rank, RankWord.NEXT)
 
     def samples_of(
         self, window: Window, step: int, local_rank: int
