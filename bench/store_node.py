@@ -70,7 +70,7 @@ def main():
 
 
 def medians(found):
-    return {key: statistics.median(one[key] for one in found) for key in found[0]}
+    return {key: statistics.median(row[key] for row in found) for key in found[0]}
 
 
 def add_bars(report, found):
@@ -174,15 +174,15 @@ def measure(places, form, ranks, seed):
         process.stdin.close()
     await_ranks(started, DEADLINE_S)
     cgroup.close()
-    samples = sum(one["samples"] for one in said)
+    samples = sum(rank["samples"] for rank in said)
     return {
         "samples_per_s": samples / took,
-        "bytes_read": sum(one["bytes_read"] for one in said),
-        "data_bytes": sum(one["bytes"] for one in said),
-        "reads": sum(one["reads"] for one in said),
-        "faults_per_sample": sum(one["faults"] for one in said) / samples,
-        "switches_per_sample": sum(one["switches"] for one in said) / samples,
-        "read_by_rank": sum(one["own_reads"] for one in said),
+        "bytes_read": sum(rank["bytes_read"] for rank in said),
+        "data_bytes": sum(rank["bytes"] for rank in said),
+        "reads": sum(rank["reads"] for rank in said),
+        "faults_per_sample": sum(rank["faults"] for rank in said) / samples,
+        "switches_per_sample": sum(rank["switches"] for rank in said) / samples,
+        "read_by_rank": sum(rank["own_reads"] for rank in said),
     }
 
 

@@ -52,9 +52,10 @@ bool read_all(int descriptor, std::byte* target, std::size_t size, std::size_t n
 }  // namespace
 
 SortedReader::SortedReader(const PackReader& reader, const SortedReadOptions& options)
-    : reader_(reader), options_(options), pool_(options.threads) {
-  if (options.read_bytes == 0 || options.read_bytes % page_size != 0) {
-    throw std::invalid_argument("read_bytes must be a multiple of a page");
+    : reader_(reader), options_(options), pool_(std::max(options.threads, options.cores)) {
+  if (options.read_bytes == 0 || options.read_bytes % page_size != 0 ||
+      options.threads == 0 || options.cores == 0) {
+    throw std::invalid_argument("read_bytes must be a multiple of a page, threads and cores at least 1");
   }
 }
 
@@ -68,7 +69,7 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
   std::stable_sort(by_sample.begin(), by_sample.end(),
                    [&](std::size_t left, std::size_t right) { return ids[left] < ids[right]; });
   const PackIndex& index = reader_.index();
-  std::vector<std::size_t> moved;  // positions of samples that are decoded or put together
+  std::vector<std::size_t> moved;  // positions of samples that are decoded, put together or repeated
   std::vector<bool> is_moved(ids.size(), false);
   index.request(ids);
   // Within `read` nothing may be destroyed when the index shrinks: hence the vectors outside.
@@ -78,7 +79,11 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
       if (ids[at] < 0) throw std::out_of_range("no such sample");
       const bool is_repeated = i > 0 && ids[by_sample[i - 1]] == ids[at];
       plan.same_as[at] = is_repeated ? plan.same_as[by_sample[i - 1]] : at;
-      if (is_repeated) continue;
+      if (is_repeated) {
+        plan.lengths[at] = plan.lengths[plan.same_as[at]];
+        moved.push_back(at);
+        continue;
+      }
       const auto sample = static_cast<std::uint64_t>(ids[at]);
       plan.lengths[at] = static_cast<std::int64_t>(reader_.checked_length(sample));
       const auto [first, end] = index.extents(sample);
@@ -171,7 +176,15 @@ bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> t
   return crc32c(decoded.data(), decoded.size()) == extent.checksum;
 }
 
-void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
+void SortedReader::share(unsigned threads, std::size_t count,
+                         const std::function<void(std::size_t)>& task) const {
+  std::atomic<std::size_t> next = 0;
+  pool_.run(std::min<std::size_t>(threads, count), [&](std::size_t) {
+    for (std::size_t i = next++; i < count; i = next++) task(i);
+  });
+}
+
+void SortedReader::read(SortedPlan& plan, std::span<std::byte> target, unsigned depth) const {
   if (target.size() < plan.target_bytes) throw std::length_error("the target is too small");
   std::vector<Read> reads;
   reads.reserve(plan.reads);
@@ -185,7 +198,9 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   // The bytes of a read that failed are not what the shard holds: nothing of it is used, whatever the
   // policy for checksums is.
   std::vector<std::atomic<bool>> is_read(reads.size());
-  pool_.run(reads.size(), [&](std::size_t i) { is_read[i] = read_part(reads[i], target); });
+  const unsigned at_a_time = depth == 0 ? options_.threads : std::min(depth, options_.threads);
+  share(at_a_time, reads.size(),
+        [&](std::size_t i) { is_read[i] = read_part(reads[i], target); });
   std::vector<std::atomic<bool>> is_bad(plan.lengths.size());
   const auto is_there = [&](const SortedPlan::Piece& piece) {
     const std::size_t end = piece.stored_at + piece.extent.stored_length;
@@ -199,7 +214,7 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   };
   constexpr std::size_t pieces_at_once = 64;
   const std::size_t slices = (plan.pieces.size() + pieces_at_once - 1) / pieces_at_once;
-  pool_.run(slices, [&](std::size_t slice) {
+  share(options_.cores, slices, [&](std::size_t slice) {
     const std::size_t end = std::min((slice + 1) * pieces_at_once, plan.pieces.size());
     for (std::size_t i = slice * pieces_at_once; i < end; ++i) {
       const SortedPlan::Piece& piece = plan.pieces[i];
@@ -212,8 +227,11 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   }
   for (std::size_t i = 0; i < plan.lengths.size(); ++i) {
     const std::size_t first = plan.same_as[i];
-    plan.begins[i] = plan.begins[first];
+    if (first == i) continue;
     plan.lengths[i] = plan.lengths[first];
+    if (plan.lengths[i] <= 0) continue;
+    std::memcpy(target.data() + plan.begins[i], target.data() + plan.begins[first],
+                static_cast<std::size_t>(plan.lengths[i]));
   }
 }
 

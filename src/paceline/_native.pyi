@@ -264,10 +264,16 @@ class SortedPlan:
 
 class SortedReader:
     def __init__(
-        self, reader: PackReader, gap_bytes: int, read_bytes: int, threads: int, direct: bool
+        self,
+        reader: PackReader,
+        gap_bytes: int,
+        read_bytes: int,
+        threads: int,
+        cores: int,
+        direct: bool,
     ) -> None: ...
     def plan(self, ids: NDArray[numpy.int64]) -> SortedPlan: ...
-    def read(self, plan: SortedPlan, out: NDArray[numpy.uint8]) -> None: ...
+    def read(self, plan: SortedPlan, out: NDArray[numpy.uint8], depth: int = 0) -> None: ...
 
 class SharedWords:
     def __init__(self, memory: object) -> None: ...

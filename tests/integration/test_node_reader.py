@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import os
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +11,17 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import torch
 from launching import await_true
 from process_groups import run_ranks
 
 from paceline import store
 from paceline.core.errors import CorruptPack
 from paceline.store import PackOptions, SampleOrder, Samples, open_pack
+from paceline.store.feed.batches import RawSamples
 from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
+from paceline.store.feed.node.reader import RingReader
 from paceline.store.feed.node.ring import PAGE_BYTES, NodeConfig, RankWord, Ring, Word
 from paceline.store.feed.node.turns import TurnServer, TurnTuner
 from paceline.store.feed.sampler import RankBatches
@@ -131,10 +136,10 @@ def node(path):
         return nodes[-1]
 
     yield make
-    for one in nodes:
-        one.leave()
+    for made in nodes:
+        made.leave()
         gc.collect()
-        for client in one.clients:
+        for client in made.clients:
             if client._child is not None:
                 assert client._child.wait(DEADLINE_S) is not None
 
@@ -300,9 +305,58 @@ def test_loaders_deliver_the_same_with_and_without(path, tmp_path):
     assert all(said["by_node"] == said["all"] > 0 for said in found["on"])
 
 
-def test_raw_batches_are_one_buffer_as_without(path, tmp_path):
-    (said, other) = run_ranks(SCRIPT, tmp_path, 2, path, "raw")
-    assert said["by_node"] == said["all"] == other["all"]
+def test_raw_batches_are_views_and_the_same_as_without(path, tmp_path):
+    with open_pack(path) as pack:
+        database(tmp_path / "data", [pack.read(number) for number in range(len(pack))])
+    open_pack(tmp_path / "data").close()  # else the ranks index it, each for itself
+    found = {}
+    for source, mode in ((path, "raw-off"), (path, "raw"), (tmp_path / "data", "raw")):
+        place = tmp_path / f"{mode}-of-{source.name}"
+        place.mkdir()
+        found[place.name] = run_ranks(SCRIPT, place, 2, source, mode)
+    digests = [[said["digest"] for said in by_rank] for by_rank in found.values()]
+    assert digests[0] == digests[1] == digests[2]
+    for said in (*found["raw-of-pack"], *found["raw-of-data"]):
+        assert said["by_node"] == said["all"] > 0
+        assert said["views"] == said["samples"] > 0  # none was copied out of the shared memory
+
+
+def test_raw_samples_stay_as_they_are_while_a_tensor_is_referenced(node):
+    here = node(1, data_bytes=1 << 20)
+    expected = here.expected(0, 0)
+    raw = RawSamples.shared(here.clients[0].begin(0, 0).take(0, len(expected[0])))
+    assert [bytes(raw[k]) for k in range(-len(raw), len(raw))] == expected[0] * 2
+    first = raw.tensors()[0]
+    first[0] ^= 255  # for this rank to change
+    changed = first.clone()
+    assert bytes(raw.buffer.numpy()) == bytes(changed.numpy()) + b"".join(expected[0][1:])
+    assert pickle.loads(pickle.dumps(raw)).offsets.tolist() == raw.offsets.tolist()
+    del raw
+    assert here.take_pass(0, 1) == here.expected(0, 1)
+    assert torch.equal(first, changed)
+
+
+def test_the_reader_runs_on_the_cores_of_all_ranks(node):
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core here")
+    os.sched_setaffinity(0, {min(cores)})  # as of a rank that is bound to a part of the node
+    try:
+        here = node(1)
+        reader = here.reader()
+    finally:
+        os.sched_setaffinity(0, cores)  # as if other ranks were bound to the rest
+    assert here.take_pass(0, 0) == here.expected(0, 0)
+    assert os.sched_getaffinity(reader.pid) == cores
+
+
+def test_a_reader_goes_on_with_what_the_one_before_it_had_found(node):
+    here = node(1, direct=True)
+    largest = here.ring.config.window_bytes
+    here.ring.words.store(Word.DEPTH, 2)
+    here.ring.words.store(Word.WINDOW_BYTES, largest // 2)
+    tuner = RingReader(here.ring)._tuner
+    assert (tuner.depth.value, tuner.windows.value / tuner.windows.most) == (2, 0.5)
 
 
 def test_loaders_that_differ_are_refused(path, tmp_path):
@@ -333,7 +387,7 @@ def test_a_database_is_read_in_place(node, path, tmp_path):
 
 def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     monkeypatch.setattr(client_module, "_PATIENCE_S", 0.5)
-    here = node(2)
+    here = node(2, data_bytes=2 << 20)  # a step takes less than a quarter, whatever is held
     assert here.take_pass(0, 0) == here.expected(0, 0)  # rank 1 never begins
     assert here.clients[0].own_reads == len(here.expected(0, 0))
     alone = here.clients[0].own_reads

@@ -26,6 +26,7 @@ def reader_of(pack, *, direct=False, gap_bytes=16384, read_bytes=65536):
         gap_bytes=gap_bytes,
         read_bytes=read_bytes,
         threads=3,
+        cores=2,
         direct=direct,
     )
 
@@ -71,6 +72,19 @@ def test_samples_are_what_reading_one_by_one_gives(path, direct, data):
         found, plan = read(reader, ids)
         assert found == [pack.read(k) for k in ids]
         assert plan.reads <= plan.storage_bytes // 65536 + plan.range_count
+
+
+@pytest.mark.parametrize("depth", [1, 2, 0])
+def test_each_position_has_bytes_of_its_own(path, depth):
+    with open_pack(path) as pack:
+        reader, ids = reader_of(pack), np.array([7, 3, 7, 300, 3, 300, 7])
+        plan = reader.plan(ids)
+        target = page_aligned(plan.target_bytes)
+        reader.read(plan, target, depth)
+        places = list(zip(plan.begins.tolist(), plan.lengths.tolist(), strict=True))
+        for number, (begin, length) in zip(ids.tolist(), places, strict=True):
+            assert target[begin : begin + length].tobytes() == pack.read(number)
+            target[begin : begin + length] ^= 255  # no other position sees it
 
 
 def test_a_whole_pack_is_one_range_a_shard(path):

@@ -44,7 +44,7 @@ WILD = (
     2**64 - 64,
     2**64 - 1,
 )
-OF_A_PACK = [int(one) for one in Section if one not in (Section.FILES, Section.SOURCES)]
+OF_A_PACK = [int(section) for section in Section if section not in (Section.FILES, Section.SOURCES)]
 HEADER_FIELDS = {
     "samples": (24, "<Q"),
     "folders": (32, "<Q"),

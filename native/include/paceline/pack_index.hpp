@@ -327,7 +327,7 @@ class PackIndex {
     std::uint8_t block_bits = 0;
   };
 
-  // What is known of the blocks. Threads that verify a block are counted, so that whoever finds that
+  // What is known of the blocks. Threads that verify a block are counted, so that a thread that finds that
   // the file was changed meanwhile verifies it again, as all blocks that were used.
   class Blocks {
    public:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ _running: list[subprocess.Popen[bytes]] = []  # readers that end when all their 
 
 
 class _WindowLease:
-    """Memory of a window that stays as it is while an array refers to this object."""
+    """Memory of a window that no one else writes to while an array refers to this object."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -45,46 +46,40 @@ class _WindowLease:
             "version": 3,
             "shape": data.shape,
             "typestr": "|u1",
-            "data": (address, True),  # read only
+            "data": (address, False),  # each sample has bytes of its own, for one rank
         }
 
 
 class NodeSamples:
     """The bytes of a rank's samples of one step, in memory that the ranks of the node share.
 
-    They stay as they are while a view of them, or an array made of one, is referenced.
+    They are this rank's alone while a view of them, or an array made of one, is referenced.
+
+    Attributes:
+        data: the memory they lie in; it is leased until nothing refers to it.
+        begins: where each begins in `data`, shape (samples,).
+        lengths: of each sample, in bytes, shape (samples,).
     """
 
     def __init__(
         self, data: NDArray[np.uint8], begins: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> None:
-        self._data = data
-        self._begins = begins
+        self.data = data
+        self.begins = begins
         self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[memoryview]:
-        view = self._data.data
-        for begin, length in zip(self._begins.tolist(), self.lengths.tolist(), strict=True):
+        view = self.data.data
+        for begin, length in zip(self.begins.tolist(), self.lengths.tolist(), strict=True):
             yield view[begin : begin + length]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all samples."""
         return int(self.lengths.sum())
-
-    def joined(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return a copy of all samples in one buffer, and where each begins, and the end."""
-        offsets = np.zeros(len(self) + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        buffer = np.empty(int(offsets[-1]), np.uint8)
-        ends = self._begins + self.lengths
-        parts = zip(self._begins.tolist(), ends.tolist(), offsets.tolist(), strict=False)
-        for begin, end, at in parts:
-            buffer[at : at + end - begin] = self._data[begin:end]
-        return buffer, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +129,7 @@ class NodeClient:
         self._leaves = False
         self.own_reads = 0  # steps that the rank had to read by itself
         ring.lock(1 + local_rank)
+        self._set(RankWord.PROCESS, os.getpid())
         self._set(RankWord.RANK, rank + 1)
         self._words.notify(Word.RANKS_CHANGED)
 

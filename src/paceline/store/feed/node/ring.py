@@ -44,7 +44,7 @@ _FLOCK = struct.Struct("hhqqixxxx")  # struct flock of Linux with 64-bit offsets
 
 
 class Word:
-    """Words of the reader; `MAGIC` to `CONFIG_BYTES` are written once, by whoever creates it.
+    """Words of the reader; `MAGIC` to `CONFIG_BYTES` are written once, when it is created.
 
     Ranks write `READERS`, `STARTED_NS` and `HOPELESS` as well, when they start a reader.
     """
@@ -66,6 +66,9 @@ class Word:
     WAITS_FOR_ROOM = 14
     BYTES_READ = 15
     READS = 16
+    DEPTH = 17  # reads at a time that brought most bytes a second so far; 0 = not known yet
+    WINDOW_BYTES = 18  # of windows, likewise
+    MISSED_TURNS = 19  # windows that were read without a turn
     COUNT = 24
 
 
@@ -79,6 +82,7 @@ class RankWord:
     NEXT = 4  # windows of its pass that it needs no more
     HELD = 5  # the oldest window of which it holds views, + 1; 0 = none
     LEFT = 6
+    PROCESS = 7  # its process id
     COUNT = 8
 
 
@@ -105,7 +109,7 @@ class NodeConfig:
         global_batch_size: samples of a step over all ranks of the job.
         world_size: ranks of the job.
         last: how the last batch is treated (`RankBatches`).
-        window_bytes: of one window, about.
+        window_bytes: of one window at most, about.
         direct: whether reads go past the page cache.
         turns: host and port of the job's `TurnServer`; empty: readers take no turns.
     """
