@@ -19,6 +19,9 @@ from paceline.core.errors import (
     UsageError,
 )
 from paceline.store import Loader, LoaderOptions, add_checksums, open_pack
+from paceline.store.in_place.lmdb import LmdbData
+from paceline.store.in_place.side_file import open_data
+from paceline.store.read.pack import read_options
 
 
 def written(path, *commits, subdir=False):
@@ -223,6 +226,27 @@ def test_a_commit_while_the_pack_is_open_is_an_error_not_other_bytes(tmp_path):
         with pytest.raises(StorageError, match="was committed after"):
             add_checksums(pack)
     assert open_pack(path).read(1) == b"other"
+
+
+def test_a_commit_while_the_database_is_indexed(tmp_path):
+    path = written(tmp_path / "x.mdb", [(b"%04d" % k, value_of(k, 300)) for k in range(50)])
+    commits = [[(b"%04d" % k, value_of(k + 7, 9_000)) for k in range(20, 80)]]
+
+    class CommittedTo(LmdbData):
+        """A database to which a program commits once, behind the indexing of its records."""
+
+        def blocks(self):
+            yield from super().blocks()
+            while commits:
+                written(path, commits.pop())
+
+    items = by_lmdb(path)
+    with open_data(CommittedTo(path, str(path)), read_options()) as pack:
+        assert by_lmdb(path) != items
+        keys, values = zip(*by_lmdb(path), strict=True)
+        assert (*map(pack.key, range(len(pack))),) == keys
+        assert (*map(pack.read, range(len(pack))),) == values
+    same_as_lmdb(path)
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "of_other_files"])

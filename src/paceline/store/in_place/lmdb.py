@@ -79,6 +79,7 @@ class LmdbData:
     def blocks(self) -> Iterator[Block]:
         """Yield all records."""
         mtime_ns = self._path.stat().st_mtime_ns
+        self._only = None  # of a database that changed while it was indexed, they are stale
         self._names = self._choose_names()
         self._tree = FolderTree()
         for block in self._records(self._names):
