@@ -39,6 +39,7 @@ HEADER_BYTES = 64  # of an index, a shard, a parity file
 DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
 PARTIAL_SUFFIX = ".partial"
+LOCK_SUFFIX = ".lock"
 NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
 # Temporary files of packing, appending and repair: the only files that they may remove.
 UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
