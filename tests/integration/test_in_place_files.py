@@ -117,6 +117,37 @@ def test_shards_and_their_classes_are_those_of_a_pack(tmp_path):
     assert (tmp_path / "shards" / "train-{000..002}.tar.pace").exists()
 
 
+def test_side_files_are_no_part_of_the_data(tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for k in range(2):
+        write_tar(shards / f"s{k}.tar", [(f"{k}{name}", b"%d" % k) for name in "abc"])
+    alone = open_pack(shards / "s0.tar")
+    open_pack(shards / "s{0..1}.tar").close()
+    (shards / ".s1.tar.pace.lock").touch()
+    (shards / ".s1.tar.pace.x1_y2.partial").mkdir()
+    (shards / ".s1.tar.pace.x1_y2.partial" / "spool").write_bytes(b"half")
+    assert len(alone) == 3
+    for path in (shards, shards / "s*"):
+        with open_pack(path) as pack:
+            assert len(contents(pack)) == 6
+    store.pack(store.find_source(shards), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as packed:
+        assert len(packed) == 6
+    (shards / "text").mkdir()
+    (shards / "text" / "index.pace").write_bytes(b"the user's")
+    settle(shards)
+    with open_pack(shards) as pack:  # no longer of archives only
+        assert list(pack.names) == ["s0.tar", "s1.tar", "text/index.pace"]
+        assert list(pack.folder_names) == ["text"]
+        assert len(contents(pack)) == 3
+    for k in range(2):
+        (shards / f"s{k}.tar").unlink()
+    shutil.rmtree(shards / "text")
+    with pytest.raises(NotFound, match="no pack here"):
+        open_pack(shards)
+
+
 def test_a_hard_link_is_the_bytes_of_its_target(tmp_path):
     members = [("first", "target"), ("target", b"body"), ("second", "first")]
     with open_pack(write_tar(tmp_path / "x.tar", members)) as pack:

@@ -17,9 +17,9 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.native import LmdbBlock, LmdbRecords, lmdb_meta
+from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import (
-    SIDE_SUFFIX,
     extent_columns,
     name_from,
     sample_columns,
