@@ -157,6 +157,17 @@ def test_a_hard_link_is_the_bytes_of_its_target(tmp_path):
         open_pack(write_tar(tmp_path / "y.tar", [("first", "nothing")]))
 
 
+def test_a_class_may_be_a_hard_link(tmp_path):
+    members = [("a.jpg", b"1"), ("a.cls", b"7"), ("b.jpg", b"2"), ("b.cls", "a.cls")]
+    with open_pack(write_tar(tmp_path / "x.tar", members)) as pack:
+        assert contents(pack) == {"a.jpg": b"1", "b.jpg": b"2"}
+        assert pack.class_names == ("7",)
+        assert pack.labels.tolist() == [0, 0]
+    members[1] = ("a.cls", b"")
+    with pytest.raises(UsageError, match=r"^'a\.cls' names no class"):
+        open_pack(write_tar(tmp_path / "y.tar", members))
+
+
 def test_archives_that_cannot_be_read_in_place_are_refused(tmp_path):
     write_tar(tmp_path / "x.tar.gz", [("a", b"1")], mode="w:gz")
     with pytest.raises(UsageError, match=r"compressed archive.*paceline pack"):
