@@ -325,6 +325,21 @@ def test_databases_and_tfrecords_can_be_packed(tmp_path):
         shutil.rmtree(tmp_path / "pack")
 
 
+def test_the_index_of_a_pack_names_no_other_files(tmp_path):
+    write_tar(tmp_path / "private.tar", [("key", b"the user's")])
+    open_pack(tmp_path / "private.tar").close()
+    (tmp_path / "pack").mkdir()
+    # Its index names `private.tar`; a hostile one would name any file by its absolute path.
+    shutil.copy(tmp_path / "private.tar.pace", tmp_path / "pack" / "index.pace")
+    shutil.copy(tmp_path / "private.tar", tmp_path / "pack")
+    with pytest.raises(CorruptPack, match="names files elsewhere"):
+        open_pack(tmp_path / "pack")
+    store.pack(store.Samples([("a", b"1")]), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "index.pace", tmp_path / "private.tar.pace")
+    with open_pack(tmp_path / "private.tar") as pack:  # made again
+        assert contents(pack) == {"key": b"the user's"}
+
+
 # More files than are kept open
 
 
