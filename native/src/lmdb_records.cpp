@@ -12,7 +12,7 @@
 namespace paceline {
 namespace {
 
-constexpr std::size_t header_bytes = 16;  // of a page
+constexpr std::size_t header_bytes = lmdb_header_bytes;
 constexpr std::size_t node_bytes = 8;     // of a node, before its key
 constexpr std::uint32_t magic = 0xBEEFC0DE;
 constexpr std::uint32_t data_version = 1;

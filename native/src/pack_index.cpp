@@ -185,6 +185,12 @@ PackIndex::PackIndex(const std::string& place)
     read_columns();
   });
   if (!is_complete) fail_unreadable();
+  // A pack may come from anybody: only an index that was asked for by its own name may name files.
+  const bool is_side_file = path() == place;
+  if (is_in_place_ != is_side_file) {
+    fail_corrupt(path(), is_side_file ? "it is the index of a pack, and not of data in place"
+                                      : "the index of a pack names files elsewhere");
+  }
 }
 
 void PackIndex::fail_unreadable() const {

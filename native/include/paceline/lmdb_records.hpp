@@ -22,6 +22,8 @@
 
 namespace paceline {
 
+constexpr std::uint64_t lmdb_header_bytes = 16;  // of a page
+
 struct LmdbMeta {
   std::uint32_t page_bytes = 0;
   std::uint32_t flags = 0;  // of the main database: how keys are compared

@@ -17,9 +17,9 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.native import LmdbBlock, LmdbRecords, lmdb_meta
+from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import (
-    SIDE_SUFFIX,
     extent_columns,
     name_from,
     sample_columns,
@@ -79,6 +79,7 @@ class LmdbData:
     def blocks(self) -> Iterator[Block]:
         """Yield all records."""
         mtime_ns = self._path.stat().st_mtime_ns
+        self._only = None  # of a database that changed while it was indexed, they are stale
         self._names = self._choose_names()
         self._tree = FolderTree()
         for block in self._records(self._names):
