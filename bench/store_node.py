@@ -302,15 +302,15 @@ class NodeRun:
                 stack.callback(os.close, ring.descriptor)
                 words, descriptors = ring.words, (ring.descriptor,)
                 asked |= {"descriptor": ring.descriptor, "technique": self._shape.technique}
-                reader = cgroup.start("reader", asked, descriptors)
             for rank in range(self._shape.ranks):
                 numbers = {"rank": rank, "local_rank": rank}
                 started.append(cgroup.start("rank", asked | numbers, descriptors))
-            processes = [*started, reader] if words else started
+            processes = list(started)
             stack.callback(kill, processes)
             await_ready(started)
-            while words and not ring.is_locked(0):
-                words.wait(Word.READER_CHANGED, words.load(Word.READER_CHANGED), 0.01)
+            if words:
+                processes.append(cgroup.start("reader", asked, descriptors))
+                await_reader(ring, processes[-1])
             before = [counters(process.pid) for process in processes]
             took, said = go(started)
             after = [counters(process.pid) for process in processes]
@@ -413,6 +413,13 @@ def await_ready(started):
         assert process.stdout.readline() == "ready\n"
 
 
+def await_reader(ring, process):
+    """Wait until a reader serves a ring. Its ranks must have come: without any it ends."""
+    while not ring.is_locked(0):
+        assert process.poll() is None, "the reader has ended"
+        ring.words.wait(Word.READER_CHANGED, ring.words.load(Word.READER_CHANGED), 0.01)
+
+
 def go(started):
     """Let ranks read; return the seconds that took, and what each says."""
     begin = time.perf_counter()
@@ -484,7 +491,8 @@ def turn_run(data, most, steps):
             if most is not None:
                 server = TurnServer(tuner := TurnTuner(most))
                 stack.callback(server.close)
-            rings, started, readers = [], [], []
+            rings, asked_of, processes = [], [], []
+            stack.callback(kill, processes)
             for node in range(NODES):
                 config = NodeConfig(
                     **pack_fields(place),
@@ -512,15 +520,15 @@ def turn_run(data, most, steps):
                     "rank": node,
                     "local_rank": 0,
                 }
-                started.append(Cgroup(0).start("rank", asked, (ring.descriptor,)))
-                readers.append(Cgroup(0).start("reader", asked, (ring.descriptor,)))
-            stack.callback(kill, [*started, *readers])
+                processes.append(Cgroup(0).start("rank", asked, (ring.descriptor,)))
+                asked_of.append(asked)
+            started = list(processes)
             await_ready(started)
-            for ring in rings:
-                while not ring.is_locked(0):
-                    ring.words.wait(Word.READER_CHANGED, 0, 0.01)
+            for ring, asked in zip(rings, asked_of, strict=True):
+                processes.append(Cgroup(0).start("reader", asked, (ring.descriptor,)))
+                await_reader(ring, processes[-1])
             took, said = go(started)
-            end([*started, *readers])
+            end(processes)
             missed = sum(ring.words.load(Word.MISSED_TURNS) for ring in rings)
         found = json.loads(counts.read_text())
     size = sum(one["bytes"] for one in said)
