@@ -44,6 +44,14 @@ def test_a_value_that_is_hardly_better_is_not_taken():
     assert set(values_of(HillClimb(1), lambda value: 1.0, 10)) == {1}
 
 
+def test_one_at_a_time_is_found_where_any_more_are_equally_slow():
+    climb = HillClimb(64)
+    used = values_of(climb, lambda value: 100.0 if value == 1 else 10.0, 100)
+    assert climb.best == 1
+    assert used.index(1) < 10
+    assert used[50:].count(1) >= 45
+
+
 def test_a_climb_starts_where_it_is_told_within_its_range():
     climb = HillClimb(8)
     for wanted, value in ((4, 4), (100, 8), (0, 1)):

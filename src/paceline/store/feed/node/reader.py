@@ -84,6 +84,10 @@ class RingReader:
 
     It runs on the cores of all ranks of the node, and computes with as many threads as one of them
     has cores: what it takes from each rank is the same, and no more than the job may use.
+
+    Attributes:
+        pack: what it reads.
+        sorted: how it plans and reads a window.
     """
 
     def __init__(self, ring: Ring, settings: ReadSettings | None = None) -> None:
@@ -93,12 +97,12 @@ class RingReader:
         config = ring.config
         options = read_options(verify=config.verify)
         side_file = Path(config.side_file) if config.side_file else None
-        self._pack = Pack(config.pack, options, side_file, config.identity)
+        self.pack = Pack(config.pack, options, side_file, config.identity)
         self._settings = settings or ReadSettings()
         cores = len(os.sched_getaffinity(0))  # of the rank that started this process
         depth = self._settings.most_depth or (_MOST_DEPTH if config.direct else cores)
-        self._sorted = SortedReader(
-            self._pack.native_reader,
+        self.sorted = SortedReader(
+            self.pack.native_reader,
             gap_bytes=self._settings.gap_bytes,
             read_bytes=self._settings.read_bytes,
             threads=depth,
@@ -106,6 +110,10 @@ class RingReader:
             direct=config.direct,
         )
         self._tuner = ReadTuner(HillClimb(depth), HillClimb(_WINDOW_PARTS))
+        if config.turns:
+            # Turns are for long reads, one after another. If nodes and reads both began with many
+            # at a time, neither alone could be found to be better as one at a time.
+            self._tuner.depth.start_at(1)
         self._go_on_as_before()
         host, _, port = config.turns.rpartition(":")
         self._turns = Turns((host, int(port))) if config.turns else None
@@ -198,7 +206,7 @@ class RingReader:
         config = self._ring.config
         return [
             RankBatches(
-                sample_count=len(self._pack),
+                sample_count=len(self.pack),
                 global_batch_size=config.global_batch_size,
                 rank=self._ring.rank(rank, RankWord.RANK) - 1,
                 world_size=config.world_size,
@@ -216,7 +224,7 @@ class RingReader:
 
     def _read_pass(self, wanted: Pass) -> None:
         order = SampleOrder(
-            sample_count=len(self._pack), epoch=wanted.epoch, **self._ring.config.order
+            sample_count=len(self.pack), epoch=wanted.epoch, **self._ring.config.order
         )
         step = self._first_step()
         waiting: deque[list[NDArray[np.int64]]] = deque()
@@ -244,7 +252,7 @@ class RingReader:
         for step in waiting:
             numbers = np.concatenate(step)
             try:
-                total += int(self._pack.lengths_of(numbers).sum())
+                total += int(self.pack.lengths_of(numbers).sum())
             except PacelineError:  # the index is damaged there: a window of its own (`_publish`)
                 return max(1, taken)
             if taken and total > window_bytes:
@@ -289,7 +297,7 @@ class RingReader:
         ids = np.concatenate(by_part)
         head = index_bytes(len(numbers), ring.ranks, len(ids))
         try:
-            plan = self._sorted.plan(ids)
+            plan = self.sorted.plan(ids)
         except (PacelineError, MemoryError):
             plan = None  # the index is damaged: ranks read this window, and say of which sample
         # Whole pages, so that the next window begins with one: reads past the page cache need it.
@@ -327,7 +335,7 @@ class RingReader:
         with turn:
             began_s = time.perf_counter()
             target = ring.data[body : body + plan.target_bytes]
-            self._sorted.read(plan, target, self._tuner.depth.value)
+            self.sorted.read(plan, target, self._tuner.depth.value)
             took_s = time.perf_counter() - began_s
         index = ring.data[begin:body].view(np.int64)
         parts = len(by_part)
@@ -339,6 +347,7 @@ class RingReader:
         table[1] = plan.lengths
         self._words.add(Word.BYTES_READ, plan.storage_bytes)
         self._words.add(Word.READS, plan.reads)
+        self._words.add(Word.RANGES, plan.range_count)
         self._tune(plan.storage_bytes, took_s)
 
     def _tune(self, read_bytes: int, took_s: float) -> None:

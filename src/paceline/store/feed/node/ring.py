@@ -69,6 +69,7 @@ class Word:
     DEPTH = 17  # reads at a time that brought most bytes a second so far; 0 = not known yet
     WINDOW_BYTES = 18  # of windows, likewise
     MISSED_TURNS = 19  # windows that were read without a turn
+    RANGES = 20  # contiguous parts of shards that were read, each in one or more reads
     COUNT = 24
 
 

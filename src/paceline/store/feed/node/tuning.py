@@ -19,8 +19,10 @@ _WINDOWS = 4  # of a period of `ReadTuner`
 class HillClimb:
     """Finds which of `most`, `most` / 2, ... 1 moves most bytes a second.
 
-    A trial of a neighbour lasts one period. The longer none is any better, the rarer trials become:
-    where one turn is best, two may take many times as long.
+    A trial of another value lasts one period: half of the best so far, twice as much, and the ends
+    of the range, because a neighbour alone may be no better where the end is (two readers that
+    alternate on one disk are as slow as eight). The longer no trial is any better, the rarer they
+    become: where one turn is best, two may take many times as long.
 
     Attributes:
         most: the largest value.
@@ -32,7 +34,7 @@ class HillClimb:
     value: int = field(init=False)
     best: int = field(init=False)
     _best_rate: float = field(default=0.0, init=False)
-    _down: bool = field(default=True, init=False)  # the direction that is tried next
+    _trials: list[int] = field(default_factory=list, init=False)  # what is to be tried next
     _pause: int = field(default=1, init=False)  # periods from one trial to the next
     _rest: int = field(default=1, init=False)  # of these, how many are left
 
@@ -49,22 +51,21 @@ class HillClimb:
             self._best_rate = rate  # measured again: storage changes in the course of a job
             self._rest -= 1
             if self._rest <= 0:
-                self.value = self._neighbour()
+                self._trials = self._trials or self._others()
+                self.value = self._trials.pop(0)
             return
         if rate > self._best_rate * _GAIN:
             self.best, self._best_rate, self._pause = self.value, rate, 1
-        else:
-            self._down = not self._down
+            self._trials.clear()  # its own neighbours first
+        elif not self._trials:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._rest, self.value = self._pause, self.best
 
-    def _neighbour(self) -> int:
-        halved, doubled = max(1, self.best // 2), min(self.most, self.best * 2)
-        wanted = halved if self._down else doubled
-        if wanted == self.best:  # at an end of the range
-            self._down = not self._down
-            wanted = doubled if wanted == halved else halved
-        return wanted
+    def _others(self) -> list[int]:
+        """Return what to try beside the best value, in this order."""
+        halved, doubled = self.best // 2, self.best * 2
+        wanted = [n for n in (halved, doubled, 1, self.most) if 1 <= n <= self.most]
+        return [n for n in dict.fromkeys(wanted) if n != self.best] or [self.best]
 
 
 @dataclass(slots=True)
