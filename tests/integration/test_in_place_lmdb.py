@@ -202,9 +202,13 @@ def test_an_unpickled_pack_reads_by_the_side_file_that_is_there(tmp_path):
 
 def test_the_side_file_is_made_once_and_again_after_a_commit(tmp_path, caplog):
     path = written(tmp_path / "x.mdb", [(b"a", b"1")])
-    with open_pack(path) as pack:
+    with caplog.at_level(logging.WARNING), open_pack(path) as pack:
         side_file, identity = pack.side_file, pack.identity
     assert side_file == tmp_path / "x.mdb.pace"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"indexing {path}, once: 1 file(s), {path.stat().st_size:,} bytes; "
+        f"the index will be {side_file}"
+    ]
     before = side_file.stat()
     with open_pack(path) as pack:
         assert pack.identity == identity
