@@ -258,6 +258,27 @@ def test_a_commit_while_the_database_is_indexed(tmp_path):
     same_as_lmdb(path)
 
 
+def test_another_database_of_the_same_transaction_is_an_error(tmp_path):
+    path, other = (
+        written(
+            tmp_path / f"{name}.mdb",
+            [(b"%04d" % k, value_of(k + count, 3_000)) for k in range(count)],
+        )
+        for name, count in (("x", 50), ("y", 60))
+    )
+    with open_pack(path) as pack:
+        make, arguments = pack.__reduce__()
+        pack.read_batch(range(50))
+        shutil.copyfile(other, path)  # the inode and the transaction stay
+        for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
+            with pytest.raises(StorageError, match="another database is at its path now"):
+                read()
+    with pytest.raises(StorageError, match="another database is at its path now"):
+        make(*arguments).read(0)  # as a worker that is spawned
+    settle(path)
+    same_as_lmdb(path).close()
+
+
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "of_other_files"])
 def test_a_damaged_side_file_is_made_again(tmp_path, caplog, kind):
     path = written(tmp_path / "x.mdb", [(b"%04d" % k, value_of(k, 300)) for k in range(500)])
