@@ -3,9 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
+#include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
 #include "paceline/page_cache.hpp"
 
@@ -61,7 +63,17 @@ struct Meta {
   std::uint64_t transaction;
 };
 static_assert(sizeof(Meta) == 136);
-constexpr std::size_t transaction_at = header_bytes + offsetof(Meta, transaction);
+// The part of a meta page that tells one commit from another.
+constexpr std::size_t commit_offset = offsetof(Meta, main);
+using CommitBytes = std::array<std::byte, sizeof(Meta) - commit_offset>;
+
+LmdbCommit commit_of(const CommitBytes& bytes) {
+  LmdbCommit commit;
+  std::memcpy(&commit.transaction, bytes.data() + offsetof(Meta, transaction) - commit_offset,
+              sizeof commit.transaction);
+  commit.checksum = crc32c(bytes.data(), bytes.size());
+  return commit;
+}
 
 [[noreturn]] void fail_source(const std::string& path, const std::string& why) {
   throw PackError(PackError::Kind::source, path, why);
@@ -163,7 +175,10 @@ LmdbMeta lmdb_meta(const Mapping& file) {
   result.entries = meta.main.entries;
   result.overflow_pages = meta.main.overflow_pages;
   result.last_page = std::min(meta.last_page, pages - 1);
+  CommitBytes commit;
+  std::memcpy(commit.data(), reinterpret_cast<const std::byte*>(&meta) + commit_offset, commit.size());
   result.transaction = meta.transaction;
+  result.checksum = commit_of(commit).checksum;
   if (result.root == no_page ? result.entries != 0
                              : result.depth == 0 || result.depth > max_depth) {
     fail_source(file.path(), "its main database is " + std::to_string(result.depth) +
@@ -173,13 +188,14 @@ LmdbMeta lmdb_meta(const Mapping& file) {
   return result;
 }
 
-std::uint64_t lmdb_transaction(std::span<const std::byte> file, std::uint32_t page_bytes) {
-  std::uint64_t first = 0, second = 0;
-  if (!copy_to(file, transaction_at, first) ||
-      !copy_to(file, std::uint64_t{page_bytes} + transaction_at, second)) {
-    return 0;
+LmdbCommit lmdb_commit(std::span<const std::byte> file, std::uint32_t page_bytes) {
+  CommitBytes first{}, second{};
+  if (!copy(file, header_bytes + commit_offset, first) ||
+      !copy(file, page_bytes + header_bytes + commit_offset, second)) {
+    return {};
   }
-  return std::max(first, second);
+  const LmdbCommit before = commit_of(first), after = commit_of(second);
+  return after.transaction > before.transaction ? after : before;
 }
 
 LmdbRecords::LmdbRecords(std::string path, KeyNames names)
@@ -201,7 +217,7 @@ void LmdbRecords::fail(const std::string& why) const { fail_source(file_.path(),
 
 LmdbBlock LmdbRecords::next(std::size_t count) {
   LmdbBlock block;
-  const auto newest = [this] { return lmdb_transaction(file_.bytes(), meta_.page_bytes); };
+  const auto newest = [this] { return lmdb_commit(file_.bytes(), meta_.page_bytes).transaction; };
   try {
     fill(block, count);
   } catch (const PackError&) {  // perhaps a page that was written again meanwhile

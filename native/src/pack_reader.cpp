@@ -234,9 +234,12 @@ void PackReader::check_transaction() const {
   if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb || shards_.size() == 0) return;
   const Shard& file = *shard(0);
   const SourcesHeader& sources = index_.sources();
-  const std::uint64_t newest = lmdb_transaction(file.mapping.bytes(), sources.page_bytes);
-  if (newest == sources.transaction) return;
-  fail_changed(file.mapping.path(), "transaction " + std::to_string(newest) +
+  const LmdbCommit newest = lmdb_commit(file.mapping.bytes(), sources.page_bytes);
+  if (newest.transaction == sources.transaction) {
+    if (sources.meta_checksum == 0 || newest.checksum == sources.meta_checksum) return;
+    fail_changed(file.mapping.path(), "another database is at its path now");
+  }
+  fail_changed(file.mapping.path(), "transaction " + std::to_string(newest.transaction) +
                                         " was committed after transaction " +
                                         std::to_string(sources.transaction));
 }

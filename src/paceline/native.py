@@ -291,6 +291,7 @@ class LmdbMeta(NamedTuple):
     flags: int  # of the main database, as LMDB has them
     last_page: int
     transaction: int
+    checksum: int  # CRC-32C of the main tree, the last page and the transaction
 
 
 class LmdbBlock(NamedTuple):
@@ -325,11 +326,6 @@ def lmdb_meta(path: bytes) -> LmdbMeta:
 
 class LmdbRecords(_native.LmdbRecords):
     """One pass over the records of an LMDB database; see `lmdb_meta` for the errors."""
-
-    @property
-    def meta(self) -> LmdbMeta:
-        """The meta page that the pass began with."""
-        return LmdbMeta(*super().meta)
 
     def next(self, count: int) -> LmdbBlock:
         """Return at most `count` records."""

@@ -182,6 +182,8 @@ def test_archives_that_cannot_be_read_in_place_are_refused(tmp_path):
         open_pack(write_tar(tmp_path / "twice.tar", [("a", b"1"), ("a", b"2")]))
     with pytest.raises(NotFound):
         open_pack(tmp_path / "nowhere.tar")
+    with pytest.raises(NotFound, match="no such file"):
+        open_pack(tmp_path / "nowhere.tfrecord")
     with pytest.raises(NotFound, match="nothing matches"):
         open_pack(tmp_path / "nowhere-*.tar")
 

@@ -202,9 +202,13 @@ def test_an_unpickled_pack_reads_by_the_side_file_that_is_there(tmp_path):
 
 def test_the_side_file_is_made_once_and_again_after_a_commit(tmp_path, caplog):
     path = written(tmp_path / "x.mdb", [(b"a", b"1")])
-    with open_pack(path) as pack:
+    with caplog.at_level(logging.WARNING), open_pack(path) as pack:
         side_file, identity = pack.side_file, pack.identity
     assert side_file == tmp_path / "x.mdb.pace"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"indexing {path}, once: 1 file(s), {path.stat().st_size:,} bytes; "
+        f"the index will be {side_file}"
+    ]
     before = side_file.stat()
     with open_pack(path) as pack:
         assert pack.identity == identity
@@ -252,6 +256,27 @@ def test_a_commit_while_the_database_is_indexed(tmp_path):
         assert (*map(pack.key, range(len(pack))),) == keys
         assert (*map(pack.read, range(len(pack))),) == values
     same_as_lmdb(path)
+
+
+def test_another_database_of_the_same_transaction_is_an_error(tmp_path):
+    path, other = (
+        written(
+            tmp_path / f"{name}.mdb",
+            [(b"%04d" % k, value_of(k + count, 3_000)) for k in range(count)],
+        )
+        for name, count in (("x", 50), ("y", 60))
+    )
+    with open_pack(path) as pack:
+        make, arguments = pack.__reduce__()
+        pack.read_batch(range(50))
+        shutil.copyfile(other, path)  # the inode and the transaction stay
+        for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
+            with pytest.raises(StorageError, match="another database is at its path now"):
+                read()
+    with pytest.raises(StorageError, match="another database is at its path now"):
+        make(*arguments).read(0)  # as a worker that is spawned
+    settle(path)
+    same_as_lmdb(path).close()
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "of_other_files"])

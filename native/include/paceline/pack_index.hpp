@@ -103,8 +103,8 @@ struct SourcesHeader {
   std::uint32_t key_names;    // of lmdb: KeyNames (lmdb_records.hpp)
   std::uint64_t transaction;  // of lmdb: that was indexed
   std::uint32_t page_bytes;   // of lmdb
-  std::uint32_t reserved;
-  std::uint64_t last_page;  // of lmdb
+  std::uint32_t meta_checksum;  // of lmdb: LmdbCommit::checksum; 0 = not known
+  std::uint64_t last_page;      // of lmdb
 };
 static_assert(sizeof(SourcesHeader) == 32);
 

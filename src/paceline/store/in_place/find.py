@@ -31,7 +31,7 @@ def find_data(named: str | os.PathLike[str]) -> DataInPlace | None:
     """Return the data in place that a path or pattern names; None: a pack, or nothing.
 
     Raises:
-        NotFound: nothing matches a pattern.
+        NotFound: nothing matches a pattern, or there is no such file.
         UsageError: the data are compressed.
         StorageError: they cannot be read.
     """

@@ -74,6 +74,7 @@ class LmdbData:
             transaction=meta.transaction,
             page_bytes=meta.page_bytes,
             last_page=meta.last_page,
+            meta_checksum=meta.checksum,
         )
 
     def blocks(self) -> Iterator[Block]:

@@ -132,6 +132,14 @@ def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
     place = lock.place
     with writing_side_file(place), SideFolder(lock) as folder:
         before = _settled_sources(data, folder)
+        # A file beside the user's data, even if these were only to be listed, and perhaps a while.
+        _LOG.warning(
+            "indexing %s, once: %s file(s), %s bytes; the index will be %s",
+            data.where,
+            f"{len(before.files):,}",
+            f"{sum(before.sizes):,}",
+            place,
+        )
         columns = SortedRunWriter(folder)
         for samples, extents in data.blocks():
             columns.add(samples, extents)
