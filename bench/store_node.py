@@ -12,9 +12,10 @@ a page at a time. Bytes read are those of /proc/PID/io, of all processes togethe
   its own in each rank; one reader with a cursor, which copies into memory that ranks share (these
   two are slow, and read a quarter of the epoch); exact offsets, so that the reader reads past
   mapping and page cache; coalescing: windows of many steps, sorted; staggering: turns over TCP, of
-  which one node is always given its own. And coalescing for shuffle="block", which keeps neighbours
-  together. Copied are the bytes that processors copied, of ranks and reader.
-- cache: one rank, with all data in the page cache and no cgroup.
+  which one node is always given its own. And coalescing for shuffle="block" with blocks and windows
+  that the reader's windows hold. Copied are the bytes that processors copied, of ranks and reader.
+- cache: one rank, with all data in the page cache and no cgroup: py-lmdb; the database in place by
+  the rank itself, which is what a loader does there (node_reader="auto"); and through a reader.
 - turns: four emulated nodes (each a reader and a rank in processes of their own) read one pack
   through FUSE (seek_fuse.py), where each read that does not continue the last one costs 5 ms. They
   read blocks of 64 samples: all at once, one at a time, and as many as the tuner finds.
@@ -54,8 +55,9 @@ PACELINE = Path(sys.executable).with_name("paceline")
 FUSE_PYTHON = HERE.parent / "build" / "peers" / "fuse" / "bin" / "python"
 MEMORY_PART = 4  # the data set is as many times as large as the cgroup's memory
 RING_PART = 4  # of the memory that the ring takes
-CACHED_RING_BYTES = 128 << 20
+CACHED_RING_BYTES = 64 << 20  # as a loader makes it for steps of this size
 TECHNIQUES = ("own cursor", "one reader", "exact offsets", "coalescing", "staggering")
+BLOCK_SAMPLES, WINDOW_BLOCKS = 32, 4  # 14 MB: half a window of the reader
 NODES = 4
 SEEK_S = 0.005
 TURN_BATCH = 64  # samples of a step and node: one block of the order
@@ -127,7 +129,7 @@ def sources(report, data, flags):
         "node, LMDB in place": ("lmdb", "node", 1),
     }
     if flags.quick:
-        del forms["py-lmdb with read-ahead"]
+        del forms["py-lmdb with read-ahead"], forms["pack in each rank"]
     found = {name: [] for name in forms}
     for seed in range(rounds_of(flags)):
         for name, (source, form, part) in forms.items():
@@ -194,17 +196,18 @@ def cache(report, data, flags):
     part = 8 if flags.quick else 1
     for source in data.places.values():
         subprocess.run(["cat", *map(str, sorted(source.iterdir()))], stdout=subprocess.DEVNULL)
-    found = {"own cursor": [], "coalescing": []}
+    forms = {"own cursor": "lmdb", "auto: in place, no reader": "pack", "reader": "node"}
+    found = {name: [] for name in forms}
     for seed in range(rounds_of(flags)):
-        for name, measured in found.items():
-            form = "lmdb" if name == "own cursor" else "node"
+        for name, form in forms.items():
             run = NodeRun(data, "lmdb", form, ranks=1, seed=seed, part=part, cached=True)
-            measured.append(run.measure())
+            found[name].append(run.measure())
     for name, measured in found.items():
-        report.row(section="cache", ranks=1, technique=name, **medians(measured))
-    pairs = zip(found["coalescing"], found["own cursor"], strict=True)
-    gain = statistics.median(speed(node) / speed(own) for node, own in pairs)
-    report.bar("1 rank, in cache: samples/s / own cursor", gain, 1, at_least=True)
+        report.row(section="cache", ranks=1, form=name, **medians(measured))
+    for name in list(forms)[1:]:
+        pairs = zip(found[name], found["own cursor"], strict=True)
+        gain = statistics.median(speed(other) / speed(own) for other, own in pairs)
+        report.bar(f"1 rank, in cache, {name}: samples/s / own cursor", gain, 1, at_least=True)
 
 
 def turns(report, data, flags):
@@ -258,7 +261,13 @@ class NodeRun:
         self._shape = shape = _Shape(**shape)
         batch = SAMPLES_PER_RANK * shape.ranks
         self._steps = data.count // shape.part // batch
-        order = SampleOrder(sample_count=data.count, seed=shape.seed, shuffle=shape.shuffle)
+        order = SampleOrder(
+            sample_count=data.count,
+            seed=shape.seed,
+            shuffle=shape.shuffle,
+            block_samples=BLOCK_SAMPLES,
+            window_blocks=WINDOW_BLOCKS,
+        )
         self._order = order_fields(order)
         self._memory_bytes = 0 if shape.cached else int(data.size_bytes / MEMORY_PART)
         self._config = NodeConfig(

@@ -143,24 +143,30 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
   return plan;
 }
 
-bool SortedReader::read_part(const Read& part, std::span<std::byte> target) const {
-  const std::string path = reader_.shard_path(part.shard);
-  const auto is_shard = [&](const File& file) {
-    return reader_.is_shard(part.shard, FileState::of(file.get()));
-  };
+struct SortedReader::OpenShard {
+  std::uint32_t number = 0;
+  bool direct = false;
+  std::unique_ptr<File> file;  // null: none yet, or not to be used
+};
+
+bool SortedReader::read_part(const Read& part, std::span<std::byte> target,
+                             OpenShard& shard) const {
   std::byte* const place = target.data() + part.target;
-  if (options_.direct && reinterpret_cast<std::uintptr_t>(place) % page_size == 0) {
-    // Opened for each: a few microseconds beside a read of megabytes, and no limit of open files.
-    const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT);
-    if (file.get() >= 0) {
-      return is_shard(file) &&
-             read_all(file.get(), place, rounded_up(part.size), part.needed, part.offset);
+  const bool direct =
+      options_.direct && reinterpret_cast<std::uintptr_t>(place) % page_size == 0;
+  if (shard.file == nullptr || shard.number != part.shard || shard.direct != direct) {
+    const std::string path = reader_.shard_path(part.shard);
+    constexpr int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // it may be a pipe by now
+    auto file = std::make_unique<File>(path, direct ? flags | O_DIRECT : flags);
+    if (direct && file->get() < 0 && errno == EINVAL) {  // no reads past the cache here
+      file = std::make_unique<File>(path, flags);
     }
-    if (errno != EINVAL) return false;  // EINVAL: this file system has no reads past the cache
+    shard = {part.shard, direct, nullptr};
+    if (file->get() < 0 || !reader_.is_shard(part.shard, FileState::of(file->get()))) return false;
+    shard.file = std::move(file);
   }
-  const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // it may be a pipe by now
-  return file.get() >= 0 && is_shard(file) &&
-         read_all(file.get(), place, part.size, part.needed, part.offset);
+  const std::size_t size = direct ? rounded_up(part.size) : part.size;
+  return read_all(shard.file->get(), place, size, part.needed, part.offset);
 }
 
 bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> target) const {
@@ -177,10 +183,10 @@ bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> t
 }
 
 void SortedReader::share(unsigned threads, std::size_t count,
-                         const std::function<void(std::size_t)>& task) const {
+                         const std::function<void(std::size_t, std::size_t)>& task) const {
   std::atomic<std::size_t> next = 0;
-  pool_.run(std::min<std::size_t>(threads, count), [&](std::size_t) {
-    for (std::size_t i = next++; i < count; i = next++) task(i);
+  pool_.run(std::min<std::size_t>(threads, count), [&](std::size_t thread) {
+    for (std::size_t i = next++; i < count; i = next++) task(thread, i);
   });
 }
 
@@ -199,8 +205,12 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target, unsigned 
   // policy for checksums is.
   std::vector<std::atomic<bool>> is_read(reads.size());
   const unsigned at_a_time = depth == 0 ? options_.threads : std::min(depth, options_.threads);
-  share(at_a_time, reads.size(),
-        [&](std::size_t i) { is_read[i] = read_part(reads[i], target); });
+  // Open for this window only: a shard that is replaced is noticed, and few files are open.
+  std::vector<OpenShard> open(at_a_time);
+  share(at_a_time, reads.size(), [&](std::size_t thread, std::size_t i) {
+    is_read[i] = read_part(reads[i], target, open[thread]);
+  });
+  open.clear();
   std::vector<std::atomic<bool>> is_bad(plan.lengths.size());
   const auto is_there = [&](const SortedPlan::Piece& piece) {
     const std::size_t end = piece.stored_at + piece.extent.stored_length;
@@ -214,7 +224,7 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target, unsigned 
   };
   constexpr std::size_t pieces_at_once = 64;
   const std::size_t slices = (plan.pieces.size() + pieces_at_once - 1) / pieces_at_once;
-  share(options_.cores, slices, [&](std::size_t slice) {
+  share(options_.cores, slices, [&](std::size_t, std::size_t slice) {
     const std::size_t end = std::min((slice + 1) * pieces_at_once, plan.pieces.size());
     for (std::size_t i = slice * pieces_at_once; i < end; ++i) {
       const SortedPlan::Piece& piece = plan.pieces[i];

@@ -75,10 +75,12 @@ class SortedReader {
     std::size_t target;
   };
 
-  // Calls task(0) to task(count - 1) on so many threads at most.
+  struct OpenShard;  // what a thread read from last
+
+  // Calls task(thread, 0) to task(thread, count - 1) on so many threads at most.
   void share(unsigned threads, std::size_t count,
-             const std::function<void(std::size_t)>& task) const;
-  bool read_part(const Read& part, std::span<std::byte> target) const;
+             const std::function<void(std::size_t, std::size_t)>& task) const;
+  bool read_part(const Read& part, std::span<std::byte> target, OpenShard& shard) const;
   bool finish(const SortedPlan::Piece& piece, std::span<std::byte> target) const;
 
   const PackReader& reader_;
