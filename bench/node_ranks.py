@@ -56,7 +56,7 @@ def rank_main(asked):
 
 
 def look_at(body):
-    """Go through the bytes a page at a time, as whoever decodes them goes through them all."""
+    """Go through the bytes a page at a time, as decoding goes through them all."""
     np.frombuffer(body, np.uint8)[:: mmap.PAGESIZE].sum()
 
 

@@ -1,8 +1,8 @@
 """A folder seen through FUSE, as on one disk: reads that do not continue the last one cost time.
 
 A server of a parallel file system has disks that are fast at long reads and slow at going from one
-place to another, whoever asks. Here one thread serves all requests of all processes, in the order
-in which they come, and sleeps for each that does not continue the last one.
+place to another. Here one thread serves all requests of all processes, in the order in which they
+come, and sleeps for each that does not continue the last one.
     python bench/seek_fuse.py SOURCE MOUNT_POINT SEEK_S COUNTS
 
 runs until `fusermount3 -u MOUNT_POINT`, with the packages libfuse3 of the system and mfusepy, and

@@ -12,8 +12,8 @@
 
 #include "bindings.hpp"
 #include "paceline/buffer_pool.hpp"
+#include "paceline/codecs.hpp"
 #include "paceline/pack_reader.hpp"
-#include "paceline/zstd.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -214,14 +214,19 @@ nb::typed<nb::list, ExtentFields> extents(const PackReader& reader, std::uint64_
   nb::list result;
   for (const Extent& extent : found) {
     result.append(nb::make_tuple(extent.shard, extent.offset, extent.stored_length, extent.length,
-                                 extent.checksum, static_cast<int>(extent.codec)));
+                                 extent.checksum, static_cast<int>(extent.encoding.code())));
   }
   return result;
 }
 
-// The `length` bytes that a frame stands for, or None: for repairing packs, extent by extent.
-std::optional<nb::bytes> decompressed(nb::handle data, std::size_t length) {
-  if (length > max_encoded_length) return std::nullopt;
+// The `length` bytes that an extent stands for, or None: for repairing packs, extent by extent.
+std::optional<nb::bytes> decoded(const PackReader& reader, nb::handle data, std::uint8_t code,
+                                 std::size_t length) {
+  const std::optional<Encoding> encoding = Encoding::of(code);
+  if (!encoding || length > max_encoded_length) return std::nullopt;
+  if (!codec_available(encoding->codec)) {
+    throw PackError(PackError::Kind::library, codec_library(encoding->codec), "");
+  }
   const Bytes source(data);
   PyObject* const result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
   if (result == nullptr) throw nb::python_error();
@@ -231,8 +236,8 @@ std::optional<nb::bytes> decompressed(nb::handle data, std::size_t length) {
   bool is_complete = false;
   {
     nb::gil_scoped_release released;
-    is_complete =
-        zstd_decompress({frame, static_cast<std::size_t>(source.view.len)}, {target, length});
+    is_complete = decode(*encoding, reader.index().dictionary(),
+                         {frame, static_cast<std::size_t>(source.view.len)}, {target, length});
   }
   if (!is_complete) return std::nullopt;
   return owner;
@@ -366,7 +371,7 @@ PyObject* pack_error_maker = nullptr;
 
 void raise_pack_error(const PackError& error) noexcept {
   constexpr const char* kinds[] = {"io",     "corrupt", "sample",  "version",
-                                   "memory", "source",  "changed", "unsupported"};
+                                   "memory", "source",  "changed", "unsupported", "library"};
   try {
     const nb::object problem = nb::borrow(pack_error_maker)(
         "kind"_a = kinds[static_cast<int>(error.kind)], "file"_a = to_bytes(error.file),
@@ -389,7 +394,6 @@ void bind_pack_reader(nb::module_& module) {
     pack_error_maker = nb::object(make).release().ptr();
   }, "make"_a);
   module.def("acquire_buffer", &acquire, "size"_a);
-  module.def("zstd_decompress", &decompressed, "data"_a, "length"_a);
   const auto count = [](auto get) {
     return [get](const PackReader& self) { return (self.index().*get)(); };
   };
@@ -489,6 +493,7 @@ void bind_pack_reader(nb::module_& module) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("entries", &entries, "folder"_a, "kind"_a)
       .def("extents", &extents, "sample"_a)
+      .def("decode", &decoded, "data"_a, "code"_a, "length"_a)
       .def("read", &read_sample, "sample"_a)
       .def("read_batch", &read_batch, "ids"_a)
       .def("read_batch_into", &read_batch_into, "ids"_a, "out"_a)

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,7 +13,6 @@
 #include "paceline/crc32c.hpp"
 #include "paceline/pack_index.hpp"
 #include "paceline/pack_writer.hpp"
-#include "paceline/zstd.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,6 +27,14 @@ using Buffer = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 template <class T>
 std::span<const T> span(const Column<T>& array) {
   return {array.data(), array.size()};
+}
+
+std::span<const std::byte> bytes_of(const Column<std::uint8_t>& array) {
+  return {reinterpret_cast<const std::byte*>(array.data()), array.size()};
+}
+
+std::span<const std::byte> bytes_of(const nb::bytes& content) {
+  return {reinterpret_cast<const std::byte*>(content.c_str()), content.size()};
 }
 
 NameList names(const Offsets& offsets, const Column<std::uint8_t>& blob) {
@@ -137,13 +145,20 @@ using EncodedFields = nb::typed<nb::tuple, Array<std::uint8_t>, Array<std::uint6
                                 Array<std::uint64_t>, Array<std::uint8_t>>;
 
 EncodedFields encoded(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
-                 const Column<std::uint64_t>& lengths, int level, double keep_ratio, int threads) {
+                 const Column<std::uint64_t>& lengths, const std::string& codec, int level,
+                 int element_bits, double keep_ratio, const nb::bytes& dictionary,
+                 int threads) {
+  if (element_bits < paceline::npy_elements || element_bits > paceline::max_element_bits) {
+    throw nb::value_error("no such elements");
+  }
+  const paceline::EncodeOptions options{paceline::codec_of(codec), level, element_bits, keep_ratio,
+                                        threads};
+  const auto common = bytes_of(dictionary);
   paceline::Encoded result;
   {
     nb::gil_scoped_release released;
     result = paceline::encode(
-        {reinterpret_cast<const std::byte*>(source.data()), source.size()}, span(positions),
-        span(lengths), level, keep_ratio, threads);
+        bytes_of(source), span(positions), span(lengths), options, common);
   }
   auto* kept = new std::vector<std::byte>(std::move(result.bytes));
   const nb::capsule owner(kept,
@@ -218,13 +233,33 @@ struct Merger {
   std::unique_ptr<NameMerger> merger;
 };
 
-nb::bytes compressed(const Column<std::uint8_t>& data, int level) {
-  const std::span<const std::byte> source(reinterpret_cast<const std::byte*>(data.data()),
-                                          data.size());
-  std::vector<std::byte> frame(paceline::zstd_bound(source.size()));
-  const std::size_t length = paceline::zstd_compress(source, frame, level);
-  if (length == 0) throw nb::value_error("zstd cannot compress this");
-  return to_bytes({reinterpret_cast<const char*>(frame.data()), length});
+nb::bytes trained(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
+                  const Column<std::uint64_t>& lengths, std::size_t capacity) {
+  std::vector<std::byte> dictionary;
+  {
+    nb::gil_scoped_release released;
+    dictionary =
+        paceline::train_dictionary(bytes_of(source), span(positions), span(lengths), capacity);
+  }
+  return to_bytes({reinterpret_cast<const char*>(dictionary.data()), dictionary.size()});
+}
+
+// A codec, and the log2 of the bytes of an element; None: no version so far has it.
+std::optional<nb::typed<nb::tuple, nb::str, int>> encoding_of(std::uint8_t code) {
+  const auto encoding = paceline::Encoding::of(code);
+  if (!encoding) return std::nullopt;
+  return nb::make_tuple(paceline::codec_name(encoding->codec), int{encoding->element_bits});
+}
+
+// Seconds that decoding the samples of a batch takes on one thread; negative: one cannot be decoded.
+double measured(const Column<std::uint8_t>& source, const Column<std::uint64_t>& positions,
+                const Column<std::uint64_t>& stored_lengths,
+                const Column<std::uint64_t>& lengths, const Column<std::uint8_t>& codes,
+                const nb::bytes& dictionary) {
+  const auto common = bytes_of(dictionary);
+  nb::gil_scoped_release released;
+  return paceline::decode_s(bytes_of(source), span(positions), span(stored_lengths), span(lengths),
+                            span(codes), common);
 }
 
 }  // namespace
@@ -234,8 +269,8 @@ void bind_pack_writer(nb::module_& module) {
   module.def("read_files", &read, "descriptor"_a, "offsets"_a, "names"_a, "lengths"_a,
              "mtimes_ns"_a, "positions"_a, "target"_a, "follow"_a, "threads"_a);
   module.def("gather", &gather, "bodies"_a, "positions"_a, "target"_a);
-  module.def("encode", &encoded, "source"_a, "positions"_a, "lengths"_a, "level"_a, "keep_ratio"_a,
-             "threads"_a);
+  module.def("encode", &encoded, "source"_a, "positions"_a, "lengths"_a, "codec"_a, "level"_a,
+             "element_bits"_a, "keep_ratio"_a, "dictionary"_a, "threads"_a);
   module.def("sorted_order", &order, "offsets"_a, "names"_a);
   module.def("name_hashes", &name_hashes, "offsets"_a, "names"_a);
   module.def("lower_bounds", &bounds, "offsets"_a, "names"_a, "wanted_offsets"_a,
@@ -245,8 +280,16 @@ void bind_pack_writer(nb::module_& module) {
       .def("next", &Merger::next, "count"_a);
   module.def("start_writeback", &paceline::start_writeback, "descriptor"_a, "offset"_a, "length"_a,
              nb::call_guard<nb::gil_scoped_release>());
-  module.def("zstd_available", &zstd_available);
-  module.def("zstd_compress", &compressed, "data"_a, "level"_a = 3);
+  module.def("codec_library", [](const std::string& name) {
+    return std::string(paceline::codec_library(paceline::codec_of(name)));
+  }, "codec"_a);
+  module.def("codec_available", [](const std::string& name) {
+    return paceline::codec_available(paceline::codec_of(name));
+  }, "codec"_a);
+  module.def("encoding_of", &encoding_of, "code"_a);
+  module.def("train_dictionary", &trained, "source"_a, "positions"_a, "lengths"_a, "capacity"_a);
+  module.def("decode_s", &measured, "source"_a, "positions"_a, "stored_lengths"_a, "lengths"_a,
+             "codes"_a, "dictionary"_a);
 }
 
 }  // namespace paceline

@@ -191,6 +191,9 @@ PackIndex::PackIndex(const std::string& place)
     fail_corrupt(path(), is_side_file ? "it is the index of a pack, and not of data in place"
                                       : "the index of a pack names files elsewhere");
   }
+  if (dictionary_bytes_.empty() || !zstd_available()) return;
+  dictionary_ = ZstdDictionary(dictionary_bytes_);
+  if (!dictionary_) fail_corrupt(path(), "section 27 is not a dictionary of zstd");
 }
 
 void PackIndex::fail_unreadable() const {
@@ -349,6 +352,15 @@ void PackIndex::read_columns() {
   }
   read_folders();
   read_files();
+  read_dictionary();
+}
+
+void PackIndex::read_dictionary() {
+  if (!has(Section::dictionary)) return;
+  const auto bytes = section(Section::dictionary);
+  if (bytes.empty() || bytes.size() > max_dictionary_bytes) fail_section(Section::dictionary);
+  const auto content = array<std::byte>(Section::dictionary, bytes.size());
+  dictionary_bytes_.assign(content.begin(), content.end());
 }
 
 void PackIndex::read_header() {
@@ -728,10 +740,11 @@ std::uint64_t PackIndex::claimed_length(std::uint64_t sample) const {
 
 Extent PackIndex::extent(std::uint64_t index) const {
   if (index >= extent_count()) throw std::out_of_range("no such extent");
-  const std::uint8_t codec = codecs_.empty() ? 0 : codecs_[index];
+  const std::uint8_t code = codecs_.empty() ? 0 : codecs_[index];
+  const std::optional<Encoding> encoding = Encoding::of(code);
   const Extent extent{offsets_[index], stored_lengths_[index],  lengths_[index],
                       shards_[index],  checksums_.empty() ? 0 : checksums_[index],
-                      static_cast<Codec>(codec)};
+                      encoding.value_or(Encoding{})};
   if (extent.shard >= shard_count()) {
     fail_extent(index, "lies in shard " + std::to_string(extent.shard) + ", which does not exist");
   }
@@ -739,21 +752,23 @@ Extent PackIndex::extent(std::uint64_t index) const {
   if (extent.offset > room || extent.stored_length > room - extent.offset) {
     fail_extent(index, "does not lie within its shard");
   }
-  if (codec > last_codec) {
+  if (!encoding) {
     fail_version(path(), 0, "extent " + std::to_string(index) + " has codec " +
-                                std::to_string(codec) + ", which is unknown");
+                                std::to_string(code) + ", which is unknown");
   }
-  if (extent.codec == Codec::none && extent.length != extent.stored_length) {
+  if (!extent.is_encoded() && extent.length != extent.stored_length) {
     fail_extent(index, "has an impossible length");
   }
-  if (extent.codec != Codec::none) check_claim(index, extent);
+  if (encoding->codec == Codec::zstd_dictionary && dictionary_bytes_.empty()) {
+    fail_extent(index, "needs a dictionary, and the index has none");
+  }
+  if (extent.is_encoded()) check_claim(index, extent);
   return extent;
 }
 
 // What is decoded is allocated first, on the word of the index.
 void PackIndex::check_claim(std::uint64_t index, const Extent& extent) const {
-  const std::uint64_t limit = std::min(
-      max_encoded_length, (extent.stored_length / zstd_min_block + 1) * zstd_block_bytes);
+  const std::uint64_t limit = max_decoded_length(extent.encoding.codec, extent.stored_length);
   if (extent.length <= limit) return;
   PackError problem(PackError::Kind::sample, path(),
                     "it claims " + std::to_string(extent.length) + " bytes, and the " +
@@ -816,7 +831,7 @@ void PackIndex::check_extents() const {
     if (first != next) break;
     next = end;
     for (std::uint64_t k = first; k < end; ++k) {
-      if (extent(k).codec != Codec::none && end - first > 1) fail_extent(k, "is an encoded chunk");
+      if (extent(k).is_encoded() && end - first > 1) fail_extent(k, "is an encoded chunk");
     }
   }
   if (next != extent_count()) fail_corrupt(path(), "the samples do not add up to the extents");

@@ -18,7 +18,6 @@
 #include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
 #include "paceline/lmdb_records.hpp"
-#include "paceline/zstd.hpp"
 
 namespace paceline {
 namespace {
@@ -291,7 +290,7 @@ std::size_t PackReader::checked_length(std::uint64_t sample) const {
   for (std::uint64_t i = first; i < end; ++i) {
     const Extent extent = index_.extent(i);
     length += extent.length;  // of each at most a file's, so this cannot overflow before it is seen
-    if (extent.codec != Codec::none || length > index_.shard_bytes()) {
+    if (extent.is_encoded() || length > index_.shard_bytes()) {
       fail_corrupt(index_.path(), "sample " + std::to_string(sample) + " has impossible extents");
     }
   }
@@ -420,7 +419,7 @@ void PackReader::look_up(ExtentRead& read, bool revalidate, std::uint64_t now_ns
   const Residency& known = *read.shard->residency;
   read.resident = known.resident(read.stored, revalidate);
   read.trusted = read.resident && compares_ && options_.verify == Verify::first &&
-                 read.extent.codec == Codec::none && known.trusted(read.stored);
+                 !read.extent.is_encoded() && known.trusted(read.stored);
 }
 
 void PackReader::look_up(std::vector<ExtentRead>& reads) const {
@@ -464,8 +463,14 @@ void PackReader::load(ExtentRead& read) const {
 
 void PackReader::decode(ExtentRead& read) const {
   const std::span<std::byte> target(read.target, read.extent.length);
+  const Encoding encoding = read.extent.encoding;
+  if (!codec_available(encoding.codec)) {
+    throw PackError(PackError::Kind::library, codec_library(encoding.codec), "");
+  }
   std::string why;
-  if (!zstd_decompress(read.stored, target, &why)) fail_sample(read, "zstd: " + why);
+  if (!paceline::decode(encoding, index_.dictionary(), read.stored, target, &why)) {
+    fail_sample(read, why);
+  }
   const std::uint32_t found = checksums_.crc(target.data(), target.size());
   if (found != read.extent.checksum) fail_sample(read, found);
 }
@@ -502,7 +507,7 @@ void PackReader::copy(ExtentRead& read) const {
   if (read.shard == nullptr) return read_file(read);
   if (options_.direct) return read_direct(read);
   load(read);
-  if (read.extent.codec != Codec::none) {
+  if (read.extent.is_encoded()) {
     decode(read);
   } else if (read.trusted || !compares_) {
     std::memcpy(read.target, read.stored.data(), read.stored.size());
@@ -545,7 +550,7 @@ void PackReader::read_direct(ExtentRead& read) const {
     done += static_cast<std::size_t>(count);
   }
   read.stored = {memory + (read.extent.offset - begin), read.extent.stored_length};
-  if (read.extent.codec != Codec::none) return decode(read);
+  if (read.extent.is_encoded()) return decode(read);
   const std::uint32_t found = copy_checked(read.target, read.stored, checksums_);
   if (compares_ && found != read.extent.checksum) fail_sample(read, found);
 }
@@ -557,7 +562,7 @@ void PackReader::read_file(ExtentRead& read) const {
   if (descriptor < 0) fail_io(path, errno);
   const Closed closed{descriptor};
   check_source(path, FileState::of(descriptor), read.extent.shard);
-  if (read.extent.codec != Codec::none) fail_sample(read, "no file in place is compressed");
+  if (read.extent.is_encoded()) fail_sample(read, "no file in place is compressed");
   for (std::uint64_t done = 0; done < read.extent.length;) {
     const ssize_t count = pread(descriptor, read.target + done, read.extent.length - done,
                                 static_cast<off_t>(read.extent.offset + done));
@@ -699,7 +704,7 @@ std::optional<PackReader::ExtentRead> PackReader::find_single(std::uint64_t samp
     is_single = end == first + 1;
     if (is_single) extent = index_.extent(first);
   });
-  if (!is_single || extent.codec != Codec::none || extent.stored_length == 0) return std::nullopt;
+  if (!is_single || extent.is_encoded() || extent.stored_length == 0) return std::nullopt;
   ExtentRead read{sample, extent, /*shard=*/nullptr, /*stored=*/{}, /*target=*/nullptr,
                   /*resident=*/false, /*trusted=*/false};
   attach(read);
@@ -745,7 +750,7 @@ std::vector<std::optional<std::span<const std::byte>>> PackReader::views(
       add_extents(reads, static_cast<std::uint64_t>(ids[i]), nullptr);
       if (reads.size() == before) {
         found[i].emplace();
-      } else if (reads.size() == before + 1 && reads[before].extent.codec == Codec::none) {
+      } else if (reads.size() == before + 1 && !reads[before].extent.is_encoded()) {
         viewed.push_back(i);
       } else {
         reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(before), reads.end());
@@ -832,7 +837,7 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
       request(reads);
       for (ExtentRead& read : reads) {
         if (read.shard != nullptr) check_shard(*read.shard, coarse_ns());
-        if (read.shard != nullptr && read.extent.codec == Codec::none && index_.has_checksums()) {
+        if (read.shard != nullptr && !read.extent.is_encoded() && index_.has_checksums()) {
           check_in_place(read);
           continue;
         }
@@ -844,7 +849,7 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
         }
         load(read);
         guarded(read, [&] {
-          if (read.extent.codec == Codec::none) {
+          if (!read.extent.is_encoded()) {
             std::memcpy(read.target, read.stored.data(), read.stored.size());
           } else {
             decode(read);
@@ -852,7 +857,9 @@ std::vector<BadSample> PackReader::verify(std::uint64_t first, std::uint64_t end
         });
       }
     } catch (const PackError& problem) {
-      if (problem.kind == PackError::Kind::changed) throw;
+      if (problem.kind == PackError::Kind::changed || problem.kind == PackError::Kind::library) {
+        throw;
+      }
       check_transaction();
       bad.push_back({sample, first_shard(sample), name_or_nothing(sample), problem.what()});
     }

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -18,7 +19,6 @@
 #include <thread>
 
 #include "paceline/crc32c.hpp"
-#include "paceline/zstd.hpp"
 
 namespace paceline {
 namespace {
@@ -125,6 +125,55 @@ FileRead read_file(int folder, const std::string& name, std::uint64_t length,
   return state;
 }
 
+double thread_time_s() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+void check_places(std::span<const std::byte> source, std::span<const std::uint64_t> positions,
+                  std::span<const std::uint64_t> lengths) {
+  if (positions.size() != lengths.size()) {
+    throw std::invalid_argument("columns of different lengths");
+  }
+  for (std::size_t k = 0; k < lengths.size(); ++k) {
+    if (positions[k] > source.size() || lengths[k] > source.size() - positions[k]) {
+      throw std::invalid_argument("a sample does not lie within the batch");
+    }
+  }
+}
+
+struct Frame {  // no bytes: the sample stays as it is
+  std::vector<std::byte> bytes;
+  Encoding encoding;
+};
+
+Frame compressed(std::span<const std::byte> body, const EncodeOptions& options,
+                 const ZstdDictionary& dictionary) {
+  Frame best;
+  if (body.empty()) return best;
+  const double most = options.keep_ratio * static_cast<double>(body.size());
+  const std::size_t room = compress_bound(options.codec, body.size());
+  const auto target = std::make_unique_for_overwrite<std::byte[]>(room);
+  const auto attempt = [&](std::span<const std::byte> source, std::uint8_t element_bits) {
+    const std::size_t length =
+        compress(options.codec, options.level, dictionary, source, {target.get(), room});
+    const std::size_t limit = best.bytes.empty() ? body.size() : best.bytes.size();
+    if (length == 0 || length >= limit || static_cast<double>(length) > most) return;
+    best.bytes.assign(target.get(), target.get() + length);
+    best.encoding = {options.codec, element_bits};
+  };
+  attempt(body, 0);
+  const auto element_bits = options.element_bits == npy_elements
+                                ? npy_element_bits(body)
+                                : static_cast<std::uint8_t>(options.element_bits);
+  if (element_bits == 0) return best;
+  const auto shuffled = std::make_unique_for_overwrite<std::byte[]>(body.size());
+  shuffle(body, {shuffled.get(), body.size()}, element_bits);
+  attempt({shuffled.get(), body.size()}, element_bits);
+  return best;
+}
+
 }  // namespace
 
 bool NameList::valid() const noexcept {
@@ -201,25 +250,16 @@ std::vector<FileRead> read_files(int descriptor, const NameList& names,
 }
 
 Encoded encode(std::span<const std::byte> source, std::span<const std::uint64_t> positions,
-               std::span<const std::uint64_t> lengths, int level, double keep_ratio, int threads) {
+               std::span<const std::uint64_t> lengths, const EncodeOptions& options,
+               std::span<const std::byte> dictionary) {
   const std::size_t count = lengths.size();
-  if (positions.size() != count) throw std::invalid_argument("columns of different lengths");
-  for (std::size_t k = 0; k < count; ++k) {
-    if (positions[k] > source.size() || lengths[k] > source.size() - positions[k]) {
-      throw std::invalid_argument("a sample does not lie within the batch");
-    }
-  }
-  std::vector<std::vector<std::byte>> frames(count);
-  in_parallel(count, threads, [&](std::size_t k) {
-    const auto body = source.subspan(positions[k], lengths[k]);
-    if (body.empty()) return;
-    std::vector<std::byte> frame(zstd_bound(body.size()));
-    const std::size_t length = zstd_compress(body, frame, level);
-    if (length == 0 || length >= body.size() ||
-        static_cast<double>(length) > keep_ratio * static_cast<double>(body.size())) {
-      return;
-    }
-    frames[k].assign(frame.begin(), frame.begin() + static_cast<std::ptrdiff_t>(length));
+  check_places(source, positions, lengths);
+  const ZstdDictionary own = options.codec == Codec::zstd_dictionary
+                                 ? ZstdDictionary(dictionary, options.level)
+                                 : ZstdDictionary();
+  std::vector<Frame> frames(count);
+  in_parallel(count, options.threads, [&](std::size_t k) {
+    frames[k] = compressed(source.subspan(positions[k], lengths[k]), options, own);
   });
   Encoded result;
   result.positions.resize(count);
@@ -227,21 +267,72 @@ Encoded encode(std::span<const std::byte> source, std::span<const std::uint64_t>
   result.codecs.resize(count);
   std::size_t size = 0;
   for (std::size_t k = 0; k < count; ++k) {
-    const bool encoded = !frames[k].empty();
-    result.lengths[k] = encoded ? frames[k].size() : lengths[k];
-    result.codecs[k] = encoded ? 1 : 0;
+    const bool encoded = !frames[k].bytes.empty();
+    result.lengths[k] = encoded ? frames[k].bytes.size() : lengths[k];
+    result.codecs[k] = frames[k].encoding.code();
     result.positions[k] =
         aligned(size, result.lengths[k] < alignment ? small_alignment : alignment);
     size = result.positions[k] + result.lengths[k];
   }
   result.bytes.resize(aligned(size, alignment));
   for (std::size_t k = 0; k < count; ++k) {
-    const std::byte* from = result.codecs[k] != 0 ? frames[k].data() : source.data() + positions[k];
+    const std::byte* from = result.codecs[k] != 0 ? frames[k].bytes.data() : source.data() + positions[k];
     if (result.lengths[k] > 0) {
       std::memcpy(result.bytes.data() + result.positions[k], from, result.lengths[k]);
     }
   }
   return result;
+}
+
+std::vector<std::byte> train_dictionary(std::span<const std::byte> source,
+                                        std::span<const std::uint64_t> positions,
+                                        std::span<const std::uint64_t> lengths,
+                                        std::size_t capacity) {
+  check_places(source, positions, lengths);
+  std::vector<std::byte> samples;  // end to end
+  std::vector<std::size_t> sizes;
+  for (std::size_t k = 0; k < lengths.size(); ++k) {
+    const auto sample = source.subspan(positions[k], lengths[k]);
+    samples.insert(samples.end(), sample.begin(), sample.end());
+    if (!sample.empty()) sizes.push_back(sample.size());
+  }
+  return zstd_train(samples, sizes, capacity);
+}
+
+double decode_s(std::span<const std::byte> stored, std::span<const std::uint64_t> positions,
+                std::span<const std::uint64_t> stored_lengths,
+                std::span<const std::uint64_t> lengths, std::span<const std::uint8_t> codes,
+                std::span<const std::byte> dictionary) {
+  check_places(stored, positions, stored_lengths);
+  if (lengths.size() != positions.size() || codes.size() != positions.size()) {
+    throw std::invalid_argument("columns of different lengths");
+  }
+  std::size_t total = 0;
+  for (const std::uint64_t length : lengths) {
+    if (length > max_encoded_length) throw std::invalid_argument("a sample is too long");
+    total += length;
+  }
+  const ZstdDictionary own = dictionary.empty() ? ZstdDictionary() : ZstdDictionary(dictionary);
+  std::vector<std::byte> target(total);  // as a batch is, and touched before
+  const double begin_s = thread_time_s();
+  std::size_t at = 0;
+  std::uint32_t sums = 0;
+  for (std::size_t k = 0; k < lengths.size(); ++k) {
+    const auto source = stored.subspan(positions[k], stored_lengths[k]);
+    const std::span<std::byte> place(target.data() + at, lengths[k]);
+    const std::optional<Encoding> encoding = Encoding::of(codes[k]);
+    if (!encoding) return -1;
+    if (encoding->codec == Codec::none) {
+      if (source.size() != place.size()) return -1;
+      std::copy(source.begin(), source.end(), place.begin());
+    } else if (!decode(*encoding, own, source, place)) {
+      return -1;
+    }
+    sums ^= crc32c(place.data(), place.size());
+    at += place.size();
+  }
+  // The sums are used, so that no compiler leaves them out.
+  return thread_time_s() - begin_s + (sums == 1 ? 1e-12 : 0);
 }
 
 std::vector<std::uint64_t> sorted_order(const NameList& names) {

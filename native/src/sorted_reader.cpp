@@ -12,7 +12,6 @@
 #include <stdexcept>
 
 #include "paceline/crc32c.hpp"
-#include "paceline/zstd.hpp"
 
 namespace paceline {
 namespace {
@@ -92,7 +91,7 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
         plan.pieces.push_back({at, sample, index.extent(number), 0, within});
         within += plan.pieces.back().extent.length;
       }
-      if (end == first + 1 && plan.pieces.back().extent.codec == Codec::none) continue;
+      if (end == first + 1 && !plan.pieces.back().extent.is_encoded()) continue;
       is_moved[at] = true;
       moved.push_back(at);
     }
@@ -173,8 +172,8 @@ bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> t
   const Extent& extent = piece.extent;
   const auto stored = target.subspan(piece.stored_at, extent.stored_length);
   const auto decoded = target.subspan(piece.decoded_at, extent.length);
-  if (extent.codec != Codec::none) {
-    if (!zstd_decompress(stored, decoded)) return false;
+  if (extent.is_encoded()) {
+    if (!decode(extent.encoding, reader_.index().dictionary(), stored, decoded)) return false;
   } else {
     if (decoded.data() != stored.data()) std::memcpy(decoded.data(), stored.data(), stored.size());
     if (!reader_.compares()) return true;

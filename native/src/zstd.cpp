@@ -1,13 +1,18 @@
 #include "paceline/zstd.hpp"
 
-#include <dlfcn.h>
-
 #include <memory>
+
+#include "paceline/shared_library.hpp"
 
 namespace paceline {
 namespace {
 
-// The part of zstd's interface that is stable since 1.0.
+// Of ZSTD_cParameter, which is part of the stable interface.
+constexpr int content_size_flag = 200;
+constexpr int dictionary_id_flag = 202;
+constexpr int reset_session = 1;  // of ZSTD_ResetDirective
+
+// The part of zstd's interface that is stable since 1.4.
 struct Library {
   std::size_t (*compress_bound)(std::size_t) = nullptr;
   unsigned (*is_error)(std::size_t) = nullptr;
@@ -18,38 +23,60 @@ struct Library {
   void* (*create_decompressor)() = nullptr;
   std::size_t (*free_decompressor)(void*) = nullptr;
   std::size_t (*decompress)(void*, void*, std::size_t, const void*, std::size_t) = nullptr;
+  void* (*create_encoder)(const void*, std::size_t, int) = nullptr;
+  std::size_t (*free_encoder)(void*) = nullptr;
+  std::size_t (*reset)(void*, int) = nullptr;
+  std::size_t (*refer_to_encoder)(void*, const void*) = nullptr;
+  std::size_t (*set_parameter)(void*, int, int) = nullptr;
+  std::size_t (*compress_by_parameters)(void*, void*, std::size_t, const void*,
+                                        std::size_t) = nullptr;
+  void* (*create_decoder)(const void*, std::size_t) = nullptr;
+  std::size_t (*free_decoder)(void*) = nullptr;
+  std::size_t (*decompress_with)(void*, void*, std::size_t, const void*, std::size_t,
+                                 const void*) = nullptr;
+  std::size_t (*train)(void*, std::size_t, const void*, const std::size_t*, unsigned) = nullptr;
+  unsigned (*is_training_error)(std::size_t) = nullptr;
   bool loaded = false;
 
   Library() noexcept {
-    void* handle = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed
-    if (handle == nullptr) return;
-    loaded = find(handle, "ZSTD_compressBound", compress_bound) &&
-             find(handle, "ZSTD_isError", is_error) &&
-             find(handle, "ZSTD_getErrorName", error_name) &&
-             find(handle, "ZSTD_createCCtx", create_compressor) &&
-             find(handle, "ZSTD_freeCCtx", free_compressor) &&
-             find(handle, "ZSTD_compressCCtx", compress) &&
-             find(handle, "ZSTD_createDCtx", create_decompressor) &&
-             find(handle, "ZSTD_freeDCtx", free_decompressor) &&
-             find(handle, "ZSTD_decompressDCtx", decompress);
-  }
-
-  template <class Function>
-  static bool find(void* handle, const char* name, Function& function) noexcept {
-    function = reinterpret_cast<Function>(dlsym(handle, name));
-    return function != nullptr;
+    const SharedLibrary zstd("libzstd.so.1");
+    loaded = zstd.find("ZSTD_compressBound", compress_bound) &&
+             zstd.find("ZSTD_isError", is_error) && zstd.find("ZSTD_getErrorName", error_name) &&
+             zstd.find("ZSTD_createCCtx", create_compressor) &&
+             zstd.find("ZSTD_freeCCtx", free_compressor) &&
+             zstd.find("ZSTD_compressCCtx", compress) &&
+             zstd.find("ZSTD_createDCtx", create_decompressor) &&
+             zstd.find("ZSTD_freeDCtx", free_decompressor) &&
+             zstd.find("ZSTD_decompressDCtx", decompress) &&
+             zstd.find("ZSTD_createCDict", create_encoder) &&
+             zstd.find("ZSTD_freeCDict", free_encoder) &&
+             zstd.find("ZSTD_CCtx_reset", reset) &&
+             zstd.find("ZSTD_CCtx_refCDict", refer_to_encoder) &&
+             zstd.find("ZSTD_CCtx_setParameter", set_parameter) &&
+             zstd.find("ZSTD_compress2", compress_by_parameters) &&
+             zstd.find("ZSTD_createDDict", create_decoder) &&
+             zstd.find("ZSTD_freeDDict", free_decoder) &&
+             zstd.find("ZSTD_decompress_usingDDict", decompress_with) &&
+             zstd.find("ZDICT_trainFromBuffer", train) &&
+             zstd.find("ZDICT_isError", is_training_error);
   }
 };
 
 const Library& library() noexcept {
-  static const Library one;
-  return one;
+  static const Library loaded;
+  return loaded;
 }
 
 // Contexts are costly to make, and one thread at a time may use one: each thread keeps its own.
 using Context = std::unique_ptr<void, std::size_t (*)(void*)>;
 
 void* compressor() noexcept {
+  thread_local const Context own(library().create_compressor(), library().free_compressor);
+  return own.get();
+}
+
+// Of its own: its parameters stay set.
+void* dictionary_compressor() noexcept {
   thread_local const Context own(library().create_compressor(), library().free_compressor);
   return own.get();
 }
@@ -62,6 +89,11 @@ void* decompressor() noexcept {
 bool refuse(std::string* why, const char* text) {
   if (why != nullptr) *why = text;
   return false;
+}
+
+bool is_whole(std::size_t length, std::size_t expected, std::string* why) {
+  if (library().is_error(length) != 0) return refuse(why, library().error_name(length));
+  return length == expected || refuse(why, "it decodes to fewer bytes than it should");
 }
 
 }  // namespace
@@ -88,8 +120,56 @@ bool zstd_decompress(std::span<const std::byte> source, std::span<std::byte> tar
   if (decompressor() == nullptr) return refuse(why, "out of memory");
   const std::size_t length = library().decompress(decompressor(), target.data(), target.size(),
                                                   source.data(), source.size());
-  if (library().is_error(length) != 0) return refuse(why, library().error_name(length));
-  return length == target.size() || refuse(why, "it decodes to fewer bytes than it should");
+  return is_whole(length, target.size(), why);
+}
+
+ZstdDictionary::ZstdDictionary(std::span<const std::byte> content, int level) {
+  if (!zstd_available()) return;
+  decoder_ = {library().create_decoder(content.data(), content.size()), library().free_decoder};
+  if (level == 0) return;
+  encoder_ = {library().create_encoder(content.data(), content.size(), level),
+              library().free_encoder};
+}
+
+std::size_t ZstdDictionary::compress(std::span<const std::byte> source,
+                                     std::span<std::byte> target) const noexcept {
+  if (encoder_ == nullptr || dictionary_compressor() == nullptr) return 0;
+  void* const context = dictionary_compressor();
+  const auto is_error = [](std::size_t code) { return library().is_error(code) != 0; };
+  // A frame that had too little room was not ended: it would be in the way.
+  if (is_error(library().reset(context, reset_session)) ||
+      is_error(library().refer_to_encoder(context, encoder_.get())) ||
+      is_error(library().set_parameter(context, content_size_flag, 0)) ||
+      is_error(library().set_parameter(context, dictionary_id_flag, 0))) {
+    return 0;
+  }
+  const std::size_t length = library().compress_by_parameters(
+      context, target.data(), target.size(), source.data(), source.size());
+  static_cast<void>(library().reset(context, reset_session));
+  static_cast<void>(library().refer_to_encoder(context, nullptr));  // it may be gone by the next time
+  return is_error(length) ? 0 : length;
+}
+
+bool ZstdDictionary::decompress(std::span<const std::byte> source, std::span<std::byte> target,
+                                std::string* why) const {
+  if (decoder_ == nullptr) return refuse(why, "there is no dictionary");
+  if (decompressor() == nullptr) return refuse(why, "out of memory");
+  const std::size_t length =
+      library().decompress_with(decompressor(), target.data(), target.size(), source.data(),
+                                source.size(), decoder_.get());
+  return is_whole(length, target.size(), why);
+}
+
+std::vector<std::byte> zstd_train(std::span<const std::byte> samples,
+                                  const std::vector<std::size_t>& lengths, std::size_t capacity) {
+  std::vector<std::byte> dictionary;
+  if (!zstd_available() || lengths.empty()) return dictionary;
+  dictionary.resize(capacity);
+  const std::size_t length =
+      library().train(dictionary.data(), capacity, samples.data(), lengths.data(),
+                      static_cast<unsigned>(lengths.size()));
+  dictionary.resize(library().is_training_error(length) != 0 ? 0 : length);
+  return dictionary;
 }
 
 }  // namespace paceline

@@ -4,7 +4,7 @@
 // LLVMFuzzerTestOneInput is what libFuzzer wants:
 //   clang++ -std=c++20 -g -DPACELINE_LIBFUZZER -fsanitize=fuzzer,address,undefined -Inative/include
 //     native/tests/fuzz_pack_reader.cpp native/src/{pack_*,sorted_reader,lmdb_records,crc32c}.cpp
-//     native/src/{buffer_pool,fault_guard,fork,page_*,residency,worker_pool,zstd}.cpp
+//     native/src/{buffer_pool,codecs,fault_guard,fork,lz4,page_*,residency,worker_pool,zstd}.cpp
 // With other compilers a small driver mutates good packs: a case is a pure function of (seed, number),
 // so that a crash can be seen again.
 //   fuzz_pack_reader SECONDS [SEED [CASE]]
@@ -31,7 +31,7 @@
 #include "paceline/crc32c.hpp"
 #include "paceline/pack_reader.hpp"
 #include "paceline/sorted_reader.hpp"
-#include "paceline/zstd.hpp"
+#include "paceline/codecs.hpp"
 
 using paceline::Codec;
 using paceline::PackError;
@@ -347,7 +347,47 @@ Input seed_of(const PackBuilder& pack) {
   return input;
 }
 
-// Good packs of all kinds: all versions, chunks, zstd.
+// A pack whose samples are stored in each way that makes them smaller, one after the other.
+PackBuilder encoded_pack(const std::vector<std::string>& bodies) {
+  std::string common;
+  std::vector<std::size_t> lengths;
+  for (int k = 0; k < 400; ++k) {
+    const std::string sample = "a sample numbered " + std::to_string(k * 7919) + " of many alike ones";
+    common += sample;
+    lengths.push_back(sample.size());
+  }
+  const auto content = paceline::zstd_train(
+      {reinterpret_cast<const std::byte*>(common.data()), common.size()}, lengths, 1024);
+  const paceline::ZstdDictionary dictionary(content, 3);
+  PackBuilder encoded = PackBuilder(bodies, 3).version3();
+  std::vector<std::uint64_t> stored;
+  std::vector<std::uint8_t> codes;
+  for (std::size_t i = 0; i < bodies.size(); ++i) {
+    const auto codec = static_cast<Codec>(1 + i % 3);
+    const auto bits = static_cast<std::uint8_t>(i % 4);
+    const std::span body(reinterpret_cast<const std::byte*>(bodies[i].data()), bodies[i].size());
+    std::vector<std::byte> shuffled(body.size());
+    paceline::shuffle(body, shuffled, bits);
+    std::vector<std::byte> frame(paceline::compress_bound(codec, body.size()));
+    const std::size_t length = paceline::compress(codec, 3, dictionary, shuffled, frame);
+    const bool smaller = length > 0 && length < body.size();
+    stored.push_back(smaller ? length : body.size());
+    codes.push_back(smaller ? paceline::Encoding{codec, bits}.code() : 0);
+    const auto at = get<std::uint32_t>(encoded[Section::offsets], 4 * i);  // narrow
+    if (!smaller) continue;
+    encoded.shards[i / 3].replace(at, length, reinterpret_cast<const char*>(frame.data()), length);
+  }
+  encoded.set(Section::stored_lengths, stored);
+  encoded.set(Section::codecs, codes);
+  if (content.empty()) return encoded;
+  encoded.set(Section::dictionary,
+              std::vector<std::uint8_t>(reinterpret_cast<const std::uint8_t*>(content.data()),
+                                        reinterpret_cast<const std::uint8_t*>(content.data()) +
+                                            content.size()));
+  return encoded;
+}
+
+// Good packs of all kinds: all versions, chunks, codecs.
 std::vector<Input> seeds() {
   const std::vector<std::string> bodies = {"first", "", std::string(20'000, 'x'), "fourth",
                                            std::string(64, 'y'), std::string(9'000, 'z')};
@@ -396,6 +436,9 @@ std::vector<Input> seeds() {
   encoded.set(Section::stored_lengths, stored);
   encoded.set(Section::codecs, codecs);
   result.push_back(seed_of(encoded));
+  std::vector<std::string> alike;
+  for (int k = 0; k < 6; ++k) alike.push_back("a sample numbered 7919 of many alike ones" + std::string(k * 40U, 'x'));
+  for (const auto& content : {alike, bodies}) result.push_back(seed_of(encoded_pack(content)));
   result.push_back(large);
   return result;
 }

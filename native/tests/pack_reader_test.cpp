@@ -14,7 +14,7 @@
 
 #include "check.hpp"
 #include "pack_builder.hpp"
-#include "paceline/zstd.hpp"
+#include "paceline/codecs.hpp"
 
 using paceline::PackError;
 using paceline::PackReader;

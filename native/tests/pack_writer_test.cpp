@@ -147,7 +147,8 @@ void test_encoding() {
   for (std::size_t k = 0; k < source.size() / 2; ++k) source[k] = static_cast<std::byte>(random());
   const std::vector<std::uint64_t> positions{0, 640, 1280, 1280};
   const std::vector<std::uint64_t> lengths{640, 600, 0, 1280};
-  const auto encoded = encode(source, positions, lengths, 3, 0.9, 3);
+  const auto encoded = encode(source, positions, lengths,
+                              {.level = 3, .keep_ratio = 0.9, .threads = 3});
   CHECK((encoded.codecs == std::vector<std::uint8_t>{0, 0, 0, 1}));
   for (std::size_t k = 0; k < 4; ++k) {
     CHECK(encoded.positions[k] % (encoded.lengths[k] < 64 ? 8 : 64) == 0);
@@ -164,7 +165,7 @@ void test_encoding() {
   CHECK(encoded.bytes.size() % 64 == 0 && encoded.lengths[3] < 64);
   CHECK(encoded.positions[2] == 1240);  // right behind what lies before
   const std::vector<std::uint64_t> beyond{640, 600, 0, 1281};
-  CHECK_THROWS(encode(source, positions, beyond, 3, 0.9, 1), std::invalid_argument);
+  CHECK_THROWS(encode(source, positions, beyond, EncodeOptions{}), std::invalid_argument);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from paceline.core.errors import (
     CorruptPack,
     DeadlineExceeded,
     MemoryExceeded,
+    Missing,
     PacelineError,
     RankLost,
     StorageError,
@@ -53,8 +54,10 @@ SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
 accumulate_and_select = _native.accumulate_and_select
 acquire_buffer = _native.acquire_buffer
+codec_available = _native.codec_available
 crc32c = _native.crc32c
 decode_jpeg_part = _native.decode_jpeg_part
+encoding_of = _native.encoding_of
 gather = _native.gather
 jpeg_available = _native.jpeg_available
 lower_bounds = _native.lower_bounds
@@ -63,13 +66,15 @@ name_hashes = _native.name_hashes
 scatter_add = _native.scatter_add
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
-zstd_available = _native.zstd_available
-zstd_compress = _native.zstd_compress
-zstd_decompress = _native.zstd_decompress
+train_dictionary = _native.train_dictionary
+
+NPY_ELEMENTS = -1  # pack_writer.hpp
 
 __all__ = [
+    "NPY_ELEMENTS",
     "PACK_FORMAT_VERSION",
     "BadSample",
+    "Compression",
     "EncodedSamples",
     "Extent",
     "FileProblem",
@@ -93,24 +98,27 @@ __all__ = [
     "TfRecords",
     "accumulate_and_select",
     "acquire_buffer",
+    "codec_available",
     "corrupt_sample",
     "crc32c",
     "decode_jpeg_part",
+    "decode_s",
     "encode",
+    "encoding_of",
     "gather",
     "jpeg_available",
     "list_folder",
     "lmdb_meta",
     "lower_bounds",
+    "missing_library",
     "monotonic_ns",
     "name_hashes",
     "read_files",
+    "require_codec",
     "scatter_add",
     "sorted_order",
     "start_writeback",
-    "zstd_available",
-    "zstd_compress",
-    "zstd_decompress",
+    "train_dictionary",
 ]
 
 
@@ -120,7 +128,7 @@ __all__ = [
 class Extent(NamedTuple):
     """A contiguous stored part of one sample; lengths and offset in bytes.
 
-    The checksum is the CRC-32C of the decoded bytes; codec 0 is none, 1 is zstd.
+    The checksum is the CRC-32C of the decoded bytes; `encoding_of` says what the codec stands for.
     """
 
     shard: int
@@ -191,7 +199,15 @@ class _PackProblem(NamedTuple):
     """The fields of a PackError of the core."""
 
     kind: Literal[
-        "io", "corrupt", "sample", "version", "memory", "source", "changed", "unsupported"
+        "io",
+        "corrupt",
+        "sample",
+        "version",
+        "memory",
+        "source",
+        "changed",
+        "unsupported",
+        "library",
     ]
     file: bytes
     why: str
@@ -226,6 +242,8 @@ def _pack_error(**fields: Any) -> PacelineError:
             why=f"{problem.why}; this Paceline reads up to version {PACK_FORMAT_VERSION}",
             fix="Use a newer Paceline",
         )
+    if problem.kind == "library":
+        return missing_library(where, fix="")
     if problem.kind in ("source", "changed", "unsupported"):
         return _source_error(problem.kind, where, problem.why)
     if problem.kind == "io" and problem.error != errno.ENOENT:
@@ -240,6 +258,23 @@ def _pack_error(**fields: Any) -> PacelineError:
     if _is_side_file(where):
         what = f"the index of the data is {'missing' if problem.kind == 'io' else 'damaged'}"
     return CorruptPack(what, where=where, why=problem.why, fix=_repair_fix(where))
+
+
+def missing_library(library: str, *, fix: str) -> Missing:
+    """Return the error for a library of a codec that this machine lacks.
+
+    Args:
+        library: its name, as the system's loader knows it.
+        fix: what to do instead of installing it, if anything.
+    """
+    name = "zstd" if "zstd" in library else "lz4"
+    package = {"zstd": ("libzstd1", "libzstd"), "lz4": ("liblz4-1", "lz4-libs")}[name]
+    install = f"Install it: apt-get install {package[0]}, or dnf install {package[1]}"
+    return Missing(
+        f"{name} is not installed, and samples are compressed by it",
+        where=library,
+        fix=f"{install}; or {fix}" if fix else install,
+    )
 
 
 def _source_error(kind: str, where: str, why: str) -> PacelineError:
@@ -375,7 +410,7 @@ class FilesRead(NamedTuple):
 
 
 class EncodedSamples(NamedTuple):
-    """Samples as they are stored; those that zstd does not shrink enough stay as they were."""
+    """Samples as they are stored; those that do not get smaller by enough stay as they were."""
 
     data: NDArray[np.uint8]  # aligned as the samples were
     positions: NDArray[np.uint64]  # in `data`
@@ -450,26 +485,68 @@ def read_files(
     return FilesRead(checksums, FileProblem(*problem) if problem else None)  # type: ignore[arg-type]  # C++ has these outcomes
 
 
+class Compression(NamedTuple):
+    """How samples are compressed."""
+
+    codec: str  # zstd, lz4, or zstd-dict
+    level: int = 3  # 1 to 19; lz4 has levels up to 12
+    # log2 of the bytes of an element, to shuffle elements where that makes a sample smaller;
+    # NPY_ELEMENTS: as the header of each .npy file says; 0: nothing is shuffled.
+    element_bits: int = 0
+    keep_ratio: float = 1.0  # a sample stays as it is if more than this part of it would remain
+    dictionary: bytes = b""  # of zstd-dict
+
+
 def encode(
     source: NDArray[np.uint8],
     positions: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
+    compression: Compression,
     *,
-    level: int,
-    keep_ratio: float,
-    threads: int,
+    threads: int = 1,
 ) -> EncodedSamples:
-    """Encode samples with zstd.
+    """Compress samples.
 
     Args:
         source: holds them all.
         positions: of each in `source`.
         lengths: of each.
-        level: of zstd.
-        keep_ratio: a sample stays as it is if its frame is larger than this part of it.
+        compression: how.
         threads: that share the work.
     """
-    return EncodedSamples(*_native.encode(source, positions, lengths, level, keep_ratio, threads))
+    return EncodedSamples(*_native.encode(source, positions, lengths, *compression, threads))
+
+
+def decode_s(
+    samples: EncodedSamples, lengths: NDArray[np.uint64], dictionary: bytes = b""
+) -> float:
+    """Return the processor time in which one thread decodes and verifies samples, as a reader does.
+
+    Negative if one cannot be decoded: it is damaged, or this machine lacks its library.
+
+    Args:
+        samples: as they are stored.
+        lengths: of each when it is decoded.
+        dictionary: that they were compressed with, if any.
+    """
+    return _native.decode_s(
+        samples.data,
+        samples.positions,
+        samples.lengths,
+        lengths,
+        samples.codecs,
+        dictionary,
+    )
+
+
+def require_codec(codec: str, *, fix: str = "") -> None:
+    """Refuse a codec whose library this machine lacks.
+
+    Raises:
+        Missing: it lacks it; `fix` says what to do instead of installing it.
+    """
+    if not codec_available(codec):
+        raise missing_library(_native.codec_library(codec), fix=fix)
 
 
 # Collectives of the ranks of one host (host_group.hpp)

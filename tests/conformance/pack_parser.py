@@ -140,9 +140,13 @@ class ParsedPack:
             is_small = version == 3 and stored[k] < 64
             assert int(self.sections[1][k]) % (8 if is_small else 64) == 0
             self.extent(k)
-        needs_3 = len(self.names) > self.many_samples or any(
-            int(offset) % 64 for offset in self.sections[1]
+        codecs = self.sections[16].tolist() if 16 in self.sections else []
+        needs_3 = (
+            len(self.names) > self.many_samples
+            or any(int(offset) % 64 for offset in self.sections[1])
+            or max(codecs, default=0) > 1
         )
+        assert (27 in self.sections) == any(code & 15 == 3 for code in codecs)
         assert version == (3 if needs_3 else 2)
 
     def extent(self, k):
@@ -151,11 +155,24 @@ class ParsedPack:
         codec = int(self.sections[16][k]) if 16 in self.sections else 0
         data = self.shard(shard)[offset : offset + stored]
         assert len(data) == stored
-        if codec == 1:
-            data = zstd_decode(data, length)
+        if codec:
+            data = self.decoded(data, length, codec)
         assert len(data) == length
         assert crc32c(data) == self.sections[4][k]
         return data
+
+    def decoded(self, data, length, code):
+        kind, width = code & 15, 1 << (code >> 4)
+        assert kind in (1, 2, 3)
+        assert width in (1, 2, 4, 8)
+        assert length <= 64 << 20
+        if kind == 2:
+            data = lz4_decode(data, length)
+        else:
+            data = zstd_decode(data, length, self.sections[27] if kind == 3 else b"")
+        whole = length // width * width
+        planes = np.frombuffer(data[:whole], np.uint8).reshape(width, -1)
+        return planes.T.tobytes() + data[whole:]
 
     def extents(self, sample):
         if 17 not in self.sections:
@@ -233,9 +250,28 @@ def name_hash(name):
     return value ^ value >> 33
 
 
-def zstd_decode(data, length):
+def zstd_decode(data, length, dictionary):
     library = ctypes.CDLL("libzstd.so.1")
-    library.ZSTD_decompress.restype = ctypes.c_size_t
+    for name in ("ZSTD_createDCtx", "ZSTD_decompress_usingDict"):
+        getattr(library, name).restype = ctypes.c_size_t
+    context = ctypes.c_void_p(library.ZSTD_createDCtx())
     buffer = ctypes.create_string_buffer(length)
-    library.ZSTD_decompress(buffer, ctypes.c_size_t(length), data, ctypes.c_size_t(len(data)))
+    found = library.ZSTD_decompress_usingDict(
+        context,
+        buffer,
+        ctypes.c_size_t(length),
+        data,
+        ctypes.c_size_t(len(data)),
+        dictionary,
+        ctypes.c_size_t(len(dictionary)),
+    )
+    library.ZSTD_freeDCtx(context)
+    assert found == length
+    return buffer.raw
+
+
+def lz4_decode(data, length):
+    buffer = ctypes.create_string_buffer(length)
+    found = ctypes.CDLL("liblz4.so.1").LZ4_decompress_safe(data, buffer, len(data), length)
+    assert found == length
     return buffer.raw

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import store
-from paceline.native import zstd_available
+from paceline.native import codec_available
 from paceline.store import PackOptions, open_pack
 from paceline.store.write.index import build as index_module
 from paceline.store.write.index import name_table as table_module
@@ -40,7 +40,9 @@ def sample_sets(draw):
     return draw(st.permutations(kept))
 
 
-codecs = st.sampled_from(["none", "zstd", "auto"] if zstd_available() else ["none"])
+codecs = st.sampled_from(
+    [name for name in ("none", "zstd", "lz4", "zstd-dict") if codec_available(name)]
+)
 options = st.builds(
     PackOptions,
     shard_bytes=st.sampled_from([128, 640, 5000, 1 << 20]),

@@ -58,6 +58,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/large-batch.md",
         "guides/mixed-precision.md",
         "guides/in-place.md",
+        "guides/codecs.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):

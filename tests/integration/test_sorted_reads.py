@@ -1,5 +1,6 @@
 """Reads of many samples in the order of storage: the same bytes as one by one, in fewer reads."""
 
+import io
 import os
 import shutil
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import store
 from paceline.core.errors import CorruptPack
-from paceline.native import SortedReader
+from paceline.native import SortedReader, encoding_of
 from paceline.store import PackOptions, Samples, open_pack
 from paceline.store.format.header import parse_sections
 from paceline.store.format.layout import BLOCK_BYTES, Section
@@ -45,6 +46,12 @@ def read(reader, ids):
     return [None if n < 0 else target[at : at + n].tobytes() for at, n in places], plan
 
 
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A pack of raw, compressed, empty and chunked samples in several shards."""
@@ -53,10 +60,16 @@ def path(tmp_path_factory):
     pairs = []
     for k in range(300):
         size = int(generator.integers(0, 3000))
-        body = generator.bytes(size) if k % 3 else b"a text " * (size // 7)
+        text = b"".join(b"%d of many words " % (k * j % 997) for j in range(size // 20))
+        kinds = [text, generator.bytes(size), npy(generator.normal(9, 0.01, size // 8))]
+        body = kinds[k % 3]
         pairs.append((f"{k:04d}", body))
     pairs.append(("chunked", generator.bytes(200_000)))
-    store.pack(Samples(pairs), folder, options=PackOptions(shard_bytes=64 << 10, codec="auto"))
+    options = PackOptions(shard_bytes=64 << 10, codec="zstd-dict")
+    store.pack(Samples(pairs), folder, options=options)
+    with open_pack(folder) as pack:
+        kinds = {encoding_of(int(code)) for code in pack.index.codecs}
+        assert kinds == {("none", 0), ("zstd-dict", 0), ("zstd-dict", 3)}
     return folder
 
 

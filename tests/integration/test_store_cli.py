@@ -92,7 +92,7 @@ def test_stat_says_what_is_there_and_where(folder):
     paceline(folder, "pack", "source", "pack")
     text = paceline(folder, "store", "stat", "pack").stdout.decode()
     assert "3 in 2 classes and 2 folders" in text
-    assert "263 B, stored as 263 B (ratio 1.00)" in text
+    assert "263 B, stored as 263 B (capacity factor 1.00)" in text
     stat = json.loads(paceline(folder, "store", "stat", "pack", "--json").stdout)
     with open_pack(folder / "pack") as pack:
         assert stat["identity"] == pack.identity
@@ -208,7 +208,7 @@ def test_archives_codec_parity_append_and_resume(folder):
     done = paceline(folder, "pack", "--append", "more", "pack", "--codec", "auto")
     assert done.returncode == 0, done.stderr
     assert b"appended 1 sample to 3 in 3 classes" in done.stdout
-    assert b"zstd: 97.6 KiB less" in done.stdout
+    assert b"compressed: 97.6 KiB less, capacity factor" in done.stdout
     assert b"opens per epoch: 4 -> 3" in done.stdout
     whole = paceline(folder, "store", "verify", "pack")
     assert whole.returncode == 0

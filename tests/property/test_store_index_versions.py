@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline import store
 from paceline.core.errors import CorruptPack
-from paceline.native import zstd_available
+from paceline.native import codec_available
 from paceline.store import Loader, LoaderOptions, PackOptions, open_pack
 from paceline.store.format.header import head_bytes, parse_sections
 from paceline.store.format.layout import BLOCK_BYTES, Section, aligned_begins
@@ -26,7 +26,9 @@ names = st.sampled_from([b"a", b"b", b"c"]).flatmap(
     lambda folder: st.integers(0, 10**6).map(lambda k: b"%s/%d" % (folder, k))
 )
 bodies = st.binary(max_size=80) | st.integers(0, 3000).map(lambda size: b"ab" * size)
-codecs = st.sampled_from(["none", "auto"] if zstd_available() else ["none"])
+codecs = st.sampled_from(
+    [name for name in ("none", "zstd", "lz4", "zstd-dict") if codec_available(name)]
+)
 
 
 @contextlib.contextmanager

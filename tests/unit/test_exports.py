@@ -97,6 +97,7 @@ EXPORTS = {
     "store": [
         "Archives",
         "CenterCrop",
+        "CodecChoice",
         "Folder",
         "Loader",
         "LoaderConfig",

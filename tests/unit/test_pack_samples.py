@@ -5,9 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from paceline import store
+from paceline import native, store
 from paceline.core.errors import ConfigError, Missing, UsageError
-from paceline.native import zstd_available
+from paceline.native import codec_available
 from paceline.store import PackOptions, open_pack
 from paceline.store.write import options as options_module
 from paceline.store.write.index import build as index_module
@@ -56,7 +56,7 @@ def test_an_error_of_the_iterator_comes_through(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not zstd_available(), reason="libzstd is not here")
+@pytest.mark.skipif(not codec_available("zstd"), reason="libzstd is not here")
 def test_codecs(tmp_path, monkeypatch):
     noise = np.random.default_rng(1).integers(0, 256, 5000, np.uint8).tobytes()
     samples = {
@@ -68,23 +68,23 @@ def test_codecs(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(options_module, "BATCH_BYTES", 20_000)
     codecs = {}
-    for codec in ("none", "zstd", "auto"):
+    for codec, code in (("none", 1), ("zstd", 1), ("lz4", 2)):
         path = tmp_path / codec
         summary = store.pack(store.Samples(samples.items()), path, options=PackOptions(codec=codec))
         assert content(path) == samples
         with open_pack(path) as pack:
             extents = {name: pack.extents(k)[0] for k, name in enumerate(pack.names)}
-        codecs[codec] = {name for name, extent in extents.items() if extent.codec == 1}
+        codecs[codec] = {name for name, extent in extents.items() if extent.codec == code}
         assert summary.stored_bytes == sum(extent.stored_length for extent in extents.values())
     assert codecs == {
         "none": set(),
         "zstd": {"flat", "slightly", "large"},
-        "auto": {"flat", "large"},
+        "lz4": {"flat", "slightly", "large"},
     }
 
 
 def test_a_codec_that_is_missing_is_said_before_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(options_module, "zstd_available", lambda: False)
+    monkeypatch.setattr(native, "codec_available", lambda codec: codec != "zstd")
     with pytest.raises(Missing, match=r"libzstd.*--codec none"):
         store.pack(
             store.Samples([("a", b"")]), tmp_path / "pack", options=PackOptions(codec="auto")
@@ -94,7 +94,15 @@ def test_a_codec_that_is_missing_is_said_before_the_start(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "options",
-    [{"codec": "lz4"}, {"codec_level": 0}, {"codec_level": 23}, {"parity_group": 1}],
+    [
+        {"codec": "lzma"},
+        {"shuffle": "3"},
+        {"feed": "fast"},
+        {"feed_bytes_per_s": -1},
+        {"codec_level": 0},
+        {"codec_level": 23},
+        {"parity_group": 1},
+    ],
 )
 def test_options_that_cannot_be_are_refused(options):
     with pytest.raises(ConfigError):

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "paceline/codecs.hpp"
 #include "paceline/fault_guard.hpp"
 
 namespace paceline {
@@ -39,7 +40,7 @@ enum class Section : std::uint32_t {
   classes = 13,          // bytes
   shard_lengths = 14,    // u64[shards]
   stored_lengths = 15,   // u64[extents]; absent: as lengths
-  codecs = 16,           // u8[extents]; absent: none
+  codecs = 16,           // u8[extents], Encoding::code; absent: none
   first_extents = 17,    // u64[samples + 1]; absent: a sample is an extent
   name_table = 18,       // u64[slots]; absent: names are searched
   folder_samples = 19,   // u64[2 * folders]
@@ -50,22 +51,15 @@ enum class Section : std::uint32_t {
   files = 24,            // u64[shards + 1], then bytes: the shards are these files of the user's
   sources = 25,          // SourcesHeader, SourceState[shards]: what these files were; with 24
   block_sums = 26,       // u32[blocks of all other sections]; absent: a section is one block
+  dictionary = 27,       // bytes, of codec zstd_dictionary; absent: no extent has that
 };
-constexpr std::uint32_t last_section = 26;
+constexpr std::uint32_t last_section = 27;
 constexpr bool is_known_section(std::uint32_t id) noexcept {
   return id >= 1 && id <= last_section;
 }
 // A section is verified in blocks of so many bytes, each when it is first touched.
 constexpr unsigned sum_block_bits = 16;
 constexpr std::uint64_t sum_block_bytes = std::uint64_t{1} << sum_block_bits;
-
-enum class Codec : std::uint8_t { none = 0, zstd = 1 };
-constexpr std::uint8_t last_codec = 1;
-// Memory to decompress into is allocated before the bytes can be checked: this bounds it.
-constexpr std::uint64_t max_encoded_length = std::uint64_t{64} << 20;
-// A zstd frame holds at most a block of 128 KiB for each 4 bytes.
-constexpr std::uint64_t zstd_block_bytes = 128 * 1024;
-constexpr std::uint64_t zstd_min_block = 4;
 
 struct PackHeader {  // little-endian on disk, as everything here
   char magic[8];     // "PACEPACK"
@@ -118,7 +112,8 @@ static_assert(sizeof(SourceState) == 24);
 struct PackError : std::runtime_error {
   // source, changed, unsupported: of the user's own files, damaged, written to since they were
   // indexed, or of a kind that is not read in place.
-  enum class Kind { io, corrupt, sample, version, memory, source, changed, unsupported };
+  // library: which decodes a sample and is not there; `file` is its name.
+  enum class Kind { io, corrupt, sample, version, memory, source, changed, unsupported, library };
 
   PackError(Kind what_kind, std::string file_name, const std::string& why)
       : std::runtime_error(why), kind(what_kind), file(std::move(file_name)) {}
@@ -182,7 +177,9 @@ struct Extent {  // a contiguous stored piece of one sample
   std::uint64_t length;
   std::uint32_t shard;
   std::uint32_t checksum;
-  Codec codec;
+  Encoding encoding;
+
+  bool is_encoded() const noexcept { return encoding.codec != Codec::none; }
 };
 
 // A state that is replaced now and then, while others compare theirs with it.
@@ -284,6 +281,8 @@ class PackIndex {
   const Column<std::int32_t>& labels() const noexcept { return labels_; }
   const Column<std::uint32_t>& modes() const noexcept { return modes_; }
   const Column<std::int64_t>& mtimes() const noexcept { return mtimes_; }
+  // What the samples with the codec zstd_dictionary need to be decoded.
+  const ZstdDictionary& dictionary() const noexcept { return dictionary_; }
   const std::vector<std::uint64_t>& shard_lengths() const noexcept { return shard_lengths_; }
   std::uint64_t shard_bytes() const noexcept { return shard_bytes_; }  // of all; saturates
   // A view into the mapping, not verified by this.
@@ -380,6 +379,7 @@ class PackIndex {
   void read_extents();
   void read_folders();
   void read_files();
+  void read_dictionary();
   void order_folders();
   bool has(Section id) const noexcept { return section(id).data() != nullptr; }
   [[noreturn]] void fail_section(Section id) const;
@@ -412,6 +412,8 @@ class PackIndex {
   Column<std::uint32_t> shards_;
   Column<std::uint32_t> checksums_;
   Column<std::uint8_t> codecs_;
+  std::vector<std::byte> dictionary_bytes_;  // own: the file may change
+  ZstdDictionary dictionary_;
   Column<std::uint64_t> first_extents_;
   Column<std::int32_t> labels_;
   Column<std::uint32_t> modes_;

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "paceline/codecs.hpp"
+
 namespace paceline {
 
 // Concatenated names, and the offset of each (one offset more than names).
@@ -64,12 +66,37 @@ struct Encoded {
   std::vector<std::byte> bytes;           // aligned like the samples were
   std::vector<std::uint64_t> positions;   // within `bytes`
   std::vector<std::uint64_t> lengths;     // stored
-  std::vector<std::uint8_t> codecs;
+  std::vector<std::uint8_t> codecs;       // Encoding::code
 };
 
-// Compresses each sample with zstd and keeps the frame if it is at most `keep_ratio` of the sample.
+// How samples are compressed.
+struct EncodeOptions {
+  Codec codec = Codec::zstd;
+  int level = 3;
+  int element_bits = 0;  // log2 of the bytes of an element, to shuffle; `npy_elements`
+  double keep_ratio = 1.0;
+  int threads = 1;
+};
+constexpr int npy_elements = -1;  // as the header of each .npy file says; other samples have none
+
+// Compresses each sample, shuffled or not, whichever is smaller; keeps it as it is unless that saves bytes
+// and comes to at most `keep_ratio` of it. The dictionary is for Codec::zstd_dictionary alone.
 Encoded encode(std::span<const std::byte> source, std::span<const std::uint64_t> positions,
-               std::span<const std::uint64_t> lengths, int level, double keep_ratio, int threads);
+               std::span<const std::uint64_t> lengths, const EncodeOptions& options,
+               std::span<const std::byte> dictionary = {});
+
+// A dictionary of at most `capacity` bytes of these samples; empty where they have too little in common.
+std::vector<std::byte> train_dictionary(std::span<const std::byte> source,
+                                        std::span<const std::uint64_t> positions,
+                                        std::span<const std::uint64_t> lengths,
+                                        std::size_t capacity);
+
+// The seconds of processor time in which one thread decodes and verifies samples as a reader does, those
+// that are not compressed included; negative if one cannot be decoded.
+double decode_s(std::span<const std::byte> stored, std::span<const std::uint64_t> positions,
+                std::span<const std::uint64_t> stored_lengths,
+                std::span<const std::uint64_t> lengths, std::span<const std::uint8_t> codes,
+                std::span<const std::byte> dictionary);
 
 // The order that sorts `names` bytewise (stable); empty when they are sorted already.
 std::vector<std::uint64_t> sorted_order(const NameList& names);

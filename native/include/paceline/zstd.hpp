@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace paceline {
 
@@ -24,5 +27,31 @@ std::size_t zstd_compress(std::span<const std::byte> source, std::span<std::byte
 // exactly. Allocates nothing that depends on `source`; otherwise `why`, if given, says what is wrong.
 bool zstd_decompress(std::span<const std::byte> source, std::span<std::byte> target,
                      std::string* why = nullptr);
+
+// What many small samples have in common, so that the frame of each need not say it. Its frames carry
+// neither their length nor the dictionary's number, which the pack's index knows. Immutable.
+class ZstdDictionary {
+ public:
+  ZstdDictionary() noexcept = default;  // there is none
+  // Copies `content`. With a level it compresses, too. Without the library it does neither.
+  explicit ZstdDictionary(std::span<const std::byte> content, int level = 0);
+
+  // Whether there is one; of what is no dictionary of zstd's, and without the library, there is none.
+  explicit operator bool() const noexcept { return decoder_ != nullptr; }
+  // As zstd_compress and zstd_decompress.
+  std::size_t compress(std::span<const std::byte> source, std::span<std::byte> target) const noexcept;
+  bool decompress(std::span<const std::byte> source, std::span<std::byte> target,
+                  std::string* why = nullptr) const;
+
+ private:
+  using Handle = std::unique_ptr<void, std::size_t (*)(void*)>;
+  Handle encoder_{nullptr, nullptr};
+  Handle decoder_{nullptr, nullptr};
+};
+
+// A dictionary of at most `capacity` bytes of samples that lie end to end in `samples`. Empty where they
+// are too few, or have nothing in common.
+std::vector<std::byte> zstd_train(std::span<const std::byte> samples,
+                                  const std::vector<std::size_t>& lengths, std::size_t capacity);
 
 }  // namespace paceline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +13,13 @@ import click
 
 from paceline.core.config import parse_size
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.report.units import format_bytes, plural
+from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.core.clock import Clock
-    from paceline.store import PackProgress, PackSummary
+    from paceline.store import CodecChoice, PackProgress, PackSummary
 
 _LINE_INTERVAL_S = 10.0
 
@@ -29,6 +30,17 @@ def size_bytes(text: str) -> int:
         return parse_size(text)
     except ConfigError as problem:
         raise click.BadParameter(f"{problem.what}; write it as 256MiB or 4096") from None
+
+
+def rate_bytes_per_s(text: str) -> int:
+    """Return the bytes per second that ``200MB/s``, ``1.5GB/s`` or ``4096`` stands for."""
+    match = re.fullmatch(r"([0-9.]+)\s*([kMGT]?)(?:B(?:/s)?)?", text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a rate; write it as 200MB/s") from None
 
 
 @click.command(
@@ -48,11 +60,32 @@ def size_bytes(text: str) -> int:
 )
 @click.option(
     "--codec",
-    type=click.Choice(["none", "zstd", "auto"]),
-    help="zstd compresses each sample that gets smaller by it, auto each that gets smaller by at "
-    "least a tenth, none no sample.  [default: none]",
+    type=click.Choice(["none", "lz4", "zstd", "zstd-dict", "auto"]),
+    help="How samples are compressed, each that gets smaller by it; zstd-dict is zstd with a "
+    "dictionary of what small samples have in common. auto: what makes the samples smallest and "
+    "still feeds --feed-rate.  [default: none]",
 )
-@click.option("--codec-level", type=int, help="Compression level of zstd, 1 to 19.  [default: 3]")
+@click.option("--codec-level", type=int, help="Level of the codec, 1 to 19.  [default: 3]")
+@click.option(
+    "--shuffle",
+    type=click.Choice(["auto", "none", "2", "4", "8"]),
+    help="Bytes of the elements of arrays, to compress like bytes of them together; auto reads "
+    "them from .npy headers.  [default: auto]",
+)
+@click.option(
+    "--feed-rate",
+    "feed_bytes_per_s",
+    type=rate_bytes_per_s,
+    metavar="RATE",
+    help="Bytes of samples that the loop needs in a second, as 200MB/s, for --codec auto.  "
+    "[default: what the storage of DST reads, measured]",
+)
+@click.option(
+    "--feed",
+    type=click.Choice(["async", "sync"]),
+    help="Whether samples are read and decoded beside the steps of the loop, or between them, for "
+    "--codec auto.  [default: async]",
+)
 @click.option(
     "--parity",
     type=int,
@@ -87,6 +120,9 @@ def pack(
     shard_size: int | None,
     codec: str | None,
     codec_level: int | None,
+    shuffle: str | None,
+    feed_bytes_per_s: int | None,
+    feed: str | None,
     parity: int | None,
     follow_symlinks: bool | None,
     append: bool,
@@ -110,6 +146,9 @@ def pack(
         "shard_bytes": shard_size,
         "codec": codec,
         "codec_level": codec_level,
+        "shuffle": shuffle,
+        "feed_bytes_per_s": feed_bytes_per_s,
+        "feed": feed,
         "parity_group": parity,
         "follow_symlinks": follow_symlinks,
         "restart": restart,
@@ -129,7 +168,8 @@ def pack(
         print(_nothing_found(summary), file=sys.stderr)
     free = free_bytes(Path(destination).absolute()) if dry_run else None
     if as_json:
-        found = {"free_bytes": free} if dry_run else {}
+        found: dict[str, float | None] = {"free_bytes": free} if dry_run else {}
+        found["capacity_factor"] = summary.capacity_factor
         print(json.dumps({**summary.to_json(), **found, "dry_run": dry_run}))
     else:
         _print_summary(summary, dry_run=dry_run, append=append)
@@ -184,10 +224,21 @@ def _print_summary(summary: PackSummary, *, dry_run: bool, append: bool) -> None
     if summary.elapsed_s > 0 and not append:
         print(_rate(summary))
     if summary.stored_bytes < summary.sample_bytes:
-        ratio = summary.sample_bytes / max(summary.stored_bytes, 1)
         saved = format_bytes(summary.sample_bytes - summary.stored_bytes)
-        print(f"zstd: {saved} less, ratio {ratio:.2f}")
+        print(f"compressed: {saved} less, capacity factor {summary.capacity_factor:.2f}")
+    if summary.choice is not None:
+        _print_choice(summary.choice)
     print(f"file opens per epoch: {summary.opens_before:,} -> {summary.opens_after:,}")
+
+
+def _print_choice(choice: CodecChoice) -> None:
+    print(f"codec {choice.codec}: {choice.why}")
+    for rate in choice.rates:
+        fed = f", feeds {format_rate(rate.feed_bytes_per_s)}" if rate.feed_bytes_per_s else ""
+        print(
+            f"  {rate.codec}: capacity factor {rate.capacity_factor:.2f}, decodes "
+            f"{format_rate(rate.decode_bytes_per_s)} on {plural(choice.threads, 'thread')}{fed}"
+        )
 
 
 def _new_count(summary: PackSummary, *, append: bool) -> int:

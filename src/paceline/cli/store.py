@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.report.units import format_bytes, plural
+from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -326,8 +326,9 @@ def _print_pack_stat(stat: PackStat) -> None:
         "samples": f"{stat.sample_count:,} in {plural(stat.class_count, 'class')} and "
         f"{plural(stat.folder_count, 'folder')}; {stat.chunked_count:,} larger than a shard",
         "bytes": f"{format_bytes(stat.sample_bytes)}, stored as "
-        f"{format_bytes(stat.stored_bytes)} (ratio {stat.ratio:.2f})",
+        f"{format_bytes(stat.stored_bytes)} (capacity factor {stat.capacity_factor:.2f})",
         "codecs": codecs or "none",
+        "decoding": _decoding(stat),
         "shards": f"{stat.shard_count:,}, {format_bytes(stat.shard_bytes)}, "
         + ("with digests" if stat.has_shard_digests else "without digests"),
         "parity": parity,
@@ -335,6 +336,15 @@ def _print_pack_stat(stat: PackStat) -> None:
         "checksums": "of all samples" if stat.is_verified else f"none yet{_UNVERIFIED}",
     }
     _print_rows(rows)
+
+
+def _decoding(stat: PackStat) -> str:
+    if not stat.decode_bytes_per_s:
+        return "nothing is compressed" if set(stat.codecs) <= {"none"} else "not measured"
+    dictionary = f", with a dictionary of {format_bytes(stat.dictionary_bytes)}"
+    return f"{format_rate(stat.decode_bytes_per_s)} on one thread, measured" + (
+        dictionary if stat.dictionary_bytes else ""
+    )
 
 
 def _print_sample_stat(stat: SampleStat) -> None:

@@ -28,6 +28,7 @@ from paceline.store.in_place.opening import open_pack
 from paceline.store.in_place.packing import find_source
 from paceline.store.read.pack import Pack
 from paceline.store.write.append import append
+from paceline.store.write.codec_choice import CodecChoice
 from paceline.store.write.options import PackOptions, PackProgress, PackSummary
 from paceline.store.write.pack import pack, plan_pack
 from paceline.store.write.sources.archives import Archives
@@ -37,6 +38,7 @@ from paceline.store.write.sources.samples import Samples
 __all__ = [
     "Archives",
     "CenterCrop",
+    "CodecChoice",
     "Folder",
     "Loader",
     "LoaderConfig",

@@ -81,4 +81,4 @@ def make_source(source: Path, seed: int, folder: str, count: int = 48) -> None:
 
 def pack_options() -> PackOptions:
     """Return how to pack: shards that are small, samples encoded or in chunks, parity."""
-    return PackOptions(shard_bytes=_SHARD_BYTES, codec="auto", parity_group=3)
+    return PackOptions(shard_bytes=_SHARD_BYTES, codec="zstd-dict", parity_group=3)

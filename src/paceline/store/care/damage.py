@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from paceline.core.errors import CorruptPack, Missing
-from paceline.native import crc32c, zstd_available, zstd_decompress
+from paceline.core.errors import CorruptPack
+from paceline.native import crc32c
 from paceline.store.format.index import IndexFile
 from paceline.store.format.layout import (
     HEADER_BYTES,
@@ -160,23 +160,8 @@ def fits(index: IndexFile, extent: int, stored: bytes) -> bool:
         return False
     body: bytes | None = stored
     if index.codecs[extent]:
-        body = decoded(stored, int(index.lengths[extent]))
+        body = index.decode(extent, stored)
     return body is not None and crc32c(body) == int(index.checksums[extent])
-
-
-def decoded(stored: bytes, length: int) -> bytes | None:
-    """Return the `length` bytes that a zstd frame decompresses to; None if it is no such frame.
-
-    Raises:
-        Missing: the system has no libzstd.
-    """
-    if not zstd_available():
-        raise Missing(
-            "zstd is not installed, and the pack holds compressed samples",
-            where="libzstd.so.1",
-            fix="Install it: apt-get install libzstd1, or dnf install libzstd",
-        )
-    return zstd_decompress(stored, length)
 
 
 def examine_shard(

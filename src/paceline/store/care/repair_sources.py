@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from paceline.native import zstd_available, zstd_compress
+from paceline.native import Compression, codec_available, encode, encoding_of
 from paceline.store.care.damage import OpenFile, fits
 from paceline.store.format.layout import HEADER_BYTES, parity_name, shard_name
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.store.format.index import IndexFile
 
-_LEVELS = (3, 1, 2, 4, 5, 6, 7, 8, 9)  # of zstd, the default first
+_LEVELS = (3, 1, 2, 4, 5, 6, 7, 8, 9)  # the default first
 
 
 class RecoveredBytes(NamedTuple):
@@ -120,13 +120,28 @@ class RepairSources:
         body = self._read(self._source / name, begin, length)
         if body is None:
             return
-        if not self._index.codecs[extent]:
+        code = int(self._index.codecs[extent])
+        if not code:
             yield body
             return
-        for level in _LEVELS if zstd_available() else ():
-            stored = zstd_compress(np.frombuffer(body, np.uint8), level)
-            if len(stored) == int(self._index.stored_lengths[extent]):
-                yield stored
+        encoding = encoding_of(code)
+        if encoding is None or not codec_available(encoding[0]):
+            return
+        for level in _LEVELS:
+            stored = encode(
+                np.frombuffer(body, np.uint8),
+                np.zeros(1, np.uint64),
+                np.array([len(body)], np.uint64),
+                Compression(
+                    codec=encoding[0],
+                    level=level,
+                    element_bits=encoding[1],
+                    dictionary=self._index.dictionary,
+                ),
+            )
+            length = int(stored.lengths[0])
+            if stored.codecs[0] == code and length == int(self._index.stored_lengths[extent]):
+                yield stored.data[:length].tobytes()
 
     def _from_replica(self, shard: int, offset: int, length: int) -> bytes | None:
         if self._replica is None:

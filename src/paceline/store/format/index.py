@@ -212,10 +212,23 @@ class IndexFile:
 
     @cached_property
     def codecs(self) -> NDArray[np.uint8]:
-        """How each extent is compressed: 0 not at all, 1 with zstd."""
+        """How each extent is compressed, as `native.encoding_of` reads it: 0 = not at all."""
         if self._is_encoded:
             return self._column(Section.CODECS)
         return np.broadcast_to(np.uint8(0), self.extent_count)
+
+    @cached_property
+    def dictionary(self) -> bytes:
+        """What the extents of codec zstd-dict have in common; empty if the pack has none."""
+        return self._reader.section(Section.DICTIONARY).tobytes()
+
+    def decode(self, extent: int, stored: bytes) -> bytes | None:
+        """Return the bytes that an encoded extent stands for; None if `stored` is damaged.
+
+        Raises:
+            Missing: this machine lacks the library of its codec.
+        """
+        return self._reader.decode(stored, int(self.codecs[extent]), int(self.lengths[extent]))
 
     # Folders, classes, files
 

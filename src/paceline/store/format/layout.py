@@ -78,6 +78,7 @@ class Section(IntEnum):
     FILES = 24
     SOURCES = 25
     BLOCK_SUMS = 26
+    DICTIONARY = 27
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ from paceline.store.format.layout import (
 )
 from paceline.store.format.leftovers import file_digest, pending_parity, stale_files
 from paceline.store.read.pack import open_packed
+from paceline.store.write.encoder import SampleEncoder
 from paceline.store.write.files import FileDigest, PackFolder
-from paceline.store.write.index.build import IndexMetadata, write_index
+from paceline.store.write.index.build import IndexMetadata, needs_dictionary, write_index
 from paceline.store.write.index.sorted_runs import open_sorted_run, sorted_run_of
 from paceline.store.write.options import (
     PackOptions,
@@ -132,16 +133,17 @@ def _append(
         reused_bytes=0,
     )
     _refuse_damage(folder)
+    encoder = SampleEncoder(options, folder, dictionary=before.index.dictionary)
     packed = pack_after_existing(
         source,
         folder,
-        options,
+        encoder,
         shard_limits(source.totals(), options),
         first_shard=len(before.index.shard_lengths),
         on_progress=on_progress,
     )
     classes = _all_classes(before.index.class_names, source.classes())
-    metadata = _metadata(folder, packed, source, classes)
+    metadata = _metadata(folder, packed, source, classes, encoder.dictionary)
     sorted_runs = [
         before.sorted_run,
         *(open_sorted_run(folder.folder / name, classes.label_map) for name in packed.sorted_runs),
@@ -164,11 +166,17 @@ def _append(
         opens_before=sample_count,
         opens_after=len(metadata.shard_lengths) + 1,
         reused_sample_count=before.index.sample_count,
+        dictionary_bytes=len(encoder.dictionary) if any(map(needs_dictionary, sorted_runs)) else 0,
+        choice=encoder.choice,
     )
 
 
 def _metadata(
-    folder: _GrowingPack, packed: PackedSamples, source: OpenSource, classes: SourceClasses
+    folder: _GrowingPack,
+    packed: PackedSamples,
+    source: OpenSource,
+    classes: SourceClasses,
+    dictionary: bytes,
 ) -> IndexMetadata:
     """Write the parity of the groups that change; return what the index says of all files."""
     index = folder.before.index
@@ -182,6 +190,7 @@ def _metadata(
         parity_group=index.parity_group,
         parity_lengths=[file.length for file in parity],
         parity_digests=[file.digest for file in parity],
+        dictionary=dictionary,
     )
 
 

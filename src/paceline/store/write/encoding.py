@@ -1,4 +1,4 @@
-"""The reading stage of packing: fills buffers with the samples of a batch, and encodes them.
+"""The reading stage of packing: fills buffers with the samples of a batch, and has them encoded.
 
 Samples lie in a buffer as they will in a shard, each padded to the alignment. A sample that is
 larger than a buffer comes in chunks, which are not encoded.
@@ -6,28 +6,32 @@ larger than a buffer comes in chunks, which are not encoded.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.native import crc32c, encode
+from paceline.native import crc32c
 from paceline.store.format.layout import aligned_begins, padding
 from paceline.store.write.columns import SampleColumns
+from paceline.store.write.encoder import (
+    LEARNING_BYTES,
+    LEARNING_SAMPLES,
+    MIN_LEARNING_BYTES,
+    ReadSamples,
+)
 from paceline.store.write.sources.source import BATCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.store.write.options import PackOptions, ShardLimits
+    from paceline.store.write.encoder import SampleEncoder
+    from paceline.store.write.options import ShardLimits
     from paceline.store.write.sources.source import SourceBatch
 
 _BUFFERS = 4  # one is being filled, one is placed, two wait to be written
-_MAX_ENCODED_BYTES = 64 << 20  # larger samples are stored as they are
-_KEEP_RATIO = {"auto": 0.9, "zstd": 1.0}
 
 
 @dataclass(slots=True)
@@ -106,30 +110,86 @@ class LargeChunk:
 
 
 def read_batches(
-    batches: Iterator[SourceBatch], limits: ShardLimits, options: PackOptions
+    batches: Iterator[SourceBatch], limits: ShardLimits, encoder: SampleEncoder
 ) -> Iterator[EncodedBatch | LargeChunk]:
-    """Yield the samples of a source with their bytes.
+    """Yield the samples of a source with their bytes, as they are to be stored.
 
     Args:
         batches: the batches of the source.
         limits: limits on the size of the shards, which decide what a large sample is.
-        options: how to pack: the codec.
+        encoder: compresses samples; it learns from the first ones.
 
     Raises:
         StorageError: a sample cannot be read or has changed.
         BaseException: what made a reader of a buffer fail.
     """
+    first: list[EncodedBatch] = []
+    for read in _read(batches, limits, encoder.max_bytes(limits)):
+        if encoder.must_learn and isinstance(read, EncodedBatch):
+            first.append(_with_own_memory(read))
+            size = sum(len(batch.data) for batch in first)
+            count = sum(len(batch.lengths) for batch in first)
+            if size >= LEARNING_BYTES or count >= LEARNING_SAMPLES:
+                encoder.learn(_joined(first))
+                yield from _taken(first, encoder)
+            continue
+        # A chunk's buffer cannot wait.
+        if first and sum(len(batch.data) for batch in first) >= MIN_LEARNING_BYTES:
+            encoder.learn(_joined(first))
+        yield from _taken(first, encoder)
+        yield _encoded(read, encoder) if isinstance(read, EncodedBatch) else read
+    if first:
+        encoder.learn(_joined(first))
+    yield from _taken(first, encoder)
+
+
+def _taken(first: list[EncodedBatch], encoder: SampleEncoder) -> Iterator[EncodedBatch]:
+    """Yield the batches encoded, and take them from the list."""
+    while first:
+        yield _encoded(first.pop(0), encoder)
+
+
+def _joined(first: list[EncodedBatch]) -> ReadSamples:
+    sizes = np.cumsum([0, *(len(batch.data) for batch in first[:-1])], dtype=np.uint64)
+    return ReadSamples(
+        data=np.concatenate([batch.data for batch in first]),
+        begins=np.concatenate(
+            [batch.begins[:-1] + size for batch, size in zip(first, sizes, strict=True)]
+        ),
+        lengths=np.concatenate([batch.lengths for batch in first]),
+    )
+
+
+def _encoded(batch: EncodedBatch, encoder: SampleEncoder) -> EncodedBatch:
+    encoded = encoder.encode(ReadSamples(batch.data, batch.begins[:-1], batch.lengths))
+    if encoded is None:
+        return batch
+    return replace(
+        batch,
+        data=encoded.data,
+        begins=np.append(encoded.positions, np.uint64(len(encoded.data))),
+        stored_lengths=encoded.lengths,
+        codecs=encoded.codecs,
+        buffer=None,
+    )
+
+
+def _with_own_memory(batch: EncodedBatch) -> EncodedBatch:
+    return batch if batch.buffer is None else replace(batch, data=batch.data.copy(), buffer=None)
+
+
+def _read(
+    batches: Iterator[SourceBatch], limits: ShardLimits, max_encoded_bytes: int
+) -> Iterator[EncodedBatch | LargeChunk]:
+    """Yield the samples with their bytes, as they were read."""
     ring = BufferRing()
     large_bytes = limits.large_bytes
-    max_encoded_bytes = min(_MAX_ENCODED_BYTES, limits.shard_bytes // 2)
-    if options.codec == "none":
-        max_encoded_bytes = 0
     for batch in batches:
         length = int(batch.lengths[0]) if len(batch) == 1 else 0
         if length <= large_bytes:
-            yield _encoded(_read_batch(batch, ring), options)
+            yield _read_batch(batch, ring)
         elif length <= max_encoded_bytes:
-            yield _encoded(_read_one_large(batch, length), options)
+            yield _read_one_large(batch, length)
         else:
             yield from _read_chunks(batch, length, ring)
 
@@ -182,26 +242,3 @@ def _read_chunks(batch: SourceBatch, length: int, ring: BufferRing) -> Iterator[
             buffer=buffer,
         )
         left -= count
-
-
-def _encoded(batch: EncodedBatch, options: PackOptions) -> EncodedBatch:
-    if options.codec == "none":
-        return batch
-    encoded = encode(
-        batch.data,
-        batch.begins[:-1],
-        batch.lengths,
-        level=options.codec_level,
-        keep_ratio=_KEEP_RATIO[options.codec],
-        threads=len(os.sched_getaffinity(0)),
-    )
-    return EncodedBatch(
-        samples=batch.samples,
-        lengths=batch.lengths,
-        data=encoded.data,
-        begins=np.append(encoded.positions, np.uint64(len(encoded.data))),
-        stored_lengths=encoded.lengths,
-        checksums=batch.checksums,
-        codecs=encoded.codecs,
-        buffer=None,
-    )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.config import Configuration
-from paceline.core.errors import ConfigError, Missing
+from paceline.core.errors import ConfigError
 from paceline.core.record import Record
-from paceline.native import zstd_available
+from paceline.native import require_codec
 from paceline.store.format.layout import ALIGNMENT, HEADER_BYTES
+from paceline.store.write.codec_choice import CANDIDATES, CodecChoice, capacity_factor
 from paceline.store.write.sources.source import BATCH_BYTES
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ DEFAULT_SHARD_BYTES = 256 << 20
 MAX_SHARD_BYTES = 16 << 30
 _SHARDS = 256  # approximate maximum number of shards, unless the size is given
 _GROWTH_SHARDS = 64
-_CODECS = ("none", "zstd", "auto")
+_CODECS = ("none", "lz4", "zstd", "zstd-dict", "auto")
+_SHUFFLES = ("auto", "none", "2", "4", "8")
+_FEEDS = ("async", "sync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +32,20 @@ class PackOptions(Configuration):
     Changes the pack's files:
         shard_bytes: a shard is closed before it would grow beyond this; a sample that is larger is
             stored in chunks. 0 = 256 MiB, or what keeps a large pack at about 256 shards.
-        codec: `zstd` compresses a sample if that saves any bytes, `auto` if it saves at least a
-            tenth, `none` never. Samples over 64 MiB are not compressed.
-        codec_level: level of zstd, 1 to 19: the higher, the smaller and slower.
+        codec: `lz4`, `zstd` and `zstd-dict`, which is zstd with a dictionary trained on the first
+            samples, compress a sample if that saves any bytes. `auto` chooses, of these and none,
+            what makes the samples smallest and still feeds a loop at `feed_bytes_per_s`; it
+            compresses a sample if that saves at least a tenth. Samples over 64 MiB are not
+            compressed.
+        codec_level: 1 to 19: the higher, the smaller and the slower to pack. lz4 takes 1 and 2 for
+            its fast form, and 12 for more.
+        shuffle: bytes of the elements of numeric arrays, whose first bytes are then stored
+            together, then all second bytes, where that makes a sample smaller: `2`, `4`, `8`;
+            `auto` = as each .npy file says, of other samples none; `none`.
+        feed_bytes_per_s: bytes of samples that a loop needs in a second, for `auto`. 0 = as many
+            as the storage of the pack can read, which is measured.
+        feed: how the loop that `auto` chooses for gets its samples: `async`, by a loader that reads
+            and decodes beside the steps, or `sync`, between two steps.
         parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
             from the others. 0 = no parity.
     Changes which samples there are:
@@ -47,6 +61,9 @@ class PackOptions(Configuration):
     shard_bytes: int = 0
     codec: str = "none"
     codec_level: int = 3
+    shuffle: str = "auto"
+    feed_bytes_per_s: int = 0
+    feed: str = "async"
     parity_group: int = 0
     follow_symlinks: bool = False
     check_space: bool = True
@@ -59,15 +76,24 @@ class PackOptions(Configuration):
                 where="shard_bytes (--shard-size)",
                 fix=f"Use at least {2 * ALIGNMENT}; hundreds of MiB serve best",
             )
-        if self.codec not in _CODECS:
+        for value, known, name, where in (
+            (self.codec, _CODECS, "codec", "codec (--codec)"),
+            (self.shuffle, _SHUFFLES, "size of elements", "shuffle (--shuffle)"),
+            (self.feed, _FEEDS, "way to feed a loop", "feed (--feed)"),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"unknown {name} {value!a}", where=where, fix="Use one of " + ", ".join(known)
+                )
+        if self.feed_bytes_per_s < 0:
             raise ConfigError(
-                f"unknown codec {self.codec!a}",
-                where="codec (--codec)",
-                fix="Use one of " + ", ".join(_CODECS),
+                f"no loop needs {self.feed_bytes_per_s} bytes in a second",
+                where="feed_bytes_per_s (--feed-rate)",
+                fix="Give the rate that the loop needs, or 0 for what the storage can read",
             )
         if not 1 <= self.codec_level <= 19:
             raise ConfigError(
-                f"zstd has no level {self.codec_level}",
+                f"there is no level {self.codec_level}",
                 where="codec_level (--codec-level)",
                 fix="Use 1 to 19",
             )
@@ -85,7 +111,8 @@ class PackSummary(Record):
     """Summary of a packing or a dry run; `elapsed_s` is 0 for a dry run.
 
     `reused_sample_count` were packed by an earlier `pack` that was killed. `opens_before` and
-    `opens_after` are the files that an epoch opens.
+    `opens_after` are the files that an epoch opens. `choice` says how the new samples are
+    compressed, and why; None: they are not.
     """
 
     source: str
@@ -101,6 +128,13 @@ class PackSummary(Record):
     opens_after: int
     reused_sample_count: int = 0
     elapsed_s: float = 0.0
+    dictionary_bytes: int = 0
+    choice: CodecChoice | None = None
+
+    @property
+    def capacity_factor(self) -> float:
+        """How many times as many bytes of samples as without a codec fit into the same space."""
+        return capacity_factor(self.sample_bytes, self.stored_bytes + self.dictionary_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +194,11 @@ def shard_limits(totals: SourceTotals, options: PackOptions) -> ShardLimits:
 
 
 def check_codec(options: PackOptions) -> None:
-    """Refuse a codec that this machine lacks."""
-    if options.codec != "none" and not zstd_available():
-        raise Missing(
-            "zstd is not installed",
-            where="libzstd.so.1",
-            fix="Install your distribution's libzstd (libzstd1), or pack with --codec none",
-        )
+    """Refuse a codec that this machine lacks.
+
+    Raises:
+        Missing: a library of it is not installed.
+    """
+    codecs = CANDIDATES if options.codec == "auto" else (options.codec,)
+    for codec in codecs:
+        require_codec(codec, fix="pack with --codec none")

@@ -19,8 +19,10 @@ from paceline.store.format.layout import (
     Section,
     aligned_begins,
 )
+from paceline.store.write.encoder import SampleEncoder
 from paceline.store.write.index.build import (
     IndexMetadata,
+    needs_dictionary,
     planned_bytes,
     write_index,
 )
@@ -154,24 +156,27 @@ def _pack(
                 else None
             ),
         )
+        encoder = SampleEncoder(options, partial)
         packed = pack_resumable(
             source,
             partial,
-            options,
+            encoder,
             limits,
             header=header,
             entries=entries,
             on_progress=on_progress,
         )
-        metadata = _metadata(packed, source, partial, options.parity_group)
+        metadata = _metadata(packed, source, partial, options.parity_group, encoder.dictionary)
         sorted_runs = [
             open_sorted_run(partial.folder / name, source.classes().label_map)
             for name in packed.sorted_runs
         ]
         index_length = write_index(partial, INDEX_NAME, sorted_runs, metadata)
-        stored_bytes = 0
+        stored_bytes = dictionary_bytes = 0
         for sorted_run in sorted_runs:
             stored_bytes += int(sorted_run.extents.stored_lengths.sum())
+            if needs_dictionary(sorted_run):
+                dictionary_bytes = len(encoder.dictionary)
             sorted_run.release()
         sorted_runs.clear()
         partial.commit()
@@ -189,6 +194,8 @@ def _pack(
         opens_after=len(metadata.shard_lengths) + 1,
         reused_sample_count=packed.reused_sample_count,
         elapsed_s=clock.now_s() - start_s,
+        dictionary_bytes=dictionary_bytes,
+        choice=encoder.choice,
     )
 
 
@@ -240,7 +247,11 @@ def _plan(
 
 
 def _metadata(
-    packed: PackedSamples, source: OpenSource, folder: PartialPack, parity_group: int
+    packed: PackedSamples,
+    source: OpenSource,
+    folder: PartialPack,
+    parity_group: int,
+    dictionary: bytes,
 ) -> IndexMetadata:
     """Write the parity, if any; return what the index says of shards and folders."""
     parity = write_all_parity(folder, len(packed.shards), parity_group) if parity_group else []
@@ -252,6 +263,7 @@ def _metadata(
         parity_group=parity_group,
         parity_lengths=[file.length for file in parity],
         parity_digests=[file.digest for file in parity],
+        dictionary=dictionary,
     )
 
 
@@ -266,6 +278,7 @@ def _journal_header(
             "growth_shards": limits.growth_shards,
             "codec": options.codec,
             "codec_level": options.codec_level,
+            "shuffle": options.shuffle,
             "follow_symlinks": options.follow_symlinks,
         },
     }

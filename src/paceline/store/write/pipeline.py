@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.store.format.layout import shard_name
+from paceline.store.write.encoder import DICTIONARY_NAME
 from paceline.store.write.encoding import read_batches
 from paceline.store.write.files import FileDigest
 from paceline.store.write.index.sorted_runs import SortedRunWriter
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+    from paceline.store.write.encoder import SampleEncoder
     from paceline.store.write.encoding import EncodedBatch, LargeChunk
     from paceline.store.write.files import PackFolder
     from paceline.store.write.journal import JournalEntry
-    from paceline.store.write.options import PackOptions, ShardLimits
+    from paceline.store.write.options import ShardLimits
     from paceline.store.write.sources.source import OpenSource, SourceTotals
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class PackedSamples:
 def pack_resumable(
     source: OpenSource,
     folder: PackFolder,
-    options: PackOptions,
+    encoder: SampleEncoder,
     limits: ShardLimits,
     *,
     header: dict[str, Any],
@@ -76,29 +78,34 @@ def pack_resumable(
     Args:
         source: the source, which is read to its end.
         folder: the folder for shards, sorted-run files and journal.
-        options: how to pack.
+        encoder: compresses the samples.
         limits: limits on the size of the shards.
         header: first line of the journal.
         entries: lines of the journal that a killed `pack` left.
         on_progress: called after each batch.
     """
     folder.resumable = bool(entries)  # passing over them may take long, and be interrupted
-    point = resume(source, entries, limits.large_bytes)
+    point = resume(
+        source,
+        entries if encoder.resume(has_entries=bool(entries)) else [],
+        limits.large_bytes,
+    )
     shards = [shard for entry in point.entries for shard in entry.shards]
     sorted_runs = [file for entry in point.entries for file in entry.sorted_runs]
-    _keep_only(folder, len(shards), [name for name, _ in sorted_runs])
+    kept = [name for name, _ in sorted_runs]
+    _keep_only(folder, len(shards), [*kept, DICTIONARY_NAME] if point.entries else kept)
     folder.resumable = bool(point.entries)
     journal = Journal(folder, header, point.entries) if source.resume_key else None
     progress = _PackedColumns(folder, source.totals(), on_progress, point, sorted_runs)
     placement = ShardPlacement(limits, closed=[shard.length for shard in shards])
     writer = ShardWriter(folder, shards, journal)
-    return _run(read_batches(point.batches, limits, options), placement, writer, progress)
+    return _run(read_batches(point.batches, limits, encoder), placement, writer, progress)
 
 
 def pack_after_existing(
     source: OpenSource,
     folder: PackFolder,
-    options: PackOptions,
+    encoder: SampleEncoder,
     limits: ShardLimits,
     *,
     first_shard: int,
@@ -109,7 +116,7 @@ def pack_after_existing(
     Args:
         source: the source, which is read to its end.
         folder: the folder of the pack.
-        options: how to pack.
+        encoder: compresses the samples.
         limits: limits on the size of the shards.
         first_shard: the number of the first new shard.
         on_progress: called after each batch.
@@ -117,7 +124,7 @@ def pack_after_existing(
     placement = ShardPlacement(limits, first_shard)
     point = ResumePoint([], source.batches(limits.large_bytes))
     progress = _PackedColumns(folder, source.totals(), on_progress, point, [])
-    batches = read_batches(point.batches, limits, options)
+    batches = read_batches(point.batches, limits, encoder)
     return _run(batches, placement, ShardWriter(folder), progress)
 
 
@@ -207,7 +214,7 @@ class _PackedColumns:
             )
 
 
-def _keep_only(folder: PackFolder, shard_count: int, sorted_runs: list[str]) -> None:
-    """Remove the files that a killed `pack` left, except shards and sorted runs to keep."""
-    kept = {*sorted_runs, *(shard_name(k) for k in range(shard_count))}
+def _keep_only(folder: PackFolder, shard_count: int, others: list[str]) -> None:
+    """Remove the files that a killed `pack` left, except shards and others to keep."""
+    kept = {*others, *(shard_name(k) for k in range(shard_count))}
     folder.remove(name for name in folder.names() if name not in kept)

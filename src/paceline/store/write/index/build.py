@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.native import NameMerger, lower_bounds, name_hashes
+from paceline.native import NameMerger, encoding_of, lower_bounds, name_hashes
 from paceline.store.format.header import IndexCounts
 from paceline.store.format.layout import DIGEST_BYTES, EXTENT_COLUMNS, Section, joined
 from paceline.store.format.sources import Sources
@@ -56,6 +56,7 @@ class IndexMetadata:
         parity_group: shards in a group; 0 = no parity.
         parity_lengths: bytes of each parity file.
         parity_digests: SHA-256 of each parity file.
+        dictionary: what samples of codec zstd-dict have in common; written if there are such.
         sources: the shards are these files of the user's own, which have no digests.
         has_checksums: whether the extents have; those of data in place may have none yet.
     """
@@ -67,6 +68,7 @@ class IndexMetadata:
     parity_group: int = 0
     parity_lengths: Sequence[int] = ()
     parity_digests: Sequence[bytes] = ()
+    dictionary: bytes = b""
     sources: Sources | None = None
     has_checksums: bool = True
 
@@ -125,6 +127,8 @@ def _section_lengths(
     if metadata.parity_group:
         lengths[Section.PARITY] = 8 * (1 + len(metadata.parity_lengths))
         lengths[Section.PARITY_DIGESTS] = DIGEST_BYTES * len(metadata.parity_lengths)
+    if layout.needs_dictionary:
+        lengths[Section.DICTIONARY] = len(metadata.dictionary)
     lengths[Section.NAME_TABLE] = 8 * (home_count(samples) + TAIL_SLOTS)
     for section, stored in (columns or {}).items():
         if section in lengths:
@@ -146,6 +150,7 @@ def layout_of(sorted_runs: Sequence[SortedRun]) -> IndexLayout:
     )
     for sorted_run in sorted_runs:
         layout.note_offsets(sorted_run.extents.offsets)
+        layout.needs_dictionary |= needs_dictionary(sorted_run)
         for columns, sections in (
             (sorted_run.samples, _SAMPLE_SECTIONS),
             (sorted_run.extents, _EXTENT_SECTIONS),
@@ -155,6 +160,17 @@ def layout_of(sorted_runs: Sequence[SortedRun]) -> IndexLayout:
                     layout.ranges[section].add(getattr(columns, name))
         sorted_run.release()
     return layout
+
+
+def needs_dictionary(sorted_run: SortedRun) -> bool:
+    """Return whether a sample is of the codec zstd-dict."""
+    if not sorted_run.encoded_count:
+        return False
+    return any(
+        encoding[0] == "zstd-dict"
+        for encoding in map(encoding_of, np.unique(sorted_run.extents.codecs).tolist())
+        if encoding is not None
+    )
 
 
 def write_index(
@@ -196,6 +212,8 @@ def write_index(
         files, states = metadata.sources.pack()
         index.put(Section.FILES, files)
         index.put(Section.SOURCES, states)
+    if layout.needs_dictionary:
+        index.put(Section.DICTIONARY, metadata.dictionary)
     if metadata.parity_group:
         parity = [metadata.parity_group, *metadata.parity_lengths]
         index.put(Section.PARITY, np.array(parity, np.uint64))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_LAST_PLAIN_CODEC = 1  # zstd, unshuffled, which version 2 knows
 MANY_SAMPLES = 1 << 16  # above, an index is large enough to be verified where it is touched
 # Columns whose values decide their width; that of the others follows from what is known otherwise.
 _RANGED = (
@@ -61,6 +62,7 @@ class IndexLayout:
         name_bytes: bytes of all names.
         is_encoded: whether an extent is compressed.
         is_chunked: whether a sample has other than one extent.
+        needs_dictionary: whether an extent is of the codec zstd-dict.
         has_small: whether a sample begins at no multiple of 64, as only version 3 allows.
         ranges: the values of the columns whose range is not known otherwise.
     """
@@ -70,6 +72,7 @@ class IndexLayout:
     name_bytes: int = 0
     is_encoded: bool = False
     is_chunked: bool = False
+    needs_dictionary: bool = False
     has_small: bool = False
     ranges: dict[Section, ValueRange] = field(
         default_factory=lambda: {section: ValueRange() for section in _RANGED}
@@ -81,8 +84,9 @@ class IndexLayout:
 
     @property
     def needs_version_3(self) -> bool:
-        """Whether the index is to have narrow columns and sums of blocks."""
-        return self.has_small or self.sample_count > MANY_SAMPLES
+        """Whether only version 3 holds it, or it is to have narrow columns and sums of blocks."""
+        has_new_codec = self.ranges[Section.CODECS].high > _LAST_PLAIN_CODEC
+        return self.has_small or has_new_codec or self.sample_count > MANY_SAMPLES
 
 
 def stored_columns(
