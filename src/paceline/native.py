@@ -74,7 +74,6 @@ __all__ = [
     "NPY_ELEMENTS",
     "PACK_FORMAT_VERSION",
     "BadSample",
-    "Compression",
     "EncodedSamples",
     "Extent",
     "FileProblem",
@@ -91,6 +90,7 @@ __all__ = [
     "PackEntry",
     "PackReader",
     "Recorder",
+    "SampleEncoding",
     "SharedWords",
     "SortedPlan",
     "SortedReader",
@@ -485,7 +485,7 @@ def read_files(
     return FilesRead(checksums, FileProblem(*problem) if problem else None)  # type: ignore[arg-type]  # C++ has these outcomes
 
 
-class Compression(NamedTuple):
+class SampleEncoding(NamedTuple):
     """How samples are compressed."""
 
     codec: str  # zstd, lz4, or zstd-dict
@@ -501,7 +501,7 @@ def encode(
     source: NDArray[np.uint8],
     positions: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
-    compression: Compression,
+    compression: SampleEncoding,
     *,
     threads: int = 1,
 ) -> EncodedSamples:
