@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline import store
 from paceline.native import codec_available
 from paceline.store import PackOptions, open_pack
+from paceline.store.write import encoder as encoder_module
 from paceline.store.write.index import build as index_module
 from paceline.store.write.index import name_table as table_module
 from paceline.store.write.index import sorted_runs as runs_module
@@ -47,6 +48,7 @@ options = st.builds(
     PackOptions,
     shard_bytes=st.sampled_from([128, 640, 5000, 1 << 20]),
     codec=codecs,
+    shuffle=st.sampled_from(["auto", "2", "4", "8"]),
     parity_group=st.sampled_from([0, 2, 3]),
 )
 
@@ -78,7 +80,14 @@ def few(request, monkeypatch):
         monkeypatch.setattr(stored_module, "MANY_SAMPLES", 4)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.fixture
+def _dictionary(monkeypatch):
+    """Have so few samples a dictionary: any bytes are one."""
+    monkeypatch.setattr(encoder_module, "train_dictionary", lambda *_: b"ab" * 9 + bytes(40))
+    monkeypatch.setattr(encoder_module, "_MIN_DICTIONARY_BYTES", 0)
+
+
+@pytest.mark.usefixtures("few", "_dictionary")
 @settings(max_examples=60, deadline=None)
 @given(samples=sample_sets(), options=options, cut=st.integers(0, 25))
 def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut):
@@ -96,6 +105,16 @@ def test_packs_are_as_the_page_says_also_when_appended_to(samples, options, cut)
         for name, label in zip(parsed.names, parsed.sections[5].tolist(), strict=True):
             top = name.split(b"/")[0] if b"/" in name else None
             assert (parsed.classes[label] if label >= 0 else None) == top
+
+
+def test_each_way_to_compress_is_as_the_page_says():
+    path = Path(__file__).parents[1] / "golden" / "pack-v3-codecs"
+    parsed = pack_parser.ParsedPack(path)
+    assert {code & 15 for code in parsed.sections[16].tolist()} == {0, 1, 2, 3}
+    assert {code >> 4 for code in parsed.sections[16].tolist()} == {0, 1, 2, 3}
+    with open_pack(path) as pack:
+        for number in range(len(pack)):
+            assert pack.read(number) == parsed.read(number)
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.bz2", "tar.xz"])

@@ -196,6 +196,33 @@ def test_the_environment_and_the_file_set_options(folder):
     assert counts == [5, 1, 2]  # what is larger than a shard is stored in chunks
 
 
+def test_codecs_are_chosen_and_said(folder):
+    (folder / "text").mkdir()
+    for k in range(600):
+        body = b'{"number": %d, "kind": "a record like all others"}' % (k * 7919 % 9973)
+        (folder / "text" / f"{k}").write_bytes(body * 2)
+    options = ("--codec", "auto", "--feed-rate", "0.5kB/s", "--feed", "sync", "--shuffle", "none")
+    done = paceline(folder, "pack", "text", "auto", *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rb"codec zstd-dict: smallest .*; feeds .*, 0 MB/s needed", done.stdout)
+    assert re.search(rb"\n  lz4: capacity factor \d\.\d\d, decodes .*, feeds", done.stdout)
+    stat = paceline(folder, "store", "stat", "auto").stdout
+    assert re.search(rb"codecs  zstd-dict: 600\n", stat)
+    assert re.search(rb"decoding  .*B/s on one thread, measured, with a dictionary of", stat)
+    found = json.loads(paceline(folder, "store", "stat", "auto", "--json").stdout)
+    assert found["capacity_factor"] > 1.5
+    assert found["decode_bytes_per_s"] > 0
+    done = paceline(folder, "pack", "text", "lz4", "--codec", "lz4", "--json")
+    found = json.loads(done.stdout)
+    assert found["choice"]["codec"] == "lz4"
+    assert found["choice"]["rates"][0]["decode_bytes_per_s"] > 0
+    assert found["capacity_factor"] == found["sample_bytes"] / found["stored_bytes"]
+    for wrong in ("fast", "1..2", "-5", "3 GiB/s"):
+        done = paceline(folder, "pack", "text", "other", "--codec", "auto", "--feed-rate", wrong)
+        assert done.returncode == 2
+        assert b"200MB/s" in done.stderr
+
+
 def test_archives_codec_parity_append_and_resume(folder):
     subprocess.run(["tar", "cf", "a.tar", "-C", "source", "cat"], cwd=folder, check=True)
     subprocess.run(["tar", "czf", "b.tar.gz", "-C", "source", "dog"], cwd=folder, check=True)
