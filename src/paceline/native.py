@@ -19,6 +19,7 @@ from paceline.core.errors import (
     CollectiveMismatch,
     CorruptData,
     CorruptPack,
+    DataChanged,
     DeadlineExceeded,
     MemoryExceeded,
     PacelineError,
@@ -249,7 +250,7 @@ def _source_error(kind: str, where: str, why: str) -> PacelineError:
             "the data is damaged", where=where, why=why, fix="Restore the file from a copy"
         )
     if kind == "changed":
-        return StorageError(
+        return DataChanged(
             "the data was changed since it was indexed",
             where=where,
             why=why,
