@@ -289,7 +289,7 @@ class LmdbMeta(NamedTuple):
     """What the newest meta page of an LMDB database says."""
 
     page_bytes: int
-    flags: int  # of the main database, as LMDB has them
+    has_reversed_order: bool  # keys are compared from the last byte to the first
     last_page: int
     transaction: int
     checksum: int  # CRC-32C of the main tree, the last page and the transaction

@@ -59,6 +59,8 @@ constexpr bool is_known_section(std::uint32_t id) noexcept {
 constexpr unsigned sum_block_bits = 16;
 constexpr std::uint64_t sum_block_bytes = std::uint64_t{1} << sum_block_bits;
 
+constexpr std::size_t max_name_bytes = 4095;  // PATH_MAX of the kernel, without the final NUL
+
 enum class Codec : std::uint8_t { none = 0, zstd = 1 };
 constexpr std::uint8_t last_codec = 1;
 // Memory to decompress into is allocated before the bytes can be checked: this bounds it.
