@@ -16,23 +16,13 @@ using namespace nb::literals;
 namespace paceline {
 namespace {
 
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <class T>
-Array<T> array(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return {kept->data(), {kept->size()}, owner};
-}
-
 std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
 
-// Page size, flags, last page, transaction and checksum.
-using MetaFields = nb::typed<nb::tuple, int, int, int, int, int>;
+// Page size, whether keys are compared from their end, last page, transaction and checksum.
+using MetaFields = nb::typed<nb::tuple, int, bool, int, int, int>;
 
 MetaFields fields_of(const LmdbMeta& meta) {
-  return nb::make_tuple(meta.page_bytes, meta.flags, meta.last_page, meta.transaction,
+  return nb::make_tuple(meta.page_bytes, meta.has_reversed_order, meta.last_page, meta.transaction,
                         meta.checksum);
 }
 

@@ -22,7 +22,6 @@ constexpr std::uint64_t no_page = ~std::uint64_t{0};
 constexpr std::uint32_t max_depth = 32;
 constexpr std::uint32_t min_page_bytes = 256;
 constexpr std::uint32_t max_page_bytes = 0x8000;
-constexpr std::size_t max_name_bytes = 4095;
 
 constexpr std::uint16_t branch_page = 0x01, leaf_page = 0x02, overflow_page = 0x04, meta_page = 0x08,
                         fixed_page = 0x20, sub_page = 0x40;
@@ -77,12 +76,6 @@ LmdbCommit commit_of(const CommitBytes& bytes) {
 
 [[noreturn]] void fail_source(const std::string& path, const std::string& why) {
   throw PackError(PackError::Kind::source, path, why);
-}
-
-[[noreturn]] void fail_changed(const std::string& path, std::uint64_t before, std::uint64_t now) {
-  throw PackError(PackError::Kind::changed, path,
-                  "transaction " + std::to_string(now) + " was committed after transaction " +
-                      std::to_string(before));
 }
 
 // Copies bytes of the file; false if they are not there.
@@ -170,6 +163,7 @@ LmdbMeta lmdb_meta(const Mapping& file) {
   LmdbMeta result;
   result.page_bytes = page_bytes;
   result.flags = meta.main.flags;
+  result.has_reversed_order = (meta.main.flags & (reverse_key | integer_key)) != 0;
   result.depth = meta.main.depth;
   result.root = meta.main.root;
   result.entries = meta.main.entries;
@@ -198,6 +192,12 @@ LmdbCommit lmdb_commit(std::span<const std::byte> file, std::uint32_t page_bytes
   return after.transaction > before.transaction ? after : before;
 }
 
+void fail_committed(const std::string& path, std::uint64_t before, std::uint64_t now) {
+  throw PackError(PackError::Kind::changed, path,
+                  "transaction " + std::to_string(now) + " was committed after transaction " +
+                      std::to_string(before));
+}
+
 LmdbRecords::LmdbRecords(std::string path, KeyNames names)
     : file_(std::move(path)), meta_(lmdb_meta(file_)), names_(names) {
   if ((meta_.flags & duplicate_keys) != 0) {
@@ -221,10 +221,10 @@ LmdbBlock LmdbRecords::next(std::size_t count) {
   try {
     fill(block, count);
   } catch (const PackError&) {  // perhaps a page that was written again meanwhile
-    if (newest() != meta_.transaction) fail_changed(file_.path(), meta_.transaction, newest());
+    if (newest() != meta_.transaction) fail_committed(file_.path(), meta_.transaction, newest());
     throw;
   }
-  if (newest() != meta_.transaction) fail_changed(file_.path(), meta_.transaction, newest());
+  if (newest() != meta_.transaction) fail_committed(file_.path(), meta_.transaction, newest());
   return block;
 }
 
@@ -350,8 +350,7 @@ std::uint64_t LmdbRecords::offset_of(const Level& leaf, const Node& record) cons
 
 // Keys ascend, so that no record comes twice, and names are in the order in which a pack has them.
 void LmdbRecords::check_order(std::string_view last, std::string_view key) const {
-  const bool by_end = (meta_.flags & (reverse_key | integer_key)) != 0;
-  if (entries_seen_ > 0 && !(by_end ? comes_before_reversed(last, key) : last < key)) {
+  if (entries_seen_ > 0 && !(meta_.has_reversed_order ? comes_before_reversed(last, key) : last < key)) {
     fail("its keys are not in order");
   }
 }

@@ -23,7 +23,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "packs are mapped as they lie on disk");
 
 constexpr std::uint64_t alignment = 64;
-constexpr std::size_t max_name_bytes = 4095;
 constexpr std::uint32_t first_narrow_version = 3;
 constexpr std::uint64_t file_header_bytes = 64;  // of shards and parity files
 using Digest = std::array<std::byte, 32>;        // SHA-256

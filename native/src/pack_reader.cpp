@@ -238,9 +238,7 @@ void PackReader::check_transaction() const {
     if (sources.meta_checksum == 0 || newest.checksum == sources.meta_checksum) return;
     fail_changed(file.mapping.path(), "another database is at its path now");
   }
-  fail_changed(file.mapping.path(), "transaction " + std::to_string(newest.transaction) +
-                                        " was committed after transaction " +
-                                        std::to_string(sources.transaction));
+  fail_committed(file.mapping.path(), sources.transaction, newest.transaction);
 }
 
 std::string PackReader::shard_path(std::uint32_t number) const {

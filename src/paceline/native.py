@@ -19,6 +19,7 @@ from paceline.core.errors import (
     CollectiveMismatch,
     CorruptData,
     CorruptPack,
+    DataChanged,
     DeadlineExceeded,
     MemoryExceeded,
     Missing,
@@ -284,7 +285,7 @@ def _source_error(kind: str, where: str, why: str) -> PacelineError:
             "the data is damaged", where=where, why=why, fix="Restore the file from a copy"
         )
     if kind == "changed":
-        return StorageError(
+        return DataChanged(
             "the data was changed since it was indexed",
             where=where,
             why=why,
@@ -323,7 +324,7 @@ class LmdbMeta(NamedTuple):
     """What the newest meta page of an LMDB database says."""
 
     page_bytes: int
-    flags: int  # of the main database, as LMDB has them
+    has_reversed_order: bool  # keys are compared from the last byte to the first
     last_page: int
     transaction: int
     checksum: int  # CRC-32C of the main tree, the last page and the transaction

@@ -17,6 +17,7 @@ from paceline import store
 from paceline.core.errors import (
     CorruptData,
     CorruptPack,
+    DataChanged,
     NotFound,
     StorageError,
     UsageError,
@@ -294,7 +295,7 @@ def test_a_file_that_changes_while_the_pack_is_open_is_an_error(folder, how):
     with open_pack(folder) as pack:
         sample = pack.find("class-1/1.bin")
         change(folder, how)
-        with pytest.raises(StorageError, match="changed since it was indexed"):
+        with pytest.raises(DataChanged, match="changed since it was indexed"):
             pack.read(sample)
         assert pack.read(pack.find("top")) == b"top"
 
@@ -369,7 +370,7 @@ def test_files_beyond_those_that_are_mapped_are_opened_for_each_read(folder):
         pack.read_batch(order[:300])
         state = (folder / last).stat()
         (folder / last).write_bytes(b"?" * state.st_size)
-        with pytest.raises(StorageError, match="changed since it was indexed"):
+        with pytest.raises(DataChanged, match="changed since it was indexed"):
             pack.read(int(order[-1]))
         os.utime(folder / last, ns=(state.st_atime_ns, state.st_mtime_ns))
         with pytest.raises(CorruptPack, match=f"{last!a} is damaged"):

@@ -17,9 +17,9 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import (
     CorruptData,
     CorruptPack,
+    DataChanged,
     DeadlineExceeded,
     PacelineError,
-    StorageError,
     UsageError,
 )
 from paceline.store import Loader, LoaderOptions, add_checksums, open_pack
@@ -190,7 +190,7 @@ def test_an_unpickled_pack_reads_by_the_side_file_that_is_there(tmp_path):
         make, arguments = pack.__reduce__()
     assert make(*arguments).read(0) == b"1"
     written(path, [(b"b", b"2")])
-    with pytest.raises(StorageError, match="was committed after"):
+    with pytest.raises(DataChanged, match="was committed after"):
         make(*arguments).read(0)
     open_pack(path).close()
     with pytest.raises(UsageError, match="not the one that was opened before"):
@@ -230,9 +230,9 @@ def test_a_commit_while_the_pack_is_open_is_an_error_not_other_bytes(tmp_path):
         pack.read_batch(range(50))
         written(path, [(b"0001", b"other")])
         for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
-            with pytest.raises(StorageError, match=r"transaction \d+ was committed after"):
+            with pytest.raises(DataChanged, match=r"transaction \d+ was committed after"):
                 read()
-        with pytest.raises(StorageError, match="was committed after"):
+        with pytest.raises(DataChanged, match="was committed after"):
             add_checksums(pack)
     assert open_pack(path).read(1) == b"other"
 
@@ -271,9 +271,9 @@ def test_another_database_of_the_same_transaction_is_an_error(tmp_path):
         pack.read_batch(range(50))
         shutil.copyfile(other, path)  # the inode and the transaction stay
         for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
-            with pytest.raises(StorageError, match="another database is at its path now"):
+            with pytest.raises(DataChanged, match="another database is at its path now"):
                 read()
-    with pytest.raises(StorageError, match="another database is at its path now"):
+    with pytest.raises(DataChanged, match="another database is at its path now"):
         make(*arguments).read(0)  # as a worker that is spawned
     settle(path)
     same_as_lmdb(path).close()

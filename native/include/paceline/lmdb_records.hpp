@@ -26,7 +26,9 @@ constexpr std::uint64_t lmdb_header_bytes = 16;  // of a page
 
 struct LmdbMeta {
   std::uint32_t page_bytes = 0;
-  std::uint32_t flags = 0;  // of the main database: how keys are compared
+  std::uint32_t flags = 0;  // of the main database
+  // Whether keys are compared from the last byte to the first: reverse keys, and integers.
+  bool has_reversed_order = false;
   std::uint32_t depth = 0;
   std::uint64_t root = 0;
   std::uint64_t entries = 0;
@@ -47,6 +49,8 @@ struct LmdbCommit {
 LmdbMeta lmdb_meta(const Mapping& file);
 // The newest commit to a database of that page size; of transaction 0 if its bytes are gone.
 LmdbCommit lmdb_commit(std::span<const std::byte> file, std::uint32_t page_bytes);
+// Throws the PackError of Kind::changed for a database at `path` with a later transaction.
+[[noreturn]] void fail_committed(const std::string& path, std::uint64_t before, std::uint64_t now);
 
 // How a key becomes the name of a sample. Each keeps the order of keys and can be reversed.
 enum class KeyNames : std::uint32_t {

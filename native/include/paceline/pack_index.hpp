@@ -61,6 +61,8 @@ constexpr bool is_known_section(std::uint32_t id) noexcept {
 constexpr unsigned sum_block_bits = 16;
 constexpr std::uint64_t sum_block_bytes = std::uint64_t{1} << sum_block_bits;
 
+constexpr std::size_t max_name_bytes = 4095;  // PATH_MAX of the kernel, without the final NUL
+
 struct PackHeader {  // little-endian on disk, as everything here
   char magic[8];     // "PACEPACK"
   std::uint32_t version;

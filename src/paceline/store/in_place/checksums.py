@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import StorageError, UsageError
+from paceline.core.errors import DataChanged, UsageError
 from paceline.store.in_place.find import find_data
 from paceline.store.in_place.indexing_lock import IndexingLock
 from paceline.store.in_place.side_file import SideFolder, writing_side_file
@@ -36,8 +36,8 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
 
     Raises:
         UsageError: it is a pack, which has checksums.
-        StorageError: the data were changed since they were indexed, or cannot be read, or the side
-            file cannot be written.
+        DataChanged: the data were written to since they were indexed.
+        StorageError: they cannot be read, or the side file cannot be written.
         DeadlineExceeded: another process makes the side file, and does not end.
     Cost: reads all samples; 4 bytes of memory for each.
     """
@@ -71,7 +71,7 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
         lock.wait()
         difference = sources.difference(data.sources(place.parent))
         if difference:
-            raise StorageError(
+            raise DataChanged(
                 "the data was changed while it was read",
                 where=str(pack.path),
                 why=difference,

@@ -39,7 +39,6 @@ LMDB_FILE = "data.mdb"
 _MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 _MAGIC_OFFSET = 16
 _BLOCK_RECORDS = 1 << 19
-_REVERSE_KEY, _INTEGER_KEY = 0x02, 0x08
 
 
 def is_lmdb(path: Path) -> bool:
@@ -114,7 +113,7 @@ class LmdbData:
 
     def _choose_names(self) -> KeyNames:
         """Return in which way every key can be a name, and no name is the folder of another."""
-        if lmdb_meta(os.fsencode(self._path)).flags & (_REVERSE_KEY | _INTEGER_KEY):
+        if lmdb_meta(os.fsencode(self._path)).has_reversed_order:
             return KeyNames.REVERSED_HEX
         tree = FolderTree()
         for block in self._records(KeyNames.PLAIN):

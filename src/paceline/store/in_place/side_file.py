@@ -31,6 +31,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.config import cache_folder
 from paceline.core.errors import (
     CorruptPack,
+    DataChanged,
     StorageError,
     UsageError,
     os_errors_as,
@@ -97,14 +98,12 @@ def _inode(place: Path) -> tuple[int, int] | None:
 
 def _indexed(data: DataInPlace, lock: IndexingLock, options: dict[str, Any]) -> Pack:
     """Index `data`, again if they change meanwhile, and return them as a pack."""
-    problem: StorageError | None = None
+    problem: DataChanged | None = None
     for _ in range(_ATTEMPTS):
         try:
             make_side_file(data, lock)
             return _opened(data, lock.place, options)
-        except StorageError as changed:  # perhaps by a program that has just finished
-            if not _is_changed(changed):
-                raise
+        except DataChanged as changed:  # perhaps by a program that has just finished
             problem = changed
     assert problem is not None
     raise problem
@@ -127,7 +126,8 @@ def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
     Raises:
         UsageError: two samples have one name, or the data are not read in place.
         CorruptData: the data are damaged.
-        StorageError: the data changed meanwhile, or the side file cannot be written.
+        DataChanged: the data were written to meanwhile.
+        StorageError: the side file cannot be written.
     """
     place = lock.place
     with writing_side_file(place), SideFolder(lock) as folder:
@@ -271,17 +271,13 @@ def writing_side_file(place: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _changed(data: DataInPlace, difference: str) -> StorageError:
-    return StorageError(
+def _changed(data: DataInPlace, difference: str) -> DataChanged:
+    return DataChanged(
         "the data was changed while it was indexed",
         where=data.where,
         why=difference,
         fix="Open it when no other program writes to it",
     )
-
-
-def _is_changed(problem: StorageError) -> bool:
-    return problem.what.startswith("the data was changed")
 
 
 def _escaped(prefix: str) -> str:
