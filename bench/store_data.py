@@ -30,6 +30,7 @@ SHARD_BYTES = 64 << 20  # of the peers' formats, as their users choose it
 SETS = {
     "107KB": {"files": 20_000, "mean_bytes": 108_000},
     "2KB": {"files": 100_000, "bytes": 2048},
+    "half-107KB": {"files": 10_000, "mean_bytes": 108_000},
     "quick-107KB": {"files": 2_000, "mean_bytes": 108_000},
     "quick-2KB": {"files": 10_000, "bytes": 2048},
 }

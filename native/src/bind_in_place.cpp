@@ -16,23 +16,14 @@ using namespace nb::literals;
 namespace paceline {
 namespace {
 
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <class T>
-Array<T> array(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return {kept->data(), {kept->size()}, owner};
-}
-
 std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
 
-// Page size, flags, last page and transaction.
-using MetaFields = nb::typed<nb::tuple, int, int, int, int>;
+// Page size, whether keys are compared from their end, last page, transaction and checksum.
+using MetaFields = nb::typed<nb::tuple, int, bool, int, int, int>;
 
 MetaFields fields_of(const LmdbMeta& meta) {
-  return nb::make_tuple(meta.page_bytes, meta.flags, meta.last_page, meta.transaction);
+  return nb::make_tuple(meta.page_bytes, meta.has_reversed_order, meta.last_page, meta.transaction,
+                        meta.checksum);
 }
 
 // Offsets and lengths of values, offsets and bytes of names, whether all are paths, whether some have
@@ -78,7 +69,6 @@ void bind_in_place(nb::module_& module) {
             new (self) LmdbRecords(path_of(path), static_cast<KeyNames>(key_names));
           },
           "path"_a, "key_names"_a)
-      .def_prop_ro("meta", [](const LmdbRecords& self) { return fields_of(self.meta()); })
       .def("next", &next_records, "count"_a);
   nb::class_<TfRecords>(module, "TfRecords")
       .def(

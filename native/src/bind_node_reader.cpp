@@ -55,7 +55,7 @@ class SharedWords {
       futex_wait(half, static_cast<std::uint32_t>(seen), duration_ns);
     }
   }
-  // Adds 1 and wakes whoever waits for a change.
+  // Adds 1 and wakes all that wait for a change.
   void notify(std::size_t index) const {
     word(index).fetch_add(1);
     futex_wake(lower_half(index));
@@ -97,10 +97,10 @@ void bind_node_reader(nb::module_& module) {
       .def(
           "__init__",
           [](SortedReader* self, const PackReader& reader, std::size_t gap_bytes,
-             std::size_t read_bytes, unsigned threads, bool direct) {
-            new (self) SortedReader(reader, {gap_bytes, read_bytes, threads, direct});
+             std::size_t read_bytes, unsigned threads, unsigned cores, bool direct) {
+            new (self) SortedReader(reader, {gap_bytes, read_bytes, threads, cores, direct});
           },
-          "reader"_a, "gap_bytes"_a, "read_bytes"_a, "threads"_a, "direct"_a,
+          "reader"_a, "gap_bytes"_a, "read_bytes"_a, "threads"_a, "cores"_a, "direct"_a,
           nb::keep_alive<1, 2>())
       .def(
           "plan",
@@ -110,13 +110,14 @@ void bind_node_reader(nb::module_& module) {
           "ids"_a)
       .def(
           "read",
-          [](const SortedReader& self, SortedPlan& plan, nb::handle out) {
+          [](const SortedReader& self, SortedPlan& plan, nb::handle out, unsigned depth) {
             const Bytes target(out, PyBUF_WRITABLE);
             nb::gil_scoped_release released;
             self.read(plan, {static_cast<std::byte*>(target.view.buf),
-                             static_cast<std::size_t>(target.view.len)});
+                             static_cast<std::size_t>(target.view.len)},
+                      depth);
           },
-          "plan"_a, "out"_a);
+          "plan"_a, "out"_a, "depth"_a = 0);
   nb::class_<SharedWords>(module, "SharedWords")
       .def(nb::init<nb::handle>(), "memory"_a)
       .def("load", &SharedWords::load, "index"_a)

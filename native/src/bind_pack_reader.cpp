@@ -28,8 +28,6 @@ struct MemoryView : nb::object {
 
 template <class T>
 using View = nb::ndarray<nb::numpy, const T, nb::ndim<1>>;
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::int64_t> span_of(const Ids& array) { return {array.data(), array.size()}; }
@@ -191,15 +189,12 @@ nb::typed<nb::list, BadSampleFields> verify(const PackReader& reader, std::uint6
 }
 
 Array<std::uint32_t> checksums(const PackReader& reader, std::uint64_t first, std::uint64_t end) {
-  std::unique_ptr<std::vector<std::uint32_t>> found;
+  std::vector<std::uint32_t> found;
   {
     nb::gil_scoped_release released;
-    found = std::make_unique<std::vector<std::uint32_t>>(reader.checksums(first, end));
+    found = reader.checksums(first, end);
   }
-  auto* const values = found.release();
-  const nb::capsule owner(
-      values, [](void* p) noexcept { delete static_cast<std::vector<std::uint32_t>*>(p); });
-  return {values->data(), {values->size()}, owner};
+  return array(std::move(found));
 }
 
 // Shard, offset, stored length, length, checksum and codec.

@@ -41,16 +41,6 @@ NameList names(const Offsets& offsets, const Column<std::uint8_t>& blob) {
   return {span(offsets), {reinterpret_cast<const char*>(blob.data()), blob.size()}};
 }
 
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <class T>
-Array<T> array(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return {kept->data(), {kept->size()}, owner};
-}
-
 // Names, their offsets, modes, sizes, mtimes, devices, inodes, errnos and whether each is a link.
 using FolderFields =
     nb::typed<nb::tuple, nb::bytes, Array<std::uint64_t>, Array<std::uint32_t>,

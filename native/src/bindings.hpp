@@ -3,8 +3,11 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace paceline {
 
@@ -20,6 +23,18 @@ struct Bytes {  // a view of any object with the buffer protocol, for the length
 
 inline nanobind::bytes to_bytes(std::string_view text) {
   return nanobind::bytes(text.data(), text.size());
+}
+
+template <class T>
+using Array = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
+
+// An array that owns the values.
+template <class T>
+Array<T> array(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  const nanobind::capsule owner(kept,
+                                [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return {kept->data(), {kept->size()}, owner};
 }
 
 struct PackError;

@@ -12,11 +12,25 @@
 #include <jpeglib.h>
 #endif
 
+namespace paceline {
+
+unsigned libjpeg_turbo_year(const char* text) noexcept {
+  unsigned first = 0, last = 0;
+  int length = 0;
+  const int count = std::sscanf(text, "Copyright (C) %4u-%4u The libjpeg-turbo Project%n", &first,
+                                &last, &length);
+  return count == 2 && length > 0 ? last : 0;
+}
+
+}  // namespace paceline
+
 // Before 2.1 it upsampled 4:4:0 in another way than the versions that Python's wheels contain.
 #if defined(LIBJPEG_TURBO_VERSION_NUMBER) && LIBJPEG_TURBO_VERSION_NUMBER >= 2001000
 
 namespace paceline {
 namespace {
+
+constexpr unsigned first_year = 2021;  // of libjpeg-turbo 2.1; the last 2.0 is of 2020
 
 // The C interface of libjpeg-turbo; the last two are its own, since 1.5.
 struct Library {
@@ -44,7 +58,18 @@ struct Library {
              find(handle, "jpeg_start_decompress", start) &&
              find(handle, "jpeg_read_scanlines", read_scanlines) &&
              find(handle, "jpeg_crop_scanline", crop_scanline) &&
-             find(handle, "jpeg_skip_scanlines", skip_scanlines);
+             find(handle, "jpeg_skip_scanlines", skip_scanlines) && is_new_enough();
+  }
+
+  // Of the header that this was built with, the library at run time may be an older version.
+  bool is_new_enough() const noexcept {
+    jpeg_error_mgr messages{};
+    std_error(&messages);
+    for (int k = 0; k <= messages.last_jpeg_message; ++k) {
+      const char* const text = messages.jpeg_message_table[k];
+      if (text != nullptr && libjpeg_turbo_year(text) >= first_year) return true;
+    }
+    return false;
   }
 
   template <class Function>

@@ -3,16 +3,18 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
+#include "paceline/crc32c.hpp"
 #include "paceline/fault_guard.hpp"
 #include "paceline/page_cache.hpp"
 
 namespace paceline {
 namespace {
 
-constexpr std::size_t header_bytes = 16;  // of a page
+constexpr std::size_t header_bytes = lmdb_header_bytes;
 constexpr std::size_t node_bytes = 8;     // of a node, before its key
 constexpr std::uint32_t magic = 0xBEEFC0DE;
 constexpr std::uint32_t data_version = 1;
@@ -20,7 +22,6 @@ constexpr std::uint64_t no_page = ~std::uint64_t{0};
 constexpr std::uint32_t max_depth = 32;
 constexpr std::uint32_t min_page_bytes = 256;
 constexpr std::uint32_t max_page_bytes = 0x8000;
-constexpr std::size_t max_name_bytes = 4095;
 
 constexpr std::uint16_t branch_page = 0x01, leaf_page = 0x02, overflow_page = 0x04, meta_page = 0x08,
                         fixed_page = 0x20, sub_page = 0x40;
@@ -61,16 +62,20 @@ struct Meta {
   std::uint64_t transaction;
 };
 static_assert(sizeof(Meta) == 136);
-constexpr std::size_t transaction_at = header_bytes + offsetof(Meta, transaction);
+// The part of a meta page that tells one commit from another.
+constexpr std::size_t commit_offset = offsetof(Meta, main);
+using CommitBytes = std::array<std::byte, sizeof(Meta) - commit_offset>;
+
+LmdbCommit commit_of(const CommitBytes& bytes) {
+  LmdbCommit commit;
+  std::memcpy(&commit.transaction, bytes.data() + offsetof(Meta, transaction) - commit_offset,
+              sizeof commit.transaction);
+  commit.checksum = crc32c(bytes.data(), bytes.size());
+  return commit;
+}
 
 [[noreturn]] void fail_source(const std::string& path, const std::string& why) {
   throw PackError(PackError::Kind::source, path, why);
-}
-
-[[noreturn]] void fail_changed(const std::string& path, std::uint64_t before, std::uint64_t now) {
-  throw PackError(PackError::Kind::changed, path,
-                  "transaction " + std::to_string(now) + " was committed after transaction " +
-                      std::to_string(before));
 }
 
 // Copies bytes of the file; false if they are not there.
@@ -158,12 +163,16 @@ LmdbMeta lmdb_meta(const Mapping& file) {
   LmdbMeta result;
   result.page_bytes = page_bytes;
   result.flags = meta.main.flags;
+  result.has_reversed_order = (meta.main.flags & (reverse_key | integer_key)) != 0;
   result.depth = meta.main.depth;
   result.root = meta.main.root;
   result.entries = meta.main.entries;
   result.overflow_pages = meta.main.overflow_pages;
   result.last_page = std::min(meta.last_page, pages - 1);
+  CommitBytes commit;
+  std::memcpy(commit.data(), reinterpret_cast<const std::byte*>(&meta) + commit_offset, commit.size());
   result.transaction = meta.transaction;
+  result.checksum = commit_of(commit).checksum;
   if (result.root == no_page ? result.entries != 0
                              : result.depth == 0 || result.depth > max_depth) {
     fail_source(file.path(), "its main database is " + std::to_string(result.depth) +
@@ -173,13 +182,20 @@ LmdbMeta lmdb_meta(const Mapping& file) {
   return result;
 }
 
-std::uint64_t lmdb_transaction(std::span<const std::byte> file, std::uint32_t page_bytes) {
-  std::uint64_t first = 0, second = 0;
-  if (!copy_to(file, transaction_at, first) ||
-      !copy_to(file, std::uint64_t{page_bytes} + transaction_at, second)) {
-    return 0;
+LmdbCommit lmdb_commit(std::span<const std::byte> file, std::uint32_t page_bytes) {
+  CommitBytes first{}, second{};
+  if (!copy(file, header_bytes + commit_offset, first) ||
+      !copy(file, page_bytes + header_bytes + commit_offset, second)) {
+    return {};
   }
-  return std::max(first, second);
+  const LmdbCommit before = commit_of(first), after = commit_of(second);
+  return after.transaction > before.transaction ? after : before;
+}
+
+void fail_committed(const std::string& path, std::uint64_t before, std::uint64_t now) {
+  throw PackError(PackError::Kind::changed, path,
+                  "transaction " + std::to_string(now) + " was committed after transaction " +
+                      std::to_string(before));
 }
 
 LmdbRecords::LmdbRecords(std::string path, KeyNames names)
@@ -201,14 +217,14 @@ void LmdbRecords::fail(const std::string& why) const { fail_source(file_.path(),
 
 LmdbBlock LmdbRecords::next(std::size_t count) {
   LmdbBlock block;
-  const auto newest = [this] { return lmdb_transaction(file_.bytes(), meta_.page_bytes); };
+  const auto newest = [this] { return lmdb_commit(file_.bytes(), meta_.page_bytes).transaction; };
   try {
     fill(block, count);
   } catch (const PackError&) {  // perhaps a page that was written again meanwhile
-    if (newest() != meta_.transaction) fail_changed(file_.path(), meta_.transaction, newest());
+    if (newest() != meta_.transaction) fail_committed(file_.path(), meta_.transaction, newest());
     throw;
   }
-  if (newest() != meta_.transaction) fail_changed(file_.path(), meta_.transaction, newest());
+  if (newest() != meta_.transaction) fail_committed(file_.path(), meta_.transaction, newest());
   return block;
 }
 
@@ -334,8 +350,7 @@ std::uint64_t LmdbRecords::offset_of(const Level& leaf, const Node& record) cons
 
 // Keys ascend, so that no record comes twice, and names are in the order in which a pack has them.
 void LmdbRecords::check_order(std::string_view last, std::string_view key) const {
-  const bool by_end = (meta_.flags & (reverse_key | integer_key)) != 0;
-  if (entries_seen_ > 0 && !(by_end ? comes_before_reversed(last, key) : last < key)) {
+  if (entries_seen_ > 0 && !(meta_.has_reversed_order ? comes_before_reversed(last, key) : last < key)) {
     fail("its keys are not in order");
   }
 }

@@ -23,7 +23,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "packs are mapped as they lie on disk");
 
 constexpr std::uint64_t alignment = 64;
-constexpr std::size_t max_name_bytes = 4095;
 constexpr std::uint32_t first_narrow_version = 3;
 constexpr std::uint64_t file_header_bytes = 64;  // of shards and parity files
 using Digest = std::array<std::byte, 32>;        // SHA-256
@@ -185,6 +184,12 @@ PackIndex::PackIndex(const std::string& place)
     read_columns();
   });
   if (!is_complete) fail_unreadable();
+  // A pack may come from anybody: only an index that was asked for by its own name may name files.
+  const bool is_side_file = path() == place;
+  if (is_in_place_ != is_side_file) {
+    fail_corrupt(path(), is_side_file ? "it is the index of a pack, and not of data in place"
+                                      : "the index of a pack names files elsewhere");
+  }
   if (dictionary_bytes_.empty() || !zstd_available()) return;
   dictionary_ = ZstdDictionary(dictionary_bytes_);
   if (!dictionary_) fail_corrupt(path(), "section 27 is not a dictionary of zstd");

@@ -233,11 +233,12 @@ void PackReader::check_transaction() const {
   if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb || shards_.size() == 0) return;
   const Shard& file = *shard(0);
   const SourcesHeader& sources = index_.sources();
-  const std::uint64_t newest = lmdb_transaction(file.mapping.bytes(), sources.page_bytes);
-  if (newest == sources.transaction) return;
-  fail_changed(file.mapping.path(), "transaction " + std::to_string(newest) +
-                                        " was committed after transaction " +
-                                        std::to_string(sources.transaction));
+  const LmdbCommit newest = lmdb_commit(file.mapping.bytes(), sources.page_bytes);
+  if (newest.transaction == sources.transaction) {
+    if (sources.meta_checksum == 0 || newest.checksum == sources.meta_checksum) return;
+    fail_changed(file.mapping.path(), "another database is at its path now");
+  }
+  fail_committed(file.mapping.path(), sources.transaction, newest.transaction);
 }
 
 std::string PackReader::shard_path(std::uint32_t number) const {
@@ -483,10 +484,14 @@ bool PackReader::times_show_writes(const ExtentRead& read) const {
 
 // The bytes that become trusted when an extent was verified. A value of LMDB that has pages of its own
 // shares them with nothing else but their header: by its bytes alone, it and the value before would
-// for ever doubt each other's pages.
+// for ever doubt each other's pages. Such a value begins right behind that header, and none in a leaf
+// does.
 std::span<const std::byte> PackReader::own_pages(const ExtentRead& read) const {
-  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb ||
-      index_.sources().page_bytes % page_size != 0 || read.stored.size() < min_trusted_bytes) {
+  if (!index_.is_in_place() || index_.sources().kind != SourceKind::lmdb) return read.stored;
+  const std::uint64_t page_bytes = index_.sources().page_bytes;
+  if (page_bytes < page_size || page_bytes % page_size != 0 ||
+      read.extent.offset % page_bytes != lmdb_header_bytes ||
+      read.stored.size() < min_trusted_bytes) {
     return read.stored;
   }
   const auto file = read.shard->mapping.bytes();

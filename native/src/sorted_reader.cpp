@@ -51,9 +51,10 @@ bool read_all(int descriptor, std::byte* target, std::size_t size, std::size_t n
 }  // namespace
 
 SortedReader::SortedReader(const PackReader& reader, const SortedReadOptions& options)
-    : reader_(reader), options_(options), pool_(options.threads) {
-  if (options.read_bytes == 0 || options.read_bytes % page_size != 0) {
-    throw std::invalid_argument("read_bytes must be a multiple of a page");
+    : reader_(reader), options_(options), pool_(std::max(options.threads, options.cores)) {
+  if (options.read_bytes == 0 || options.read_bytes % page_size != 0 ||
+      options.threads == 0 || options.cores == 0) {
+    throw std::invalid_argument("read_bytes must be a multiple of a page, threads and cores at least 1");
   }
 }
 
@@ -67,7 +68,7 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
   std::stable_sort(by_sample.begin(), by_sample.end(),
                    [&](std::size_t left, std::size_t right) { return ids[left] < ids[right]; });
   const PackIndex& index = reader_.index();
-  std::vector<std::size_t> moved;  // positions of samples that are decoded or put together
+  std::vector<std::size_t> moved;  // positions of samples that are decoded, put together or repeated
   std::vector<bool> is_moved(ids.size(), false);
   index.request(ids);
   // Within `read` nothing may be destroyed when the index shrinks: hence the vectors outside.
@@ -77,7 +78,11 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
       if (ids[at] < 0) throw std::out_of_range("no such sample");
       const bool is_repeated = i > 0 && ids[by_sample[i - 1]] == ids[at];
       plan.same_as[at] = is_repeated ? plan.same_as[by_sample[i - 1]] : at;
-      if (is_repeated) continue;
+      if (is_repeated) {
+        plan.lengths[at] = plan.lengths[plan.same_as[at]];
+        moved.push_back(at);
+        continue;
+      }
       const auto sample = static_cast<std::uint64_t>(ids[at]);
       plan.lengths[at] = static_cast<std::int64_t>(reader_.checked_length(sample));
       const auto [first, end] = index.extents(sample);
@@ -137,24 +142,30 @@ SortedPlan SortedReader::plan(std::span<const std::int64_t> ids) const {
   return plan;
 }
 
-bool SortedReader::read_part(const Read& part, std::span<std::byte> target) const {
-  const std::string path = reader_.shard_path(part.shard);
-  const auto is_shard = [&](const File& file) {
-    return reader_.is_shard(part.shard, FileState::of(file.get()));
-  };
+struct SortedReader::OpenShard {
+  std::uint32_t number = 0;
+  bool direct = false;
+  std::unique_ptr<File> file;  // null: none yet, or not to be used
+};
+
+bool SortedReader::read_part(const Read& part, std::span<std::byte> target,
+                             OpenShard& shard) const {
   std::byte* const place = target.data() + part.target;
-  if (options_.direct && reinterpret_cast<std::uintptr_t>(place) % page_size == 0) {
-    // Opened for each: a few microseconds beside a read of megabytes, and no limit of open files.
-    const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT);
-    if (file.get() >= 0) {
-      return is_shard(file) &&
-             read_all(file.get(), place, rounded_up(part.size), part.needed, part.offset);
+  const bool direct =
+      options_.direct && reinterpret_cast<std::uintptr_t>(place) % page_size == 0;
+  if (shard.file == nullptr || shard.number != part.shard || shard.direct != direct) {
+    const std::string path = reader_.shard_path(part.shard);
+    constexpr int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // it may be a pipe by now
+    auto file = std::make_unique<File>(path, direct ? flags | O_DIRECT : flags);
+    if (direct && file->get() < 0 && errno == EINVAL) {  // no reads past the cache here
+      file = std::make_unique<File>(path, flags);
     }
-    if (errno != EINVAL) return false;  // EINVAL: this file system has no reads past the cache
+    shard = {part.shard, direct, nullptr};
+    if (file->get() < 0 || !reader_.is_shard(part.shard, FileState::of(file->get()))) return false;
+    shard.file = std::move(file);
   }
-  const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // it may be a pipe by now
-  return file.get() >= 0 && is_shard(file) &&
-         read_all(file.get(), place, part.size, part.needed, part.offset);
+  const std::size_t size = direct ? rounded_up(part.size) : part.size;
+  return read_all(shard.file->get(), place, size, part.needed, part.offset);
 }
 
 bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> target) const {
@@ -170,7 +181,15 @@ bool SortedReader::finish(const SortedPlan::Piece& piece, std::span<std::byte> t
   return crc32c(decoded.data(), decoded.size()) == extent.checksum;
 }
 
-void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
+void SortedReader::share(unsigned threads, std::size_t count,
+                         const std::function<void(std::size_t, std::size_t)>& task) const {
+  std::atomic<std::size_t> next = 0;
+  pool_.run(std::min<std::size_t>(threads, count), [&](std::size_t thread) {
+    for (std::size_t i = next++; i < count; i = next++) task(thread, i);
+  });
+}
+
+void SortedReader::read(SortedPlan& plan, std::span<std::byte> target, unsigned depth) const {
   if (target.size() < plan.target_bytes) throw std::length_error("the target is too small");
   std::vector<Read> reads;
   reads.reserve(plan.reads);
@@ -184,7 +203,13 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   // The bytes of a read that failed are not what the shard holds: nothing of it is used, whatever the
   // policy for checksums is.
   std::vector<std::atomic<bool>> is_read(reads.size());
-  pool_.run(reads.size(), [&](std::size_t i) { is_read[i] = read_part(reads[i], target); });
+  const unsigned at_a_time = depth == 0 ? options_.threads : std::min(depth, options_.threads);
+  // Open for this window only: a shard that is replaced is noticed, and few files are open.
+  std::vector<OpenShard> open(at_a_time);
+  share(at_a_time, reads.size(), [&](std::size_t thread, std::size_t i) {
+    is_read[i] = read_part(reads[i], target, open[thread]);
+  });
+  open.clear();
   std::vector<std::atomic<bool>> is_bad(plan.lengths.size());
   const auto is_there = [&](const SortedPlan::Piece& piece) {
     const std::size_t end = piece.stored_at + piece.extent.stored_length;
@@ -198,7 +223,7 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   };
   constexpr std::size_t pieces_at_once = 64;
   const std::size_t slices = (plan.pieces.size() + pieces_at_once - 1) / pieces_at_once;
-  pool_.run(slices, [&](std::size_t slice) {
+  share(options_.cores, slices, [&](std::size_t, std::size_t slice) {
     const std::size_t end = std::min((slice + 1) * pieces_at_once, plan.pieces.size());
     for (std::size_t i = slice * pieces_at_once; i < end; ++i) {
       const SortedPlan::Piece& piece = plan.pieces[i];
@@ -211,8 +236,11 @@ void SortedReader::read(SortedPlan& plan, std::span<std::byte> target) const {
   }
   for (std::size_t i = 0; i < plan.lengths.size(); ++i) {
     const std::size_t first = plan.same_as[i];
-    plan.begins[i] = plan.begins[first];
+    if (first == i) continue;
     plan.lengths[i] = plan.lengths[first];
+    if (plan.lengths[i] <= 0) continue;
+    std::memcpy(target.data() + plan.begins[i], target.data() + plan.begins[first],
+                static_cast<std::size_t>(plan.lengths[i]));
   }
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -94,13 +95,21 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     std::mutex mutex;
     std::condition_variable over;
     std::size_t done = 0;
+    std::exception_ptr problem;  // the first one
   };
   const auto job = std::make_shared<Job>();
   job->task = &task;
   job->count = count;
   const auto take_part = [job] {
     std::size_t mine = 0;
-    for (std::size_t i = job->next++; i < job->count; i = job->next++, ++mine) (*job->task)(i);
+    for (std::size_t i = job->next++; i < job->count; i = job->next++, ++mine) {
+      try {
+        (*job->task)(i);
+      } catch (...) {
+        const std::lock_guard lock(job->mutex);
+        if (!job->problem) job->problem = std::current_exception();
+      }
+    }
     if (mine == 0) return;
     const std::lock_guard lock(job->mutex);
     job->done += mine;
@@ -116,6 +125,7 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
   take_part();
   std::unique_lock lock(job->mutex);
   job->over.wait(lock, [&] { return job->done == count; });
+  if (job->problem) std::rethrow_exception(job->problem);
 }
 
 void WorkerPool::post(std::function<void()> task) {

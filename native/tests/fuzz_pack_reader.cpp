@@ -289,11 +289,11 @@ void read_samples(const PackReader& pack) {
 
 unsigned long long opened = 0;  // packs that were not refused at once
 
-void use_pack(const Input& input, const std::string& folder) {
+void use_pack(const Input& input, const std::string& place) {
   ReadOptions options;
   options.verify = static_cast<Verify>((input.how >> 4) % 3);
   options.direct = (input.how & direct_bit) != 0;
-  const PackReader pack(folder, options);
+  const PackReader pack(place, options);
   ++opened;
   use_names(pack.index());
   const auto count = std::min<std::uint64_t>(pack.index().sample_count(), 64);
@@ -323,7 +323,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if ((input.how & lengths_bit) != 0) put_states(input, folder.path());
   if ((input.how & reseal_bit) != 0) reseal_index(input);
   write_file(folder / "index.pace", input.index);
-  attempt([&] { use_pack(input, folder.path()); });
+  const bool is_in_place = section_of(input.index, Section::sources).length > 0;
+  attempt([&] { use_pack(input, is_in_place ? folder / "index.pace" : folder.path()); });
   return 0;
 }
 

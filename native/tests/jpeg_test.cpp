@@ -43,6 +43,11 @@ constexpr unsigned char image[] = {
 }  // namespace
 
 int main() {
+  using paceline::libjpeg_turbo_year;
+  CHECK(libjpeg_turbo_year("Copyright (C) 1991-2020 The libjpeg-turbo Project and many others") == 2020);
+  CHECK(libjpeg_turbo_year("Copyright (C) 1991-2023 The libjpeg-turbo Project and many others") == 2023);
+  CHECK(libjpeg_turbo_year("Copyright (C) 2014, Thomas G. Lane, Guido Vollbeding") == 0);
+  CHECK(libjpeg_turbo_year("Copyright (C) 1991-2014 Thomas G. Lane") == 0);
   if (!paceline::jpeg_available()) return 0;
   const auto body = std::as_bytes(std::span(image));
   std::vector<std::byte> full(std::size_t{40} * 48 * 3);

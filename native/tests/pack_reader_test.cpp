@@ -570,15 +570,23 @@ void flip(const std::string& path, std::size_t at) {
 }
 
 // Takes the pages of a mapped file out of the page table, as the kernel does to drop them.
-void unmap_pages(const std::string& path) {
+void unmap_pages(const std::string& path, std::size_t first = 0, std::size_t last = SIZE_MAX) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
     if (!line.ends_with(path)) continue;
     unsigned long begin = 0;
     unsigned long end = 0;
     CHECK(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end) == 2);
+    if (last < SIZE_MAX) end = begin + (last + 1) * paceline::page_size;
+    begin += first * paceline::page_size;
     CHECK(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED) == 0);
   }
+}
+
+void sync(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  CHECK(descriptor >= 0 && fsync(descriptor) == 0);
+  close(descriptor);
 }
 
 void what_left_memory_is_verified_again() {
@@ -616,6 +624,28 @@ void neighbours_of_what_came_back_are_verified_again() {
   for (int round = 0; round < 3; ++round) read_batch(pack, {0, 1});
   unmap_pages(shard);
   flip(shard, 64 + 9'999);  // the end of the first, in the page where the second begins
+  CHECK(read(pack, 1)[0] == 'b');
+  CHECK_THROWS(read(pack, 0), PackError);
+}
+
+// Also if they are large values in a leaf of LMDB: only those in pages of their own share none.
+void neighbours_in_a_leaf_of_lmdb_are_verified_again() {
+  const TemporaryFolder folder;
+  const std::string shard = folder / "pack/shard-00000.pace";
+  PackBuilder builder = PackBuilder({std::string(10'000, 'a'), std::string(10'000, 'b')}).version2();
+  const std::string checksums = builder[Section::checksums];
+  builder.in_place(paceline::SourceKind::lmdb, /*transaction=*/0x6262626262626262);
+  builder.poke<std::uint32_t>(Section::sources, 4, 16'384);  // the page size
+  builder[Section::checksums] = checksums;
+  builder.write(folder / "pack");
+  sync(shard);  // pages that are dirty are not trusted
+  const PackReader pack(folder / "pack/index.pace");
+  read_batch(pack, {0, 1});
+  unmap_pages(shard);  // from the faults on, the reader asks which pages are there
+  for (int round = 0; round < 3; ++round) read_batch(pack, {0, 1});
+  flip(shard, 64 + 9'999);  // the end of the first, in the page where the second begins
+  sync(shard);
+  unmap_pages(shard, 2, 2);
   CHECK(read(pack, 1)[0] == 'b');
   CHECK_THROWS(read(pack, 0), PackError);
 }
@@ -841,6 +871,7 @@ int main() {
   reads_chunks_and_codecs();
   what_left_memory_is_verified_again();
   neighbours_of_what_came_back_are_verified_again();
+  neighbours_in_a_leaf_of_lmdb_are_verified_again();
   reads_the_same_when_no_page_is_trusted();
   notices_files_that_are_truncated_later();
   a_file_that_shrinks_under_a_read_is_an_error_and_no_signal();

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     CollectiveMismatch,
     CorruptData,
     CorruptPack,
+    DataChanged,
     DeadlineExceeded,
     MemoryExceeded,
     Missing,
@@ -74,7 +75,6 @@ __all__ = [
     "NPY_ELEMENTS",
     "PACK_FORMAT_VERSION",
     "BadSample",
-    "Compression",
     "EncodedSamples",
     "Extent",
     "FileProblem",
@@ -91,6 +91,7 @@ __all__ = [
     "PackEntry",
     "PackReader",
     "Recorder",
+    "SampleEncoding",
     "SharedWords",
     "SortedPlan",
     "SortedReader",
@@ -284,7 +285,7 @@ def _source_error(kind: str, where: str, why: str) -> PacelineError:
             "the data is damaged", where=where, why=why, fix="Restore the file from a copy"
         )
     if kind == "changed":
-        return StorageError(
+        return DataChanged(
             "the data was changed since it was indexed",
             where=where,
             why=why,
@@ -323,9 +324,10 @@ class LmdbMeta(NamedTuple):
     """What the newest meta page of an LMDB database says."""
 
     page_bytes: int
-    flags: int  # of the main database, as LMDB has them
+    has_reversed_order: bool  # keys are compared from the last byte to the first
     last_page: int
     transaction: int
+    checksum: int  # CRC-32C of the main tree, the last page and the transaction
 
 
 class LmdbBlock(NamedTuple):
@@ -360,11 +362,6 @@ def lmdb_meta(path: bytes) -> LmdbMeta:
 
 class LmdbRecords(_native.LmdbRecords):
     """One pass over the records of an LMDB database; see `lmdb_meta` for the errors."""
-
-    @property
-    def meta(self) -> LmdbMeta:
-        """The meta page that the pass began with."""
-        return LmdbMeta(*super().meta)
 
     def next(self, count: int) -> LmdbBlock:
         """Return at most `count` records."""
@@ -489,7 +486,7 @@ def read_files(
     return FilesRead(checksums, FileProblem(*problem) if problem else None)  # type: ignore[arg-type]  # C++ has these outcomes
 
 
-class Compression(NamedTuple):
+class SampleEncoding(NamedTuple):
     """How samples are compressed."""
 
     codec: str  # zstd, lz4, or zstd-dict
@@ -505,7 +502,7 @@ def encode(
     source: NDArray[np.uint8],
     positions: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
-    compression: Compression,
+    compression: SampleEncoding,
     *,
     threads: int = 1,
 ) -> EncodedSamples:

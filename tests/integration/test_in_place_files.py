@@ -17,6 +17,7 @@ from paceline import store
 from paceline.core.errors import (
     CorruptData,
     CorruptPack,
+    DataChanged,
     NotFound,
     StorageError,
     UsageError,
@@ -117,6 +118,37 @@ def test_shards_and_their_classes_are_those_of_a_pack(tmp_path):
     assert (tmp_path / "shards" / "train-{000..002}.tar.pace").exists()
 
 
+def test_side_files_are_no_part_of_the_data(tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for k in range(2):
+        write_tar(shards / f"s{k}.tar", [(f"{k}{name}", b"%d" % k) for name in "abc"])
+    alone = open_pack(shards / "s0.tar")
+    open_pack(shards / "s{0..1}.tar").close()
+    (shards / ".s1.tar.pace.lock").touch()
+    (shards / ".s1.tar.pace.x1_y2.partial").mkdir()
+    (shards / ".s1.tar.pace.x1_y2.partial" / "spool").write_bytes(b"half")
+    assert len(alone) == 3
+    for path in (shards, shards / "s*"):
+        with open_pack(path) as pack:
+            assert len(contents(pack)) == 6
+    store.pack(store.find_source(shards), tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as packed:
+        assert len(packed) == 6
+    (shards / "text").mkdir()
+    (shards / "text" / "index.pace").write_bytes(b"the user's")
+    settle(shards)
+    with open_pack(shards) as pack:  # no longer of archives only
+        assert list(pack.names) == ["s0.tar", "s1.tar", "text/index.pace"]
+        assert list(pack.folder_names) == ["text"]
+        assert len(contents(pack)) == 3
+    for k in range(2):
+        (shards / f"s{k}.tar").unlink()
+    shutil.rmtree(shards / "text")
+    with pytest.raises(NotFound, match="no pack here"):
+        open_pack(shards)
+
+
 def test_a_hard_link_is_the_bytes_of_its_target(tmp_path):
     members = [("first", "target"), ("target", b"body"), ("second", "first")]
     with open_pack(write_tar(tmp_path / "x.tar", members)) as pack:
@@ -124,6 +156,17 @@ def test_a_hard_link_is_the_bytes_of_its_target(tmp_path):
         assert len({tuple(pack.extents(k)) for k in range(3)}) == 1
     with pytest.raises(UsageError, match="leads to no file"):
         open_pack(write_tar(tmp_path / "y.tar", [("first", "nothing")]))
+
+
+def test_a_class_may_be_a_hard_link(tmp_path):
+    members = [("a.jpg", b"1"), ("a.cls", b"7"), ("b.jpg", b"2"), ("b.cls", "a.cls")]
+    with open_pack(write_tar(tmp_path / "x.tar", members)) as pack:
+        assert contents(pack) == {"a.jpg": b"1", "b.jpg": b"2"}
+        assert pack.class_names == ("7",)
+        assert pack.labels.tolist() == [0, 0]
+    members[1] = ("a.cls", b"")
+    with pytest.raises(UsageError, match=r"^'a\.cls' names no class"):
+        open_pack(write_tar(tmp_path / "y.tar", members))
 
 
 def test_archives_that_cannot_be_read_in_place_are_refused(tmp_path):
@@ -140,6 +183,8 @@ def test_archives_that_cannot_be_read_in_place_are_refused(tmp_path):
         open_pack(write_tar(tmp_path / "twice.tar", [("a", b"1"), ("a", b"2")]))
     with pytest.raises(NotFound):
         open_pack(tmp_path / "nowhere.tar")
+    with pytest.raises(NotFound, match="no such file"):
+        open_pack(tmp_path / "nowhere.tfrecord")
     with pytest.raises(NotFound, match="nothing matches"):
         open_pack(tmp_path / "nowhere-*.tar")
 
@@ -250,7 +295,7 @@ def test_a_file_that_changes_while_the_pack_is_open_is_an_error(folder, how):
     with open_pack(folder) as pack:
         sample = pack.find("class-1/1.bin")
         change(folder, how)
-        with pytest.raises(StorageError, match="changed since it was indexed"):
+        with pytest.raises(DataChanged, match="changed since it was indexed"):
             pack.read(sample)
         assert pack.read(pack.find("top")) == b"top"
 
@@ -283,6 +328,21 @@ def test_databases_and_tfrecords_can_be_packed(tmp_path):
         shutil.rmtree(tmp_path / "pack")
 
 
+def test_the_index_of_a_pack_names_no_other_files(tmp_path):
+    write_tar(tmp_path / "private.tar", [("key", b"the user's")])
+    open_pack(tmp_path / "private.tar").close()
+    (tmp_path / "pack").mkdir()
+    # Its index names `private.tar`; a hostile one would name any file by its absolute path.
+    shutil.copy(tmp_path / "private.tar.pace", tmp_path / "pack" / "index.pace")
+    shutil.copy(tmp_path / "private.tar", tmp_path / "pack")
+    with pytest.raises(CorruptPack, match="names files elsewhere"):
+        open_pack(tmp_path / "pack")
+    store.pack(store.Samples([("a", b"1")]), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "index.pace", tmp_path / "private.tar.pace")
+    with open_pack(tmp_path / "private.tar") as pack:  # made again
+        assert contents(pack) == {"key": b"the user's"}
+
+
 # More files than are kept open
 
 
@@ -310,7 +370,7 @@ def test_files_beyond_those_that_are_mapped_are_opened_for_each_read(folder):
         pack.read_batch(order[:300])
         state = (folder / last).stat()
         (folder / last).write_bytes(b"?" * state.st_size)
-        with pytest.raises(StorageError, match="changed since it was indexed"):
+        with pytest.raises(DataChanged, match="changed since it was indexed"):
             pack.read(int(order[-1]))
         os.utime(folder / last, ns=(state.st_atime_ns, state.st_mtime_ns))
         with pytest.raises(CorruptPack, match=f"{last!a} is damaged"):

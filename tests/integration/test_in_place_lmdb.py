@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 import numpy as np
@@ -11,14 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.clock import ManualClock
 from paceline.core.errors import (
     CorruptData,
     CorruptPack,
+    DataChanged,
+    DeadlineExceeded,
     PacelineError,
-    StorageError,
     UsageError,
 )
 from paceline.store import Loader, LoaderOptions, add_checksums, open_pack
+from paceline.store.in_place.indexing_lock import IndexingLock
+from paceline.store.in_place.lmdb import LmdbData
+from paceline.store.in_place.side_file import open_data
+from paceline.store.read.pack import read_options
 
 
 def written(path, *commits, subdir=False):
@@ -182,7 +190,7 @@ def test_an_unpickled_pack_reads_by_the_side_file_that_is_there(tmp_path):
         make, arguments = pack.__reduce__()
     assert make(*arguments).read(0) == b"1"
     written(path, [(b"b", b"2")])
-    with pytest.raises(StorageError, match="was committed after"):
+    with pytest.raises(DataChanged, match="was committed after"):
         make(*arguments).read(0)
     open_pack(path).close()
     with pytest.raises(UsageError, match="not the one that was opened before"):
@@ -194,9 +202,13 @@ def test_an_unpickled_pack_reads_by_the_side_file_that_is_there(tmp_path):
 
 def test_the_side_file_is_made_once_and_again_after_a_commit(tmp_path, caplog):
     path = written(tmp_path / "x.mdb", [(b"a", b"1")])
-    with open_pack(path) as pack:
+    with caplog.at_level(logging.WARNING), open_pack(path) as pack:
         side_file, identity = pack.side_file, pack.identity
     assert side_file == tmp_path / "x.mdb.pace"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"indexing {path}, once: 1 file(s), {path.stat().st_size:,} bytes; "
+        f"the index will be {side_file}"
+    ]
     before = side_file.stat()
     with open_pack(path) as pack:
         assert pack.identity == identity
@@ -218,11 +230,53 @@ def test_a_commit_while_the_pack_is_open_is_an_error_not_other_bytes(tmp_path):
         pack.read_batch(range(50))
         written(path, [(b"0001", b"other")])
         for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
-            with pytest.raises(StorageError, match=r"transaction \d+ was committed after"):
+            with pytest.raises(DataChanged, match=r"transaction \d+ was committed after"):
                 read()
-        with pytest.raises(StorageError, match="was committed after"):
+        with pytest.raises(DataChanged, match="was committed after"):
             add_checksums(pack)
     assert open_pack(path).read(1) == b"other"
+
+
+def test_a_commit_while_the_database_is_indexed(tmp_path):
+    path = written(tmp_path / "x.mdb", [(b"%04d" % k, value_of(k, 300)) for k in range(50)])
+    commits = [[(b"%04d" % k, value_of(k + 7, 9_000)) for k in range(20, 80)]]
+
+    class CommittedTo(LmdbData):
+        """A database to which a program commits once, behind the indexing of its records."""
+
+        def blocks(self):
+            yield from super().blocks()
+            while commits:
+                written(path, commits.pop())
+
+    items = by_lmdb(path)
+    with open_data(CommittedTo(path, str(path)), read_options()) as pack:
+        assert by_lmdb(path) != items
+        keys, values = zip(*by_lmdb(path), strict=True)
+        assert (*map(pack.key, range(len(pack))),) == keys
+        assert (*map(pack.read, range(len(pack))),) == values
+    same_as_lmdb(path)
+
+
+def test_another_database_of_the_same_transaction_is_an_error(tmp_path):
+    path, other = (
+        written(
+            tmp_path / f"{name}.mdb",
+            [(b"%04d" % k, value_of(k + count, 3_000)) for k in range(count)],
+        )
+        for name, count in (("x", 50), ("y", 60))
+    )
+    with open_pack(path) as pack:
+        make, arguments = pack.__reduce__()
+        pack.read_batch(range(50))
+        shutil.copyfile(other, path)  # the inode and the transaction stay
+        for read in (lambda: pack.read(0), lambda: pack.read_batch([1]), lambda: pack.view(2)):
+            with pytest.raises(DataChanged, match="another database is at its path now"):
+                read()
+    with pytest.raises(DataChanged, match="another database is at its path now"):
+        make(*arguments).read(0)  # as a worker that is spawned
+    settle(path)
+    same_as_lmdb(path).close()
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "of_other_files"])
@@ -269,8 +323,47 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     path = written(tmp_path / "x.mdb", [(b"a", b"1")])
     (tmp_path / ".x.mdb.pace.left.partial").mkdir()
     (tmp_path / ".x.mdb.pace.left.partial" / "index.pace").write_bytes(b"half")
+    (tmp_path / ".x.mdb.pace.lock").touch()
     open_pack(path).close()
     assert not list(tmp_path.glob(".x.mdb*"))
+
+
+class SharedData(LmdbData):
+    """A database whose indexing begins only when others want it as well; it counts the passes."""
+
+    def __init__(self, path, barrier):
+        super().__init__(path, str(path))
+        self.barrier = barrier
+        self.passes = []
+
+    def blocks(self):
+        if not self.passes:
+            self.barrier.wait(20)
+        self.passes.append(1)
+        yield from super().blocks()
+
+
+def test_one_process_indexes_and_the_others_open_what_it_made(tmp_path):
+    path = written(tmp_path / "x.mdb", [(b"%04d" % k, value_of(k, 300)) for k in range(50)])
+    barrier = threading.Barrier(2)
+    data = [SharedData(path, barrier) for _ in range(4)]  # each opens the lock file for itself
+    with ThreadPoolExecutor(4) as threads:
+        opening = [threads.submit(open_data, shared, read_options()) for shared in data]
+        barrier.wait(20)
+        packs = [future.result() for future in opening]
+    assert [pack.read(7) for pack in packs] == [value_of(7, 300)] * 4
+    assert sum(len(shared.passes) for shared in data) == 1
+    assert not list(tmp_path.glob(".x.mdb*"))
+
+
+def test_waiting_for_another_process_ends(tmp_path):
+    with IndexingLock(tmp_path / "x.mdb.pace") as held:
+        held.wait()
+        with IndexingLock(tmp_path / "x.mdb.pace", ManualClock()) as lock:
+            with pytest.raises(DeadlineExceeded, match=r"\.x\.mdb\.pace\.lock.*lslocks"):
+                lock.wait()
+            assert not lock.is_exclusive
+    assert not list(tmp_path.iterdir())
 
 
 # Checksums

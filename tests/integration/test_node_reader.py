@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import os
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +11,18 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import torch
+from launching import await_true
 from process_groups import run_ranks
 
 from paceline import store
 from paceline.core.errors import CorruptPack
-from paceline.store import SampleOrder, Samples, open_pack
+from paceline.store import PackOptions, SampleOrder, Samples, open_pack
+from paceline.store.feed.batches import RawSamples
 from paceline.store.feed.node import client as client_module
 from paceline.store.feed.node.client import NodeClient
-from paceline.store.feed.node.ring import NodeConfig, Ring, Word
+from paceline.store.feed.node.reader import RingReader
+from paceline.store.feed.node.ring import PAGE_BYTES, NodeConfig, RankWord, Ring, Word
 from paceline.store.feed.node.turns import TurnServer, TurnTuner
 from paceline.store.feed.sampler import RankBatches
 from paceline.store.format.header import parse_sections
@@ -130,10 +136,10 @@ def node(path):
         return nodes[-1]
 
     yield make
-    for one in nodes:
-        one.leave()
+    for made in nodes:
+        made.leave()
         gc.collect()
-        for client in one.clients:
+        for client in made.clients:
             if client._child is not None:
                 assert client._child.wait(DEADLINE_S) is not None
 
@@ -195,6 +201,55 @@ def test_views_stay_as_they_are_while_they_are_referenced(node):
     assert bytes(view) == first
 
 
+def test_a_window_that_is_taken_between_two_looks_stays_needed(node):
+    """The reader looked what was held, then what was taken, and a rank took a window in between."""
+    here = node(1)
+    one = here.clients[0].begin(0, 0)
+    await_true(lambda: here.ring.words.load(Word.PUBLISHED), "a window")
+    taken = []
+    original = here.ring.rank
+
+    def rank(local_rank, word):
+        found = original(local_rank, word)
+        if not taken and word in (RankWord.HELD, RankWord.NEXT):
+            taken.append(None)  # for `take` looks as well
+            taken[0] = one.take(0, 60)
+        return found
+
+    here.ring.rank = rank
+    assert here.ring.still_needed(0) == 0
+    assert taken.pop() is not None
+
+
+def descriptors():
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_is_dropped_gives_back_memory_and_descriptors_and_ends_the_reader(path):
+    before = descriptors()
+
+    def read_and_drop():  # without saying that the ranks leave
+        here = Node(path, 2)
+        assert here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
+        return here.reader()
+
+    child = read_and_drop()
+    assert descriptors() == before
+    assert child.wait(DEADLINE_S) == 0
+
+
+def test_windows_begin_with_a_page(path, tmp_path, node):
+    with open_pack(path) as pack:
+        pairs = [(f"{k:05d}", pack.read(k) + bytes(100)) for k in range(COUNT)]
+    store.pack(Samples(pairs), tmp_path / "pack", options=PackOptions(codec="zstd"))
+    here = node(1, path=tmp_path / "pack")
+    assert here.take_pass(0, 0) == here.expected(0, 0)
+    begins = [here.ring.window(k).begin for k in range(here.ring.words.load(Word.PUBLISHED))]
+    assert len(set(begins)) > 1
+    assert {begin % PAGE_BYTES for begin in begins} == {0}
+
+
 def test_ranks_that_ask_for_different_positions_read_by_themselves(node):
     here = node(2)
     positions = [0, here.batches[0].after(0, 2)]
@@ -250,9 +305,58 @@ def test_loaders_deliver_the_same_with_and_without(path, tmp_path):
     assert all(said["by_node"] == said["all"] > 0 for said in found["on"])
 
 
-def test_raw_batches_are_one_buffer_as_without(path, tmp_path):
-    (said, other) = run_ranks(SCRIPT, tmp_path, 2, path, "raw")
-    assert said["by_node"] == said["all"] == other["all"]
+def test_raw_batches_are_views_and_the_same_as_without(path, tmp_path):
+    with open_pack(path) as pack:
+        database(tmp_path / "data", [pack.read(number) for number in range(len(pack))])
+    open_pack(tmp_path / "data").close()  # else the ranks index it, each for itself
+    found = {}
+    for source, mode in ((path, "raw-off"), (path, "raw"), (tmp_path / "data", "raw")):
+        place = tmp_path / f"{mode}-of-{source.name}"
+        place.mkdir()
+        found[place.name] = run_ranks(SCRIPT, place, 2, source, mode)
+    digests = [[said["digest"] for said in by_rank] for by_rank in found.values()]
+    assert digests[0] == digests[1] == digests[2]
+    for said in (*found["raw-of-pack"], *found["raw-of-data"]):
+        assert said["by_node"] == said["all"] > 0
+        assert said["views"] == said["samples"] > 0  # none was copied out of the shared memory
+
+
+def test_raw_samples_stay_as_they_are_while_a_tensor_is_referenced(node):
+    here = node(1, data_bytes=1 << 20)
+    expected = here.expected(0, 0)
+    raw = RawSamples.shared(here.clients[0].begin(0, 0).take(0, len(expected[0])))
+    assert [bytes(raw[k]) for k in range(-len(raw), len(raw))] == expected[0] * 2
+    first = raw.tensors()[0]
+    first[0] ^= 255  # for this rank to change
+    changed = first.clone()
+    assert bytes(raw.buffer.numpy()) == bytes(changed.numpy()) + b"".join(expected[0][1:])
+    assert pickle.loads(pickle.dumps(raw)).offsets.tolist() == raw.offsets.tolist()
+    del raw
+    assert here.take_pass(0, 1) == here.expected(0, 1)
+    assert torch.equal(first, changed)
+
+
+def test_the_reader_runs_on_the_cores_of_all_ranks(node):
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core here")
+    os.sched_setaffinity(0, {min(cores)})  # as of a rank that is bound to a part of the node
+    try:
+        here = node(1)
+        reader = here.reader()
+    finally:
+        os.sched_setaffinity(0, cores)  # as if other ranks were bound to the rest
+    assert here.take_pass(0, 0) == here.expected(0, 0)
+    assert os.sched_getaffinity(reader.pid) == cores
+
+
+def test_a_reader_goes_on_with_what_the_one_before_it_had_found(node):
+    here = node(1, direct=True)
+    largest = here.ring.config.window_bytes
+    here.ring.words.store(Word.DEPTH, 2)
+    here.ring.words.store(Word.WINDOW_BYTES, largest // 2)
+    tuner = RingReader(here.ring)._tuner
+    assert (tuner.depth.value, tuner.windows.value / tuner.windows.most) == (2, 0.5)
 
 
 def test_loaders_that_differ_are_refused(path, tmp_path):
@@ -283,7 +387,7 @@ def test_a_database_is_read_in_place(node, path, tmp_path):
 
 def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     monkeypatch.setattr(client_module, "_PATIENCE_S", 0.5)
-    here = node(2, data_bytes=1 << 20)
+    here = node(2, data_bytes=2 << 20)  # a step takes less than a quarter, whatever is held
     assert here.take_pass(0, 0) == here.expected(0, 0)  # rank 1 never begins
     assert here.clients[0].own_reads == len(here.expected(0, 0))
     alone = here.clients[0].own_reads
@@ -292,6 +396,30 @@ def test_a_rank_that_stays_away_does_not_hold_up_the_others(node, monkeypatch):
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 1))
     assert found == [here.expected(rank, 1) for rank in range(2)]
     assert here.clients[0].own_reads == alone
+
+
+def test_a_rank_waits_for_one_that_is_slower(node, monkeypatch):
+    """It took the window that it held itself for what was in the reader's way."""
+    here = node(2, data_bytes=2 << 20)
+    looks = threading.Semaphore(0)
+    original = NodeClient._waits_for_ranks
+
+    def waits_for_ranks(self, *given):
+        looks.release()
+        return original(self, *given)
+
+    monkeypatch.setattr(NodeClient, "_waits_for_ranks", waits_for_ranks)
+
+    def await_looks(step):
+        while step == 0 and not here.ring.words.load(Word.WAITS_FOR_ROOM):
+            assert looks.acquire(timeout=DEADLINE_S)
+        for _ in range(3 * (step == 0)):
+            assert looks.acquire(timeout=DEADLINE_S)
+
+    on_batch = (lambda step: None, await_looks)
+    found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0, on_batch=on_batch[rank]))
+    assert found == [here.expected(rank, 0) for rank in range(2)]
+    assert [client.own_reads for client in here.clients] == [0, 0]
 
 
 def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
@@ -306,9 +434,15 @@ def test_readers_of_two_nodes_take_turns_and_go_on_without_their_server(node):
         assert here.clients[0].own_reads == 0
 
 
-def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(node, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [(Section.OFFSETS, "section 1, bytes 65536"), (Section.LENGTHS, "section 2, bytes 65536")],
+)
+def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(
+    node, tmp_path, monkeypatch, section, named
+):
     monkeypatch.setattr(IndexLayout, "needs_version_3", True)  # as with more samples
-    database(tmp_path / "data", [b"%d" % number * (number % 9) for number in range(20_000)])
+    database(tmp_path / "data", [b"%d" % number * (number % 9) for number in range(70_000)])
     here = node(2, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
     assert here.pack.index.version == 3
     found = here.on_all_ranks(lambda rank: here.take_pass(rank, 0))
@@ -316,11 +450,12 @@ def test_a_database_with_a_large_index_is_read_and_its_damage_is_found(node, tmp
     assert sum(client.own_reads for client in here.clients) == 0
     side_file = here.pack.side_file
     content = bytearray(side_file.read_bytes())
-    content[parse_sections(content)[Section.OFFSETS].offset + BLOCK_BYTES] ^= 1
+    content[parse_sections(content)[section].offset + BLOCK_BYTES] ^= 1
     here.pack.close()
     side_file.write_bytes(content)
     damaged = node(1, path=tmp_path / "data", batch=1000, data_bytes=16 << 20)
     assert damaged.clients[0].begin(0, 0).take(0, 1000) is None  # the reader plans none of it
     first = damaged.order.samples(damaged.batches[0].positions(0, 1)[0])
-    with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 79999"):
+    with pytest.raises(CorruptPack, match=named):
         damaged.pack.read_batch(first)
+    assert damaged.ring.words.load(Word.READERS) == 1  # it has not died of it

@@ -1,6 +1,8 @@
 """Reads of many samples in the order of storage: the same bytes as one by one, in fewer reads."""
 
 import io
+import os
+import shutil
 
 import lmdb
 import numpy as np
@@ -25,6 +27,7 @@ def reader_of(pack, *, direct=False, gap_bytes=16384, read_bytes=65536):
         gap_bytes=gap_bytes,
         read_bytes=read_bytes,
         threads=3,
+        cores=2,
         direct=direct,
     )
 
@@ -82,6 +85,19 @@ def test_samples_are_what_reading_one_by_one_gives(path, direct, data):
         found, plan = read(reader, ids)
         assert found == [pack.read(k) for k in ids]
         assert plan.reads <= plan.storage_bytes // 65536 + plan.range_count
+
+
+@pytest.mark.parametrize("depth", [1, 2, 0])
+def test_each_position_has_bytes_of_its_own(path, depth):
+    with open_pack(path) as pack:
+        reader, ids = reader_of(pack), np.array([7, 3, 7, 300, 3, 300, 7])
+        plan = reader.plan(ids)
+        target = page_aligned(plan.target_bytes)
+        reader.read(plan, target, depth)
+        places = list(zip(plan.begins.tolist(), plan.lengths.tolist(), strict=True))
+        for number, (begin, length) in zip(ids.tolist(), places, strict=True):
+            assert target[begin : begin + length].tobytes() == pack.read(number)
+            target[begin : begin + length] ^= 255  # no other position sees it
 
 
 def test_a_whole_pack_is_one_range_a_shard(path):
@@ -174,3 +190,20 @@ def test_no_damaged_block_of_an_index_is_planned_by(tmp_path, direct):
         for ids in ([lost.start], [0, lost.stop - 1, 5]):
             with pytest.raises(CorruptPack, match="section 1, bytes 65536 to 131071"):
                 reader.plan(np.array(ids))
+
+
+def test_an_index_that_shrinks_between_plan_and_read_is_an_error(path, tmp_path):
+    """An exception on one of the reader's threads ended the process."""
+    shutil.copytree(path, tmp_path / "pack")
+    with open_pack(tmp_path / "pack") as pack:
+        reader = reader_of(pack, gap_bytes=0, read_bytes=4096)
+        plan = reader.plan(np.arange(0, 300, 2))
+        os.truncate(tmp_path / "pack" / "index.pace", 64)
+        target = page_aligned(plan.target_bytes)
+
+        def read_until_it_is_seen():
+            while True:  # the reader looks at the file a few times a second
+                reader.read(plan, target)
+
+        with pytest.raises(CorruptPack, match=r"changed|truncated|shorter"):
+            read_until_it_is_seen()

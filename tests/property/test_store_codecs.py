@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline import store
 from paceline.core.errors import CorruptPack, UsageError
-from paceline.native import Compression, EncodedSamples, decode_s, encode, encoding_of
+from paceline.native import EncodedSamples, SampleEncoding, decode_s, encode, encoding_of
 from paceline.store import PackOptions, open_pack
 from paceline.store.care.repair import repair_pack
 from paceline.store.format.header import parse_sections, resealed
@@ -390,7 +390,7 @@ def test_the_time_to_decode_is_of_samples_that_can_be_decoded(codec):
     body = np.frombuffer(b"some words " * 500, np.uint8)
     begins, lengths = np.zeros(1, np.uint64), np.array([len(body)], np.uint64)
     dictionary = b"words " * 50
-    encoded = encode(body, begins, lengths, Compression(codec=codec, dictionary=dictionary))
+    encoded = encode(body, begins, lengths, SampleEncoding(codec=codec, dictionary=dictionary))
     assert encoding_of(int(encoded.codecs[0])) == (codec, 0)
     assert 0 <= decode_s(encoded, lengths, dictionary) < 1
     damaged = EncodedSamples(encoded.data, encoded.positions, encoded.lengths - 1, encoded.codecs)

@@ -46,7 +46,7 @@ WILD = (
     2**64 - 64,
     2**64 - 1,
 )
-OF_A_PACK = [int(one) for one in Section if one not in (Section.FILES, Section.SOURCES)]
+OF_A_PACK = [int(section) for section in Section if section not in (Section.FILES, Section.SOURCES)]
 OF_VERSION_3 = {Section.BLOCK_SUMS, Section.DICTIONARY}
 HEADER_FIELDS = {
     "samples": (24, "<Q"),

@@ -48,13 +48,13 @@ def server():
 
     def start(count, most=8):
         tuner = TurnTuner(most)
-        tuner.turns = count
+        tuner.start_at(count)
         servers.append(TurnServer(tuner))
         return servers[-1]
 
     yield start
-    for one in servers:
-        one.close()
+    for server in servers:
+        server.close()
 
 
 class Overlap:

@@ -22,6 +22,10 @@ struct JpegPart {  // in pixels of the image that is decoded to 1 / denominator 
 
 bool jpeg_available() noexcept;
 
+// The last year in the copyright of libjpeg-turbo, as its messages have it ("Copyright (C) 1991-2023
+// The libjpeg-turbo Project"); 0 of another text. It is what a library says of its age: 2.1 is of 2021.
+unsigned libjpeg_turbo_year(const char* text) noexcept;
+
 // Writes the RGB pixels of a part to `target` (height * width * 3 bytes): the same as those of the
 // full decode, with the accurate inverse DCT and smooth upsampling. Returns false, and leaves in
 // `target` what it may, if the part is not inside the image, or the image is anything but a complete

@@ -22,21 +22,35 @@
 
 namespace paceline {
 
+constexpr std::uint64_t lmdb_header_bytes = 16;  // of a page
+
 struct LmdbMeta {
   std::uint32_t page_bytes = 0;
-  std::uint32_t flags = 0;  // of the main database: how keys are compared
+  std::uint32_t flags = 0;  // of the main database
+  // Whether keys are compared from the last byte to the first: reverse keys, and integers.
+  bool has_reversed_order = false;
   std::uint32_t depth = 0;
   std::uint64_t root = 0;
   std::uint64_t entries = 0;
   std::uint64_t overflow_pages = 0;
   std::uint64_t last_page = 0;
   std::uint64_t transaction = 0;
+  std::uint32_t checksum = 0;  // LmdbCommit::checksum
+};
+
+// What tells one state of a database from another: databases that one program makes often end with
+// the same transaction number.
+struct LmdbCommit {
+  std::uint64_t transaction = 0;
+  std::uint32_t checksum = 0;  // CRC-32C of the main tree, the last page and the transaction
 };
 
 // The newer of the two meta pages. Throws PackError.
 LmdbMeta lmdb_meta(const Mapping& file);
-// The newest transaction that was committed to a database of that page size; 0 if its bytes are gone.
-std::uint64_t lmdb_transaction(std::span<const std::byte> file, std::uint32_t page_bytes);
+// The newest commit to a database of that page size; of transaction 0 if its bytes are gone.
+LmdbCommit lmdb_commit(std::span<const std::byte> file, std::uint32_t page_bytes);
+// Throws the PackError of Kind::changed for a database at `path` with a later transaction.
+[[noreturn]] void fail_committed(const std::string& path, std::uint64_t before, std::uint64_t now);
 
 // How a key becomes the name of a sample. Each keeps the order of keys and can be reversed.
 enum class KeyNames : std::uint32_t {

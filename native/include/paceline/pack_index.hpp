@@ -61,6 +61,8 @@ constexpr bool is_known_section(std::uint32_t id) noexcept {
 constexpr unsigned sum_block_bits = 16;
 constexpr std::uint64_t sum_block_bytes = std::uint64_t{1} << sum_block_bits;
 
+constexpr std::size_t max_name_bytes = 4095;  // PATH_MAX of the kernel, without the final NUL
+
 struct PackHeader {  // little-endian on disk, as everything here
   char magic[8];     // "PACEPACK"
   std::uint32_t version;
@@ -97,8 +99,8 @@ struct SourcesHeader {
   std::uint32_t key_names;    // of lmdb: KeyNames (lmdb_records.hpp)
   std::uint64_t transaction;  // of lmdb: that was indexed
   std::uint32_t page_bytes;   // of lmdb
-  std::uint32_t reserved;
-  std::uint64_t last_page;  // of lmdb
+  std::uint32_t meta_checksum;  // of lmdb: LmdbCommit::checksum; 0 = not known
+  std::uint64_t last_page;      // of lmdb
 };
 static_assert(sizeof(SourcesHeader) == 32);
 
@@ -326,7 +328,7 @@ class PackIndex {
     std::uint8_t block_bits = 0;
   };
 
-  // What is known of the blocks. Threads that verify a block are counted, so that whoever finds that
+  // What is known of the blocks. Threads that verify a block are counted, so that a thread that finds that
   // the file was changed meanwhile verifies it again, as all blocks that were used.
   class Blocks {
    public:

@@ -2,14 +2,16 @@
 //
 // What is read lies in the target as it lies in the shards, range after range, gaps between samples
 // included, so that nothing is copied. Behind the ranges lie the samples that had to be decoded, or
-// put together of several extents:
+// put together of several extents, and copies of those that were asked for more than once: each
+// position has bytes of its own, which the rank that gets it may change.
 //
-//     target  | range: sample . sample ... sample | range | range | decoded | decoded |
+//     target  | range: sample . sample ... sample | range | range | decoded | decoded | repeated |
 //              ^ at a multiple of a page, as in the file: memory that O_DIRECT can read to
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -21,7 +23,8 @@ namespace paceline {
 struct SortedReadOptions {
   std::size_t gap_bytes = 16 * 1024;        // between samples: read rather than left out
   std::size_t read_bytes = 4 * 1024 * 1024;  // of one read at most; a multiple of a page
-  unsigned threads = 8;                      // reads that are under way at a time
+  unsigned threads = 8;  // reads that are under way at a time at most; they sleep in the kernel
+  unsigned cores = 1;    // threads that verify and decode
   bool direct = true;                        // past the page cache, where the file system can
 };
 
@@ -60,7 +63,8 @@ class SortedReader {
   SortedPlan plan(std::span<const std::int64_t> ids) const;
   // Reads and, as the reader's policy says, verifies. A sample that cannot be read whole and verified
   // gets the length -1 in `plan.lengths`: PackReader::read_batch says of it what is wrong.
-  void read(SortedPlan& plan, std::span<std::byte> target) const;
+  // Of the threads that the options allow, `depth` read at a time; 0 = all of them.
+  void read(SortedPlan& plan, std::span<std::byte> target, unsigned depth = 0) const;
 
  private:
   struct Read {  // one call to the system
@@ -71,7 +75,12 @@ class SortedReader {
     std::size_t target;
   };
 
-  bool read_part(const Read& part, std::span<std::byte> target) const;
+  struct OpenShard;  // what a thread read from last
+
+  // Calls task(thread, 0) to task(thread, count - 1) on so many threads at most.
+  void share(unsigned threads, std::size_t count,
+             const std::function<void(std::size_t, std::size_t)>& task) const;
+  bool read_part(const Read& part, std::span<std::byte> target, OpenShard& shard) const;
   bool finish(const SortedPlan::Piece& piece, std::span<std::byte> target) const;
 
   const PackReader& reader_;

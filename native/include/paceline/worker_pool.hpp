@@ -20,7 +20,7 @@ class WorkerPool {
 
   unsigned threads() const noexcept { return threads_; }
   // Calls task(0) to task(count - 1), each once, here and on the other threads; returns when all
-  // are done. `task` must not throw.
+  // are done, with the first exception that one of them threw.
   void run(std::size_t count, const std::function<void(std::size_t)>& task);
   // Calls `task` some time later on another thread. A hint: dropped when too many are waiting.
   void post(std::function<void()> task);

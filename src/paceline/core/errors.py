@@ -13,6 +13,7 @@
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
     +-- WorkerFailed (RuntimeError)                  1   a worker process of Paceline
     +-- StorageError (OSError)                       1   disk full, file not readable
+    |   +-- DataChanged                              1   data in place were written to
     +-- MemoryExceeded (MemoryError)                 1   more memory is needed than there is
     +-- Missing (ImportError)                        3   a package or tool is missing
     +-- CorruptData (ValueError)                     4
@@ -129,6 +130,10 @@ class WorkerFailed(PacelineError, RuntimeError):
 
 class StorageError(PacelineError, OSError):
     """The file system failed: it is full, not readable or not writable."""
+
+
+class DataChanged(StorageError):
+    """Data in place are no longer, or do not stay, what they were when they were indexed."""
 
 
 class MemoryExceeded(PacelineError, MemoryError):

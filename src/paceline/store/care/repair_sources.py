@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from paceline.native import Compression, codec_available, encode, encoding_of
+from paceline.native import SampleEncoding, codec_available, encode, encoding_of
 from paceline.store.care.damage import OpenFile, fits
 from paceline.store.format.layout import HEADER_BYTES, parity_name, shard_name
 
@@ -132,7 +132,7 @@ class RepairSources:
                 np.frombuffer(body, np.uint8),
                 np.zeros(1, np.uint64),
                 np.array([len(body)], np.uint64),
-                Compression(
+                SampleEncoding(
                     codec=encoding[0],
                     level=level,
                     element_bits=encoding[1],

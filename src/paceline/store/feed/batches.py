@@ -32,24 +32,49 @@ from paceline.store.feed.options import StageTimes
 from paceline.store.feed.stacking import TensorStack, recycled
 
 if TYPE_CHECKING:
-    from paceline.store.feed.node.client import NodePass
     from paceline.store.feed.options import LoaderOptions
     from paceline.store.feed.tasks import BatchTask
     from paceline.store.read.pack import Pack
 
 
 class RawSamples(Sequence[memoryview]):
-    """The bytes of a batch: one buffer, and a view of it for each sample that is asked for.
+    """The bytes of a batch: a view of each sample that is asked for.
+
+    Samples lie in one buffer, or in memory that the ranks of a node share, where the node's reader
+    put them. There they are not copied as long as `buffer` is not asked for, and the memory is this
+    batch's while a view of it, or a tensor, is referenced.
 
     Attributes:
-        buffer: all samples one after another, uint8, shape (bytes,).
-        offsets: offset of each sample, and the end, int64, shape (samples + 1,).
+        offsets: offset of each sample in `buffer`, and the end, int64, shape (samples + 1,).
     """
 
     def __init__(self, buffer: torch.Tensor, offsets: NDArray[np.int64]) -> None:
-        self.buffer = buffer
         self.offsets = offsets
-        self._view = memoryview(buffer.numpy())
+        self._buffer: torch.Tensor | None = buffer
+        self._memory: NDArray[np.uint8] = buffer.numpy()
+        self._begins = offsets[:-1]
+
+    @classmethod
+    def shared(cls, samples: NodeSamples) -> RawSamples:
+        """Return samples where the node's reader put them."""
+        made = cls.__new__(cls)
+        made.offsets = np.zeros(len(samples) + 1, np.int64)
+        np.cumsum(samples.lengths, out=made.offsets[1:])
+        made._buffer = None  # noqa: SLF001  # a constructor
+        made._memory, made._begins = samples.data, samples.begins  # noqa: SLF001
+        return made
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All samples one after another, uint8, shape (bytes,): a copy where they are shared."""
+        if self._buffer is None:
+            joined = torch.empty(self.size_bytes, dtype=torch.uint8)
+            target = joined.numpy()
+            for (begin, end), view in zip(itertools.pairwise(self.offsets), self, strict=True):
+                target[begin:end] = view
+            self._buffer, self._memory = joined, target
+            self._begins = self.offsets[:-1]
+        return self._buffer
 
     def __reduce__(self) -> tuple[type[RawSamples], tuple[torch.Tensor, NDArray[np.int64]]]:
         return (RawSamples, (self.buffer, self.offsets))
@@ -67,11 +92,13 @@ class RawSamples(Sequence[memoryview]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        return self._view[self.offsets[index] : self.offsets[index + 1]]
+        begin = self._begins[index]
+        return self._memory.data[begin : begin + self.offsets[index + 1] - self.offsets[index]]
 
     def __iter__(self) -> Iterator[memoryview]:
-        view, bounds = self._view, self.offsets.tolist()
-        return (view[a:b] for a, b in itertools.pairwise(bounds))
+        view = self._memory.data
+        sizes = np.diff(self.offsets).tolist()
+        return (view[a : a + n] for a, n in zip(self._begins.tolist(), sizes, strict=True))
 
     @property
     def size_bytes(self) -> int:
@@ -79,8 +106,12 @@ class RawSamples(Sequence[memoryview]):
         return int(self.offsets[-1])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return each sample as a uint8 tensor that shares the buffer."""
-        return list(torch.split(self.buffer, np.diff(self.offsets).tolist()))
+        """Return each sample as a uint8 tensor that shares this batch's memory."""
+        sizes = np.diff(self.offsets).tolist()
+        if self._buffer is not None:
+            return list(torch.split(self._buffer, sizes))
+        bounds = zip(self._begins.tolist(), sizes, strict=True)
+        return [torch.from_numpy(self._memory[begin : begin + size]) for begin, size in bounds]
 
     def pin_memory(self) -> RawSamples:
         """Return the same in page-locked memory, from where a GPU copies without waiting."""
@@ -148,7 +179,6 @@ class BatchMaker:
         self.in_place = transform is None and collate is None  # decodes into the batch's memory
         self.pin = pin
         self.at: dict[str, int] = {}  # the sample that each thread is working on
-        self.node: NodePass | None = None  # what the node's reader reads for this pass
         self._reading = _ReadClock(pack)
         self.decoder = None if options.decode is None else ImageDecoder()
         self.crop = options.decode if isinstance(options.decode, ImageCrop) else None
@@ -170,13 +200,13 @@ class BatchMaker:
             ScriptFailed: a sample cannot be transformed or collated.
         """
         began_s = time.perf_counter()
-        shared = None if self.node is None else self.node.take(task.step, len(task.numbers))
+        shared = None if task.node is None else task.node.take(task.step, len(task.numbers))
         bodies: RawSamples | NodeSamples
         if shared is None:
             numbers, skipped, bodies = self._read(task.numbers)
         else:
             numbers, skipped = task.numbers, []
-            bodies = _raw(*shared.joined()) if self.raw else shared
+            bodies = RawSamples.shared(shared) if self.raw else shared
         stages = self._reading.split(time.perf_counter() - began_s)
         draws = self.crop.draws(self.options.seed, task.epoch, numbers) if self.crop else None
         making = _Making(bodies, numbers, draws, stages)

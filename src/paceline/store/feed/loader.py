@@ -195,10 +195,10 @@ class Loader:
 
     def tasks(self) -> Iterator[BatchTask]:
         """Return the batches to make, from the current position to the end of the epoch."""
-        planned = plan_tasks(self.order, self.batches, self.position, self.pack)
         if self._node is not None:
-            self.maker.node = self._node.begin(self.epoch, self.position)
-            return planned
+            node = self._node.begin(self.epoch, self.position)
+            return plan_tasks(self.order, self.batches, self.position, self.pack, node)
+        planned = plan_tasks(self.order, self.batches, self.position, self.pack)
         return fetch_ahead(planned, self.pack, self.options)
 
     def _move(self, epoch: int, position: int) -> None:

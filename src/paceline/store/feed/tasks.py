@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.store.feed.node.client import NodePass
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,16 +34,22 @@ class BatchTask:
         size_bytes: their bytes in the pack.
         epoch: that they belong to.
         step: of the pass over the loader, from 0.
+        node: what the node's reader reads for that pass; None: there is none.
     """
 
     numbers: NDArray[np.int64]
     size_bytes: int
     epoch: int = 0
     step: int = 0
+    node: NodePass | None = None
 
 
 def plan_tasks(
-    order: SampleOrder, batches: RankBatches, position: int, pack: Pack
+    order: SampleOrder,
+    batches: RankBatches,
+    position: int,
+    pack: Pack,
+    node: NodePass | None = None,
 ) -> Iterator[BatchTask]:
     """Yield a rank's batches from a position to the epoch's end.
 
@@ -50,6 +58,7 @@ def plan_tasks(
         batches: this rank's share.
         position: position at which the first global batch begins.
         pack: the pack, for the bytes of its samples.
+        node: what the node's reader reads for this pass.
     """
     share = max(1, batches.global_batch_size // batches.world_size)
     step = 0
@@ -59,7 +68,7 @@ def plan_tasks(
         begin = 0
         for positions in planned:
             batch = slice(begin, begin + len(positions))
-            yield BatchTask(numbers[batch], int(sizes[batch].sum()), order.epoch, step)
+            yield BatchTask(numbers[batch], int(sizes[batch].sum()), order.epoch, step, node)
             step += 1
             begin += len(positions)
         position = batches.after(position, len(planned))

@@ -39,9 +39,12 @@ HEADER_BYTES = 64  # of an index, a shard, a parity file
 DIGEST_BYTES = 32
 INDEX_NAME = "index.pace"
 PARTIAL_SUFFIX = ".partial"
+LOCK_SUFFIX = ".lock"
+SIDE_SUFFIX = ".pace"  # of the index of data in place, after the name of the data
 NUMBERED = re.compile(r"(shard|parity)-(\d{5,})\.pace")
 # Temporary files of packing, appending and repair: the only files that they may remove.
 UNFINISHED = re.compile(r"((index|(shard|parity)-\d{5,})\.pace|[a-z]+(-\d+)?)\.partial")
+_BESIDE_SIDE_FILE = re.compile(r"\..+\.pace\.(lock|[^.]+\.partial/?)", re.DOTALL)
 
 _FILE_HEADER = struct.Struct("<8sII44x")
 
@@ -153,6 +156,18 @@ def parity_name(group: int) -> str:
     'parity-00007.pace'
     """
     return f"parity-{group:05d}.pace"
+
+
+def is_of_side_file(name: str) -> bool:
+    """Return whether a name is that of an index of data in place, or of what is there to make one.
+
+    >>> [is_of_side_file(name) for name in ("x.tar.pace", ".x.tar.pace.lock", "index.pace", "x")]
+    [True, True, False, False]
+    """
+    is_of_pack = name == INDEX_NAME or NUMBERED.fullmatch(name) is not None
+    if name.endswith(SIDE_SUFFIX):
+        return not is_of_pack
+    return _BESIDE_SIDE_FILE.fullmatch(name) is not None
 
 
 class FileMagic(bytes, Enum):

@@ -3,7 +3,7 @@
 ::
 
     section 24  where the name of each file begins, and the end | names, end to end
-    section 25  kind | names of keys | transaction | page size | 0 | last page   (32 bytes)
+    section 25  kind | names of keys | transaction | page size | meta page | last page   (32 bytes)
                 size | time of the last write | inode                            (24 bytes each)
 
 A name is relative to the folder of the index, or absolute. An index is of use only while the files
@@ -58,6 +58,7 @@ class Sources:
         transaction: of LMDB.
         page_bytes: of LMDB.
         last_page: of LMDB.
+        meta_checksum: CRC-32C of what its meta page says of the records; 0 = not known.
     """
 
     kind: SourceKind
@@ -67,12 +68,18 @@ class Sources:
     transaction: int = 0
     page_bytes: int = 0
     last_page: int = 0
+    meta_checksum: int = 0
 
     def pack(self) -> tuple[bytes, bytes]:
         """Return the sections 24 and 25."""
         offsets, names = joined(self.files)
         head = _HEADER.pack(
-            self.kind, self.key_names, self.transaction, self.page_bytes, 0, self.last_page
+            self.kind,
+            self.key_names,
+            self.transaction,
+            self.page_bytes,
+            self.meta_checksum,
+            self.last_page,
         )
         return offsets.tobytes() + names, head + self.states.tobytes()
 
@@ -95,6 +102,8 @@ class Sources:
             return f"it had {len(self.files):,} files, now there are {len(now.files):,}, or others"
         if self.transaction != now.transaction:
             return f"its last transaction was {self.transaction:,}, now it is {now.transaction:,}"
+        if self.meta_checksum not in (0, now.meta_checksum):
+            return "another database is at its path now"
         changed = np.flatnonzero(self.states != now.states)
         if not len(changed):
             return ""
@@ -111,7 +120,9 @@ def parse_sources(files: bytes, sources: bytes) -> Sources:
     Raises:
         ValueError: they contradict themselves.
     """
-    kind, key_names, transaction, page_bytes, _, last_page = _HEADER.unpack_from(sources)
+    kind, key_names, transaction, page_bytes, meta_checksum, last_page = _HEADER.unpack_from(
+        sources
+    )
     states = np.frombuffer(sources, STATE_TYPE, offset=_HEADER.size)
     offsets = np.frombuffer(files, "<u8", len(states) + 1)
     names = files[offsets.nbytes :]
@@ -124,4 +135,5 @@ def parse_sources(files: bytes, sources: bytes) -> Sources:
         transaction=transaction,
         page_bytes=page_bytes,
         last_page=last_page,
+        meta_checksum=meta_checksum,
     )

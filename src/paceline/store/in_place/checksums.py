@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import StorageError, UsageError
+from paceline.core.errors import DataChanged, UsageError
 from paceline.store.in_place.find import find_data
+from paceline.store.in_place.indexing_lock import IndexingLock
 from paceline.store.in_place.side_file import SideFolder, writing_side_file
 from paceline.store.write.index.build import IndexMetadata
 from paceline.store.write.index.sorted_runs import sorted_run_of
@@ -35,8 +36,9 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
 
     Raises:
         UsageError: it is a pack, which has checksums.
-        StorageError: the data were changed since they were indexed, or cannot be read, or the side
-            file cannot be written.
+        DataChanged: the data were written to since they were indexed.
+        StorageError: they cannot be read, or the side file cannot be written.
+        DeadlineExceeded: another process makes the side file, and does not end.
     Cost: reads all samples; 4 bytes of memory for each.
     """
     place, sources = pack.side_file, pack.index.sources
@@ -54,14 +56,6 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
         checksums[first:end] = pack.checksums(first, end)
         if on_progress is not None:
             on_progress(end, total)
-    difference = sources.difference(data.sources(place.parent))
-    if difference:
-        raise StorageError(
-            "the data was changed while it was read",
-            where=str(pack.path),
-            why=difference,
-            fix="Verify it when no other program writes to it",
-        )
     index = pack.index
     index.check()
     known = sorted_run_of(index, place)
@@ -72,6 +66,16 @@ def add_checksums(pack: Pack, on_progress: Callable[[int, int], None] | None = N
         shard_digests=[],
         sources=sources,
     )
-    with writing_side_file(place), SideFolder(place) as folder:
-        run = replace(known, extents=replace(known.extents, checksums=checksums))
-        folder.put([run], metadata, durable=True)
+    run = replace(known, extents=replace(known.extents, checksums=checksums))
+    with writing_side_file(place), IndexingLock(place) as lock:
+        lock.wait()
+        difference = sources.difference(data.sources(place.parent))
+        if difference:
+            raise DataChanged(
+                "the data was changed while it was read",
+                where=str(pack.path),
+                why=difference,
+                fix="Verify it when no other program writes to it",
+            )
+        with SideFolder(lock) as folder:
+            folder.put([run], metadata, durable=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from paceline.store.write.sources.source import SourceClasses
 
-SIDE_SUFFIX = ".pace"
 BLOCK_SAMPLES = 1 << 16
 
 Block = tuple[SampleColumns, ExtentColumns]

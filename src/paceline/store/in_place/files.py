@@ -1,7 +1,7 @@
 """Folders of files in place: each file is a sample, by its relative path.
 
 As for packing, the top-level folders are the classes. Symbolic links are followed: nothing is
-copied.
+copied. Side files of what else was opened there are no samples.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import STATE_TYPE, KeyNames, SourceKind, Sources
-from paceline.store.in_place.data import SIDE_SUFFIX, extent_columns, name_from
+from paceline.store.in_place.data import extent_columns, name_from
 from paceline.store.write.sources.folder_scan import FolderScan, open_root
 from paceline.store.write.sources.source import SourceClasses
 
@@ -80,6 +81,6 @@ class FilesData:
         root = os.fsencode(self._path)
         descriptor = open_root(root)
         try:
-            yield FolderScan(root, descriptor, follow=True)
+            yield FolderScan(root, descriptor, follow=True, skips_side_files=True)
         finally:
             os.close(descriptor)

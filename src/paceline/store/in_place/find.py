@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import os_errors_as
-from paceline.store.format.layout import INDEX_NAME, NUMBERED, PARTIAL_SUFFIX, UNFINISHED
+from paceline.store.format.layout import (
+    INDEX_NAME,
+    NUMBERED,
+    PARTIAL_SUFFIX,
+    SIDE_SUFFIX,
+    UNFINISHED,
+    is_of_side_file,
+)
 from paceline.store.in_place.archives import ArchivesData
-from paceline.store.in_place.data import SIDE_SUFFIX, unreadable
+from paceline.store.in_place.data import unreadable
 from paceline.store.in_place.files import FilesData
 from paceline.store.in_place.lmdb import LMDB_FILE, LmdbData, is_lmdb
 from paceline.store.in_place.tfrecord import TfRecordData, is_tfrecord
@@ -24,7 +31,7 @@ def find_data(named: str | os.PathLike[str]) -> DataInPlace | None:
     """Return the data in place that a path or pattern names; None: a pack, or nothing.
 
     Raises:
-        NotFound: nothing matches a pattern.
+        NotFound: nothing matches a pattern, or there is no such file.
         UsageError: the data are compressed.
         StorageError: they cannot be read.
     """
@@ -34,7 +41,8 @@ def find_data(named: str | os.PathLike[str]) -> DataInPlace | None:
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
-            return _of_files([Path(os.path.abspath(match)) for match in expand(where)], where)  # noqa: PTH100  # as above
+            matches = [match for match in expand(where) if not is_of_side_file(match)] or [where]
+            return _of_files([Path(os.path.abspath(match)) for match in matches], where)  # noqa: PTH100  # as above
         if stat.S_ISDIR(mode):
             return _in_folder(path, where)
         if stat.S_ISREG(mode) and is_lmdb(path):
@@ -50,6 +58,9 @@ def _in_folder(path: Path, where: str) -> DataInPlace | None:
         return None  # files of a pack that has lost its index
     if LMDB_FILE in names and is_lmdb(path / LMDB_FILE):
         return LmdbData(path / LMDB_FILE, where)
+    names = [name for name in names if not is_of_side_file(name)]
+    if not names:
+        return None
     return _of_files([path / name for name in names], where, path) or FilesData(path, where)
 
 

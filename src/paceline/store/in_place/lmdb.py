@@ -17,9 +17,9 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.native import LmdbBlock, LmdbRecords, lmdb_meta
+from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import (
-    SIDE_SUFFIX,
     extent_columns,
     name_from,
     sample_columns,
@@ -39,7 +39,6 @@ LMDB_FILE = "data.mdb"
 _MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 _MAGIC_OFFSET = 16
 _BLOCK_RECORDS = 1 << 19
-_REVERSE_KEY, _INTEGER_KEY = 0x02, 0x08
 
 
 def is_lmdb(path: Path) -> bool:
@@ -74,11 +73,13 @@ class LmdbData:
             transaction=meta.transaction,
             page_bytes=meta.page_bytes,
             last_page=meta.last_page,
+            meta_checksum=meta.checksum,
         )
 
     def blocks(self) -> Iterator[Block]:
         """Yield all records."""
         mtime_ns = self._path.stat().st_mtime_ns
+        self._only = None  # of a database that changed while it was indexed, they are stale
         self._names = self._choose_names()
         self._tree = FolderTree()
         for block in self._records(self._names):
@@ -112,7 +113,7 @@ class LmdbData:
 
     def _choose_names(self) -> KeyNames:
         """Return in which way every key can be a name, and no name is the folder of another."""
-        if lmdb_meta(os.fsencode(self._path)).flags & (_REVERSE_KEY | _INTEGER_KEY):
+        if lmdb_meta(os.fsencode(self._path)).has_reversed_order:
             return KeyNames.REVERSED_HEX
         tree = FolderTree()
         for block in self._records(KeyNames.PLAIN):

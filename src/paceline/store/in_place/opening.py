@@ -48,7 +48,9 @@ def open_pack(
         CorruptData: the data in place are damaged.
         UsageError: a newer Paceline wrote it, there is no such policy, `threads` is below 1, or
             the data cannot be read in place.
-        StorageError: a file cannot be opened, or data in place are being written to.
+        StorageError: a file cannot be opened.
+        DataChanged: data in place are written to all the time.
+        DeadlineExceeded: another process indexes the data, and has not finished for hours.
     """
     options = read_options(verify=verify, threads=threads, direct=direct, index_only=index_only)
     data = find_data(path)

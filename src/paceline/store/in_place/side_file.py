@@ -5,6 +5,7 @@
     x.mdb              the user's
     x.mdb.pace         the side file: the index of a pack, whose shard is x.mdb
     .x.mdb.pace.*      a folder in which a side file is being made; renamed to it when complete
+    .x.mdb.pace.lock   held meanwhile (`indexing_lock`)
 
 Where the folder of the data cannot be written to, the side file lies in the user's cache, under a
 name made from the path of the data. A side file is a cache, too: it is not synced to storage, and
@@ -16,7 +17,6 @@ reader compares each file with what the side file says when it opens it
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -31,20 +31,23 @@ from paceline.core.clock import SystemClock
 from paceline.core.config import cache_folder
 from paceline.core.errors import (
     CorruptPack,
+    DataChanged,
     StorageError,
     UsageError,
     os_errors_as,
     reason,
 )
-from paceline.core.files import LockOutcome, sync_folder, try_lock
-from paceline.store.format.layout import INDEX_NAME
+from paceline.core.files import sync_folder
+from paceline.store.format.layout import INDEX_NAME, PARTIAL_SUFFIX
 from paceline.store.format.sources import SETTLING_NS
+from paceline.store.in_place.indexing_lock import IndexingLock
 from paceline.store.read.pack import Pack
 from paceline.store.write.files import PackFile, PackFolder
 from paceline.store.write.index.build import IndexMetadata, write_index
 from paceline.store.write.index.sorted_runs import SortedRun, SortedRunWriter, open_sorted_run
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Sequence
 
     from paceline.store.format.sources import Sources
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 3  # at data that are written to while they are indexed
 _CACHE = "in-place"
-_PARTIAL = ".partial"
 
 
 def open_data(data: DataInPlace, options: dict[str, Any]) -> Pack:
@@ -71,14 +73,37 @@ def open_data(data: DataInPlace, options: dict[str, Any]) -> Pack:
         if pack is not None:
             return pack
     place = _writable_place(data)
-    problem: StorageError | None = None
+    looked_at = _inode(place)
+    with writing_side_file(place), IndexingLock(place) as lock:
+        for is_ours in lock.attempts():
+            inode = _inode(place)
+            if inode != looked_at:  # another process made it
+                looked_at = inode
+                pack = _open_if_current(data, place, options)
+                if pack is not None:
+                    return pack
+            if is_ours:
+                break
+        return _indexed(data, lock, options)
+
+
+def _inode(place: Path) -> tuple[int, int] | None:
+    """Return what tells one side file from the next at the same place."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _indexed(data: DataInPlace, lock: IndexingLock, options: dict[str, Any]) -> Pack:
+    """Index `data`, again if they change meanwhile, and return them as a pack."""
+    problem: DataChanged | None = None
     for _ in range(_ATTEMPTS):
         try:
-            make_side_file(data, place)
-            return _opened(data, place, options)
-        except StorageError as changed:  # perhaps by a program that has just finished
-            if not _is_changed(changed):
-                raise
+            make_side_file(data, lock)
+            return _opened(data, lock.place, options)
+        except DataChanged as changed:  # perhaps by a program that has just finished
             problem = changed
     assert problem is not None
     raise problem
@@ -95,16 +120,26 @@ def _settled_sources(data: DataInPlace, folder: SideFolder) -> Sources:
     raise _changed(data, "it is written to all the time")
 
 
-def make_side_file(data: DataInPlace, place: Path) -> None:
-    """Index `data` and put the index at `place`.
+def make_side_file(data: DataInPlace, lock: IndexingLock) -> None:
+    """Index `data` and put the index where `lock` is for.
 
     Raises:
         UsageError: two samples have one name, or the data are not read in place.
         CorruptData: the data are damaged.
-        StorageError: the data changed meanwhile, or the side file cannot be written.
+        DataChanged: the data were written to meanwhile.
+        StorageError: the side file cannot be written.
     """
-    with writing_side_file(place), SideFolder(place) as folder:
+    place = lock.place
+    with writing_side_file(place), SideFolder(lock) as folder:
         before = _settled_sources(data, folder)
+        # A file beside the user's data, even if these were only to be listed, and perhaps a while.
+        _LOG.warning(
+            "indexing %s, once: %s file(s), %s bytes; the index will be %s",
+            data.where,
+            f"{len(before.files):,}",
+            f"{sum(before.sizes):,}",
+            place,
+        )
         columns = SortedRunWriter(folder)
         for samples, extents in data.blocks():
             columns.add(samples, extents)
@@ -132,18 +167,23 @@ class SideFolder(PackFolder):
 
     Leaving the context removes the folder. So does the next that makes this side file, if a process
     was killed here.
+
+    Args:
+        lock: held by this process.
     """
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self._prefix = f".{place.name}."
+    def __init__(self, lock: IndexingLock) -> None:
+        self.place = lock.place
+        self._prefix = f".{self.place.name}."
+        self._is_alone = lock.is_exclusive
         self._is_durable = False
 
     def __enter__(self) -> Self:
-        self._remove_stale()
-        made = tempfile.mkdtemp(prefix=self._prefix, suffix=_PARTIAL, dir=self.place.parent)
+        if self._is_alone:
+            self._remove_stale()
+        made = tempfile.mkdtemp(prefix=self._prefix, suffix=PARTIAL_SUFFIX, dir=self.place.parent)
         super().__init__(Path(made))
-        self.lock()
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,15 +211,9 @@ class SideFolder(PackFolder):
             sync_folder(self.place.parent)
 
     def _remove_stale(self) -> None:
-        """Remove folders of processes that were killed: nobody holds their locks."""
-        for entry in self.place.parent.glob(f"{_escaped(self._prefix)}*{_PARTIAL}"):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    if try_lock(descriptor) is LockOutcome.ACQUIRED:
-                        shutil.rmtree(entry, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
+        """Remove folders of processes that were killed: the lock is ours."""
+        for entry in self.place.parent.glob(f"{_escaped(self._prefix)}*{PARTIAL_SUFFIX}"):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _open_if_current(data: DataInPlace, place: Path, options: dict[str, Any]) -> Pack | None:
@@ -237,17 +271,13 @@ def writing_side_file(place: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _changed(data: DataInPlace, difference: str) -> StorageError:
-    return StorageError(
+def _changed(data: DataInPlace, difference: str) -> DataChanged:
+    return DataChanged(
         "the data was changed while it was indexed",
         where=data.where,
         why=difference,
         fix="Open it when no other program writes to it",
     )
-
-
-def _is_changed(problem: StorageError) -> bool:
-    return problem.what.startswith("the data was changed")
 
 
 def _escaped(prefix: str) -> str:

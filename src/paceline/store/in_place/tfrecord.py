@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import NotFound, UsageError
 from paceline.native import TfRecords
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import (
@@ -47,6 +47,7 @@ class TfRecordData:
     """The records of TFRecord files.
 
     Raises:
+        NotFound: there is no such file.
         UsageError: a file is compressed.
         StorageError: a file cannot be read.
     """
@@ -61,6 +62,8 @@ class TfRecordData:
             try:
                 with path.open("rb") as file:
                     start = file.read(len(_GZIP))
+            except FileNotFoundError:
+                raise NotFound("no such file", where=str(path), fix="Check the path") from None
             except OSError as problem:
                 raise unreadable(path, problem) from problem
             if start == _GZIP:

@@ -18,8 +18,8 @@ import numpy as np
 
 from paceline.native import (
     NPY_ELEMENTS,
-    Compression,
     EncodedSamples,
+    SampleEncoding,
     crc32c,
     decode_s,
     encode,
@@ -149,7 +149,7 @@ class SampleEncoder:
     def _encoded(self, samples: ReadSamples, codec: str) -> EncodedSamples:
         return encode(
             *samples,
-            Compression(
+            SampleEncoding(
                 codec=codec,
                 level=self._options.codec_level,
                 element_bits=_ELEMENT_BITS[self._options.shuffle],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -31,11 +32,11 @@ _PATIENCE_S = 10.0  # for other ranks of the node, before this one reads by itse
 _START_S = 10.0  # that a reader may take from its start to its lock
 _FRUITLESS_STARTS = 3  # readers that die without publishing anything
 
-_running: list[subprocess.Popen[bytes]] = []  # readers whose rank has left them
+_running: list[subprocess.Popen[bytes]] = []  # readers that end when all their ranks have left
 
 
 class _WindowLease:
-    """Memory of a window that stays as it is while an array refers to this object."""
+    """Memory of a window that no one else writes to while an array refers to this object."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -45,46 +46,40 @@ class _WindowLease:
             "version": 3,
             "shape": data.shape,
             "typestr": "|u1",
-            "data": (address, True),  # read only
+            "data": (address, False),  # each sample has bytes of its own, for one rank
         }
 
 
 class NodeSamples:
     """The bytes of a rank's samples of one step, in memory that the ranks of the node share.
 
-    They stay as they are while a view of them, or an array made of one, is referenced.
+    They are this rank's alone while a view of them, or an array made of one, is referenced.
+
+    Attributes:
+        data: the memory they lie in; it is leased until nothing refers to it.
+        begins: where each begins in `data`, shape (samples,).
+        lengths: of each sample, in bytes, shape (samples,).
     """
 
     def __init__(
         self, data: NDArray[np.uint8], begins: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> None:
-        self._data = data
-        self._begins = begins
+        self.data = data
+        self.begins = begins
         self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[memoryview]:
-        view = self._data.data
-        for begin, length in zip(self._begins.tolist(), self.lengths.tolist(), strict=True):
+        view = self.data.data
+        for begin, length in zip(self.begins.tolist(), self.lengths.tolist(), strict=True):
             yield view[begin : begin + length]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all samples."""
         return int(self.lengths.sum())
-
-    def joined(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return a copy of all samples in one buffer, and where each begins, and the end."""
-        offsets = np.zeros(len(self) + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        buffer = np.empty(int(offsets[-1]), np.uint8)
-        ends = self._begins + self.lengths
-        parts = zip(self._begins.tolist(), ends.tolist(), offsets.tolist(), strict=False)
-        for begin, end, at in parts:
-            buffer[at : at + end - begin] = self._data[begin:end]
-        return buffer, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +129,7 @@ class NodeClient:
         self._leaves = False
         self.own_reads = 0  # steps that the rank had to read by itself
         ring.lock(1 + local_rank)
+        self._set(RankWord.PROCESS, os.getpid())
         self._set(RankWord.RANK, rank + 1)
         self._words.notify(Word.RANKS_CHANGED)
 
@@ -149,6 +145,7 @@ class NodeClient:
             self._windows, self._next, self._low = [], 0, 0
             self._taken.clear()
             self._stuck_at = -1
+            self._set(RankWord.PASS, 0)
             self._set(RankWord.EPOCH, epoch)
             self._set(RankWord.POSITION, position)
             self._settle()
@@ -182,7 +179,6 @@ class NodeClient:
             self._leaves = True
             self._set(RankWord.PASS, self._pass)  # that nobody will serve
             self._settle()
-        self._let_go()
         if self.turns is not None:
             self.turns.close()
         self._words.notify(Word.RANKS_CHANGED)
@@ -225,7 +221,7 @@ class NodeClient:
         needs_room = self._words.load(Word.WAITS_FOR_ROOM) != 0
         if needs_room:
             with self._lock:
-                self._crowded_by = min(self._held, default=-1)
+                self._crowded_by = self._window_in_the_way()
         if waited_s < _PATIENCE_S or not (needs_room or self._words.load(Word.SERVED) != number):
             return False
         if self._stuck_at < 0:
@@ -234,6 +230,13 @@ class NodeClient:
                 "this one reads by itself until it does"
             )
         return True
+
+    def _window_in_the_way(self) -> int:
+        """Return the oldest held window if the reader waits for that alone, else -1; with lock."""
+        held = min(self._held, default=-1)
+        others = (rank for rank in range(self.ring.ranks) if rank != self._local_rank)
+        to_take = (self.ring.still_to_take(rank) for rank in others)
+        return -1 if any(first is not None and first <= held for first in to_take) else held
 
     def _is_crowded(self) -> bool:
         """Return whether the reader has no room since the program holds on to an old window."""
@@ -330,21 +333,19 @@ class NodeClient:
         if not self._words.exchange(Word.READERS, readers, readers + 1):
             return False
         self._words.store(Word.STARTED_NS, time.monotonic_ns())
-        self._let_go()
         descriptor = self.ring.descriptor
         name = "paceline.store.feed.node.reader"
         self._child_number = readers + 1
         self._child = subprocess.Popen(
-            [sys.executable, "-m", name, str(descriptor), str(self._child_number)],
+            # Not from the folder of the user's script, whose modules may have names of Python's.
+            [sys.executable, "-P", "-m", name, str(descriptor), str(self._child_number)],
             pass_fds=(descriptor,),
             env={key: value for key, value in environment().items() if not _is_of_rank(key)},
             stdin=subprocess.DEVNULL,
         )
+        _running[:] = [child for child in _running if child.poll() is None]
+        _running.append(self._child)
         return True
-
-    def _let_go(self) -> None:
-        if self._child is not None and self._child.poll() is None:
-            _running.append(self._child)  # it ends when all ranks have left
 
 
 def _is_of_rank(key: str) -> bool:

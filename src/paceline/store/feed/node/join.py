@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import socket
+import weakref
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,6 @@ def join(
     meeting = _Meeting(
         store, f"paceline/node-reader/{place.node}/{number}", place, options.timeout_s
     )
-    ring: Ring | None = None
     turns = _TurnPlace(store, f"paceline/node-reader/turns/{number}", options.timeout_s)
     try:
         config = _config(pack, order, batches)
@@ -109,12 +109,16 @@ def join(
     except PacelineError as problem:
         meeting.say("offer", json.dumps({"problem": str(problem)}))
         meeting.say("opened", str(problem))
+        if turns.server is not None:
+            turns.server.close()
         if is_wanted:
             raise
         _LOG.warning("ranks read by themselves, not by one reader of the node: %s", problem)
         return None
     client = NodeClient(ring, place.local_rank, batches.rank, options.timeout_s)
-    client.turns = turns.server
+    if turns.server is not None:
+        client.turns = turns.server
+        weakref.finalize(client, turns.server.close).atexit = False
     if place.local_rank == 0:
         client.start_reader()
     return client
@@ -256,6 +260,10 @@ def _refusal(
     elif store is None:
         why = "torch.distributed has no process group yet"
         fix = "Call init_process_group before the first pass over the loader"
+        if choice == "auto":  # a reader would pay here
+            _LOG.warning(
+                "ranks read by themselves, not by one reader of the node: %s. %s", why, fix
+            )
     if not why:
         return None
     return UsageError(

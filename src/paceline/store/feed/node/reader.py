@@ -9,11 +9,13 @@ and goes on behind what was published.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import sys
+import time
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +25,14 @@ import numpy as np
 from paceline.core.errors import PacelineError
 from paceline.native import SortedReader
 from paceline.store.feed.node.ring import (
+    PAGE_BYTES,
     SLOTS,
     RankWord,
     Ring,
     Word,
     index_bytes,
 )
+from paceline.store.feed.node.tuning import HillClimb, ReadTuner
 from paceline.store.feed.node.turns import Turns
 from paceline.store.feed.order import SampleOrder
 from paceline.store.feed.sampler import RankBatches
@@ -41,13 +45,29 @@ if TYPE_CHECKING:
 
     from paceline.native import SortedPlan
 
-READ_BYTES = 4 << 20  # of one read: what parallel file systems and disks are fast with
-GAP_BYTES = 4096  # between samples, read rather than left out: storage is read in pages anyway
-_THREADS = 8  # reads that are under way at a time: a disk needs several
+_MOST_DEPTH = 8  # reads that are under way at a time: a disk needs several
+_WINDOW_PARTS = 4  # the smallest window is so many times smaller than the largest
 _LOOK_S = 0.5  # how often it looks whether the ranks are alive
 _AT_ONCE = 8192  # positions whose samples are computed by one call
-_MOST_STEPS = 4096  # of a window
 _NO_SAMPLES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadSettings:
+    """How a reader reads. Changes speed.
+
+    Attributes:
+        read_bytes: of one read at most: what parallel file systems and disks are fast with.
+        gap_bytes: between samples, read rather than left out: storage is read in pages anyway.
+        most_steps: of one window.
+        most_depth: reads at a time; None: 8 past the page cache, where threads that read sleep, and
+            as many as there are cores for this process where they copy out of it.
+    """
+
+    read_bytes: int = 4 << 20
+    gap_bytes: int = 4096
+    most_steps: int = 4096
+    most_depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +80,65 @@ class Pass:
 
 
 class RingReader:
-    """Fills the ring of a node, until all of its ranks have left."""
+    """Fills the ring of a node, until all of its ranks have left.
 
-    def __init__(self, ring: Ring) -> None:
+    It runs on the cores of all ranks of the node, and computes with as many threads as one of them
+    has cores: what it takes from each rank is the same, and no more than the job may use.
+
+    Attributes:
+        pack: what it reads.
+        sorted: how it plans and reads a window.
+    """
+
+    def __init__(self, ring: Ring, settings: ReadSettings | None = None) -> None:
         self._ring = ring
         self._words = ring.words
         self._gone: set[int] = set()  # ranks that died without a word
         config = ring.config
         options = read_options(verify=config.verify)
         side_file = Path(config.side_file) if config.side_file else None
-        self._pack = Pack(config.pack, options, side_file, config.identity)
-        self._sorted = SortedReader(
-            self._pack.native_reader,
-            gap_bytes=GAP_BYTES,
-            read_bytes=READ_BYTES,
-            threads=_THREADS,
+        self.pack = Pack(config.pack, options, side_file, config.identity)
+        self._settings = settings or ReadSettings()
+        cores = len(os.sched_getaffinity(0))  # of the rank that started this process
+        depth = self._settings.most_depth or (_MOST_DEPTH if config.direct else cores)
+        self.sorted = SortedReader(
+            self.pack.native_reader,
+            gap_bytes=self._settings.gap_bytes,
+            read_bytes=self._settings.read_bytes,
+            threads=depth,
+            cores=cores,
             direct=config.direct,
         )
-
+        self._tuner = ReadTuner(HillClimb(depth), HillClimb(_WINDOW_PARTS))
+        if config.turns:
+            # Turns are for long reads, one after another. If nodes and reads both began with many
+            # at a time, neither alone could be found to be better as one at a time.
+            self._tuner.depth.start_at(1)
+        self._go_on_as_before()
         host, _, port = config.turns.rpartition(":")
         self._turns = Turns((host, int(port))) if config.turns else None
+
+    def _go_on_as_before(self) -> None:
+        """Begin with what the reader before this one had found."""
+        depth, window_bytes = self._words.load(Word.DEPTH), self._words.load(Word.WINDOW_BYTES)
+        if depth:
+            self._tuner.depth.start_at(depth)
+            largest = self._ring.config.window_bytes
+            self._tuner.windows.start_at(max(1, window_bytes * _WINDOW_PARTS // max(1, largest)))
+
+    def _spread(self) -> None:
+        """Run on the cores of all ranks, rather than on those of the rank that started this."""
+        with contextlib.suppress(OSError):  # a rank has ended, or may not be asked
+            ranks = range(self._ring.ranks)
+            cores = [
+                os.sched_getaffinity(self._ring.rank(rank, RankWord.PROCESS)) for rank in ranks
+            ]
+            os.sched_setaffinity(0, set().union(*cores))
 
     def serve(self) -> None:
         """Read pass after pass."""
         while (wanted := self._await_pass()) is not None:
+            self._spread()
             if wanted.number != self._words.load(Word.SERVED):
                 self._words.store(Word.PASS_FIRST, self._words.load(Word.PUBLISHED))
                 self._words.store(Word.SERVED, wanted.number)
@@ -116,7 +171,7 @@ class RingReader:
             served = self._words.load(Word.SERVED)
             refused = self._words.load(Word.REFUSED)
             asked = {self._asked(rank) for rank in here}
-            numbers = {one.number for one in asked}
+            numbers = {wanted.number for wanted in asked}
             is_asked = self._all_came() and len(numbers) == 1 and max(numbers) > refused
             if is_asked and len(asked) > 1:
                 self._words.store(Word.REFUSED, max(numbers))
@@ -131,9 +186,12 @@ class RingReader:
         return all(self._ring.rank(rank, RankWord.RANK) for rank in range(self._ring.ranks))
 
     def _asked(self, rank: int) -> Pass:
-        number = self._ring.rank(rank, RankWord.PASS)
-        epoch = self._ring.rank(rank, RankWord.EPOCH)
-        return Pass(number, epoch, self._ring.rank(rank, RankWord.POSITION))
+        while True:  # at most twice: a rank sets PASS to 0 before it changes the others
+            number = self._ring.rank(rank, RankWord.PASS)
+            epoch = self._ring.rank(rank, RankWord.EPOCH)
+            position = self._ring.rank(rank, RankWord.POSITION)
+            if number == self._ring.rank(rank, RankWord.PASS):
+                return Pass(number, epoch, position)
 
     def _is_over(self, wanted: Pass) -> bool:
         """Return whether no rank is in this pass any more."""
@@ -142,13 +200,13 @@ class RingReader:
     def _is_whole(self, wanted: Pass) -> bool:
         """Return whether all of a pass was published."""
         batches = self._batches()
-        return self._first_step() >= max(one.count(wanted.position) for one in batches)
+        return self._first_step() >= max(share.count(wanted.position) for share in batches)
 
     def _batches(self) -> list[RankBatches]:
         config = self._ring.config
         return [
             RankBatches(
-                sample_count=len(self._pack),
+                sample_count=len(self.pack),
                 global_batch_size=config.global_batch_size,
                 rank=self._ring.rank(rank, RankWord.RANK) - 1,
                 world_size=config.world_size,
@@ -166,7 +224,7 @@ class RingReader:
 
     def _read_pass(self, wanted: Pass) -> None:
         order = SampleOrder(
-            sample_count=len(self._pack), epoch=wanted.epoch, **self._ring.config.order
+            sample_count=len(self.pack), epoch=wanted.epoch, **self._ring.config.order
         )
         step = self._first_step()
         waiting: deque[list[NDArray[np.int64]]] = deque()
@@ -182,20 +240,31 @@ class RingReader:
             if not self._publish(wanted, step, numbers):
                 return
             step += taken
-            most = min(2 * taken, _MOST_STEPS) if taken == most else taken + 1
+            most = (
+                min(2 * taken, self._settings.most_steps)
+                if taken == most
+                else min(taken + 1, self._settings.most_steps)
+            )
 
     def _window_steps(self, waiting: deque[list[NDArray[np.int64]]], most: int) -> int:
         """Return how many of the waiting steps make one window."""
-        total, taken = 0, 0
+        total, taken, window_bytes = 0, 0, self._window_bytes()
         for step in waiting:
             numbers = np.concatenate(step)
-            total += int(self._pack.lengths_of(numbers).sum())
-            if taken and total > self._ring.config.window_bytes:
+            try:
+                total += int(self.pack.lengths_of(numbers).sum())
+            except PacelineError:  # the index is damaged there: a window of its own (`_publish`)
+                return max(1, taken)
+            if taken and total > window_bytes:
                 break
             taken += 1
             if taken == most:
                 break
         return taken
+
+    def _window_bytes(self) -> int:
+        windows = self._tuner.windows
+        return self._ring.config.window_bytes * windows.value // windows.most
 
     def _steps(
         self, order: SampleOrder, position: int, first: int
@@ -206,13 +275,16 @@ class RingReader:
         at_once = max(1, _AT_ONCE // (share * len(batches)))
         position = batches[0].after(position, first) if first else position
         while position < order.sample_count:
-            planned = [one.positions(position, at_once) for one in batches]
+            planned = [own.positions(position, at_once) for own in batches]
             count = max(map(len, planned))
             if not count:
                 return
             for step in range(count):
                 # Under `join` a rank may have fewer batches than another.
-                places = [one[step] if step < len(one) else _NO_SAMPLES for one in planned]
+                places = [
+                    positions[step] if step < len(positions) else _NO_SAMPLES
+                    for positions in planned
+                ]
                 numbers = order.samples(np.concatenate(places))
                 ends = np.cumsum([len(place) for place in places])[:-1]
                 yield np.split(numbers, ends)
@@ -221,14 +293,15 @@ class RingReader:
     def _publish(self, wanted: Pass, step: int, numbers: list[list[NDArray[np.int64]]]) -> bool:
         """Read a window and publish it; False: the pass is over, or nobody is left."""
         ring = self._ring
-        by_part = [part for one in numbers for part in one]
+        by_part = [part for parts in numbers for part in parts]
         ids = np.concatenate(by_part)
         head = index_bytes(len(numbers), ring.ranks, len(ids))
         try:
-            plan = self._sorted.plan(ids)
+            plan = self.sorted.plan(ids)
         except (PacelineError, MemoryError):
             plan = None  # the index is damaged: ranks read this window, and say of which sample
-        size = head + plan.target_bytes if plan is not None else 0
+        # Whole pages, so that the next window begins with one: reads past the page cache need it.
+        size = head + -(-plan.target_bytes // PAGE_BYTES) * PAGE_BYTES if plan is not None else 0
         # A quarter fits beside any window that ranks still hold, wherever in the ring that is.
         if size > ring.data_bytes // 4 and len(numbers) > 1:
             half = len(numbers) // 2
@@ -241,7 +314,10 @@ class RingReader:
         if begin is None:
             return False
         if plan is not None and size:
-            self._fill(begin, head, plan, by_part)
+            try:
+                self._fill(begin, head, plan, by_part)
+            except PacelineError:
+                size = 0  # the index was changed: ranks say how
         number = self._words.load(Word.PUBLISHED)
         fields = (step, len(numbers), begin, size)
         for word, value in enumerate(fields):
@@ -255,9 +331,12 @@ class RingReader:
     ) -> None:
         ring = self._ring
         body = begin + head
-        turn = self._turns.turn(plan.storage_bytes) if self._turns else nullcontext()
+        turn = self._turns.turn(plan.storage_bytes) if self._turns else contextlib.nullcontext()
         with turn:
-            self._sorted.read(plan, ring.data[body : body + plan.target_bytes])
+            began_s = time.perf_counter()
+            target = ring.data[body : body + plan.target_bytes]
+            self.sorted.read(plan, target, self._tuner.depth.value)
+            took_s = time.perf_counter() - began_s
         index = ring.data[begin:body].view(np.int64)
         parts = len(by_part)
         index[0] = 0
@@ -268,6 +347,18 @@ class RingReader:
         table[1] = plan.lengths
         self._words.add(Word.BYTES_READ, plan.storage_bytes)
         self._words.add(Word.READS, plan.reads)
+        self._words.add(Word.RANGES, plan.range_count)
+        self._tune(plan.storage_bytes, took_s)
+
+    def _tune(self, read_bytes: int, took_s: float) -> None:
+        if self._turns is not None:
+            self._words.store(Word.MISSED_TURNS, self._turns.missed)
+        if 2 * read_bytes < self._window_bytes():
+            return  # the first windows of a pass, and the last one, say little
+        self._tuner.record(read_bytes, took_s)
+        largest, windows = self._ring.config.window_bytes, self._tuner.windows
+        self._words.store(Word.DEPTH, self._tuner.depth.best)
+        self._words.store(Word.WINDOW_BYTES, largest * windows.best // windows.most)
 
     def _await_room(self, wanted: Pass, size: int) -> int | None:
         """Return where in the data there is room; None: the pass is over, or nobody is left."""
@@ -291,7 +382,7 @@ class RingReader:
     def _room(self, here: list[int], size: int) -> int | None:
         published = self._words.load(Word.PUBLISHED)
         needed = [self._ring.still_needed(rank) for rank in here]
-        oldest = min((one for one in needed if one is not None), default=published)
+        oldest = min((number for number in needed if number is not None), default=published)
         if published - oldest >= SLOTS:
             return None
         live = [self._ring.window(number) for number in range(min(oldest, published), published)]

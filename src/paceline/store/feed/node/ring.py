@@ -9,8 +9,9 @@
 A *window* holds the samples of the next steps of all local ranks, as one sorted read brought them
 from storage. Windows are numbered from 0 through all passes over the loader and published in order;
 window w is described in slot w modulo the number of slots. There is no barrier: every word has one
-writer (but the two counters that sleepers watch), the reader publishes a window by one store, and a
-rank says with two numbers which windows it still needs. So a reader that dies loses only the window
+writer (but the two counters that sleepers watch, and the words by which any rank starts a reader),
+the reader publishes a window by one store, and a rank says with two numbers which windows it still
+needs. So a reader that dies loses only the window
 that it was filling: the next one finds here what was published, and goes on behind it.
 
 The segment is a memfd: it has no name that could be left behind. Locks on single bytes of it tell
@@ -25,6 +26,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,10 @@ _FLOCK = struct.Struct("hhqqixxxx")  # struct flock of Linux with 64-bit offsets
 
 
 class Word:
-    """Words of the reader; `MAGIC` to `CONFIG_BYTES` are written once, by whoever creates it."""
+    """Words of the reader; `MAGIC` to `CONFIG_BYTES` are written once, when it is created.
+
+    Ranks write `READERS`, `STARTED_NS` and `HOPELESS` as well, when they start a reader.
+    """
 
     MAGIC = 0
     RANKS = 1
@@ -61,6 +66,10 @@ class Word:
     WAITS_FOR_ROOM = 14
     BYTES_READ = 15
     READS = 16
+    DEPTH = 17  # reads at a time that brought most bytes a second so far; 0 = not known yet
+    WINDOW_BYTES = 18  # of windows, likewise
+    MISSED_TURNS = 19  # windows that were read without a turn
+    RANGES = 20  # contiguous parts of shards that were read, each in one or more reads
     COUNT = 24
 
 
@@ -68,12 +77,13 @@ class RankWord:
     """Words of one rank, which alone writes them."""
 
     RANK = 0  # its global rank + 1; 0 = it has not come yet
-    PASS = 1  # written last
+    PASS = 1  # written last; 0 while the words of the next one are written
     EPOCH = 2
     POSITION = 3
     NEXT = 4  # windows of its pass that it needs no more
     HELD = 5  # the oldest window of which it holds views, + 1; 0 = none
     LEFT = 6
+    PROCESS = 7  # its process id
     COUNT = 8
 
 
@@ -100,7 +110,7 @@ class NodeConfig:
         global_batch_size: samples of a step over all ranks of the job.
         world_size: ranks of the job.
         last: how the last batch is treated (`RankBatches`).
-        window_bytes: of one window, about.
+        window_bytes: of one window at most, about.
         direct: whether reads go past the page cache.
         turns: host and port of the job's `TurnServer`; empty: readers take no turns.
     """
@@ -138,11 +148,14 @@ class Ring:
     """The mapped segment. Any thread and process may use it, within the rules above.
 
     Args:
-        descriptor: of the memfd; it stays open as long as the ring, for locks are on it.
+        descriptor: of the memfd. It, the locks and the memory last as long as this object, and as
+            arrays of its data.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self._descriptors = [descriptor]
+        weakref.finalize(self, _close, self._descriptors).atexit = False
         size = os.fstat(descriptor).st_size
         self._map = mmap.mmap(descriptor, size)
         self.words = SharedWords(self._map)
@@ -191,13 +204,22 @@ class Ring:
         """Return the oldest window that a rank needs; None: it needs none that exists."""
         if self.rank(local_rank, RankWord.LEFT):
             return None
+        # In this order: a rank says that it holds a window before it says that it has taken it.
+        to_take = self.still_to_take(local_rank)
         held = self.rank(local_rank, RankWord.HELD)
         needed = [held - 1] if held else []
-        # The pass before the number: a rank that begins the next pass sets NEXT to 0 before PASS.
-        if self.rank(local_rank, RankWord.PASS) <= self.words.load(Word.SERVED):
-            taken = self.rank(local_rank, RankWord.NEXT)
-            needed.append(self.words.load(Word.PASS_FIRST) + taken)
+        if to_take is not None:
+            needed.append(to_take)
         return min(needed, default=None)
+
+    def still_to_take(self, local_rank: int) -> int | None:
+        """Return the oldest window that a rank has not taken all steps of; None: it takes none."""
+        if self.rank(local_rank, RankWord.LEFT):
+            return None
+        # The pass before the number: a rank that begins the next pass sets NEXT to 0 before PASS.
+        if self.rank(local_rank, RankWord.PASS) > self.words.load(Word.SERVED):
+            return None
+        return self.words.load(Word.PASS_FIRST) + self.rank(local_rank, RankWord.NEXT)
 
     def samples_of(
         self, window: Window, step: int, local_rank: int
@@ -215,13 +237,13 @@ class Ring:
         return table[0, first:end], table[1, first:end]
 
     def lock(self, byte: int) -> bool:
-        """Take the lock of a byte until this process, or its last fork, ends; False: it is taken.
+        """Take the lock of a byte; False: it is taken.
+
+        It lasts as long as this object, or a copy of it in a fork.
 
         The lock belongs to the open file, not to the process: it is on a descriptor of its own, or
         those who inherited this one would hold it as well.
         """
-        if self.descriptor < 0:
-            return False
         own = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         try:
@@ -229,7 +251,8 @@ class Ring:
         except OSError:
             os.close(own)
             return False
-        return True  # `own` stays open on purpose
+        self._descriptors.append(own)
+        return True
 
     def is_locked(self, byte: int) -> bool:
         """Return whether a process holds the lock of a byte."""
@@ -240,6 +263,11 @@ class Ring:
         finally:
             os.close(probe)
         return bool(found[0] != fcntl.F_UNLCK)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def index_bytes(steps: int, ranks: int, samples: int) -> int:

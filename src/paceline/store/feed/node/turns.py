@@ -21,6 +21,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.store.feed.node.tuning import HillClimb
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -28,7 +30,6 @@ PATIENCE_S = 5.0  # for a turn; then the reader reads without one
 _RETRY_S = 30.0  # before a server that did not answer is asked again
 _CONNECT_S = 2.0
 _SAMPLES = 4  # windows of each reader between two decisions of the tuner
-_GAIN = 1.05  # a change must move so much more to be kept
 _ASK = b"?"
 _DONE = b"!"
 _GRANT = b"+"
@@ -41,20 +42,30 @@ class TurnTuner:
 
     Attributes:
         most: readers there are; all of them read at a time at the start.
-        turns: how many may read at a time now.
     """
 
     most: int
-    turns: int = field(init=False)
-    _best: int = field(init=False)
-    _best_rate: float = field(default=0.0, init=False)
+    _climb: HillClimb = field(init=False)
     _bytes: int = field(default=0, init=False)
     _count: int = field(default=0, init=False)
     _began_s: float | None = field(default=None, init=False)
-    _down: bool = field(default=True, init=False)  # the direction that is tried next
 
     def __post_init__(self) -> None:
-        self.turns = self._best = self.most
+        self._climb = HillClimb(self.most)
+
+    @property
+    def turns(self) -> int:
+        """How many may read at a time now."""
+        return self._climb.value
+
+    @property
+    def best(self) -> int:
+        """The number that moved most bytes so far."""
+        return self._climb.best
+
+    def start_at(self, turns: int) -> None:
+        """Begin with so many turns at a time."""
+        self._climb.start_at(turns)
 
     def begin(self, now_s: float) -> None:
         """Note that a reader begins to read."""
@@ -68,23 +79,9 @@ class TurnTuner:
         began_s = self._began_s
         if self._count < _SAMPLES * self.most or began_s is None or now_s <= began_s:
             return
-        self._decide(self._bytes / (now_s - began_s))
+        self._climb.decide(self._bytes / (now_s - began_s))
         self._bytes = self._count = 0
         self._began_s = now_s
-
-    def _decide(self, rate: float) -> None:
-        if self.turns == self._best:
-            self._best_rate = rate  # measured again: storage changes in the course of a job
-        elif rate > self._best_rate * _GAIN:
-            self._best, self._best_rate = self.turns, rate
-        else:
-            self._down = not self._down
-        halved, doubled = max(1, self._best // 2), min(self.most, self._best * 2)
-        wanted = halved if self._down else doubled
-        if wanted == self._best:  # at an end of the range
-            self._down = not self._down
-            wanted = doubled if wanted == halved else halved
-        self.turns = wanted if self.turns == self._best else self._best
 
 
 class TurnServer:
@@ -176,7 +173,7 @@ class TurnServer:
             selector.unregister(connection)
         self._received.pop(connection, None)
         self._reading.discard(connection)
-        self._waiting = deque(one for one in self._waiting if one is not connection)
+        self._waiting = deque(other for other in self._waiting if other is not connection)
         connection.close()
 
 

@@ -128,7 +128,7 @@ class IndexWriter:
         last.length = last.written
         self._end = last.offset + last.length + padding(last.length)
         if self._has_sums:
-            sums = np.array([one for place in self._places.values() for one in place.sums], "<u4")
+            sums = np.array([crc for place in self._places.values() for crc in place.sums], "<u4")
             last = _OpenSection(self._end, sums.nbytes)
             self._append(last, _raw(sums))
             self._places[Section.BLOCK_SUMS] = last

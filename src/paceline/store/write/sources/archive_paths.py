@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import NotFound
+from paceline.store.format.layout import is_of_side_file
 from paceline.store.write.sources.folder_scan import unreadable
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ def expand(path: str) -> list[str]:
 
 
 def _listed(path: str) -> list[str] | None:
-    """Return the entries of a folder, sorted; None if `path` is not a folder."""
+    """Return the entries of a folder, sorted, without side files; None if it is not a folder."""
     try:
-        return sorted(entry.name for entry in Path(path).iterdir())
+        names = (entry.name for entry in Path(path).iterdir())
+        return sorted(name for name in names if not is_of_side_file(name))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # packing it says so
         return None
     except OSError as problem:

@@ -237,7 +237,7 @@ class OpenArchives:
         for member in group:
             if member.name.endswith(b".cls"):
                 raise UsageError(
-                    f"{member.name!r} names the class of too large a group",
+                    f"{os.fsdecode(member.name)!a} names the class of too large a group",
                     where=self.where,
                     why="a class applies to all members that share its name up to the first dot; "
                     f"they are held in memory, at most {_MAX_GROUP_BYTES >> 20} MiB of them, and "
@@ -260,7 +260,7 @@ class OpenArchives:
         name = body.strip() if isinstance(body, bytes) else b""
         if len(named) > 1 or not 0 < len(name) <= _MAX_CLASS_BYTES or b"\0" in name:
             raise UsageError(
-                f"{named[0].name!r} names no class",
+                f"{os.fsdecode(named[0].name)!a} names no class",
                 where=self.where,
                 why=f"a .cls member holds one class in at most {_MAX_CLASS_BYTES} bytes",
                 fix="Correct the archive",
@@ -320,7 +320,8 @@ class OpenArchives:
                     begin, body = offset, b""
                     if header.kind == HARD_LINK and name is not None:
                         offset, size = links.locate(name)
-                    elif name is not None and name.endswith(b".cls"):
+                    if name is not None and name.endswith(b".cls"):
+                        file.seek(offset)
                         body = file.read(min(size, _MAX_CLASS_BYTES + 1))
                     file.seek(begin + header.length + -header.length % BLOCK_BYTES)
                     if name is not None:

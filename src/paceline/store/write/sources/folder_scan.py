@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import NotFound, StorageError, UsageError, os_errors_as, reason
-from paceline.native import list_folder
+from paceline.native import FolderListing, list_folder
+from paceline.store.format.layout import SIDE_SUFFIX, is_of_side_file, joined
 from paceline.store.write.columns import SampleColumns
 from paceline.store.write.sources.source import MAX_NAME_BYTES
 
@@ -30,18 +32,27 @@ class FolderScan:
         root: the folder, as the system spells it.
         descriptor: open descriptor of the folder.
         follow: follow symbolic links instead of refusing them.
+        skips_side_files: pass over the indexes of data in place.
 
     Attributes:
         folders: relative paths of the folders that were entered, also of empty ones.
         classes: the top-level folders, sorted.
     """
 
-    def __init__(self, root: bytes, descriptor: int, *, follow: bool) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        descriptor: int,
+        *,
+        follow: bool,
+        skips_side_files: bool = False,
+    ) -> None:
         self.folders: list[bytes] = []
         self.classes: list[bytes] = []
         self._root = root
         self._descriptor = descriptor
         self._follow = follow
+        self._skips_side_files = skips_side_files
 
     def files(self) -> Iterator[tuple[SampleColumns, NDArray[np.uint64]]]:
         """Yield columns and lengths of files that follow each other.
@@ -53,7 +64,7 @@ class FolderScan:
         """
         status = os.fstat(self._descriptor)
         ancestors = [(status.st_dev, status.st_ino)]
-        top = SortedListing(self._root, self._descriptor, b"", follow=self._follow)
+        top = self._list(self._descriptor, b"")
         # Classes are numbered by their plain names, as every image folder reader does it.
         self.classes = sorted(name[:-1] for name in top.folder_names())
         label_of = {name: label for label, name in enumerate(self.classes)}
@@ -82,9 +93,16 @@ class FolderScan:
             ancestors.append(identity)
             descriptor = self._open(name)
             try:
-                stack.append(SortedListing(self._root, descriptor, name, follow=self._follow))
+                stack.append(self._list(descriptor, name))
             finally:
                 os.close(descriptor)
+
+    def _list(self, descriptor: int, below: bytes) -> SortedListing:
+        with os_errors_as(lambda problem: unreadable(self._root + b"/" + below, problem)):
+            columns = list_folder(descriptor, below, follow=self._follow)
+        if self._skips_side_files and SIDE_SUFFIX.encode() in columns.names:
+            columns = _without_side_files(columns, len(below))
+        return SortedListing(self._root, columns, follow=self._follow)
 
     def _open(self, name: bytes) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -96,9 +114,8 @@ class FolderScan:
 class SortedListing:
     """The entries of one folder, sorted, and how far a walk has come in them."""
 
-    def __init__(self, root: bytes, descriptor: int, below: bytes, *, follow: bool) -> None:
-        with os_errors_as(lambda problem: unreadable(root + b"/" + below, problem)):
-            self._columns = list_folder(descriptor, below, follow=follow)
+    def __init__(self, root: bytes, columns: FolderListing, *, follow: bool) -> None:
+        self._columns = columns
         self._check(root, follow=follow)
         kinds = self._columns.modes & 0o170000
         self._folders = np.flatnonzero(kinds == stat.S_IFDIR).tolist()
@@ -174,6 +191,25 @@ class SortedListing:
                 why="PATH_MAX of the kernel is 4,096 bytes, with the final NUL",
                 fix="Pack a folder further down in the tree, or shorten the names",
             )
+
+
+def _without_side_files(columns: FolderListing, prefix_bytes: int) -> FolderListing:
+    """Return the other entries of a listing, in which each name follows a prefix."""
+    names = [columns.names[begin:end] for begin, end in pairwise(columns.offsets.tolist())]
+    own_names = [os.fsdecode(name[prefix_bytes:]) for name in names]
+    kept = [k for k, name in enumerate(own_names) if not is_of_side_file(name)]
+    offsets, blob = joined(names[k] for k in kept)
+    return FolderListing(
+        blob,
+        offsets,
+        columns.modes[kept],
+        columns.sizes[kept],
+        columns.mtimes_ns[kept],
+        columns.devices[kept],
+        columns.inodes[kept],
+        columns.errors[kept],
+        columns.links[kept],
+    )
 
 
 def unreadable(path: bytes, problem: OSError) -> StorageError:
