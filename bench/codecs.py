@@ -32,6 +32,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from harness import Report, options, tell
@@ -41,15 +42,24 @@ CODECS = ("none", "lz4", "zstd", "zstd-dict")
 PASSAGE_LINES = 64
 IMAGES = 4000
 BATCH = 256
-MEASURED_S = 0.5  # of reading, for a rate
-REPEATS = 5
-FED_BYTES = 96 << 20
-QUICK_FED_BYTES = 24 << 20
-SHARES = (0.2, 0.5, 0.8, 0.95)  # of what each codec feeds
 MIN_FACTOR = 2.0
 MIN_FED = 0.95
 MDS_SHARD_BYTES = 64 << 20
+MDS_REPEATS = 3
 SHORT = "about 34 bytes each, whose own entropy a codec that must decode each alone cannot reach"
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    rate_s: float  # of reading from memory, for a rate
+    fed_bytes: int  # of the samples that are read from storage
+    repeats: int  # of reading them
+    shares: tuple[float, ...]  # of what each codec feeds: what is required of `auto`
+
+
+FULL = Effort(rate_s=0.4, fed_bytes=64 << 20, repeats=5, shares=(0.3, 0.6, 0.95))
+QUICK = Effort(rate_s=0.1, fed_bytes=16 << 20, repeats=3, shares=(0.5, 0.95))
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -112,27 +122,27 @@ def files_bytes(folder):
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def timed(read):
+def timed(read, effort):
     """Return the median rate of `read`, which returns how many bytes it read."""
     rates, begin_s = [], time.perf_counter()
-    while len(rates) < 3 or time.perf_counter() - begin_s < MEASURED_S:
+    while len(rates) < 3 or time.perf_counter() - begin_s < effort.rate_s:
         start_s = time.perf_counter()
         size = read()
         rates.append(size / (time.perf_counter() - start_s))
     return statistics.median(rates)
 
 
-def random_rate(path, threads):
+def random_rate(path, threads, effort):
     """Return how many bytes of samples a second a pack is read in random order, from memory."""
     from paceline.store import open_pack
 
     with open_pack(path, threads=threads) as pack:
         order = np.random.default_rng(1).permutation(len(pack))
         batches = [order[k : k + BATCH] for k in range(0, len(order), BATCH)]
-        return timed(lambda: sum(len(pack.read_batch(batch)[0]) for batch in batches))
+        return timed(lambda: sum(len(pack.read_batch(batch)[0]) for batch in batches), effort)
 
 
-def measure_packs(report, name, samples, folder):
+def measure_packs(report, name, samples, folder, effort):
     """Pack with each codec; return the capacity factors."""
     from paceline import store
 
@@ -152,8 +162,8 @@ def measure_packs(report, name, samples, folder):
             chosen=summary.choice.codec if summary.choice else "none",
             capacity_factor=summary.capacity_factor,
             file_capacity_factor=total / files_bytes(path),
-            decode_bytes_per_s=random_rate(path, 1),
-            decode_all_threads_bytes_per_s=random_rate(path, None),
+            decode_bytes_per_s=random_rate(path, 1, effort),
+            decode_all_threads_bytes_per_s=random_rate(path, None, effort),
             pack_bytes_per_s=total / pack_s,
         )
     return factors
@@ -167,7 +177,7 @@ def check(path, samples):
         assert all(pack.read(k) == samples[k] for k in range(0, len(samples), step))
 
 
-def measure_tar(report, name, samples, folder):
+def measure_tar(report, name, samples, folder, effort):
     path = folder / name / "samples.tar.gz"
     total = sum(map(len, samples))
     start_s = time.perf_counter()
@@ -188,7 +198,7 @@ def measure_tar(report, name, samples, folder):
         format="tar.gz",
         capacity_factor=total / path.stat().st_size,
         file_capacity_factor=total / path.stat().st_size,
-        decode_bytes_per_s=timed(read),
+        decode_bytes_per_s=timed(read, effort),
         pack_bytes_per_s=total / pack_s,
     )
 
@@ -233,7 +243,7 @@ def peer_mds(place):
     pack_s = time.perf_counter() - start_s
     stored = files_bytes(place / "data")
     rates = []
-    for number in range(REPEATS):  # each time as it was written: shards are kept decompressed
+    for number in range(MDS_REPEATS):  # each time as it was written: shards are kept decompressed
         copy = place / f"copy{number}"
         shutil.copytree(place / "data", copy)
         streaming.base.util.clean_stale_shared_memory()
@@ -278,27 +288,27 @@ def fed_rates(path, repeats):
     return rates
 
 
-def measure_auto(report, name, samples, folder, size, repeats):
+def measure_auto(report, name, samples, folder, effort):
     """Pack with `auto` for several required rates; return the least part of them that is fed."""
     from paceline import store
 
-    samples = [body for _, body in named(samples, size)]
+    samples = [body for _, body in named(samples, effort.fed_bytes)]
     fed = {}
     for codec in CODECS:
         path = folder / name / f"fed {codec}"
         store.pack(store.Samples(named(samples)), path, options=store.PackOptions(codec=codec))
-        fed[codec] = statistics.median(fed_rates(path, repeats))
+        fed[codec] = statistics.median(fed_rates(path, effort.repeats))
         report.row(set=name, what="fed from storage", codec=codec, bytes_per_s=fed[codec])
         shutil.rmtree(path)
     worst = None
-    for codec, share in [(codec, share) for codec in CODECS[1:] for share in SHARES]:
+    for codec, share in [(codec, share) for codec in CODECS[1:] for share in effort.shares]:
         required = share * fed[codec]
         if required > max(fed.values()):
             continue
         path = folder / name / "auto fed"
         chosen = store.PackOptions(codec="auto", feed_bytes_per_s=int(required))
         summary = store.pack(store.Samples(named(samples)), path, options=chosen)
-        rate = statistics.median(fed_rates(path, repeats))
+        rate = statistics.median(fed_rates(path, effort.repeats))
         shutil.rmtree(path)
         worst = min(worst or 1e9, rate / required)
         report.row(
@@ -319,24 +329,22 @@ def main():
         return peer_mds(Path(given.mds[0]))
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     data = Path(given.data[0]) if given.data else default
-    report = Report("codecs_quick" if given.quick else "codecs", given.json)
+    report = Report("codecs", given.json)
     if not (data / "tinyshakespeare").is_dir() or not (data / "fashion-mnist").is_dir():
         tell(f"skipped: no tinyshakespeare and fashion-mnist in {data}; give it with --data DIR")
         return 0
+    effort = QUICK if given.quick else FULL
     sets = make_sets(data)
     factors = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind, samples in sets.items():
             (folder / kind).mkdir()
-            factors[kind] = measure_packs(report, kind, samples, folder)
-            measure_tar(report, kind, samples, folder)
+            factors[kind] = measure_packs(report, kind, samples, folder, effort)
+            measure_tar(report, kind, samples, folder, effort)
             measure_mds(report, kind, samples, folder)
-        size = QUICK_FED_BYTES if given.quick else FED_BYTES
         worst = {
-            kind: measure_auto(
-                report, kind, sets[kind], folder, size, 3 if given.quick else REPEATS
-            )
+            kind: measure_auto(report, kind, sets[kind], folder, effort)
             for kind in ("passages", "float arrays")
         }
     best = {kind: max(found[codec] for codec in CODECS) for kind, found in factors.items()}

@@ -1,6 +1,9 @@
 #include "paceline/zstd.hpp"
 
+#include <array>
+#include <cstring>
 #include <memory>
+#include <new>
 
 #include "paceline/shared_library.hpp"
 
@@ -11,6 +14,9 @@ namespace {
 constexpr int content_size_flag = 200;
 constexpr int dictionary_id_flag = 202;
 constexpr int reset_session = 1;  // of ZSTD_ResetDirective
+
+constexpr std::array magic = {std::byte{0x28}, std::byte{0xB5}, std::byte{0x2F}, std::byte{0xFD}};
+constexpr std::size_t max_kept_frame = std::size_t{1} << 20;
 
 // The part of zstd's interface that is stable since 1.4.
 struct Library {
@@ -147,16 +153,28 @@ std::size_t ZstdDictionary::compress(std::span<const std::byte> source,
       context, target.data(), target.size(), source.data(), source.size());
   static_cast<void>(library().reset(context, reset_session));
   static_cast<void>(library().refer_to_encoder(context, nullptr));  // it may be gone by the next time
-  return is_error(length) ? 0 : length;
+  if (is_error(length) || length <= magic.size()) return 0;
+  std::memmove(target.data(), target.data() + magic.size(), length - magic.size());
+  return length - magic.size();
 }
 
 bool ZstdDictionary::decompress(std::span<const std::byte> source, std::span<std::byte> target,
                                 std::string* why) const {
   if (decoder_ == nullptr) return refuse(why, "there is no dictionary");
   if (decompressor() == nullptr) return refuse(why, "out of memory");
+  if (source.size() > zstd_bound(target.size())) return refuse(why, "the frame is too long");
+  thread_local std::vector<std::byte> frame;  // of the thread: a fault in `source` leaks nothing
+  try {
+    frame.resize(magic.size() + source.size());
+  } catch (const std::bad_alloc&) {
+    return refuse(why, "out of memory");
+  }
+  std::memcpy(frame.data(), magic.data(), magic.size());
+  if (!source.empty()) std::memcpy(frame.data() + magic.size(), source.data(), source.size());
   const std::size_t length =
-      library().decompress_with(decompressor(), target.data(), target.size(), source.data(),
-                                source.size(), decoder_.get());
+      library().decompress_with(decompressor(), target.data(), target.size(), frame.data(),
+                                frame.size(), decoder_.get());
+  if (frame.capacity() > max_kept_frame) std::vector<std::byte>().swap(frame);
   return is_whole(length, target.size(), why);
 }
 

@@ -169,7 +169,8 @@ class ParsedPack:
         if kind == 2:
             data = lz4_decode(data, length)
         else:
-            data = zstd_decode(data, length, self.sections[27] if kind == 3 else b"")
+            magic = b"\x28\xb5\x2f\xfd" if kind == 3 else b""
+            data = zstd_decode(magic + data, length, self.sections[27] if kind == 3 else b"")
         whole = length // width * width
         planes = np.frombuffer(data[:whole], np.uint8).reshape(width, -1)
         return planes.T.tobytes() + data[whole:]

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import native, store
-from paceline.core.errors import CorruptPack, Missing, PacelineError, UsageError
+from paceline import store
+from paceline.core.errors import CorruptPack, UsageError
 from paceline.native import EncodedSamples, SampleEncoding, decode_s, encode, encoding_of
 from paceline.store import PackOptions, open_pack
 from paceline.store.care.repair import repair_pack
@@ -199,8 +202,8 @@ def test_appended_samples_use_the_dictionary_that_is_there(tmp_path):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_killed_packing_goes_on_with_its_dictionary(tmp_path, monkeypatch, lost):
-    monkeypatch.setattr(encoding_module, "LEARNING_BYTES", 60_000)
-    whole = records(3000)
+    monkeypatch.setattr(encoding_module, "LEARNING_BYTES", 40_000)
+    whole = records(1500)
     for name, body in whole.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_bytes(body)
@@ -209,7 +212,7 @@ def test_a_killed_packing_goes_on_with_its_dictionary(tmp_path, monkeypatch, los
     store.pack(store.Folder(tmp_path / "source"), tmp_path / "whole", options=options)
 
     def stop(progress):
-        if progress.sample_count >= 2800:
+        if progress.sample_count >= 1400:
             raise Stop
 
     with pytest.raises(Stop):
@@ -348,12 +351,38 @@ def test_a_dictionary_that_cannot_be_is_refused(good, tmp_path):
                 assert pack.read(k) == open_pack(good).read(k)
 
 
-def test_a_library_that_is_missing_is_said_with_its_package():
-    for library, package in (("liblz4.so.1", "liblz4-1"), ("libzstd.so.1", "libzstd1")):
-        problem = native.missing_library(library, fix="")
-        assert isinstance(problem, Missing)
-        assert isinstance(problem, PacelineError)
-        assert package in str(problem)
+@pytest.mark.parametrize(
+    ("library", "package", "codec"),
+    [("liblz4.so.1", "liblz4-1", "lz4"), ("libzstd.so.1", "libzstd1", "zstd-dict")],
+)
+def test_a_library_that_is_missing_is_said_with_its_package(tmp_path, library, package, codec):
+    noise = np.random.default_rng(1).bytes(500)
+    whole = {"noise": noise, "text": b"words, and words again " * 50}
+    store.pack(store.Samples(whole.items()), tmp_path / "pack", options=PackOptions(codec=codec))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / library).write_bytes(b"no library")
+    script = (
+        "import sys\n"
+        "from paceline.core.errors import Missing\n"
+        "from paceline.store import open_pack\n"
+        "pack = open_pack(sys.argv[1])\n"
+        "assert len(pack.read(0)) == 500\n"
+        "for act in (lambda: pack.read(1), lambda: pack.read_batch([0, 1]),\n"
+        "            lambda: list(pack.verify())):\n"
+        "    try:\n"
+        "        act()\n"
+        "    except Missing as problem:\n"
+        "        print(problem)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "pack")],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "broken")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"apt-get install {package}") == 3
 
 
 @pytest.mark.parametrize("codec", CODECS)

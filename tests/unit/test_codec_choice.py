@@ -124,8 +124,12 @@ def test_packing_measures_and_chooses(tmp_path, feed):
 def test_without_a_rate_the_storage_says_how_much_is_needed(tmp_path):
     options = PackOptions(codec="auto")
     summary = store.pack(store.Samples(SAMPLES.items()), tmp_path / "pack", options=options)
-    assert summary.choice.required_bytes_per_s == summary.choice.read_bytes_per_s > 0
-    assert "what the storage reads" in summary.choice.why
+    plain = summary.choice.rates[0]
+    assert plain.codec == "none"
+    assert 0 < plain.feed_bytes_per_s <= summary.choice.read_bytes_per_s
+    assert summary.choice.required_bytes_per_s == plain.feed_bytes_per_s
+    assert summary.choice.chosen.feed_bytes_per_s >= plain.feed_bytes_per_s
+    assert "what it is without a codec" in summary.choice.why
 
 
 def test_nothing_is_measured_where_there_is_nothing(tmp_path):

@@ -28,8 +28,9 @@ std::size_t zstd_compress(std::span<const std::byte> source, std::span<std::byte
 bool zstd_decompress(std::span<const std::byte> source, std::span<std::byte> target,
                      std::string* why = nullptr);
 
-// What many small samples have in common, so that the frame of each need not say it. Its frames carry
-// neither their length nor the dictionary's number, which the pack's index knows. Immutable.
+// What many small samples have in common, so that the frame of each need not say it. Nor do its frames
+// say what the pack's index knows: they carry neither their length, nor the number of the dictionary,
+// nor the magic number, the first 4 bytes of any other frame. Immutable.
 class ZstdDictionary {
  public:
   ZstdDictionary() noexcept = default;  // there is none

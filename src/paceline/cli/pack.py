@@ -78,7 +78,7 @@ def rate_bytes_per_s(text: str) -> int:
     type=rate_bytes_per_s,
     metavar="RATE",
     help="Bytes of samples that the loop needs in a second, as 200MB/s, for --codec auto.  "
-    "[default: what the storage of DST reads, measured]",
+    "[default: what the storage of DST feeds without a codec, measured]",
 )
 @click.option(
     "--feed",

@@ -247,10 +247,10 @@ def _codec_name(code: int) -> str:
     """Return the name of a codec, with the bytes of an element if the elements are shuffled.
 
     >>> _codec_name(1), _codec_name(0x22), _codec_name(99)
-    ('zstd', 'lz4, shuffled by 4', 'codec 99')
+    ('zstd', 'lz4 shuffled by 4', 'codec 99')
     """
     encoding = encoding_of(code)
     if encoding is None:
         return f"codec {code}"
     codec, element_bits = encoding
-    return f"{codec}, shuffled by {1 << element_bits}" if element_bits else codec
+    return f"{codec} shuffled by {1 << element_bits}" if element_bits else codec

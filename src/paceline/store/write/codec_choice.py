@@ -50,7 +50,7 @@ class CodecChoice(Record):
     """How samples are compressed, and why.
 
     `rates` are of all that was considered, measured on the first samples. The required rate and
-    that of the storage are 0 where nobody asked.
+    that of the storage are 0 where nothing was chosen.
     """
 
     codec: str
@@ -122,7 +122,7 @@ def choose(
 def reason(choice: CodecRate, *, required_bytes_per_s: float, is_sync: bool, is_given: bool) -> str:
     """Return in words why a codec was chosen."""
     needed = f"{required_bytes_per_s / 1e6:,.0f} MB/s"
-    source = "as asked for" if is_given else "what the storage reads"
+    source = "as asked for" if is_given else "what it is without a codec"
     feeds = f"feeds {choice.feed_bytes_per_s / 1e6:,.0f} MB/s"
     if choice.feed_bytes_per_s < required_bytes_per_s and not is_sync:
         return f"{feeds}, the most of all; {needed} needed ({source})"

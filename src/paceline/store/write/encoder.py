@@ -126,8 +126,12 @@ class SampleEncoder:
             self.dictionary = self.dictionary or _trained(samples)
             self._keep_dictionary()
         self._use_dictionary()
-        if self._options.codec == "auto" and samples.lengths.any():
+        if not samples.lengths.any():
+            return
+        if self._options.codec == "auto":
             self._choose(samples)
+        else:
+            self.choice = self._as_asked(self._encoded(samples, self._codec), samples.lengths)
 
     def encode(self, samples: ReadSamples) -> EncodedSamples | None:
         """Return samples as they are to be stored; None = as they are."""
@@ -167,9 +171,7 @@ class SampleEncoder:
         )
 
     def _choose(self, samples: ReadSamples) -> None:
-        required = self._options.feed_bytes_per_s
         read = measure_read_rate(self._folder)
-        required_rate = float(required) if required else read
         rates = []
         for codec in CANDIDATES:
             if codec == "zstd-dict" and not self.dictionary:
@@ -182,6 +184,8 @@ class SampleEncoder:
             fed = feed_rate(rate.capacity_factor, rate.decode_bytes_per_s, read)
             rates.append(replace(rate, feed_bytes_per_s=fed))
         is_sync = self._options.feed == "sync"
+        asked = self._options.feed_bytes_per_s
+        required_rate = float(asked) if asked else rates[0].feed_bytes_per_s  # of none
         chosen = choose(rates, required_bytes_per_s=required_rate, is_sync=is_sync)
         self._codec = chosen.codec
         self.choice = CodecChoice(
@@ -190,7 +194,7 @@ class SampleEncoder:
                 chosen,
                 required_bytes_per_s=required_rate,
                 is_sync=is_sync,
-                is_given=bool(required),
+                is_given=bool(asked),
             ),
             rates=tuple(rates),
             threads=self._readers,

@@ -43,7 +43,7 @@ class PackOptions(Configuration):
             together, then all second bytes, where that makes a sample smaller: `2`, `4`, `8`;
             `auto` = as each .npy file says, of other samples none; `none`.
         feed_bytes_per_s: bytes of samples that a loop needs in a second, for `auto`. 0 = as many
-            as the storage of the pack can read, which is measured.
+            as the storage of the pack feeds without a codec, which is measured.
         feed: how the loop that `auto` chooses for gets its samples: `async`, by a loader that reads
             and decodes beside the steps, or `sync`, between two steps.
         parity_group: shards that one parity file covers: one lost shard of a group can be rebuilt
