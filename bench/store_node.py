@@ -308,7 +308,6 @@ class NodeRun:
             started, descriptors = [], ()
             if self._form == "node":
                 ring = Ring.create(config, self._shape.ranks, self._ring_bytes())
-                stack.callback(os.close, ring.descriptor)
                 words, descriptors = ring.words, (ring.descriptor,)
                 asked |= {"descriptor": ring.descriptor, "technique": self._shape.technique}
             for rank in range(self._shape.ranks):
