@@ -76,6 +76,8 @@ def test_samples_come_in_bytewise_order_with_labels_and_empty_folders(source, tm
         "opens_after": 2,
         "reused_sample_count": 0,
         "elapsed_s": 0.0,
+        "dictionary_bytes": 0,
+        "choice": None,
     }
     assert [progress.sample_count for progress in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1].byte_count, seen[-1].byte_total, seen[-1].sample_total) == (1017, 1017, 5)
