@@ -214,7 +214,7 @@ def turns(report, data, flags):
         reason = "scripts/peers fuse was not run"
         report.bar("four nodes: turns were measured", None, 1, at_least=True, reason=reason)
         return
-    steps = 6 if flags.quick else 60
+    steps = 4 if flags.quick else 60
     modes = {"all at once": None, "one at a time": 1, "tuned": NODES}
     if flags.quick:
         del modes["tuned"]
