@@ -193,14 +193,13 @@ def gain_of(found):
 
 
 def cache(report, data, flags):
-    part = 8 if flags.quick else 1
     for source in data.places.values():
         subprocess.run(["cat", *map(str, sorted(source.iterdir()))], stdout=subprocess.DEVNULL)
     forms = {"own cursor": "lmdb", "auto: in place, no reader": "pack", "reader": "node"}
     found = {name: [] for name in forms}
     for seed in range(rounds_of(flags)):
         for name, form in forms.items():
-            run = NodeRun(data, "lmdb", form, ranks=1, seed=seed, part=part, cached=True)
+            run = NodeRun(data, "lmdb", form, ranks=1, seed=seed, cached=True)
             found[name].append(run.measure())
     for name, measured in found.items():
         report.row(section="cache", ranks=1, form=name, **medians(measured))
@@ -215,7 +214,7 @@ def turns(report, data, flags):
         reason = "scripts/peers fuse was not run"
         report.bar("four nodes: turns were measured", None, 1, at_least=True, reason=reason)
         return
-    steps = 6 if flags.quick else 30
+    steps = 4 if flags.quick else 60
     modes = {"all at once": None, "one at a time": 1, "tuned": NODES}
     if flags.quick:
         del modes["tuned"]
@@ -308,7 +307,6 @@ class NodeRun:
             started, descriptors = [], ()
             if self._form == "node":
                 ring = Ring.create(config, self._shape.ranks, self._ring_bytes())
-                stack.callback(os.close, ring.descriptor)
                 words, descriptors = ring.words, (ring.descriptor,)
                 asked |= {"descriptor": ring.descriptor, "technique": self._shape.technique}
             for rank in range(self._shape.ranks):

@@ -359,6 +359,14 @@ def test_a_reader_goes_on_with_what_the_one_before_it_had_found(node):
     assert (tuner.depth.value, tuner.windows.value / tuner.windows.most) == (2, 0.5)
 
 
+def test_a_reader_that_takes_turns_begins_with_one_read_at_a_time(node):
+    depths = [
+        RingReader(node(1, direct=True, turns=turns).ring)._tuner.depth.value
+        for turns in ("127.0.0.1:1", "")
+    ]
+    assert depths == [1, 8]
+
+
 def test_loaders_that_differ_are_refused(path, tmp_path):
     said = run_ranks(SCRIPT, tmp_path, 2, path, "differs")
     assert "differ" in said[1]["problem"]
