@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 
 import numpy as np
 
@@ -34,6 +35,25 @@ def options(doc, *more, switches=None):
 def tell(text):
     """Say something that is no result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def run_sections(names, run, report, *, failures=()):
+    """Run the sections of a benchmark, and say how long each took.
+
+    Args:
+        names: of the sections.
+        run: called with each name.
+        report: gets a bar without a value for a section that ends with one of `failures`.
+        failures: classes of exceptions that do not end the benchmark.
+    """
+    for name in names:
+        begin = time.perf_counter()
+        tell(f"{name}:")
+        try:
+            run(name)
+        except failures as problem:
+            report.bar(f"{name} was measured", None, 1, at_least=True, reason=str(problem))
+        tell(f"{name}: {time.perf_counter() - begin:.0f} s")
 
 
 def await_ranks(ranks, deadline_s):

@@ -29,12 +29,11 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import store_data
-from harness import Report, options, tell
+from harness import Report, options, run_sections
 from store_read import PACELINE, Contest, Failed
 
 HERE = Path(__file__).parent
@@ -168,14 +167,12 @@ def main():
     flags = options(__doc__, "--data", "--only", "--rounds")
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data").absolute()
     report = Report("loader", flags.json)
-    for name in flags.only or (["part-1"] if flags.quick else SECTIONS):
-        begin = time.perf_counter()
-        tell(f"{name}:")
-        try:
-            compare(report, *SECTIONS[name], folder, flags)
-        except (Failed, subprocess.CalledProcessError) as problem:
-            report.bar(f"{name} was measured", None, 1, at_least=True, reason=str(problem))
-        tell(f"{name}: {time.perf_counter() - begin:.0f} s")
+    run_sections(
+        flags.only or (["part-1"] if flags.quick else SECTIONS),
+        lambda name: compare(report, *SECTIONS[name], folder, flags),
+        report,
+        failures=(Failed, subprocess.CalledProcessError),
+    )
     return report.print()
 
 

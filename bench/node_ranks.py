@@ -1,6 +1,6 @@
 """The processes of store_node.py: ranks that read their share of an epoch, and readers for them.
 
-    python bench/node_ranks.py rank JSON      says "ready", reads when told to, says what it took
+    python bench/node_ranks.py rank JSON      says "ready", reads on "go", says what it took
     python bench/node_ranks.py reader JSON    reads for the ranks of a node, until they have left
 
 What is measured of a process (bytes, faults, switches) its parent reads from /proc.
@@ -25,7 +25,7 @@ DEADLINE_S = 600
 
 
 def rank_main(asked):
-    """Read this rank's part of the epoch when told to, and say what that took."""
+    """Read this rank's part of the epoch on "go", and say what that took."""
     from paceline.store import SampleOrder
     from paceline.store.feed.sampler import RankBatches
 

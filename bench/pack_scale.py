@@ -7,7 +7,7 @@ opened and some of its samples are read back.
 The largest pack is dropped from the page cache and loaded, shuffled, in a process of its own: how
 long the first batch takes, from the path of the pack on, and how much more memory is resident than
 in a process that loads the same batches of a small pack. Pages of the shards count as well; what
-lies in the index is told apart by /proc/self/smaps. What follows for a hundred million samples is
+lies in the index is found in /proc/self/smaps. What follows for a hundred million samples is
 computed: the first batch touches as many blocks of the index, and a shuffled epoch all of what
 reading a sample needs.
 

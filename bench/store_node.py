@@ -41,7 +41,7 @@ import threading
 import time
 from pathlib import Path
 
-from harness import Report, await_ranks, options, tell
+from harness import Report, await_ranks, options, run_sections, tell
 from node_ranks import DEADLINE_S, SAMPLES_PER_RANK
 from store_data import listing, make_files, make_lmdb, make_pack
 
@@ -97,11 +97,7 @@ def main():
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data").absolute()
     # When quick the memory of a quarter of the set must still hold four ranks.
     data = Data.make(folder, "half-107KB" if flags.quick else "107KB")
-    for name in flags.only or SECTIONS:
-        begin = time.perf_counter()
-        tell(f"{name}:")
-        SECTIONS[name](report, data, flags)
-        tell(f"{name}: {time.perf_counter() - begin:.0f} s")
+    run_sections(flags.only or SECTIONS, lambda name: SECTIONS[name](report, data, flags), report)
     return report.print()
 
 

@@ -48,7 +48,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from harness import Report, options, tell
+from harness import Report, options, run_sections, tell
 from store_data import (
     ENVIRONMENTS,
     environment_python,
@@ -531,14 +531,12 @@ def main():
     folder = Path(flags.data[0] if flags.data else HERE.parent / "build" / "bench-data").absolute()
     wanted = flags.only or [name for name in SECTIONS if not flags.quick or name not in COLD]
     report = Report("store_read", flags.json)
-    for name in wanted:
-        begin = time.perf_counter()
-        tell(f"{name}:")
-        try:
-            SECTIONS[name](report, folder, flags)
-        except (Failed, subprocess.CalledProcessError) as problem:
-            report.bar(f"{name} was measured", None, 1, at_least=True, reason=str(problem))
-        tell(f"{name}: {time.perf_counter() - begin:.0f} s")
+    run_sections(
+        wanted,
+        lambda name: SECTIONS[name](report, folder, flags),
+        report,
+        failures=(Failed, subprocess.CalledProcessError),
+    )
     return report.print()
 
 

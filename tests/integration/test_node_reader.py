@@ -1,4 +1,4 @@
-"""The reader of a node: every rank gets its samples, whoever dies, waits or holds on to them."""
+"""The reader of a node: every rank gets its samples when others die, wait or hold on to them."""
 
 import dataclasses
 import gc

@@ -36,6 +36,8 @@ LastBatch = Literal["pad", "drop", "join"]
 
 STATE_VERSION = 1
 
+_POSITIONS_AT_ONCE = 8192  # whose samples are computed by one call
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBatches:
@@ -93,6 +95,13 @@ class RankBatches:
         full, rest = divmod(self.sample_count - position, self.global_batch_size)
         has_last = {"pad": rest > 0, "drop": False, "join": rest > self.rank}
         return full + has_last[self.last]
+
+    def at_once(self, ranks: int = 1) -> int:
+        """Return of how many batches to compute the samples of `ranks` ranks by one call.
+
+        A call for each batch would cost more than all else that is done to plan it.
+        """
+        return max(1, _POSITIONS_AT_ONCE * self.world_size // (self.global_batch_size * ranks))
 
     def positions(self, position: int, batches: int = 1) -> list[NDArray[np.int64]]:
         """Return this rank's positions in each of the next `batches` global batches.

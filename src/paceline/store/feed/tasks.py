@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from paceline.store.read.pack import Pack
 
 _FETCHED_PER_MADE = 4  # batches that are requested from storage, for each that is made ahead
-_AT_ONCE = (
-    8192  # positions whose samples are computed by one call: a call per batch would cost more
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +57,8 @@ def plan_tasks(
         pack: the pack, for the bytes of its samples.
         node: what the node's reader reads for this pass.
     """
-    share = max(1, batches.global_batch_size // batches.world_size)
     step = 0
-    while planned := batches.positions(position, max(1, _AT_ONCE // share)):
+    while planned := batches.positions(position, batches.at_once()):
         numbers = order.samples(np.concatenate(planned))
         sizes = pack.lengths_of(numbers)
         begin = 0

@@ -21,7 +21,6 @@ from paceline.store.format.layout import SIDE_SUFFIX
 from paceline.store.format.sources import KeyNames, SourceKind
 from paceline.store.in_place.data import (
     extent_columns,
-    name_from,
     sample_columns,
     sources_of,
 )
@@ -69,7 +68,6 @@ class LmdbData:
         meta = lmdb_meta(os.fsencode(self._path))
         return replace(
             sources_of(SourceKind.LMDB, [self._path], folder),
-            files=[name_from(folder, self._path)],
             transaction=meta.transaction,
             page_bytes=meta.page_bytes,
             last_page=meta.last_page,

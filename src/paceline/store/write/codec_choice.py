@@ -107,7 +107,7 @@ def choose(
 
     def feeds(rate: CodecRate) -> bool:
         if not is_sync:
-            return rate.feed_bytes_per_s * (1 - ASYNC_MARGIN) >= required_bytes_per_s
+            return _feeds_async(rate, required_bytes_per_s)
         added_s = 1 / rate.feed_bytes_per_s - 1 / plain.feed_bytes_per_s
         return added_s <= SYNC_SHARE / required_bytes_per_s
 
@@ -121,12 +121,16 @@ def choose(
     return max(alike, key=lambda rate: rate.feed_bytes_per_s)
 
 
+def _feeds_async(rate: CodecRate, required_bytes_per_s: float) -> bool:
+    return rate.feed_bytes_per_s * (1 - ASYNC_MARGIN) >= required_bytes_per_s
+
+
 def reason(choice: CodecRate, *, required_bytes_per_s: float, is_sync: bool, is_given: bool) -> str:
     """Return in words why a codec was chosen."""
     needed = f"{required_bytes_per_s / 1e6:,.0f} MB/s"
     source = "as asked for" if is_given else "what it is without a codec"
     feeds = f"feeds {choice.feed_bytes_per_s / 1e6:,.0f} MB/s"
-    if choice.feed_bytes_per_s * (1 - ASYNC_MARGIN) < required_bytes_per_s and not is_sync:
+    if not is_sync and not _feeds_async(choice, required_bytes_per_s):
         return f"{feeds}, the most of all; {needed} needed ({source})"
     if is_sync:
         return f"smallest that lengthens a step by at most 5 %; {feeds}, {needed} needed ({source})"

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _MOST_DEPTH = 8  # reads that are under way at a time: a disk needs several
 _WINDOW_PARTS = 4  # the smallest window is so many times smaller than the largest
 _LOOK_S = 0.5  # how often it looks whether the ranks are alive
-_AT_ONCE = 8192  # positions whose samples are computed by one call
 _NO_SAMPLES = np.empty(0, np.int64)
 
 
@@ -271,8 +270,7 @@ class RingReader:
     ) -> Iterator[list[NDArray[np.int64]]]:
         """Yield for each step the samples of each local rank, from step `first` of the pass on."""
         batches = self._batches()
-        share = max(1, batches[0].global_batch_size // batches[0].world_size)
-        at_once = max(1, _AT_ONCE // (share * len(batches)))
+        at_once = batches[0].at_once(len(batches))
         position = batches[0].after(position, first) if first else position
         while position < order.sample_count:
             planned = [own.positions(position, at_once) for own in batches]
