@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+# Under PYTHONUNBUFFERED print writes a line in two pieces, and the lines of ranks that share a pipe
+# get mixed.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 ROOT = Path(__file__).parent.parent
 
 # In CI a skip that is not on this list fails the run: a test that nobody runs proves nothing.
