@@ -15,7 +15,7 @@ storage, in blocks, as a loader reads ahead. What is required goes up to what th
 feeds; no pack may feed less than 0.95 of it.
 
     python bench/codecs.py --json                  about 2 minutes
-    python bench/codecs.py --quick                 smaller sets, fewer repetitions
+    python bench/codecs.py --quick                 smaller sets, fewer repetitions, no MDS
     python bench/codecs.py --data DIR              that has tinyshakespeare and fashion-mnist
 """
 
@@ -56,10 +56,11 @@ class Effort(NamedTuple):
     fed_bytes: int  # of the samples that are read from storage
     repeats: int  # of reading them
     shares: tuple[float, ...]  # of what each codec feeds: what is required of `auto`
+    with_mds: bool
 
 
-FULL = Effort(rate_s=0.4, fed_bytes=64 << 20, repeats=5, shares=(0.3, 0.6, 0.95))
-QUICK = Effort(rate_s=0.1, fed_bytes=16 << 20, repeats=3, shares=(0.5, 0.95))
+FULL = Effort(rate_s=0.4, fed_bytes=64 << 20, repeats=5, shares=(0.3, 0.6, 0.95), with_mds=True)
+QUICK = Effort(rate_s=0.1, fed_bytes=16 << 20, repeats=3, shares=(0.95,), with_mds=False)
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -342,7 +343,8 @@ def main():
             (folder / kind).mkdir()
             factors[kind] = measure_packs(report, kind, samples, folder, effort)
             measure_tar(report, kind, samples, folder, effort)
-            measure_mds(report, kind, samples, folder)
+            if effort.with_mds:
+                measure_mds(report, kind, samples, folder)
         worst = {
             kind: measure_auto(report, kind, sets[kind], folder, effort)
             for kind in ("passages", "float arrays")

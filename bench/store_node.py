@@ -117,12 +117,13 @@ def speed(found):
 
 
 def sources(report, data, flags):
+    part = 4 if flags.quick else 1
     forms = {  # source, form, part of the epoch
-        "py-lmdb": ("lmdb", "lmdb", 4 if flags.quick else 1),
+        "py-lmdb": ("lmdb", "lmdb", 16 if flags.quick else 1),
         "py-lmdb with read-ahead": ("lmdb", "lmdb-ahead", 16),
-        "pack in each rank": ("pack", "pack", 1),
-        "node, pack": ("pack", "node", 1),
-        "node, LMDB in place": ("lmdb", "node", 1),
+        "pack in each rank": ("pack", "pack", part),
+        "node, pack": ("pack", "node", part),
+        "node, LMDB in place": ("lmdb", "node", part),
     }
     if flags.quick:
         del forms["py-lmdb with read-ahead"], forms["pack in each rank"]
