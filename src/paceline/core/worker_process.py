@@ -170,7 +170,9 @@ class WorkerProcess(Generic[A]):
     def __init__(self, work: WorkerCall[A]) -> None:
         self.work = work
         self.connection, theirs = socket.socketpair()
-        command = [sys.executable, "-m", work.module, str(theirs.fileno()), str(os.getpid())]
+        # -u: what it printed before an error must not come after the error.
+        command = [sys.executable, "-u", "-m", work.module]
+        command += [str(theirs.fileno()), str(os.getpid())]
         try:
             with theirs:
                 self._process = subprocess.Popen(
