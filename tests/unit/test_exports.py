@@ -94,6 +94,14 @@ EXPORTS = {
         "two_level_leader",
         "two_level_sharded",
     ],
+    "schedules.pipeline": [
+        "ActionKind",
+        "PipelineAction",
+        "PipelineSchedule",
+        "StageEdge",
+        "fill_drain",
+        "one_forward_one_backward",
+    ],
     "store": [
         "Archives",
         "CenterCrop",
