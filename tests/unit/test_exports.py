@@ -99,8 +99,13 @@ EXPORTS = {
         "PipelineAction",
         "PipelineSchedule",
         "StageEdge",
+        "check_pipeline",
         "fill_drain",
+        "interleaved",
+        "live_microbatches",
         "one_forward_one_backward",
+        "peak_activation_bytes",
+        "zero_bubble",
     ],
     "store": [
         "Archives",

@@ -1,13 +1,19 @@
 """Pipeline parallelism as plain data: which rank computes which stage when.
 
-Generators are pure functions to a `PipelineSchedule`. The runtime of `paceline.training` executes
-it on the ranks, so that what was checked and predicted is what runs.
+Generators are pure functions to a `PipelineSchedule`; `check_pipeline` proves that it computes the
+batch without deadlock and within memory; the runtime of `paceline.training` executes
+it. Both read the same data, so proof and execution cannot differ in the order.
 
-    generator                    stages per rank    backward
-    fill_drain                   1                  whole
-    one_forward_one_backward     1                  whole
+    generator                    stages per rank    backward    live microbatches at a stage
+    fill_drain                   1                  whole       all
+    one_forward_one_backward     1                  whole       at most one per later stage, and 1
+    interleaved                  1 or more          whole       about the stages of two passes
+    zero_bubble                  1                  split       at most one per stage
 """
 
+from paceline.schedules.pipeline.check import check_pipeline
+from paceline.schedules.pipeline.interleaved import interleaved
+from paceline.schedules.pipeline.live import live_microbatches, peak_activation_bytes
 from paceline.schedules.pipeline.orders import fill_drain, one_forward_one_backward
 from paceline.schedules.pipeline.schedule import (
     ActionKind,
@@ -15,12 +21,18 @@ from paceline.schedules.pipeline.schedule import (
     PipelineSchedule,
     StageEdge,
 )
+from paceline.schedules.pipeline.zero_bubble import zero_bubble
 
 __all__ = [
     "ActionKind",
     "PipelineAction",
     "PipelineSchedule",
     "StageEdge",
+    "check_pipeline",
     "fill_drain",
+    "interleaved",
+    "live_microbatches",
     "one_forward_one_backward",
+    "peak_activation_bytes",
+    "zero_bubble",
 ]
