@@ -8,12 +8,14 @@ from collections import defaultdict
 from hypothesis import strategies as st
 
 from paceline.schedules.pipeline import (
+    LayerEdge,
     PipelineAction,
     PipelineSchedule,
     StageEdge,
     fill_drain,
     interleaved,
     one_forward_one_backward,
+    stage_edges,
     zero_bubble,
 )
 
@@ -37,6 +39,17 @@ def random_edges(rng, stages: int) -> list[StageEdge]:
     """Return edges to later stages, some of which skip stages."""
     pairs = [(i, j) for j in range(stages) for i in range(j)]
     return [StageEdge(i, j, rng.randrange(1000)) for i, j in pairs if rng.random() < 0.4]
+
+
+def cut_edges(rng, stages: int) -> list[StageEdge]:
+    """Return the edges of a random graph of layers, cut into stages at random."""
+    layers = stages + rng.randrange(20)
+    edges = []
+    for source in range(layers - 1):
+        users = {rng.randrange(source + 1, layers) for _ in range(rng.randrange(3))}
+        if users:
+            edges.append(LayerEdge(source, tuple(sorted(users)), rng.randrange(1000)))
+    return list(stage_edges(edges, sorted(rng.sample(range(1, layers), stages - 1))))
 
 
 @st.composite

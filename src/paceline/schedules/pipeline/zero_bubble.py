@@ -15,8 +15,8 @@ its backward_input as long as there are forwards; then both take turns, and the 
 that are left end the batch. So at most min(P, M) microbatches are live on each rank, no more than
 on rank 0 under 1F1B.
 
-With F, B and W seconds for forward, backward_input and backward_weight on all stages, W <= F, free
-transfers and M >= P, each rank is idle for (P - 1) (F + B - W) seconds in place of
+With F, B and W seconds for forward, backward_input and backward_weight on all stages, W at most F
+and B, free transfers and M >= P, each rank is idle for (P - 1) (F + B - W) seconds in place of
 (P - 1) (F + B + W).
 
 Source: Qi, Wan, Huang and Lin, Zero bubble pipeline parallelism, ICLR 2024 (arXiv 2401.10241),
