@@ -19,6 +19,7 @@ from paceline.core.record import Record
 from paceline.core.worker_process import WorkerMessage
 from paceline.scheduler.job import Job
 from paceline.schedules import Transfer
+from paceline.schedules.pipeline import LayerEdge, PipelineAction
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
 # Fields whose values are checked: what the type alone would give is refused.
@@ -52,6 +53,20 @@ VALUES = {
         "chunks": 2,
         "root": 0,
         "transfers": (Transfer(0, 1, 0, 0, 1, True), Transfer(1, 1, 0, 1, 2, True)),
+    },
+    "LayerCosts": {
+        "forward_s": (1e-3, 2e-3),
+        "backward_s": (2e-3, 4e-3),
+        "parameter_bytes": (4096, 8192),
+        "activation_bytes": (1024, 2048),
+        "edges": (LayerEdge(0, (1,), 1024),),
+    },
+    "PipelineSchedule": {
+        "name": "1f1b",
+        "stages": 1,
+        "microbatches": 1,
+        "rank_of": (0,),
+        "actions": ((PipelineAction("forward", 0, 0), PipelineAction("backward", 0, 0)),),
     },
 }
 # Classes that share their name with another one.

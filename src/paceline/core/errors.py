@@ -7,7 +7,7 @@
     |   +-- ConfigError                              2
     |   |   +-- NewerFormat                          2   a file of a newer Paceline
     |   +-- CollectiveMismatch                       2   ranks called different collectives
-    |   +-- InvalidSchedule                          2   a collective that would go wrong
+    |   +-- InvalidSchedule                          2   an order that would go wrong
     |   +-- DestinationExists (FileExistsError)      2
     |   +-- NotFound (FileNotFoundError)             2   a path that the user gave
     +-- ScriptFailed (RuntimeError)                  1   the user's script raised
@@ -109,7 +109,7 @@ class CollectiveMismatch(UsageError):
 
 
 class InvalidSchedule(UsageError):
-    """A schedule of messages does not perform the collective that it is for."""
+    """A schedule of messages or actions does not compute what it is for, or would deadlock."""
 
 
 class DestinationExists(UsageError, FileExistsError):
