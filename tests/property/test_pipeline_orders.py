@@ -119,7 +119,7 @@ def test_a_dropped_repeated_or_misplaced_action_is_found(schedule, data):
 
 
 @given(schedule=drawn_schedules(), data=st.data(), seed=st.integers(0, 999))
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_swapped_actions_are_refused_exactly_if_ranks_would_wait_for_ever(schedule, data, seed):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     actions = list(schedule.actions[rank])

@@ -184,6 +184,17 @@ def test_the_parts_of_a_backward_that_are_not_given_follow_from_the_whole(whole,
     assert (weights["backward_input"], weights["backward_weight"]) == (rest, part)
 
 
+def test_a_smaller_microbatch_takes_less_time():
+    costs = StageCosts.uniform(2, 1.0, 2.0)
+    replayed = replay(
+        fill_drain(2, 2), chain(2, 100), costs, link(100.0), microbatch_sizes=[1.0, 0.5]
+    )
+    assert replayed.start_s == ((0.0, 1.0, 5.0, 7.5), (2.0, 3.0, 3.5, 4.5))
+    assert replayed.end_s == ((1.0, 1.5, 6.0, 9.5), (3.0, 3.5, 4.5, 6.5))
+    with pytest.raises(UsageError, match="3 sizes are given for 2 microbatches"):
+        replay(fill_drain(2, 2), chain(2), costs, microbatch_sizes=[1.0] * 3)
+
+
 def test_a_schedule_that_deadlocks_is_refused_with_its_cycle():
     actions = tuple(PipelineAction(kind, 0, 0) for kind in ("backward", "forward"))
     schedule = PipelineSchedule(
