@@ -157,6 +157,7 @@ EXPORTS = {
     "trace.merge": ["Trace", "load_run", "merge"],
     "training": ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"],
     "training.engine": [],
+    "training.pipeline": [],
     "training.compression": [
         "CompressionEstimate",
         "DGCOptions",

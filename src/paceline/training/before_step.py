@@ -92,7 +92,7 @@ class BeforeStep:
         else:
             self._watch(scale)
             if self._clip_norm is not None:
-                self._clip([p.grad for p in parameters if p.grad is not None], self._clip_norm)
+                self._clip([p for p in parameters if p.grad is not None], self._clip_norm)
         self._check.reset()
         self.step += 1
 
@@ -133,13 +133,12 @@ class BeforeStep:
                 sys.stderr.write(f"{divergence}\n")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch has no types here
-    def _clip(self, gradients: list[torch.Tensor], most: float) -> None:
-        # Where ranks have no gradients at all, as in the mode `root`, they take no norm either.
-        if not gradients:
-            return
-        norm = math.sqrt(float(self._norms.squared(gradients).sum()))
+    def _clip(self, parameters: list[nn.Parameter], most: float) -> None:
+        # Ranks without any gradient call it too: the norm may be one of all ranks.
+        gradients = [parameter.grad for parameter in parameters]
+        norm = math.sqrt(float(self._norms.total(gradients, parameters)))
         factor = most / (norm + _CLIP_EPS)
-        if factor < 1:
+        if gradients and factor < 1:
             torch._foreach_mul_(gradients, factor)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,8 +16,16 @@ Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Compression = Literal["auto", "dgc", "float16", "bfloat16"]
 Scaling = Literal["strong", "weak"]
+Strategy = Literal["data", "model", "hybrid", "auto"]
+PipelineOrder = Literal["1f1b", "fill_drain"]
 MODES = get_args(ModeName)
-_CHOICES = {"engine": Engine, "precision": Precision, "scaling": Scaling}
+_CHOICES = {
+    "engine": Engine,
+    "precision": Precision,
+    "scaling": Scaling,
+    "strategy": Strategy,
+    "schedule": PipelineOrder,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +51,19 @@ class TrainingOptions:
         overlap: whether communication overlaps computing; None: between hosts it does.
         alarm: whether rank 0 says when gradients or the loss grow as those of a training that
             diverges, with step and layer.
+        strategy: ``data``: every rank has the whole model. ``model``: each rank has some of its
+            layers. ``hybrid``: both, `partitions` times `replicas` ranks. ``auto``: what an
+            estimate says is fastest. None: as `partitions` or the plan say, or ``data``.
+        partitions: parts that the model's layers are divided into, each on another rank.
+        replicas: of the model. One of the two follows from the other.
+        microbatches: parts of a batch that are on their way through the stages at the same time;
+            None: 4 for each partition.
+        schedule: order in which stages compute them: ``1f1b`` keeps the activations of few,
+            ``fill_drain`` those of all. None: ``1f1b``.
+        layers: number of layers of each partition; None: partitions that cost the same.
+        split_points: names of submodules that make up the model, where its forward pass cannot be
+            captured: each is called with the output of the one before.
+        deadline_s: the longest wait for another rank of a pipeline.
     """
 
     engine: Engine | None = None
@@ -53,6 +74,14 @@ class TrainingOptions:
     compression_warmup: int | None = None
     overlap: bool | None = None
     alarm: bool = True
+    strategy: Strategy | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    microbatches: int | None = None
+    schedule: PipelineOrder | None = None
+    layers: tuple[int, ...] | None = None
+    split_points: tuple[str, ...] = ()
+    deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -73,6 +102,14 @@ class TrainingOptions:
             )
         if self.compression_warmup is not None:
             self._check_warmup(self.compression_warmup)
+        for name in ("partitions", "replicas", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(
+                    f"{name} must be at least 1, got {value}",
+                    where="TrainingOptions",
+                    fix="Leave it out, or give 1 or more",
+                )
 
     def dgc(self) -> DGCOptions | None:
         """Return the options of Deep Gradient Compression, if it is or may be chosen."""

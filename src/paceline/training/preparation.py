@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -37,13 +38,22 @@ from paceline.training.engine.fully_sharded import shard_fully
 from paceline.training.engine.modes import CompressedAllReduce
 from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
 from paceline.training.health import DivergenceAlarm, GradientCheck
-from paceline.training.optimizers.norms import ShardedNorms, TensorNorms
+from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
+from paceline.training.pipeline.preparation import (
+    GivenModel,
+    check_options,
+    divide_ranks,
+    in_stages,
+    lines_of,
+)
 from paceline.training.precision.scaling import LossScaler, scale_gradients
 from paceline.training.prepared import Prepared
 from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.training.compression import DGCOptions
     from paceline.training.compression.cost import CompressionEstimate
     from paceline.training.compression.hooks import Compressor
@@ -56,6 +66,8 @@ def prepare(
     plan: Plan | None = None,
     *,
     group: Any = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    example_inputs: Any = None,
     **options: Any,
 ) -> Prepared:
     """Return the model and the optimizer, ready to train on all ranks of the process group.
@@ -68,6 +80,11 @@ def prepare(
         plan: its engine, buckets and precision are used where no option says otherwise. None: the
             plan that `paceline run` follows, where it started this process with one.
         group: a process group in place of the default one.
+        loss_fn: takes what the model returns and the targets, and returns the mean over the
+            samples; for `Prepared.forward_backward`.
+        example_inputs: a batch of a few samples, as `Prepared.forward_backward` takes it: where
+            the model is divided, its layers are weighed by it, and it says which arguments the
+            model gets.
         options: those of `TrainingOptions`.
 
     Raises:
@@ -77,6 +94,11 @@ def prepare(
     plan = plan or _plan_of_run()
     chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    partitions, replicas = divide_ranks(chosen, plan, world)
+    if partitions > 1:
+        given = GivenModel(model, optimizer, loss_fn, example_inputs)
+        return _divided(given, plan, group, chosen, (partitions, replicas))
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -122,7 +144,50 @@ def prepare(
     if ranks.rank == 0 and ranks.size > 1:
         for line in (_described(chosen, ranks), *said):
             sys.stderr.write(f"training: {line}\n")
-    return Prepared(wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept)
+    return Prepared(wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn)
+
+
+def _divided(
+    given: GivenModel,
+    plan: Plan | None,
+    group: Any,
+    options: TrainingOptions,
+    shape: tuple[int, int],
+) -> Prepared:
+    """Return a model whose layers are divided among the ranks."""
+    model, optimizer = given.model, given.optimizer
+    check_options(options)
+    ranks = find_ranks(None, group)
+    _check_options(options, plan, ranks)
+    parts = _Parts(
+        scaler=LossScaler(enabled=options.precision == "float16"),
+        check=GradientCheck([name for name, p in model.named_parameters() if p.requires_grad]),
+        weight=Weight(),
+    )
+    wrapped = in_stages(
+        given,
+        ranks,
+        options,
+        shape,
+        check=parts.check,
+        scale_outputs=parts.scaler.scale_outputs,
+    )
+    before_step = BeforeStep(
+        optimizer,
+        ranks,
+        scaler=parts.scaler,
+        check=parts.check,
+        norms=StageNorms(ranks.group, wrapped.holders()),
+        clip_norm=options.clip_norm,
+        alarm=DivergenceAlarm() if options.alarm else None,
+    )
+    if ranks.rank == 0:
+        for line in lines_of(wrapped):
+            sys.stderr.write(f"training: {line}\n")
+    kept: dict[str, Any] = {"steps": before_step}
+    return Prepared(
+        wrapped, optimizer, options, before_step, ranks, parts.weight, kept, given.loss_fn
+    )
 
 
 @dataclass(frozen=True, slots=True)

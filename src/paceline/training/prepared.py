@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +17,9 @@ from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.ranks import Ranks
 from paceline.training.optimizer_state import load_named_state, named_state
 from paceline.training.options import TrainingOptions
-from paceline.training.uneven import Weight, weighted_batches
+from paceline.training.pipeline.graph import bind_inputs
+from paceline.training.pipeline.parallel import PipelineParallel
+from paceline.training.uneven import Weight, samples_of, weighted_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,9 +47,51 @@ class Prepared:
     ranks: Ranks
     _weight: Weight
     _parts: dict[str, Any] = field(default_factory=dict)
+    _loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
+
+    def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Run a batch forwards and backwards; return the mean loss over the batches of all ranks.
+
+        `optimizer.step()` follows, and `optimizer.zero_grad()` stands before, as always. Where the
+        model is divided, the ranks of one replica pass the same batch. All ranks call this.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments, or a dict of arguments by name.
+            target: for the loss.
+
+        Returns:
+            Shape (), without a gradient, on all ranks the same.
+
+        Raises:
+            UsageError: `prepare` got no `loss_fn`, or the model does not take the inputs.
+            RankLost: another rank ended, or does not answer; the error names it.
+        """
+        if isinstance(self.model, PipelineParallel):
+            mean = self.model.forward_backward(inputs, target)
+        else:
+            mean = self._on_all_ranks(inputs, target)
+        self.before_step.show_loss(mean)
+        return mean
+
+    def _on_all_ranks(self, inputs: Any, target: Any) -> torch.Tensor:
+        if self._loss_fn is None:
+            raise UsageError(
+                "the loss is not known",
+                where="Prepared.forward_backward",
+                fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
+            )
+        arguments = bind_inputs(self._module(), inputs)
+        loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
+        loss.backward()
+        if self.ranks.size == 1:
+            return loss.detach()
+        samples = self.own_samples(samples_of(inputs))
+        totals = torch.stack([loss.detach().double() * samples, loss.new_tensor(samples).double()])
+        dist.all_reduce(totals, group=self.ranks.group)
+        return (totals[0] / totals[1]).to(loss.dtype)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, where ranks have unequal batches or numbers of them.
@@ -54,6 +100,8 @@ class Prepared:
         all samples. A rank whose loader has ended repeats its last batch with the weight 0 until
         the others have ended, so that no rank waits for another. All ranks call this.
 
+        Where the model is divided, batches come as they are: all replicas have equally many.
+
         With ``scaling="strong"`` the loaders of all ranks yield the same batches, in the same
         order, and each rank gets its part of each.
 
@@ -61,12 +109,26 @@ class Prepared:
             UsageError: a rank has no batch at all, or with ``strong`` another batch than rank 0;
                 the error names it.
         """
+        if self.is_divided:
+            yield from loader
+            return
         device = next(self.model.parameters()).device
         divides = self.options.scaling == "strong"
-        return weighted_batches(loader, self._weight, self.ranks, device, divides=divides)
+        yield from weighted_batches(loader, self._weight, self.ranks, device, divides=divides)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank has only some of the model's layers."""
+        return isinstance(self.model, PipelineParallel)
 
     def own_samples(self, samples: int) -> int:
-        """Return how many of the samples of a batch count: none of one that `batches` repeats."""
+        """Return how many of the samples of a batch count on this rank.
+
+        None of a batch that `batches` repeats; those of a divided model's batch on one of its
+        ranks.
+        """
+        if isinstance(self.model, PipelineParallel):
+            return samples if self.model.mesh.place == 0 else 0
         return samples if self._weight.scale else 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,6 +142,8 @@ class Prepared:
         state, groups = named_state(self.optimizer, self._names())
         if isinstance(self.model, DataParallel):
             state = self.model.mode.whole_state(state)
+        if isinstance(self.model, PipelineParallel):
+            state, groups = self.model.whole_optimizer(state, groups)
         return {
             "version": _STATE_VERSION,
             "ranks": self.ranks.size,
@@ -113,6 +177,8 @@ class Prepared:
         parameters, groups = state["optimizer"]["state"], state["optimizer"]["groups"]
         if isinstance(self.model, DataParallel):
             parameters = self.model.mode.own_state(parameters)
+        if isinstance(self.model, PipelineParallel):
+            parameters, groups = self.model.own_optimizer(parameters, groups)
         load_named_state(self.optimizer, self._names(), parameters, groups)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])

@@ -63,7 +63,8 @@ class Trainer:
     Args:
         model: on the device where it trains.
         optimizer: of the model's parameters.
-        loss: takes the model's output and the targets; returns the mean over the samples.
+        loss: takes the model's output and the targets; returns the mean over the samples. Where
+            layers are divided among ranks, all ranks of a replica have the same batches.
         schedule: a scheduler of learning rates, stepped after each step that was not skipped.
         plan: of `paceline plan`.
         clock: for the seconds of an epoch.
@@ -84,7 +85,7 @@ class Trainer:
         clock: Clock | None = None,
         **options: Any,
     ) -> None:
-        self.prepared = prepare(model, optimizer, plan, **options)
+        self.prepared = prepare(model, optimizer, plan, loss_fn=loss, **options)
         self.epoch = 0
         self._loss, self._schedule = loss, schedule
         self._clock = clock or SystemClock()
@@ -120,9 +121,12 @@ class Trainer:
         for number, batch in enumerate(self.prepared.batches(loader), 1):
             given, wanted = _pair(batch)
             optimizer.zero_grad()
-            loss = self._loss(model(given), wanted)
-            loss.backward()
-            steps.show_loss(loss)
+            if self.prepared.is_divided:
+                loss = self.prepared.forward_backward(given, wanted)
+            else:
+                loss = self._loss(model(given), wanted)
+                loss.backward()
+                steps.show_loss(loss)
             optimizer.step()
             if self._schedule is not None and not steps.is_skipped:
                 self._schedule.step()

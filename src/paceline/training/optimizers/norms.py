@@ -25,7 +25,7 @@ from paceline.core.errors import UsageError
 from paceline.training.local_tensors import local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +42,17 @@ class LayerNorms(Protocol):
 
         Returns:
             Shape (len(tensors),), float64, equal on all ranks.
+        """
+        ...
+
+    def total(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared L2 norm of all layers of the model together: shape (), float64.
+
+        Args:
+            tensors: what this rank holds, as for `squared`.
+            parameters: whose gradients they are.
         """
         ...
 
@@ -68,6 +79,13 @@ class TensorNorms:
             squares[members] = partial
         return squares
 
+    def total(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared norm of all layers; see `LayerNorms`."""
+        del parameters
+        return self.squared(tensors).sum()
+
 
 class ShardedNorms:
     """Norms of layers of which each rank of a group holds flat slices."""
@@ -82,6 +100,43 @@ class ShardedNorms:
         if self.group is not None or dist.is_initialized():
             dist.all_reduce(squares, group=self.group)
         return squares
+
+    def total(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared norm of all layers; see `LayerNorms`."""
+        del parameters
+        return self.squared(tensors).sum()
+
+
+class StageNorms:
+    """Norms where each rank holds some layers of the model, and all of each of them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, holders: Mapping[int, int]) -> None:
+        """Add over the ranks of `group`.
+
+        Args:
+            group: all ranks of all stages and replicas; None is the default group.
+            holders: number of ranks that hold a parameter, by its `id`.
+        """
+        self.group = group
+        self._holders = dict(holders)
+
+    def squared(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the squared norm of each layer of this rank; see `LayerNorms`. No message."""
+        return squared_norms(tensors)
+
+    def total(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared norm of all layers of all ranks. Cost: one all-reduce of a number."""
+        squares = squared_norms(tensors)
+        holders = [self._holders[id(parameter)] for parameter in parameters]
+        # Each of a layer's holders brings an equal part of it.
+        total = (squares / torch.tensor(holders, dtype=squares.dtype, device=squares.device)).sum()
+        if self.group is not None or dist.is_initialized():
+            dist.all_reduce(total, group=self.group)
+        return total
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

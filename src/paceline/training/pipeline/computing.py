@@ -1,0 +1,130 @@
+"""Computes the forward and backward passes of one stage, without any communication.
+
+A stage's received values are leaves of its own autograd graph; the gradients that arrive there are
+what other ranks need. Parameters collect their gradients over the microbatches as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.training.pipeline.stages import ModelStage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Gradients = dict[str, list[torch.Tensor | None]]  # of a value's tensors, by the value's name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeOptions:
+    """How stages compute.
+
+    Attributes:
+        loss_fn: takes what the model returns and the targets; returns the mean over the samples.
+        scale_outputs: applied to what the model returns, before the loss.
+        autocast: returns the context of the forward pass.
+    """
+
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    scale_outputs: Callable[[Any], Any] = lambda outputs: outputs
+    autocast: Callable[[], Any] = contextlib.nullcontext
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a stage keeps of a microbatch from its forward to its backward pass."""
+
+    received: dict[str, list[torch.Tensor]]
+    outputs: dict[str, list[torch.Tensor]]
+    loss: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class StageComputing:
+    """Computes one stage.
+
+    Attributes:
+        stage: that is computed.
+        options: how.
+    """
+
+    stage: ModelStage
+    options: ComputeOptions
+    _live: dict[int, _Live] = field(default_factory=dict)
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Mapping[str, Any],
+        received: Mapping[str, Any],
+        target: Any,
+        weight: float,
+    ) -> dict[str, Any]:
+        """Return the values that other stages use; in the last stage also compute the loss.
+
+        Args:
+            microbatch: its number.
+            inputs: the model's arguments.
+            received: values of other stages; their tensors become leaves.
+            target: for the loss.
+            weight: of this microbatch in the loss of the batch.
+        """
+        leaves = {name: _leaves(value) for name, value in received.items()}
+        given = [inputs[name] for name in self.stage.inputs]
+        with self.options.autocast():
+            values = self.stage.module(*given, *(received[name] for name in self.stage.received))
+        outputs = dict(zip(self.stage.outputs, values, strict=False))
+        live = _Live(leaves, {name: _leaves(value) for name, value in outputs.items()})
+        if self.stage.is_last:
+            returned = self.options.scale_outputs(tree_map(_full_precision, values[-1]))
+            live.loss = self.options.loss_fn(returned, target) * weight
+        self._live[microbatch] = live
+        return outputs
+
+    def loss(self, microbatch: int) -> torch.Tensor:
+        """Return the weighted loss of a microbatch whose backward pass is still to come."""
+        loss = self._live[microbatch].loss
+        assert loss is not None
+        return loss.detach()
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Sequence[Any]]) -> Gradients:
+        """Return the gradients of the received values; None for a tensor that has none.
+
+        Args:
+            microbatch: whose forward pass this stage has computed.
+            gradients: of each output's tensors, summed over the stages that use it.
+        """
+        live = self._live.pop(microbatch)
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor | None] = []
+        for name, tensors in live.outputs.items():
+            for tensor, gradient in zip(tensors, gradients[name], strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    seeds.append(gradient)
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append(live.loss)
+            seeds.append(None)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return {name: [leaf.grad for leaf in leaves] for name, leaves in live.received.items()}
+
+    def forget(self) -> None:
+        """Drop what a step that failed left behind."""
+        self._live.clear()
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _full_precision(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value

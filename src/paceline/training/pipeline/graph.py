@@ -1,0 +1,370 @@
+"""Captures a model's forward pass as a graph whose layers can be divided among stages.
+
+    model                          graph (torch.fx), in the order of execution
+    forward(x):                    x     placeholder
+      x = self.stem(x)             stem  call_module      layer "stem"
+      y = self.block(x)            block call_module      layer "block"
+      return self.head(x + y)      add   call_function      (of the same layer)
+                                   head  call_module      layer "head"
+
+The nodes call the model's own submodules and read its own parameters, by their names: modes of
+dropout and batch normalisation, hooks and state dicts stay what they were. torch.export would give
+a graph of operators instead, in which modes and batch sizes are fixed.
+
+A submodule whose forward pass cannot be traced (its control flow depends on values, or it switches
+autograd, autocast or its mode by itself) stays whole: it is one node of the graph. Only where the
+model's outermost forward pass is of that kind there is no graph. Then the user can name submodules
+that are called one after another (`split_points`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import linecache
+import os
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.core.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# What a forward pass that uses these names does is not in the graph that tracing it would give.
+_HIDDEN_FROM_TRACE = frozenset(
+    {"training", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast"}
+    | {"checkpoint", "is_tensor", "is_grad_enabled"}
+)
+# They take no Proxy by themselves.
+_CONSTRUCTORS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+_TORCH_FOLDER = os.path.dirname(torch.__file__)  # noqa: PTH120  # compared with names of frames
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphLayer:
+    """Consecutive nodes that no cut separates.
+
+    Attributes:
+        name: of the submodule, or of the first node where it is none.
+        nodes: in the order of execution.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedGraph:
+    """A model's forward pass.
+
+    Attributes:
+        root: the model.
+        graph: of its forward pass.
+        inputs: names of the arguments that the graph takes.
+        layers: all nodes that compute, in the order of execution.
+        opaque: names of submodules that are one node each because they cannot be traced, with the
+            reason.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    layers: tuple[GraphLayer, ...]
+    opaque: dict[str, str] = field(default_factory=dict)
+
+
+def bind_inputs(model: nn.Module, inputs: Any) -> inspect.BoundArguments:
+    """Return a model's arguments by name.
+
+    Args:
+        model: whose forward pass takes them.
+        inputs: a tuple or list of the positional arguments; a dict of arguments by name, if its
+            keys are names of arguments; anything else is the only argument.
+
+    Raises:
+        UsageError: the forward pass does not take them.
+    """
+    signature = inspect.signature(model.forward)
+    names = set(signature.parameters)
+    try:
+        if isinstance(inputs, dict) and inputs and set(inputs) <= names:
+            return signature.bind(**inputs)
+        if isinstance(inputs, tuple | list):
+            return signature.bind(*inputs)
+        return signature.bind(inputs)
+    except TypeError as problem:
+        raise UsageError(
+            "the model does not take these inputs",
+            where=f"{type(model).__name__}.forward{signature}",
+            why=str(problem),
+            fix="Give a tensor, a tuple of positional arguments, or a dict of arguments by name",
+        ) from None
+
+
+def capture(
+    model: nn.Module, inputs: Any = None, *, split_points: Sequence[str] = ()
+) -> CapturedGraph:
+    """Return the graph of a model's forward pass; the model is not run.
+
+    Args:
+        model: whose parameters the graph uses.
+        inputs: an example, as `bind_inputs` takes it: arguments that it leaves out have their
+            defaults in the graph. None: all arguments with a default are left out.
+        split_points: names of submodules that make up the model if each is called with the output
+            of the one before: the model's own forward pass is then not looked at.
+
+    Raises:
+        UsageError: the forward pass cannot be captured; the error names line and operator.
+    """
+    if split_points:
+        return _chained(model, split_points)
+    arguments = _required(model) if inputs is None else bind_inputs(model, inputs)
+    _check_traceable(model)
+    tracer = _Tracer(arguments)
+    try:
+        with _constructors_take_proxies():
+            graph = tracer.trace(model)
+    except UsageError:
+        raise
+    except Exception as problem:
+        raise _capture_error(model, problem) from problem
+    return CapturedGraph(
+        root=model,
+        graph=graph,
+        inputs=tuple(node.target for node in graph.nodes if node.op == "placeholder"),
+        layers=_layers_of(graph, model),
+        opaque=tracer.opaque,
+    )
+
+
+class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
+    """Traces a model; submodules that cannot be traced stay whole."""
+
+    def __init__(self, arguments: inspect.BoundArguments) -> None:
+        super().__init__()
+        self.trace_asserts = True
+        self.opaque: dict[str, str] = {}
+        self._arguments = arguments
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the forward pass, and a placeholder for each argument that is given."""
+        del is_module, concrete_args
+        given: inspect.BoundArguments = self._arguments
+        for name, value in given.arguments.items():
+            if given.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                numbered = [f"{name}_{place}" for place in range(len(value))]
+                given.arguments[name] = tuple(map(self._placeholder, numbered))
+            elif given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                given.arguments[name] = {key: self._placeholder(key) for key in value}
+            else:
+                given.arguments[name] = self._placeholder(name)
+        return functools.partial(root_fn, self.root, *given.args, **given.kwargs), []
+
+    def _placeholder(self, name: str) -> fx.Proxy:
+        return self.create_proxy("placeholder", name, (), {})
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a submodule is one node."""
+        if super().is_leaf_module(m, module_qualified_name):
+            return True
+        hidden = _hidden_names(m)
+        if hidden:
+            self.opaque[module_qualified_name] = f"its forward pass uses {', '.join(hidden)}"
+        return bool(hidden)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace a submodule; where that fails, it becomes one node."""
+        last = next(iter(reversed(self.graph.nodes)), None)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as problem:  # noqa: BLE001  # whatever a forward pass raises for a Proxy
+            for node in list(reversed(self.graph.nodes)):
+                if node is last:
+                    break
+                self.graph.erase_node(node)
+            name = self.path_of_module(m)
+            self.opaque[name] = f"{_place_of(problem)}: {first_line(problem)}"
+            return self.create_proxy("call_module", name, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return a node that reads a parameter: a new one, as `call_module` may erase others."""
+        del parameter_proxy_cache
+        return super().getattr(attr, attr_val, {})
+
+
+def _required(model: nn.Module) -> inspect.BoundArguments:
+    """Return None for each argument without a default."""
+    signature = inspect.signature(model.forward)
+    empty = inspect.Parameter.empty
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in signature.parameters.values() if p.default is empty]
+    if not needed or any(p.kind in kinds for p in needed):
+        raise UsageError(
+            "the arguments of the model are not known",
+            where=f"{type(model).__name__}.forward{signature}",
+            fix="Give example_inputs to prepare",
+        )
+    return inspect.BoundArguments(signature, dict.fromkeys((p.name for p in needed), None))
+
+
+def _hidden_names(module: nn.Module) -> list[str]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return sorted(_HIDDEN_FROM_TRACE & set(code.co_names)) if code is not None else []
+
+
+def _check_traceable(model: nn.Module) -> None:
+    """Raise an error where a trace of the outermost forward pass would silently be wrong."""
+    hidden = [name for name in _hidden_names(model) if name != "training"]
+    if hidden:
+        code = inspect.unwrap(type(model).forward).__code__
+        raise UsageError(
+            "the forward pass of the model cannot be captured as a graph",
+            where=f"{code.co_filename}:{code.co_firstlineno}",
+            why=f"it uses {', '.join(hidden)}, which a graph does not have",
+            fix=_offer(model),
+        )
+
+
+@contextlib.contextmanager
+def _constructors_take_proxies() -> Iterator[None]:
+    """Let torch.arange and its like be traced with sizes that are not known yet."""
+    originals = {name: getattr(torch, name) for name in _CONSTRUCTORS}
+
+    def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, fx.Proxy):
+                    return leaf.tracer.create_proxy("call_function", original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def _capture_error(model: nn.Module, problem: Exception) -> UsageError:
+    return UsageError(
+        "the forward pass of the model cannot be captured as a graph",
+        where=_place_of(problem),
+        why=first_line(problem),
+        fix=_offer(model),
+    )
+
+
+def _place_of(problem: BaseException) -> str:
+    """Return the last line of the model's code that an error came through."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_TORCH_FOLDER, __file__, "<"))]
+    if not own:
+        return "unknown line"
+    last = own[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"{last.filename}:{last.lineno}; `{line}`"
+
+
+def _offer(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_children()]
+    return (
+        "If the model calls its submodules one after another, name them: "
+        f"split_points={names}. Otherwise move this code into a submodule, which is not traced then"
+    )
+
+
+def _chained(model: nn.Module, names: Sequence[str]) -> CapturedGraph:
+    """Return a graph that calls each submodule with the output of the one before.
+
+    Raises:
+        UsageError: there is no such submodule, or a parameter is in none of them.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if not name or name not in modules:
+            raise UsageError(
+                f"the model has no submodule {name!r}",
+                where="split_points",
+                fix=f"Name some of {', '.join(list(modules)[1:20])}",
+            )
+    covered = {id(p) for name in names for p in modules[name].parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in covered:
+            raise UsageError(
+                f"the parameter {name} is in none of the split points",
+                where=f"split_points={list(names)}",
+                fix="Name all submodules that the model calls, in their order",
+            )
+    graph = fx.Graph()
+    value = graph.placeholder("inputs")
+    for name in names:
+        value = graph.call_module(name, (value,))
+    graph.output(value)
+    return CapturedGraph(
+        root=model, graph=graph, inputs=("inputs",), layers=_layers_of(graph, model)
+    )
+
+
+def _layers_of(graph: fx.Graph, root: nn.Module) -> tuple[GraphLayer, ...]:
+    """Return the computing nodes in layers: each begins with a submodule or a parameter."""
+    nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
+    tied = _places_tied(nodes, root)
+    layers: list[list[fx.Node]] = []
+    for place, node in enumerate(nodes):
+        begins = node.op == "call_module" or any(n.op == "get_attr" for n in node.all_input_nodes)
+        if not layers or (begins and place not in tied):
+            layers.append([])
+        layers[-1].append(node)
+    return tuple(GraphLayer(_name_of(members), tuple(members)) for members in layers)
+
+
+def _name_of(nodes: Sequence[fx.Node]) -> str:
+    modules = [str(node.target) for node in nodes if node.op == "call_module"]
+    return modules[0] if modules else nodes[0].name
+
+
+def _places_tied(nodes: Sequence[fx.Node], root: nn.Module) -> set[int]:
+    """Return places before which no cut may be, as it would part an in-place operator's tensor."""
+    places = {node: place for place, node in enumerate(nodes)}
+    tied: set[int] = set()
+    for place, node in enumerate(nodes):
+        if _is_in_place(node, root):
+            for changed in node.all_input_nodes[:1]:
+                tied.update(range(places.get(changed, place) + 1, place + 1))
+    return tied
+
+
+def _is_in_place(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    is_operator = getattr(node.target, "__module__", "") == "_operator"
+    if is_operator:
+        return str(name) == "setitem" or (str(name).startswith("i") and name in _IN_PLACE)
+    return str(name).endswith("_") and not str(name).endswith("__")
+
+
+_IN_PLACE = frozenset(
+    f"i{name}"
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+        *("matmul", "lshift", "rshift"),
+    )
+)

@@ -1,0 +1,270 @@
+"""A model whose ranks hold different stages of it, and train it together.
+
+    prepare -> PipelineParallel.forward_backward(inputs, target)
+                 cut the batch into microbatches
+                 run the schedule                    (runtime)
+                 reduce gradients stage by stage     (gradients), while other stages go on
+                 loss of all ranks
+
+The model object stays the user's own, with its own submodules. A rank keeps the parameters of its
+stages; those of other stages become tensors without memory (device ``meta``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.core.errors import UsageError
+from paceline.schedules.pipeline import StageEdge, check_pipeline
+from paceline.training.pipeline.computing import ComputeOptions, StageComputing
+from paceline.training.pipeline.gradients import StageGradients
+from paceline.training.pipeline.graph import bind_inputs
+from paceline.training.pipeline.microbatches import sizes_of
+from paceline.training.pipeline.runtime import PipelineRuntime
+from paceline.training.pipeline.transfers import Transfers
+from paceline.training.uneven import samples_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from paceline.schedules.pipeline import PipelineSchedule
+    from paceline.training.health import GradientCheck
+    from paceline.training.optimizer_state import State
+    from paceline.training.pipeline.mesh import StageMesh
+    from paceline.training.pipeline.stages import ModelStage, StagedModel
+
+
+class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
+    """Trains a model in stages on the ranks of a group.
+
+    Args:
+        model: whose parameters are equal on all ranks.
+        staged: the model in stages.
+        mesh: of the ranks; as many as partitions times replicas.
+        order: returns the schedule of a number of microbatches.
+        microbatches: the most of a replica's batch.
+        compute: how stages compute.
+        check: sees the gradients of this rank before they are reduced.
+        deadline_s: the longest wait for another rank.
+
+    Attributes:
+        own: this rank's parameters, by their names in the model.
+        group_names: names of the parameters in each of the optimizer's groups, on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staged: StagedModel,
+        mesh: StageMesh,
+        *,
+        order: Callable[[int], PipelineSchedule],
+        microbatches: int,
+        compute: ComputeOptions,
+        check: GradientCheck,
+        deadline_s: float,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self._device = next(model.parameters()).device
+        self.ranks, self.mesh = mesh.ranks, mesh
+        self._order, self._microbatches = order, microbatches
+        self.edges = staged.edges
+        self._schedules: dict[int, PipelineSchedule] = {}
+        self.staged = staged = keep_own(model, staged, mesh.stages)
+        stages = {number: staged.stages[number] for number in mesh.stages}
+        self.group_names: list[list[str]] = []
+        self.own = {name: p for stage in stages.values() for name, p in stage.parameters.items()}
+        trained = {name: p for name, p in self.own.items() if p.requires_grad}
+        self._gradients = StageGradients(staged, mesh, trained, check)
+        self._transfers = Transfers(self.ranks.group, deadline_s) if self.ranks.size > 1 else None
+        self._runtime = PipelineRuntime(
+            {number: StageComputing(stage, compute) for number, stage in stages.items()},
+            staged.edges,
+            mesh,
+            self._transfers,
+            microbatches=microbatches,
+            device=self._device,
+            on_stage_end=self._gradients.end_stage,
+        )
+
+    def schedule_of(self, microbatches: int) -> PipelineSchedule:
+        """Return the order in which ranks compute so many microbatches.
+
+        Raises:
+            InvalidSchedule: it cannot be executed.
+        """
+        if microbatches not in self._schedules:
+            schedule = self._order(microbatches)
+            edges = [StageEdge(edge.source, edge.destination, 0) for edge in self.edges]
+            check_pipeline(schedule, edges)
+            self._schedules[microbatches] = schedule
+        return self._schedules[microbatches]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error: a rank has only a part of the model.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a model in stages is not called",
+            where=f"rank {self.ranks.rank}",
+            why=f"this rank has {len(self.mesh.stages)} of {len(self.staged.stages)} stages",
+            fix="Train with prepared.forward_backward(inputs, target)",
+        )
+
+    def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Run a batch through all stages and back; return the mean loss over all samples.
+
+        All ranks call this. The ranks of one pipeline have the same batch, replicas have others.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments, or a dict of arguments by name.
+            target: for the loss; tensors in it have the samples along dim 0.
+
+        Returns:
+            Shape (), on all ranks the same.
+
+        Raises:
+            UsageError: the model does not take the inputs.
+            RankLost: another rank ended, or does not answer; the error names it.
+        """
+        arguments = dict(bind_inputs(self.module, inputs).arguments)
+        samples = samples_of(inputs)
+        sizes = sizes_of(samples, self._microbatches)
+        self._gradients.begin(samples)
+        with torch.enable_grad():
+            loss = self._runtime.run(self.schedule_of(len(sizes)), arguments, target, sizes)
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if loss is not None:
+            totals[0], totals[1] = loss.double() * samples, samples
+        if self.ranks.size > 1:
+            self._reduce(totals)
+        loss_sum, count = totals.tolist()
+        self._gradients.finish(int(count))
+        return torch.tensor(loss_sum / count, device=self._device)
+
+    def _reduce(self, totals: torch.Tensor) -> None:
+        assert self._transfers is not None
+        try:
+            dist.all_reduce(totals, group=self.ranks.group)
+        except RuntimeError as problem:
+            raise self._transfers.lost("the loss of all ranks", problem) from problem
+
+    def holders(self) -> dict[int, int]:
+        """Return the number of ranks that hold each parameter of this rank, by its `id`."""
+        stages: dict[str, list[int]] = {}
+        for stage in self.staged.stages:
+            for name in stage.parameters:
+                stages.setdefault(name, []).append(stage.number)
+        return {id(p): len(self.mesh.ranks_of(stages[name])) for name, p in self.own.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, by their names in the model."""
+        del args, kwargs
+        yield from self.own.items()
+
+    # --- state -------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's whole state on rank 0, and on other ranks their own part of it.
+
+        All ranks call this. The buffers are those of replica 0.
+        """
+        del args, kwargs
+        every = self.module.state_dict(keep_vars=True)
+        own = {id(tensor) for tensor in [*self.own.values(), *self._buffers_of_stages()]}
+        part = {key: value.detach() for key, value in every.items() if id(value) in own}
+        parts = self._gathered(part if self.mesh.replica == 0 else {})
+        if self.ranks.rank > 0:
+            return part
+        found = {key: value for part in parts for key, value in part.items()}
+        return {key: found.get(key, value) for key, value in every.items()}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's part of the model's state; every rank loads the same whole state.
+
+        Raises:
+            UsageError: a part is missing.
+        """
+        del args, kwargs
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            if key not in state:
+                raise UsageError(
+                    f"the state has no {key}",
+                    where=f"rank {self.ranks.rank}",
+                    fix="Load what rank 0 saved: it has the whole model",
+                )
+            with torch.no_grad():
+                value.copy_(state[key])
+
+    def whole_optimizer(self, state: State, groups: list[Any]) -> tuple[State, list[Any]]:
+        """Return the optimizer's state of all ranks on rank 0, of this rank on others.
+
+        Args:
+            state: of this rank's parameters, by name.
+            groups: with the names of this rank's parameters.
+        """
+        parts = self._gathered(state if self.mesh.replica == 0 else {})
+        if self.ranks.rank > 0:
+            return state, groups
+        found = {name: values for part in parts for name, values in part.items()}
+        whole = zip(groups, self.group_names, strict=True)
+        return found, [{**group, "names": list(names)} for group, names in whole]
+
+    def own_optimizer(self, state: State, groups: list[Any]) -> tuple[State, list[Any]]:
+        """Return this rank's part of the optimizer's state."""
+        own = {name: values for name, values in state.items() if name in self.own}
+        return own, [
+            {**group, "names": [name for name in group["names"] if name in self.own]}
+            for group in groups
+        ]
+
+    def _buffers_of_stages(self) -> Iterator[torch.Tensor]:
+        for number in self.mesh.stages:
+            yield from self.staged.stages[number].module.buffers()
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """Return what all ranks have, on rank 0; all ranks call this."""
+        if self.ranks.size == 1:
+            return [own]
+        found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
+        dist.gather_object(own, found, group=self.ranks.group, group_dst=0)
+        return found or []
+
+
+def keep_own(model: nn.Module, staged: StagedModel, stages: Collection[int]) -> StagedModel:
+    """Free the memory of what other ranks hold; return the model in stages without it.
+
+    Args:
+        model: whose other parameters get the device ``meta``.
+        staged: the model in stages.
+        stages: of this rank.
+    """
+    own = {id(p) for number in stages for p in staged.stages[number].parameters.values()}
+    empty: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001  # as torch.nn.utils
+            if parameter is not None and id(parameter) not in own:
+                without = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = empty.setdefault(id(parameter), without)  # noqa: SLF001
+    return replace(
+        staged,
+        stages=tuple(
+            stage if stage.number in stages else _without_memory(stage, empty)
+            for stage in staged.stages
+        ),
+    )
+
+
+def _without_memory(stage: ModelStage, empty: dict[int, nn.Parameter]) -> ModelStage:
+    parameters = {name: empty.get(id(p), p) for name, p in stage.parameters.items()}
+    return replace(stage, module=nn.Identity(), parameters=parameters)

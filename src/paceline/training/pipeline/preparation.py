@@ -1,0 +1,204 @@
+"""What `paceline.training.prepare` does for a strategy that divides the model's layers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from paceline.core.errors import UsageError
+from paceline.schedules.pipeline import fill_drain, one_forward_one_backward, partition
+from paceline.training.engine.data_parallel import check_equal
+from paceline.training.engine.modes import broadcast_values, check_stateless
+from paceline.training.pipeline.computing import ComputeOptions
+from paceline.training.pipeline.costs import layer_costs
+from paceline.training.pipeline.graph import capture
+from paceline.training.pipeline.mesh import StageMesh
+from paceline.training.pipeline.parallel import PipelineParallel
+from paceline.training.pipeline.stages import StagedModel, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from paceline.core.plan import Plan
+    from paceline.training.engine.ranks import Ranks
+    from paceline.training.health import GradientCheck
+    from paceline.training.options import TrainingOptions
+
+ORDERS = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
+_MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the time
+
+
+def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tuple[int, int]:
+    """Return the partitions of the model and its replicas.
+
+    Args:
+        options: of `prepare`.
+        plan: its mesh is used where the options leave both open.
+        ranks: in all.
+
+    Raises:
+        UsageError: the ranks cannot be divided like this.
+    """
+    strategy, partitions, replicas = options.strategy, options.partitions, options.replicas
+    if strategy is None and partitions is None and replicas is None and plan is not None:
+        partitions = plan.mesh.pipeline if plan.mesh.pipeline > 1 else None
+    if strategy == "data" or (strategy is None and partitions is None):
+        partitions = partitions or 1
+    if strategy == "model":
+        replicas = replicas or 1
+    if partitions is None and replicas is None:
+        raise UsageError(
+            f"the strategy {strategy} needs partitions or replicas",
+            where="prepare",
+            fix="Give partitions=N, the parts that the model's layers are divided into",
+        )
+    partitions = partitions or max(1, ranks // (replicas or 1))
+    replicas = replicas or max(1, ranks // partitions)
+    if partitions * replicas != ranks or (strategy == "data" and partitions > 1):
+        raise UsageError(
+            f"{partitions} partitions x {replicas} replicas are not {ranks} ranks"
+            if partitions * replicas != ranks
+            else f"the strategy data has 1 partition, not {partitions}",
+            where="prepare",
+            fix="Start as many ranks as partitions times replicas, or leave one of both out",
+        )
+    return partitions, replicas
+
+
+def check_options(options: TrainingOptions) -> None:
+    """Raise an error for options that a model in stages does not have.
+
+    Raises:
+        UsageError: it has one of them.
+    """
+    given = {
+        "engine": options.engine not in (None, "allreduce", "ddp"),
+        "compression": options.compression is not None,
+        "scaling": options.scaling is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(
+                f"a model in stages has no {name}",
+                where=f"prepare({name}={getattr(options, name)!r}, partitions=...)",
+                fix="Leave it out, or use the strategy data",
+            )
+
+
+class GivenModel(NamedTuple):
+    """What the user hands to `prepare`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    example_inputs: Any
+
+
+def in_stages(
+    given: GivenModel,
+    ranks: Ranks,
+    options: TrainingOptions,
+    shape: tuple[int, int],
+    *,
+    check: GradientCheck,
+    scale_outputs: Callable[[Any], Any],
+) -> PipelineParallel:
+    """Return a model divided among the ranks; the optimizer keeps this rank's parameters.
+
+    Args:
+        given: to `prepare`.
+        ranks: all of them.
+        options: of `prepare`.
+        shape: partitions and replicas.
+        check: sees the gradients of this rank before they are reduced.
+        scale_outputs: applied to what the model returns.
+
+    Raises:
+        UsageError: the model cannot be captured or divided, or the ranks' models differ.
+    """
+    model, optimizer, loss_fn, example_inputs = given
+    if loss_fn is None:
+        raise UsageError(
+            "the rank of the last stage needs the loss",
+            where="prepare(partitions=...)",
+            fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
+        )
+    check_stateless(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    check_equal(list(model.named_parameters()), ranks)
+    broadcast_values(model, ranks.group)
+    partitions, replicas = shape
+    order = functools.partial(ORDERS[options.schedule or "1f1b"], partitions)
+    parallel = PipelineParallel(
+        model,
+        stage(model, options, partitions, example_inputs),
+        StageMesh(ranks, order(1).rank_of, replicas),
+        order=order,
+        microbatches=options.microbatches or _MICROBATCHES_PER_PARTITION * partitions,
+        compute=ComputeOptions(
+            loss_fn=loss_fn,
+            scale_outputs=scale_outputs,
+            autocast=_autocast(next(model.parameters()).device.type, options.precision),
+        ),
+        check=check,
+        deadline_s=options.deadline_s,
+    )
+    own = {id(parameter) for parameter in parallel.own.values()}
+    for group in optimizer.param_groups:
+        parallel.group_names.append([names[id(parameter)] for parameter in group["params"]])
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+    return parallel
+
+
+def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
+    """Return what makes the context of a forward pass on a kind of device."""
+    if precision in (None, "float32"):
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, kind, getattr(torch, str(precision)))
+
+
+def stage(
+    model: nn.Module, options: TrainingOptions, partitions: int, example_inputs: Any
+) -> StagedModel:
+    """Return a model in stages, as the options want them or of equal cost.
+
+    Raises:
+        UsageError: the model cannot be captured or divided.
+    """
+    captured = capture(model, example_inputs, split_points=options.split_points)
+    if len(captured.layers) < partitions:
+        raise UsageError(
+            f"{len(captured.layers)} layers cannot be divided into {partitions} partitions",
+            where=type(model).__name__,
+            why=_why_few(captured.opaque),
+            fix="Use fewer partitions",
+        )
+    costs = layer_costs(captured, example_inputs)
+    cuts = partition(costs, partitions, layers_per_stage=options.layers or ()).cuts
+    return cut(captured, cuts)
+
+
+def _why_few(opaque: dict[str, str]) -> str:
+    return "; ".join(f"{name or 'the model'} is one layer: {why}" for name, why in opaque.items())
+
+
+def lines_of(parallel: PipelineParallel) -> Iterator[str]:
+    """Yield what rank 0 says of the stages: layers and parameters of each."""
+    mesh, stages = parallel.mesh, parallel.staged.stages
+    yield (
+        f"{parallel.ranks.size} ranks, {len(stages)} stages x {mesh.replicas} replicas, "
+        f"schedule {parallel.schedule_of(1).name}"
+    )
+    for part in stages:
+        count = sum(parameter.numel() for parameter in part.parameters.values())
+        begin, end = part.layers[0], part.layers[-1]
+        ranks = ", ".join(map(str, mesh.ranks_of([part.number])))
+        yield (
+            f"stage {part.number} on rank {ranks}: {len(part.layers)} layers, {begin} to {end}, "
+            f"{count:,} parameters"
+        )

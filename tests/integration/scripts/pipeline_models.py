@@ -1,0 +1,143 @@
+"""Models whose stages are joined by more than one edge, with a batch and a loss for each."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(x + self.second(self.relu(self.first(x))))
+
+
+class ResidualNet(nn.Module):
+    """A skip from the stem to the head, over all stages between."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block(4) for _ in range(4)))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        first = self.stem(x)
+        return self.head((first + self.blocks(first)).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Skips from each level of the way down to the same level of the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.middle = nn.Conv2d(6, 6, 3, padding=1)
+        self.up2, self.up1 = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        first = torch.tanh(self.down1(x))
+        second = torch.tanh(self.down2(functional.max_pool2d(first, 2)))
+        deep = torch.tanh(self.middle(functional.max_pool2d(second, 2)))
+        up = functional.interpolate(deep, size=second.shape[2:])
+        up = torch.tanh(self.up2(torch.cat([up, second], 1)))
+        up = functional.interpolate(up, scale_factor=2.0)
+        return self.out(torch.tanh(self.up1(torch.cat([up, first], 1))))
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.mix = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        query, key, value = self.project(self.norm(x)).chunk(3, dim=-1)
+        x = x + functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.mix(x)
+
+
+class Transformer(nn.Module):
+    """The first and the last stage use one embedding."""
+
+    def __init__(self, vocabulary=11, width=8):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(6, width)
+        self.layers = nn.ModuleList(Attention(width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        _, length = tokens.shape
+        x = self.tokens(tokens) + self.places(torch.arange(length))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Many(nn.Module):
+    """Several inputs, two of them used late; several outputs; an edge of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 6), nn.Linear(3, 6)
+        self.choice = nn.Linear(6, 4)
+        self.table = nn.Embedding(4, 6)
+        self.unused = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
+        self.box, self.kind = nn.Linear(6, 2), nn.Linear(6, 3)
+
+    def forward(self, left, right, scale=None, *, bias):
+        x = torch.tanh(self.left(left))
+        chosen = self.choice(x).argmax(-1)
+        ignored = self.unused(x)
+        y = torch.tanh(self.right(right)) + x
+        y = self.middle(y) + self.table(chosen)
+        if scale is not None:
+            y = y * scale
+        return {"box": self.box(y), "kind": (self.kind(y + bias), chosen), "ignored": ignored}
+
+
+def many_loss(outputs, target):
+    box, (kind, _) = outputs["box"], outputs["kind"]
+    return functional.mse_loss(box, target["box"]) + functional.cross_entropy(kind, target["kind"])
+
+
+def token_loss(outputs, target):
+    return functional.cross_entropy(outputs.flatten(0, 1), target.flatten())
+
+
+def make(name, samples, seed=0):
+    """Return a model, a batch as `forward_backward` takes it, its targets, and the loss."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    if name == "transformer":
+        model, loss = Transformer(), token_loss
+    elif name == "many":
+        model, loss = Many(), many_loss
+    else:
+        model = ResidualNet() if name == "residual" else UNet()
+        loss = functional.cross_entropy if name == "residual" else functional.mse_loss
+    torch.manual_seed(seed + 1)
+    images = torch.randn(samples, 2, 8, 8)
+    if name == "residual":
+        return model, images, torch.randint(0, 3, (samples,)), loss
+    if name == "unet":
+        return model, (images,), torch.randn(samples, 1, 8, 8), loss
+    if name == "transformer":
+        tokens = torch.randint(0, 11, (samples, 6))
+        return model, tokens, tokens.roll(-1, 1), loss
+    inputs = {"left": torch.randn(samples, 5), "right": torch.randn(samples, 3)}
+    inputs["bias"] = torch.randn(1, 6)
+    target = {"box": torch.randn(samples, 2), "kind": torch.randint(0, 3, (samples,))}
+    return model, inputs, target, loss
+
+
+MODELS = ("residual", "unet", "transformer", "many")

@@ -1,0 +1,200 @@
+"""A rank that trains a model in stages: STORE RANK RANKS CASE ARGUMENTS. Prints JSON."""
+
+import copy
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from pipeline_models import MODELS, make
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from paceline.core.errors import PacelineError
+from paceline.training import Trainer, prepare
+from paceline.training.optimizers import LARS, parameter_groups
+
+RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
+
+
+def rows(batch, samples, begin, end):
+    def own(leaf):
+        is_whole = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == samples
+        return leaf[begin:end] if is_whole else leaf
+
+    return tree_map(own, batch)
+
+
+def run_alone(model, inputs, target, loss_fn):
+    given = inputs if isinstance(inputs, dict | tuple) else (inputs,)
+    outputs = model(**given) if isinstance(given, dict) else model(*given)
+    loss = loss_fn(outputs, target)
+    loss.backward()
+    return loss.detach()
+
+
+def own_rows(prepared, replicas, samples, inputs, target):
+    """Return the part of a batch of this rank's replica; replica 0 has a sample more."""
+    replica = prepared.model.mesh.replica if prepared.is_divided else RANK
+    bounds = [0, *(samples * (r + 1) // replicas + (r + 1 < replicas) for r in range(replicas))]
+    begin, end = bounds[replica], bounds[replica + 1]
+    return rows(inputs, samples, begin, end), rows(target, samples, begin, end)
+
+
+def own_parameters(prepared, model):
+    return dict(prepared.model.own if prepared.is_divided else model.named_parameters())
+
+
+def largest_error(own, expected):
+    errors = []
+    for name, parameter in own.items():
+        gradient = expected[name].grad
+        assert (parameter.grad is None) == (gradient is None), name
+        if gradient is not None:
+            errors.append(float((parameter.grad - gradient).norm() / gradient.norm()))
+    return max(errors, default=0.0)
+
+
+def grid(partitions, replicas, microbatches, samples):
+    """Return the largest relative errors of gradients and of losses, by model and microbatches."""
+    found = {}
+    for name in MODELS:
+        for count in map(int, microbatches.split(",")):
+            model, inputs, target, loss_fn = make(name, int(samples))
+            alone = copy.deepcopy(model)
+            expected = run_alone(alone, inputs, target, loss_fn)
+            prepared = prepare(
+                model,
+                torch.optim.SGD(model.parameters(), 0.1),
+                partitions=int(partitions),
+                replicas=int(replicas),
+                microbatches=count,
+                loss_fn=loss_fn,
+                example_inputs=rows(inputs, int(samples), 0, 2),
+                deadline_s=60.0,
+            )
+            own = own_rows(prepared, int(replicas), int(samples), inputs, target)
+            losses = []
+            for _ in range(2):  # the second time all forms are known, and receives are posted early
+                prepared.optimizer.zero_grad()
+                losses.append(prepared.forward_backward(*own))
+            parameters = own_parameters(prepared, model)
+            found[f"{name} {count}"] = [
+                largest_error(parameters, dict(alone.named_parameters())),
+                max(float((loss - expected).abs()) for loss in losses),
+            ]
+    return found
+
+
+def steps(partitions, replicas):
+    """Train with clipping, momentum and LARS; compare the whole state with one process's."""
+    found = {}
+    for kind in ("sgd", "lars"):
+        model, inputs, target, loss_fn = make("transformer", 7)
+        alone = copy.deepcopy(model)
+
+        def optimizer_of(trained, kind=kind):
+            if kind == "sgd":
+                return torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
+            return LARS(parameter_groups(trained, weight_decay=0.01), lr=0.5, momentum=0.9)
+
+        prepared = prepare(
+            model,
+            optimizer_of(model),
+            partitions=int(partitions),
+            replicas=int(replicas),
+            microbatches=2,
+            clip_norm=0.5,
+            loss_fn=loss_fn,
+            example_inputs=inputs[:2],
+        )
+        optimizer = optimizer_of(alone)
+        own = own_rows(prepared, int(replicas), 7, inputs, target)
+        half = None
+        for step in range(4):
+            optimizer.zero_grad()
+            run_alone(alone, inputs, target, loss_fn)
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+            optimizer.step()
+            prepared.optimizer.zero_grad()
+            prepared.forward_backward(*own)
+            prepared.optimizer.step()
+            if step == 1:
+                shared = [copy.deepcopy(prepared.state_dict())]
+                dist.broadcast_object_list(shared)
+                half = shared[0]
+        state = prepared.state_dict()
+        prepared.load_state_dict(half)
+        for _ in range(2):
+            prepared.optimizer.zero_grad()
+            prepared.forward_backward(*own)
+            prepared.optimizer.step()
+        resumed = prepared.state_dict()
+        found[kind] = [far(state, alone), far(resumed, alone)] if RANK == 0 else [0.0, 0.0]
+        found[kind].append(sorted(state["model"]) == sorted(alone.state_dict()))
+        found[kind].append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+    return found
+
+
+def far(state, alone):
+    pairs = [(state["model"][key], value) for key, value in alone.state_dict().items()]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def trainer():
+    """The trainer's loop, with two partitions."""
+    model, inputs, target, loss_fn = make("residual", 12)
+    batches = list(zip(inputs.split(5), target.split(5), strict=True))
+    trained = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn,
+        partitions=2,
+        microbatches=2,
+        example_inputs=inputs[:2],
+    )
+    return [[epoch.loss, epoch.samples] for epoch in trained.fit(batches, epochs=3)]
+
+
+def dies(deadline_s):
+    """Rank 1 is killed in its second step; the others say whom they miss."""
+    model, inputs, target, loss_fn = make("residual", 6)
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        partitions=RANKS,
+        microbatches=3,
+        loss_fn=loss_fn,
+        example_inputs=inputs[:2],
+        deadline_s=float(deadline_s),
+    )
+    prepared.forward_backward(inputs, target)
+    if RANK == 1:
+        stage = prepared.model.staged.stages[1].module
+        stage.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        prepared.forward_backward(inputs, target)
+    except PacelineError as problem:
+        return {"kind": type(problem).__name__, "what": problem.what, "where": problem.where}
+    return {}
+
+
+limit = timedelta(seconds=60)
+store = dist.FileStore(sys.argv[1], RANKS)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=limit)
+if sys.argv[4] == "all":
+    result = {
+        "grid": grid(2, 1, "1,2,3,4", 6),
+        "steps": steps(2, 1),
+        "trainer": trainer(),
+    }
+else:
+    result = globals()[sys.argv[4]](*sys.argv[5:])
+print(json.dumps(result), flush=True)
+if sys.argv[4] == "dies":
+    os._exit(0)  # no tidy end: the group cannot be used any more
+dist.destroy_process_group()

@@ -1,0 +1,86 @@
+"""A model in stages on real ranks: what it computes is what one process computes."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_groups import DEADLINE_S, run_ranks
+
+SCRIPT = Path(__file__).parent / "scripts/pipeline_training.py"
+MODELS = ("residual", "unet", "transformer", "many")
+GRID = [pair for pair in itertools.product((1, 2, 3, 4), repeat=2) if pair != (2, 1)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What all cases found on 2 ranks, by rank, with one process group for all of them."""
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "all")
+
+
+def check_grid(found):
+    assert len(found) == 4 * len(MODELS)
+    for case, (gradient_error, loss_error) in found.items():
+        assert gradient_error < 1e-10, case
+        assert loss_error < 1e-10, case
+
+
+def test_gradients_are_those_of_one_process(two):
+    for found in two:
+        check_grid(found["grid"])
+
+
+@pytest.mark.parametrize(
+    ("partitions", "replicas"),
+    [p if p == (2, 2) else pytest.param(*p, marks=pytest.mark.campaign("torch")) for p in GRID],
+)
+def test_gradients_of_replicas_are_those_of_one_process(tmp_path, partitions, replicas):
+    ranks = partitions * replicas
+    samples = 5 * replicas + 1  # microbatches of unequal sizes, and replicas too
+    arguments = ("grid", partitions, replicas, "1,2,3,4", samples)
+    for found in run_ranks(SCRIPT, tmp_path, ranks, *arguments, deadline_s=600):
+        check_grid(found)
+
+
+def test_training_and_its_state_are_those_of_one_process(two):
+    for found in two:
+        for kind, (error, resumed, *_) in found["steps"].items():
+            assert error < 1e-9, kind
+            assert resumed < 1e-9, kind
+    (*_, is_whole, first), (*_, is_whole_elsewhere, second) = (f["steps"]["sgd"] for f in two)
+    assert is_whole
+    assert not is_whole_elsewhere
+    whole, tied = 1672, 88
+    assert first + second == whole + tied  # each rank keeps its own layers only
+
+
+def test_a_trainer_trains_a_model_in_stages(two):
+    first, second = (found["trainer"] for found in two)
+    assert first == second
+    assert [samples for _, samples in first] == [12, 12, 12]
+    losses = [loss for loss, _ in first]
+    assert losses[2] < losses[0]
+
+
+def test_the_ranks_that_are_left_name_the_one_that_was_killed(tmp_path):
+    store, ranks = tmp_path / "store", 3
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(store), str(rank), str(ranks), "dies", "20"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    assert not said[1]
+    for rank in (0, 2):
+        found = json.loads(said[rank].splitlines()[-1])
+        assert found["kind"] == "RankLost"
+        assert found["what"].startswith("rank 1")
+        assert found["where"].startswith(f"rank {rank}; ")

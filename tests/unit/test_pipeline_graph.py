@@ -1,0 +1,196 @@
+"""Capturing a model as a graph and cutting it into stages, without any rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.core.errors import UsageError
+from paceline.training.pipeline.costs import layer_costs
+from paceline.training.pipeline.graph import capture
+from paceline.training.pipeline.microbatches import sizes_of, split
+from paceline.training.pipeline.stages import cut
+
+
+class Chooses(nn.Module):
+    """Its control flow depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.high(x)
+        return self.low(x)
+
+
+class Holds(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(4, 4), inner, nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(torch.relu(self.stem(x))))
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.abs().max()
+        return x / scale
+
+
+class Dropped(nn.Module):
+    def forward(self, x):
+        return functional.dropout(x, 0.5, training=self.training)
+
+
+def run_stages(staged, **inputs):
+    """Return what the stages compute one after another."""
+    values = {}
+    for stage in staged.stages:
+        given = [inputs[name] for name in stage.inputs] + [values[n] for n in stage.received]
+        results = stage.module(*given)
+        values |= dict(zip(stage.outputs, results, strict=False))
+    return results[-1]
+
+
+def test_control_flow_that_depends_on_values_names_its_line_and_offers_split_points():
+    with pytest.raises(UsageError) as caught:
+        capture(Chooses())
+    problem = caught.value
+    assert problem.what == "the forward pass of the model cannot be captured as a graph"
+    assert "test_pipeline_graph.py:" in problem.where
+    assert "`if x.sum() > 0:`" in problem.where
+    assert "control flow" in problem.why
+    assert "split_points=['low', 'high']" in problem.fix
+
+
+def test_a_hidden_context_in_the_outermost_forward_pass_is_refused():
+    with pytest.raises(UsageError, match="it uses no_grad, which a graph does not have"):
+        capture(Detached())
+
+
+@pytest.mark.parametrize("inner", [Chooses, Detached, Dropped])
+def test_a_submodule_that_cannot_be_traced_stays_whole(inner):
+    model = Holds(inner())
+    captured = capture(model)
+    assert [layer.name for layer in captured.layers] == ["stem", "inner", "head"]
+    assert list(captured.opaque) == ["inner"]
+    x = torch.randn(3, 4)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(run_stages(cut(captured, [1, 2]), x=x), expected)
+
+
+def test_dropout_in_a_submodule_keeps_following_the_mode():
+    model = Holds(Dropped())
+    staged = cut(capture(model), [2])
+    model.eval()
+    x = torch.randn(3, 4)
+    assert torch.equal(run_stages(staged, x=x), model(x))
+
+
+def test_split_points_make_up_a_model_that_cannot_be_captured():
+    class Model(Chooses):
+        def forward(self, x):
+            return self.high(self.low(x)) if x.sum() != 0 else x
+
+    model = Model()
+    staged = cut(capture(model, split_points=["low", "high"]), [1])
+    x = torch.randn(2, 4)
+    assert torch.equal(run_stages(staged, inputs=x), model(x))
+    with pytest.raises(UsageError, match=r"no submodule 'lower'"):
+        capture(model, split_points=["lower"])
+    with pytest.raises(UsageError, match=r"high.weight is in none of the split points"):
+        capture(model, split_points=["low"])
+
+
+def test_parameters_are_those_of_the_model_by_name():
+    model = Holds(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)))
+    stages = cut(capture(model), [1, 2]).stages
+    held = {name: p for stage in stages for name, p in stage.parameters.items()}
+    assert {name: id(p) for name, p in held.items()} == {
+        name: id(p) for name, p in model.named_parameters()
+    }
+
+
+def test_no_cut_parts_a_tensor_from_an_operator_that_changes_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU())
+    assert [layer.name for layer in capture(model).layers] == ["0", "2", "3"]
+
+
+def test_edges_skip_stages_and_each_value_is_sent_once_to_each_stage():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            first = self.parts[0](x)
+            second = self.parts[1](first)
+            third = self.parts[2](second)
+            return self.parts[3](third + first) + first
+
+    staged = cut(capture(Skips()), [1, 2, 3])
+    edges = [(edge.source, edge.destination) for edge in staged.edges]
+    assert sorted(edges) == [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]  # + is of its left's layer
+
+
+def test_tied_weights_are_parameters_of_both_stages():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.middle = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+        def forward(self, tokens):
+            return functional.linear(self.middle(self.table(tokens)), self.table.weight)
+
+    staged = cut(capture(Tied()), [1, 2])
+    assert staged.shared == {"table.weight": (0, 2)}
+
+
+def test_arguments_that_the_example_leaves_out_have_their_defaults():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, mask=None):
+            y = self.layer(x)
+            return y if mask is None else y * mask
+
+    model, x, mask = Masked(), torch.randn(2, 4), torch.randn(2, 4)
+    assert capture(model, x).inputs == ("x",)
+    both = capture(model, {"x": x, "mask": mask})
+    assert torch.equal(run_stages(cut(both, []), x=x, mask=mask), model(x, mask))
+
+
+def test_layers_cost_what_they_compute_and_edges_what_they_carry():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1))
+    costs = layer_costs(capture(model), torch.zeros(4, 3, 32, 32))
+    assert costs.forward_s[1] / costs.forward_s[0] == pytest.approx(64 / 3, rel=0.3)
+    assert [tuple(edge) for edge in costs.edges] == [(0, (1,), 4 * 64 * 32 * 32 * 4)]
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_counting_costs_changes_neither_statistics_nor_the_state_of_random_numbers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before, state = model[1].running_mean.clone(), torch.get_rng_state()
+    layer_costs(capture(model), torch.randn(8, 4))
+    torch.manual_seed(0)
+    torch.set_rng_state(state)
+    layer_costs(capture(model), torch.zeros(8, 4))
+    assert torch.equal(model[1].running_mean, before)
+    assert int(model[1].num_batches_tracked) == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_microbatches_differ_by_one_sample_at_most():
+    assert sizes_of(7, 4) == [2, 2, 2, 1]
+    assert sizes_of(3, 4) == [1, 1, 1]
+    parts = split({"x": torch.arange(7), "mask": torch.ones(1, 3)}, [4, 3])
+    assert parts[1]["x"].tolist() == [4, 5, 6]
+    assert parts[1]["mask"].shape == (1, 3)
