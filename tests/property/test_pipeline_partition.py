@@ -41,7 +41,11 @@ def layer_costs(draw, most=9):
     for source in range(layers - 1):
         users = draw(st.sets(st.integers(source + 1, layers - 1), max_size=3))
         if users:
-            edges.append(LayerEdge(source, tuple(sorted(users)), draw(st.integers(0, 40))))
+            edges.append(
+                LayerEdge(
+                    source, tuple(sorted(users)), draw(st.integers(0, 40) | st.integers(0, 400))
+                )
+            )
     return LayerCosts(
         forward_s=tuple(map(float, values(0, 9))),
         backward_s=tuple(map(float, values(0, 9))),
