@@ -89,7 +89,7 @@ def problems(draw):
 
 
 @given(problem=problems())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_no_partition_has_a_faster_slowest_stage(problem):
     costs, stages, speeds, live, exposed = problem
     found = partition(costs, stages, speeds=speeds, live=live, link=LINK, exposed=exposed)
@@ -104,7 +104,7 @@ def test_no_partition_has_a_faster_slowest_stage(problem):
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_the_best_of_those_that_keep_the_bound_is_found(problem, data):
     costs, stages, speeds, live, exposed = problem
     bound = data.draw(

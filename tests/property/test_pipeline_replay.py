@@ -1,5 +1,6 @@
 """The replay of a pipeline: the published bubbles, and the times of ranks that send messages."""
 
+import dataclasses
 import random
 
 import pytest
@@ -177,6 +178,17 @@ def test_exposed_transfer_is_the_wait_while_data_are_on_their_way():
     assert replayed.exposed_transfer_s == (1.5, 1.5)
     assert replayed.bubble_s == (6.0, 6.0)
     assert replayed.bubble_share == pytest.approx(12 / 18)
+
+
+def test_a_ranks_first_wait_begins_with_the_batch_whatever_other_ranks_do():
+    """Stage 2 is on rank 0, alone, and ends before the first data reach rank 1."""
+    schedule = fill_drain(3, 1)
+    orders = (schedule.actions[2], schedule.actions[1], schedule.actions[0])
+    turned = dataclasses.replace(schedule, rank_of=(2, 1, 0), actions=orders)
+    costs = StageCosts.uniform(3, 1.0, 1.0)
+    replayed = replay(turned, [StageEdge(0, 1, 400)], costs, link(100.0))
+    assert replayed.start_s[1][0] == 5.0
+    assert replayed.exposed_transfer_s[1] == 4.0
 
 
 def test_stages_of_one_rank_exchange_nothing():
