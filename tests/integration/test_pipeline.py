@@ -22,7 +22,7 @@ def two(tmp_path_factory):
 
 
 def check_grid(found):
-    assert len(found) == 4 * len(MODELS)
+    assert {case.split()[0] for case in found} == set(MODELS)
     for case, (gradient_error, loss_error) in found.items():
         assert gradient_error < 1e-10, case
         assert loss_error < 1e-10, case
@@ -43,6 +43,29 @@ def test_gradients_of_replicas_are_those_of_one_process(tmp_path, partitions, re
     arguments = ("grid", partitions, replicas, "1,2,3,4", samples)
     for found in run_ranks(SCRIPT, tmp_path, ranks, *arguments, deadline_s=600):
         check_grid(found)
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "interleaved", "zero_bubble", "recompute"])
+def test_every_order_brings_the_same_gradients(two, name):
+    for found in two:
+        check_grid(found["orders"][name])
+
+
+@pytest.mark.campaign("torch")
+@pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1), (4, 1)])
+def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partitions, replicas):
+    samples = 5 * replicas + 1
+    arguments = ("orders", partitions, replicas, "1,2,3,4", samples)
+    for found in run_ranks(SCRIPT, tmp_path, partitions * replicas, *arguments, deadline_s=600):
+        for name in found:
+            check_grid(found[name])
+
+
+def test_recomputation_changes_neither_statistics_nor_dropout(two):
+    for found in two:
+        plain, recomputed = found["statistics"]
+        assert recomputed == plain
+    assert two[0]["statistics"][0][1]["1.num_batches_tracked"] == 2
 
 
 def test_training_and_its_state_are_those_of_one_process(two):

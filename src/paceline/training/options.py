@@ -17,7 +17,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Compression = Literal["auto", "dgc", "float16", "bfloat16"]
 Scaling = Literal["strong", "weak"]
 Strategy = Literal["data", "model", "hybrid", "auto"]
-PipelineOrder = Literal["1f1b", "fill_drain"]
+PipelineOrder = Literal["1f1b", "fill_drain", "interleaved", "zero_bubble"]
 MODES = get_args(ModeName)
 _CHOICES = {
     "engine": Engine,
@@ -59,8 +59,12 @@ class TrainingOptions:
         microbatches: parts of a batch that are on their way through the stages at the same time;
             None: 4 for each partition.
         schedule: order in which stages compute them: ``1f1b`` keeps the activations of few,
-            ``fill_drain`` those of all. None: ``1f1b``.
-        layers: number of layers of each partition; None: partitions that cost the same.
+            ``fill_drain`` those of all; ``interleaved`` gives each rank several stages and
+            ``zero_bubble`` splits backward passes, so that ranks wait less. None: ``1f1b``.
+        stages_per_rank: of ``interleaved``; None: 2.
+        layers: number of layers of each stage; None: stages that cost the same.
+        recompute: whether stages compute their forward passes again in the backward pass, and keep
+            no activations in between but their inputs.
         split_points: names of submodules that make up the model, where its forward pass cannot be
             captured: each is called with the output of the one before.
         deadline_s: the longest wait for another rank of a pipeline.
@@ -79,7 +83,9 @@ class TrainingOptions:
     replicas: int | None = None
     microbatches: int | None = None
     schedule: PipelineOrder | None = None
+    stages_per_rank: int | None = None
     layers: tuple[int, ...] | None = None
+    recompute: bool = False
     split_points: tuple[str, ...] = ()
     deadline_s: float = 300.0
 
@@ -102,7 +108,13 @@ class TrainingOptions:
             )
         if self.compression_warmup is not None:
             self._check_warmup(self.compression_warmup)
-        for name in ("partitions", "replicas", "microbatches"):
+        if self.recompute and self.schedule == "zero_bubble":
+            raise UsageError(
+                "a stage that recomputes cannot split its backward pass",
+                where="TrainingOptions(recompute=True, schedule='zero_bubble')",
+                fix="Use the schedule 1f1b, or do not recompute",
+            )
+        for name in ("partitions", "replicas", "microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(

@@ -58,7 +58,7 @@ def largest_error(own, expected):
     return max(errors, default=0.0)
 
 
-def grid(partitions, replicas, microbatches, samples):
+def grid(partitions, replicas, microbatches, samples, **options):
     """Return the largest relative errors of gradients and of losses, by model and microbatches."""
     found = {}
     for name in MODELS:
@@ -75,6 +75,7 @@ def grid(partitions, replicas, microbatches, samples):
                 loss_fn=loss_fn,
                 example_inputs=rows(inputs, int(samples), 0, 2),
                 deadline_s=60.0,
+                **options,
             )
             own = own_rows(prepared, int(replicas), int(samples), inputs, target)
             losses = []
@@ -86,6 +87,44 @@ def grid(partitions, replicas, microbatches, samples):
                 largest_error(parameters, dict(alone.named_parameters())),
                 max(float((loss - expected).abs()) for loss in losses),
             ]
+    return found
+
+
+ORDERS = {
+    "fill_drain": {"schedule": "fill_drain"},
+    "interleaved": {"schedule": "interleaved"},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "recompute": {"recompute": True},
+}
+
+
+def orders(partitions, replicas, microbatches, samples):
+    """Return the errors of all schedules, and of stages that recompute."""
+    shape = (partitions, replicas, microbatches, samples)
+    return {name: grid(*shape, **options) for name, options in ORDERS.items()}
+
+
+def statistics():
+    """Return the statistics of batch normalisation without and with recomputation."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
+        model = nn.Sequential(*layers)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=2,
+            microbatches=2,
+            layers=(3, 1),
+            recompute=recompute,
+            loss_fn=nn.functional.mse_loss,
+        )
+        torch.manual_seed(1)
+        prepared.forward_backward(torch.randn(8, 4), torch.randn(8, 4))
+        state = prepared.state_dict()["model"]
+        gradient = prepared.model.own[f"{0 if RANK == 0 else 3}.weight"].grad
+        found.append([gradient.tolist(), {n: v.tolist() for n, v in state.items() if n[0] == "1"}])
     return found
 
 
@@ -191,6 +230,8 @@ if sys.argv[4] == "all":
         "grid": grid(2, 1, "1,2,3,4", 6),
         "steps": steps(2, 1),
         "trainer": trainer(),
+        "orders": orders(2, 1, "3", 7),
+        "statistics": statistics(),
     }
 else:
     result = globals()[sys.argv[4]](*sys.argv[5:])

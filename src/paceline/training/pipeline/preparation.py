@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.schedules.pipeline import fill_drain, one_forward_one_backward, partition
+from paceline.schedules.pipeline import (
+    fill_drain,
+    interleaved,
+    one_forward_one_backward,
+    partition,
+    zero_bubble,
+)
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.modes import broadcast_values, check_stateless
 from paceline.training.pipeline.computing import ComputeOptions
@@ -25,11 +31,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.core.plan import Plan
+    from paceline.schedules.pipeline import PipelineSchedule
     from paceline.training.engine.ranks import Ranks
     from paceline.training.health import GradientCheck
     from paceline.training.options import TrainingOptions
 
-ORDERS = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
+_ORDERS = {
+    "1f1b": one_forward_one_backward,
+    "fill_drain": fill_drain,
+    "zero_bubble": zero_bubble,
+}
 _MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the time
 
 
@@ -133,10 +144,10 @@ def in_stages(
     check_equal(list(model.named_parameters()), ranks)
     broadcast_values(model, ranks.group)
     partitions, replicas = shape
-    order = functools.partial(ORDERS[options.schedule or "1f1b"], partitions)
+    order = _order(options, partitions)
     parallel = PipelineParallel(
         model,
-        stage(model, options, partitions, example_inputs),
+        stage(model, options, order(1).stages, example_inputs),
         StageMesh(ranks, order(1).rank_of, replicas),
         order=order,
         microbatches=options.microbatches or _MICROBATCHES_PER_PARTITION * partitions,
@@ -144,6 +155,7 @@ def in_stages(
             loss_fn=loss_fn,
             scale_outputs=scale_outputs,
             autocast=_autocast(next(model.parameters()).device.type, options.precision),
+            recompute=options.recompute,
         ),
         check=check,
         deadline_s=options.deadline_s,
@@ -155,6 +167,14 @@ def in_stages(
     return parallel
 
 
+def _order(options: TrainingOptions, partitions: int) -> Callable[[int], PipelineSchedule]:
+    """Return what makes the schedule of a number of microbatches."""
+    name = options.schedule or "1f1b"
+    if name == "interleaved":
+        return functools.partial(interleaved, partitions, options.stages_per_rank or 2)
+    return functools.partial(_ORDERS[name], partitions)
+
+
 def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
     """Return what makes the context of a forward pass on a kind of device."""
     if precision in (None, "float32"):
@@ -163,7 +183,7 @@ def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
 
 
 def stage(
-    model: nn.Module, options: TrainingOptions, partitions: int, example_inputs: Any
+    model: nn.Module, options: TrainingOptions, stages: int, example_inputs: Any
 ) -> StagedModel:
     """Return a model in stages, as the options want them or of equal cost.
 
@@ -171,15 +191,15 @@ def stage(
         UsageError: the model cannot be captured or divided.
     """
     captured = capture(model, example_inputs, split_points=options.split_points)
-    if len(captured.layers) < partitions:
+    if len(captured.layers) < stages:
         raise UsageError(
-            f"{len(captured.layers)} layers cannot be divided into {partitions} partitions",
+            f"{len(captured.layers)} layers cannot be divided into {stages} stages",
             where=type(model).__name__,
             why=_why_few(captured.opaque),
             fix="Use fewer partitions",
         )
     costs = layer_costs(captured, example_inputs)
-    cuts = partition(costs, partitions, layers_per_stage=options.layers or ()).cuts
+    cuts = partition(costs, stages, layers_per_stage=options.layers or ()).cuts
     return cut(captured, cuts)
 
 
