@@ -128,6 +128,23 @@ def statistics():
     return found
 
 
+def chosen(strategy):
+    """Train by a strategy; return whether layers are divided, and how far the weights are off."""
+    model, inputs, target, loss_fn = make("residual", 7)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = {"loss_fn": loss_fn, "example_inputs": inputs[:4]}
+    prepared = prepare(model, optimizer, strategy=strategy, **given)
+    prepared.forward_backward(
+        *own_rows(prepared, 1 if prepared.is_divided else 2, 7, inputs, target)
+    )
+    optimizer.step()
+    run_alone(alone, inputs, target, loss_fn)
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    error = far(prepared.state_dict(), alone) if RANK == 0 else 0.0
+    return [prepared.is_divided, error]
+
+
 def steps(partitions, replicas):
     """Train with clipping, momentum and LARS; compare the whole state with one process's."""
     found = {}
@@ -198,8 +215,8 @@ def trainer():
     return [[epoch.loss, epoch.samples] for epoch in trained.fit(batches, epochs=3)]
 
 
-def dies(deadline_s):
-    """Rank 1 is killed in its second step; the others say whom they miss."""
+def dies(how, deadline_s):
+    """Rank 1 gets a signal in its second step; the others say whom they miss."""
     model, inputs, target, loss_fn = make("residual", 6)
     prepared = prepare(
         model,
@@ -213,7 +230,7 @@ def dies(deadline_s):
     prepared.forward_backward(inputs, target)
     if RANK == 1:
         stage = prepared.model.staged.stages[1].module
-        stage.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        stage.register_forward_hook(lambda *_: os.kill(os.getpid(), getattr(signal, how)))
     try:
         prepared.forward_backward(inputs, target)
     except PacelineError as problem:
@@ -232,6 +249,7 @@ if sys.argv[4] == "all":
         "trainer": trainer(),
         "orders": orders(2, 1, "3", 7),
         "statistics": statistics(),
+        "chosen": [chosen("auto"), chosen("data")],
     }
 else:
     result = globals()[sys.argv[4]](*sys.argv[5:])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.schedules.pipeline import (
@@ -18,6 +20,12 @@ from paceline.schedules.pipeline import (
 )
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.modes import broadcast_values, check_stateless
+from paceline.training.engine.ranks import find_ranks
+from paceline.training.pipeline.choice import (
+    MICROBATCHES_PER_PARTITION,
+    estimate_layouts,
+    measure_rates,
+)
 from paceline.training.pipeline.computing import ComputeOptions
 from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import capture
@@ -27,8 +35,6 @@ from paceline.training.pipeline.stages import StagedModel, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from paceline.core.plan import Plan
     from paceline.schedules.pipeline import PipelineSchedule
@@ -41,7 +47,15 @@ _ORDERS = {
     "fill_drain": fill_drain,
     "zero_bubble": zero_bubble,
 }
-_MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the time
+
+
+class GivenModel(NamedTuple):
+    """What the user hands to `prepare`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    example_inputs: Any
 
 
 def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tuple[int, int]:
@@ -58,8 +72,10 @@ def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tup
     strategy, partitions, replicas = options.strategy, options.partitions, options.replicas
     if strategy is None and partitions is None and replicas is None and plan is not None:
         partitions = plan.mesh.pipeline if plan.mesh.pipeline > 1 else None
-    if strategy == "data" or (strategy is None and partitions is None):
+    if strategy == "data" or (strategy is None and partitions is None and replicas is None):
         partitions = partitions or 1
+    if strategy == "auto":  # one rank
+        partitions = replicas = 1
     if strategy == "model":
         replicas = replicas or 1
     if partitions is None and replicas is None:
@@ -81,6 +97,34 @@ def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tup
     return partitions, replicas
 
 
+def choose_shape(
+    given: GivenModel, options: TrainingOptions, world: int, group: Any
+) -> tuple[TrainingOptions, list[str]]:
+    """Return the options, for ``auto`` with the partitions that an estimate says are fastest.
+
+    Also returns what to say of it.
+
+    Raises:
+        UsageError: there is no example to estimate with, or the model cannot be captured.
+        MemoryExceeded: the ranks' memory is too small for the model, however it is divided.
+    """
+    if options.strategy != "auto" or world == 1:
+        return options, []
+    if given.example_inputs is None:
+        raise UsageError(
+            "the strategy auto estimates the model for an example",
+            where="prepare(strategy='auto')",
+            fix="Give example_inputs: a batch as each rank gets it",
+        )
+    captured = capture(given.model, given.example_inputs, split_points=options.split_points)
+    rates = measure_rates(find_ranks(None, group), next(given.model.parameters()).device)
+    costs = layer_costs(captured, given.example_inputs)
+    found = estimate_layouts(costs, world, rates, options.microbatches)
+    partitions = found[0].partitions
+    chosen = replace(options, strategy=None, partitions=partitions, replicas=None)
+    return chosen, ["strategy auto, partitions x replicas: " + ", ".join(map(str, found))]
+
+
 def check_options(options: TrainingOptions) -> None:
     """Raise an error for options that a model in stages does not have.
 
@@ -99,15 +143,6 @@ def check_options(options: TrainingOptions) -> None:
                 where=f"prepare({name}={getattr(options, name)!r}, partitions=...)",
                 fix="Leave it out, or use the strategy data",
             )
-
-
-class GivenModel(NamedTuple):
-    """What the user hands to `prepare`."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    example_inputs: Any
 
 
 def in_stages(
@@ -140,6 +175,7 @@ def in_stages(
             fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
         )
     check_stateless(optimizer)
+    _check_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     check_equal(list(model.named_parameters()), ranks)
     broadcast_values(model, ranks.group)
@@ -150,7 +186,7 @@ def in_stages(
         stage(model, options, order(1).stages, example_inputs),
         StageMesh(ranks, order(1).rank_of, replicas),
         order=order,
-        microbatches=options.microbatches or _MICROBATCHES_PER_PARTITION * partitions,
+        microbatches=options.microbatches or MICROBATCHES_PER_PARTITION * partitions,
         compute=ComputeOptions(
             loss_fn=loss_fn,
             scale_outputs=scale_outputs,
@@ -165,6 +201,22 @@ def in_stages(
         parallel.group_names.append([names[id(parameter)] for parameter in group["params"]])
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
     return parallel
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raise an error for a layer that would wait for ranks that do not have it.
+
+    Raises:
+        UsageError: the model has one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"the layer {name} would wait for all ranks, of which only some have it",
+                where="torch.nn.SyncBatchNorm",
+                fix="Use BatchNorm, whose statistics are those of a microbatch, or another "
+                "normalisation",
+            )
 
 
 def _order(options: TrainingOptions, partitions: int) -> Callable[[int], PipelineSchedule]:
