@@ -12,13 +12,14 @@ from process_groups import DEADLINE_S, run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/pipeline_training.py"
 MODELS = ("residual", "unet", "transformer", "many")
+FAULTS = pytest.mark.campaign("faults")
 GRID = list(itertools.product((1, 2, 3, 4), repeat=2))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What all cases found on 2 ranks, by rank, with one process group for all of them."""
-    return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "all")
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "gloo", "all")
 
 
 def check_grid(found):
@@ -35,7 +36,7 @@ def test_gradients_are_those_of_one_process(two):
 
 def check_replicas(folder, partitions, replicas, microbatches):
     samples = 5 * replicas + 1  # microbatches of unequal sizes, and replicas too
-    arguments = ("grid", partitions, replicas, microbatches, samples)
+    arguments = ("paceline", "grid", partitions, replicas, microbatches, samples)
     ranks = partitions * replicas
     for found in run_ranks(SCRIPT, folder, ranks, *arguments, deadline_s=120 * ranks):
         check_grid(found)
@@ -61,7 +62,7 @@ def test_every_order_brings_the_same_gradients(two, name):
 @pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1), (4, 1)])
 def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partitions, replicas):
     samples, ranks = 5 * replicas + 1, partitions * replicas
-    arguments = ("orders", partitions, replicas, "1,2,3,4", samples)
+    arguments = ("gloo", "orders", partitions, replicas, "1,2,3,4", samples)
     for found in run_ranks(SCRIPT, tmp_path, ranks, *arguments, deadline_s=120 * ranks):
         for name in found:
             check_grid(found[name])
@@ -108,16 +109,18 @@ def test_the_same_call_trains_replicas_with_unequal_batches(two):
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "deadline_s"),
+    ("backend", "how", "kind", "deadline_s"),
     [
-        ("SIGKILL", "RankLost", 60),
-        pytest.param("SIGSTOP", "DeadlineExceeded", 5, marks=pytest.mark.campaign("faults")),
+        ("gloo", "SIGKILL", "RankLost", 60),
+        pytest.param("paceline", "SIGKILL", "RankLost", 60, marks=FAULTS),
+        pytest.param("gloo", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
+        pytest.param("paceline", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
     ],
 )
-def test_the_ranks_that_are_left_name_the_one_that_is_not(tmp_path, how, kind, deadline_s):
+def test_the_ranks_that_are_left_name_the_one_that_is_not(tmp_path, backend, how, kind, deadline_s):
     store, ranks = tmp_path / "store", 3
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [str(ranks), "dies", how, str(deadline_s)]
+    arguments = [str(ranks), backend, "dies", how, str(deadline_s)]
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(store), str(rank), *arguments],

@@ -137,6 +137,16 @@ class Prepared:
         """Whether this rank has only some of the model's layers."""
         return isinstance(self.model, PipelineParallel)
 
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model, each of which gets other batches."""
+        return self.model.mesh.replicas if self.is_divided else self.ranks.size
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this rank is, or is a part of."""
+        return self.model.mesh.replica if self.is_divided else self.ranks.rank
+
     def own_samples(self, samples: int) -> int:
         """Return how many of the samples of a batch count on this rank.
 

@@ -1,4 +1,4 @@
-"""A rank that trains a model in stages: STORE RANK RANKS CASE ARGUMENTS. Prints JSON."""
+"""A rank that trains a model in stages: STORE RANK RANKS BACKEND CASE ARGUMENTS. Prints JSON."""
 
 import copy
 import json
@@ -18,6 +18,7 @@ from paceline.training import Trainer, prepare
 from paceline.training.optimizers import LARS, parameter_groups
 
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
+BACKEND, CASE, *ARGUMENTS = sys.argv[4:]
 
 
 def rows(batch, samples, begin, end):
@@ -38,7 +39,8 @@ def run_alone(model, inputs, target, loss_fn):
 
 def own_rows(prepared, replicas, samples, inputs, target):
     """Return the part of a batch of this rank's replica; replica 0 has a sample more."""
-    replica = prepared.model.mesh.replica if prepared.is_divided else RANK
+    assert prepared.replicas == replicas
+    replica = prepared.replica
     bounds = [0, *(samples * (r + 1) // replicas + (r + 1 < replicas) for r in range(replicas))]
     begin, end = bounds[replica], bounds[replica + 1]
     return rows(inputs, samples, begin, end), rows(target, samples, begin, end)
@@ -241,8 +243,8 @@ def dies(how, deadline_s):
 limit = timedelta(seconds=60)
 store = dist.FileStore(sys.argv[1], RANKS)
 torch.set_num_threads(1)
-dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=limit)
-if sys.argv[4] == "all":
+dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=limit)
+if CASE == "all":
     result = {
         "grid": grid(2, 1, "1,2,3,4", 6),
         "steps": steps(2, 1),
@@ -252,8 +254,8 @@ if sys.argv[4] == "all":
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:
-    result = globals()[sys.argv[4]](*sys.argv[5:])
+    result = globals()[CASE](*ARGUMENTS)
 print(json.dumps(result), flush=True)
-if sys.argv[4] == "dies":
+if CASE == "dies":
     os._exit(0)  # no tidy end: the group cannot be used any more
 dist.destroy_process_group()

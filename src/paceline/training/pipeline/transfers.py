@@ -221,14 +221,14 @@ class Transfers:
 
     @contextlib.contextmanager
     def _naming(self, peer: int | None, what: str) -> Iterator[None]:
-        """Turn torch's error into one that names the rank which ended or hangs.
+        """Turn a backend's error into one that names the rank which ended or hangs.
 
         That is not always the peer: where rank 0 is killed, rank 1 fails first and ends, and then
         rank 2. Rank 1 writes to the store whom it waited for, and rank 2 reads it.
         """
         try:
             yield
-        except RuntimeError as problem:
+        except (RuntimeError, RankLost) as problem:
             raise self._lost(peer, what, problem) from problem
 
     def wait_for_all(self, work: Any, what: str) -> None:
@@ -241,9 +241,9 @@ class Transfers:
         with self._naming(None, what):
             work.wait(self._deadline)
 
-    def _lost(self, peer: int | None, what: str, problem: RuntimeError) -> RankLost:
+    def _lost(self, peer: int | None, what: str, problem: Exception) -> RankLost:
         text = first_line(problem)
-        is_late = "imed out" in text or "imeout" in text
+        is_late = isinstance(problem, DeadlineExceeded) or "imed out" in text or "imeout" in text
         culprit = self._follow(peer)
         kind = DeadlineExceeded if is_late else RankLost
         did = "did not answer" if is_late else "ended"
