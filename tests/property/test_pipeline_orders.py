@@ -70,7 +70,8 @@ def test_live_microbatches_are_as_published(stages, microbatches):
     assert live_microbatches(one_forward_one_backward(stages, microbatches)) == tuple(
         min(stages - stage, microbatches) for stage in range(stages)
     )
-    assert max(live_microbatches(zero_bubble(stages, microbatches))) <= min(stages, microbatches)
+    most = min(stages, microbatches)
+    assert live_microbatches(zero_bubble(stages, microbatches)) == (most,) * stages
 
 
 @given(ranks=st.integers(1, 8), turns=st.integers(1, 3), stages_per_rank=st.integers(2, 4))
@@ -119,7 +120,7 @@ def test_a_dropped_repeated_or_misplaced_action_is_found(schedule, data):
 
 
 @given(schedule=drawn_schedules(), data=st.data(), seed=st.integers(0, 999))
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_swapped_actions_are_refused_exactly_if_ranks_would_wait_for_ever(schedule, data, seed):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     actions = list(schedule.actions[rank])

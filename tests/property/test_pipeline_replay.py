@@ -133,6 +133,21 @@ def test_messages_that_share_a_link_move_one_after_another(sharing, starts):
     assert (replayed.start_s[1][0], replayed.start_s[2][0]) == starts
 
 
+@pytest.mark.parametrize(("sharing", "start_s"), [("pair", 2.5), ("device", 3.5), ("node", 3.5)])
+def test_messages_to_one_rank_share_its_link(sharing, start_s):
+    schedule, edges = fill_drain(3, 1), [StageEdge(0, 2, 100), StageEdge(1, 2, 100)]
+    replayed = replay(schedule, edges, StageCosts.uniform(3, 1.0, 1.0), link(100.0, 0.5, sharing))
+    assert replayed.start_s[2][0] == start_s
+
+
+def test_of_messages_that_arrive_together_the_last_sent_one_is_exposed():
+    edges = [StageEdge(0, 2, 200), StageEdge(0, 1, 0), StageEdge(1, 2, 100)]
+    for order in (edges, edges[::-1]):
+        replayed = replay(fill_drain(3, 1), order, StageCosts.uniform(3, 1.0, 0.0), link(100.0))
+        assert replayed.start_s[2][0] == 3.0
+        assert replayed.exposed_transfer_s[2] == 1.0
+
+
 def test_a_link_is_full_duplex_unless_all_share_it():
     """Rank 0 sends the activations of microbatch 1 while rank 1 sends gradients of 0."""
     schedule = one_forward_one_backward(2, 2)
@@ -182,6 +197,17 @@ def test_the_parts_of_a_backward_that_are_not_given_follow_from_the_whole(whole,
     assert (inputs["backward_input"], inputs["backward_weight"]) == (part, rest)
     weights = StageCosts(forward_s=forward, backward_s=whole, backward_weight_s=part).by_kind()
     assert (weights["backward_input"], weights["backward_weight"]) == (rest, part)
+
+
+def test_a_smaller_microbatch_takes_less_time():
+    costs = StageCosts.uniform(2, 1.0, 2.0)
+    replayed = replay(
+        fill_drain(2, 2), chain(2, 100), costs, link(100.0), microbatch_sizes=[1.0, 0.5]
+    )
+    assert replayed.start_s == ((0.0, 1.0, 5.0, 7.5), (2.0, 3.0, 3.5, 4.5))
+    assert replayed.end_s == ((1.0, 1.5, 6.0, 9.5), (3.0, 3.5, 4.5, 6.5))
+    with pytest.raises(UsageError, match="3 sizes are given for 2 microbatches"):
+        replay(fill_drain(2, 2), chain(2), costs, microbatch_sizes=[1.0] * 3)
 
 
 def test_a_schedule_that_deadlocks_is_refused_with_its_cycle():

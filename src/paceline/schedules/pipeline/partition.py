@@ -1,7 +1,7 @@
 """Cuts a list of layers into stages, so that the slowest stage is as fast as possible.
 
-The throughput of a pipeline is that of its slowest stage. A stage of layers i to j - 1 takes, for
-one microbatch on its device::
+The throughput of a pipeline is that of its slowest stage or link. A stage of layers i to j - 1
+takes, for one microbatch on its device::
 
     (T[j] - T[i]) / speed + e x[i] + e x[j]
 
@@ -11,7 +11,8 @@ one microbatch on its device::
     e      share of a transfer that compute does not hide, 0 to 1
 
 for it waits for activations over its first cut and for gradients over its last one. A tensor that
-crosses a cut counts once, also one that skips the stage. The stage needs::
+crosses a cut counts once, also one that skips the stage. The link across a cut is busy for bytes /
+bandwidth in each direction, hidden or not. The stage needs::
 
     live (A[j] - A[i]) + P[j] - P[i] <= its bound
 
@@ -24,9 +25,9 @@ within t seconds each is one comparison per j::
     T[j] / speed + e x[j] - t  <=  max over i of  T[i] / speed - e x[i]
 
 over those i at which stages 0 to s - 1 can end, and which keep the bound: a range that ends at
-j - 1, and whose begin rises with j. The least t is found by halving the interval in which it lies
-until no float is between its ends. So the partition is optimal for these costs, up to the rounding
-of a sum.
+j - 1, and whose begin rises with j. Cuts whose link is busy for longer than t are left out. The
+least t is found by halving the interval in which it lies until no float is between its ends. So the
+partition is optimal for these costs, up to the rounding of a sum.
 
 Cost: stages x layers x log(layers), some 50 times; half a second for 5,000 layers and 64 stages.
 Source: the dynamic programming over cuts is that of PipeDream (Narayanan et al., SOSP 2019, section
@@ -66,17 +67,19 @@ class StagePartition(Record):
     Attributes:
         cuts: first layer of each stage but the first, in rising order.
         stage_s: seconds of each stage for one microbatch, with its exposed transfers.
+        link_s: seconds that the link across each cut is busy for one microbatch, per direction.
         stage_bytes: of each stage's parameters and live activations.
     """
 
     cuts: tuple[int, ...]
     stage_s: tuple[float, ...]
+    link_s: tuple[float, ...]
     stage_bytes: tuple[int, ...]
 
     @property
     def slowest_s(self) -> float:
-        """Seconds of the slowest stage for one microbatch."""
-        return max(self.stage_s)
+        """Seconds of the slowest stage or link for one microbatch."""
+        return max(*self.stage_s, *self.link_s, 0.0)
 
 
 def partition(
@@ -90,7 +93,7 @@ def partition(
     exposed: float = 1.0,
     layers_per_stage: Sequence[int] = (),
 ) -> StagePartition:
-    """Return the cuts with which the slowest stage is fastest; among those, any.
+    """Return the cuts with which the slowest stage or link is fastest; among those, any.
 
     Args:
         costs: of the layers.
@@ -107,7 +110,7 @@ def partition(
         MemoryExceeded: no partition keeps the bound, or the given one does not; says by how much,
             and the smallest bound that would do.
     """
-    problem = _Problem.of(costs, stages, speeds, live, _exposed_s(costs, link, exposed))
+    problem = _Problem.of(costs, stages, speeds, live, _Transfers.of(costs, link, exposed))
     if len(bound_bytes) not in (0, stages):
         raise _count_error("bound_bytes", len(bound_bytes), stages)
     if layers_per_stage:
@@ -171,19 +174,46 @@ class _Window(NamedTuple):
         return found
 
 
+class _Transfers(NamedTuple):
+    """What the cut before each layer costs, for one microbatch; shape (layers + 1,) each.
+
+    Attributes:
+        exposed_s: e x of the module's docstring.
+        link_s: seconds that the link is busy in each direction.
+    """
+
+    exposed_s: NDArray[np.float64]
+    link_s: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, costs: LayerCosts, link: Link | None, exposed: float) -> _Transfers:
+        if not 0 <= exposed <= 1:
+            raise UsageError(f"exposed is {exposed}", fix="Give a share from 0 to 1")
+        if link is None:
+            return cls(np.zeros(costs.layers + 1), np.zeros(costs.layers + 1))
+        change = np.zeros(costs.layers + 1, np.int64)
+        for source, destinations, size in costs.edges:
+            change[source + 1] += size
+            change[max(destinations) + 1] -= size
+        crossing = np.cumsum(change)
+        link_s = crossing / link.bandwidth_bytes_per_s.value
+        latency_s = np.where(crossing > 0, link.latency_s.value, 0.0)
+        return cls(exposed * (latency_s + link_s), link_s)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
     """Running sums over the layers, shape (layers + 1,), and what is known of the stages.
 
     Attributes:
         seconds: T of the module's docstring.
-        exposed_s: e x: of the cut before each layer.
+        transfers: over the cut before each layer.
         stage_bytes: of each stage: live A + P.
         speeds: of each stage's device.
     """
 
     seconds: NDArray[np.float64]
-    exposed_s: NDArray[np.float64]
+    transfers: _Transfers
     stage_bytes: list[NDArray[np.int64]]
     speeds: list[float]
 
@@ -194,7 +224,7 @@ class _Problem:
         stages: int,
         speeds: Sequence[float],
         live: Sequence[int],
-        exposed_s: NDArray[np.float64],
+        transfers: _Transfers,
     ) -> _Problem:
         if not 1 <= stages <= costs.layers:
             raise UsageError(
@@ -211,7 +241,7 @@ class _Problem:
         seconds = np.add(costs.forward_s, costs.backward_s)
         return cls(
             seconds=_sums(seconds, np.float64),
-            exposed_s=exposed_s,
+            transfers=transfers,
             stage_bytes=[count * activations + parameters for count in live or (1,) * stages],
             speeds=list(speeds) or [1.0] * stages,
         )
@@ -235,14 +265,15 @@ class _Problem:
 
     def cut(self, limit_s: float, windows: Sequence[_Window]) -> StagePartition | None:
         """Return a partition whose stages take at most `limit_s` each; None if there is none."""
-        can_end = np.zeros(self.layers + 1, bool)  # the stages so far before that layer
-        can_end[0] = True
+        exposed_s, link_s = self.transfers
+        can_end = np.arange(self.layers + 1) == 0  # the stages so far before that layer
         gains = []
         for speed, window in zip(self.speeds, windows, strict=True):
-            gain = np.where(can_end, self.seconds / speed - self.exposed_s, _NEVER)
+            gain = np.where(can_end, self.seconds / speed - exposed_s, _NEVER)
             gains.append(gain)
             best = window.maxima(gain)
-            can_end = (best >= self.seconds / speed + self.exposed_s - limit_s) & (best > _NEVER)
+            can_end = best >= self.seconds / speed + exposed_s - limit_s
+            can_end &= (best > _NEVER) & (link_s <= limit_s)
         if not can_end[-1]:
             return None
         ends = [self.layers]
@@ -255,11 +286,12 @@ class _Problem:
         """Return the partition whose stage s has the layers from ends[s] to ends[s + 1] - 1."""
         at = np.asarray(ends)
         compute_s = np.diff(self.seconds[at]) / self.speeds
-        exposed_s = self.exposed_s[at]
+        exposed_s = self.transfers.exposed_s[at]
         ranges = zip(self.stage_bytes, itertools.pairwise(ends), strict=True)
         return StagePartition(
             cuts=tuple(ends[1:-1]),
             stage_s=tuple((compute_s + exposed_s[:-1] + exposed_s[1:]).tolist()),
+            link_s=tuple(self.transfers.link_s[at[1:-1]].tolist()),
             stage_bytes=tuple(int(needed[end] - needed[begin]) for needed, (begin, end) in ranges),
         )
 
@@ -268,21 +300,6 @@ def _sums(values: ArrayLike, dtype: type[Scalar]) -> NDArray[Scalar]:
     """Return the running sums of `values`, from 0."""
     array = np.asarray(values, dtype)
     return np.concatenate([np.zeros(1, dtype), np.cumsum(array)])
-
-
-def _exposed_s(costs: LayerCosts, link: Link | None, exposed: float) -> NDArray[np.float64]:
-    """Return the seconds that a transfer over the cut before each layer keeps a stage waiting."""
-    if not 0 <= exposed <= 1:
-        raise UsageError(f"exposed is {exposed}", fix="Give a share from 0 to 1")
-    if link is None:
-        return np.zeros(costs.layers + 1)
-    change = np.zeros(costs.layers + 1, np.int64)
-    for source, destinations, size in costs.edges:
-        change[source + 1] += size
-        change[max(destinations) + 1] -= size
-    crossing = np.cumsum(change)
-    move_s = link.latency_s.value + crossing / link.bandwidth_bytes_per_s.value
-    return np.where(crossing > 0, exposed * move_s, 0.0)
 
 
 def _given_ends(layers: int, stages: int, layers_per_stage: Sequence[int]) -> list[int]:

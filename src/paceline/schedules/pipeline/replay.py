@@ -79,6 +79,8 @@ def replay(
     edges: Sequence[StageEdge],
     costs: StageCosts,
     link: Link | Topology | None = None,
+    *,
+    microbatch_sizes: Sequence[float] = (),
 ) -> PipelineReplay:
     """Return when each action runs if computing and sending take as long as stated.
 
@@ -88,18 +90,26 @@ def replay(
         costs: of the stages, one microbatch each.
         link: between all ranks, each of which then counts as a node; or where the ranks are and
             which links connect them. None: transfers take no time.
+        microbatch_sizes: of each microbatch, relative to that of costs and edges, to which its
+            seconds and bytes are proportional; empty: 1 each.
 
     Raises:
         InvalidSchedule: the schedule deadlocks, or lacks an action.
-        UsageError: costs or topology are of other stages or ranks.
+        UsageError: costs, topology or sizes are of other stages, ranks or microbatches.
     """
     if len(costs.forward_s) != schedule.stages:
         raise UsageError(
             f"the costs are of {len(costs.forward_s)} stages, the schedule has {schedule.stages}",
             fix="Give the costs of this model's stages",
         )
+    sizes = microbatch_sizes or (1.0,) * schedule.microbatches
+    if len(sizes) != schedule.microbatches:
+        raise UsageError(
+            f"{len(sizes)} sizes are given for {schedule.microbatches} microbatches",
+            fix="Give the relative size of each microbatch",
+        )
     graph = ActionGraph.of(schedule, edges)
-    times = _Times.run(graph, costs, _Network.of(schedule.ranks, link))
+    times = _Times.run(graph, costs, _Network.of(schedule.ranks, link), sizes)
     if times.count < len(graph.actions):
         raise cycle_error(schedule, graph, graph.cycle())
     ranges = list(zip(graph.begins[:-1], graph.begins[1:], strict=True))
@@ -122,12 +132,17 @@ class _Times:
     count: int = 0
 
     @classmethod
-    def run(cls, graph: ActionGraph, costs: StageCosts, network: _Network) -> _Times:
+    def run(
+        cls, graph: ActionGraph, costs: StageCosts, network: _Network, sizes: Sequence[float]
+    ) -> _Times:
         """Return the times of all actions that can be performed."""
         by_kind = costs.by_kind()
         total = len(graph.actions)
         times = cls(
-            seconds=[by_kind[action.kind][action.stage] for action in graph.actions],
+            seconds=[
+                by_kind[kind][stage] * sizes[microbatch]
+                for kind, stage, microbatch in graph.actions
+            ],
             start_s=[0.0] * total,
             end_s=[0.0] * total,
             exposed_s=[0.0] * total,
@@ -142,9 +157,10 @@ class _Times:
             now_s, number = heapq.heappop(running)
             times.count += 1
             times.end_s[number] = now_s
+            size = sizes[graph.actions[number].microbatch]
             arrivals = [
-                (arc.after, network.arrival_s(now_s, rank[number], rank[arc.after], arc.bytes))
-                for arc in graph.arcs[number]
+                (after, network.arrival_s(now_s, rank[number], rank[after], size * count))
+                for after, count in graph.arcs[number]
             ]
             if number + 1 < total and rank[number + 1] == rank[number]:
                 arrivals.append((number + 1, now_s))
@@ -199,7 +215,7 @@ class _Network:
             topology=link, host_of=link.host_of().tolist(), device_of=link.device_of().tolist()
         )
 
-    def arrival_s(self, ready_s: float, source: int, destination: int, size: int) -> float:
+    def arrival_s(self, ready_s: float, source: int, destination: int, size: float) -> float:
         """Return when a message arrives, and occupy its ports until it has left them."""
         if source == destination or self.topology is None:
             return ready_s
