@@ -68,6 +68,15 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "ranks share a node and the data are larger than half the memory [default: auto].",
 )
 @click.option(
+    "--strategy",
+    type=click.Choice(["data", "model", "hybrid", "auto"]),
+    help="For a script that calls paceline.training.prepare: divide batches among ranks, the "
+    "model's layers, or both; auto: what an estimate says is fastest [default: data].",
+)
+@click.option("--partitions", type=int, help="Parts of the model's layers, each on other ranks.")
+@click.option("--replicas", type=int, help="Replicas of the model.")
+@click.option("--microbatches", type=int, help="Parts of a batch that go through the partitions.")
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -96,6 +105,10 @@ def run(
     allocator: str | None,
     collectives: str | None,
     node_reader: str | None,
+    strategy: str | None,
+    partitions: int | None,
+    replicas: int | None,
+    microbatches: int | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -139,6 +152,10 @@ def run(
         "allocator": allocator,
         "collectives": collectives,
         "node_reader": node_reader,
+        "strategy": strategy,
+        "partitions": partitions,
+        "replicas": replicas,
+        "microbatches": microbatches,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

@@ -11,6 +11,7 @@ from paceline.core.record import Record
 
 PLAN_VARIABLE = "_PACELINE_PLAN"  # not PACELINE_: that would be a setting of the user's
 CollectivesChoice = Literal["torch", "paceline"]
+StrategyChoice = Literal["data", "model", "hybrid", "auto"]
 EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
 OWN_ENGINES: tuple[EngineChoice, ...] = ("allreduce", "sharded")  # modes of Paceline's
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
 from paceline.core.errors import UsageError
-from paceline.core.plan import CollectivesChoice
+from paceline.core.plan import CollectivesChoice, StrategyChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 
@@ -16,8 +16,8 @@ from paceline.launch.rendezvous.root import Deadlines
 class RunConfig(Configuration):
     """How to run a script.
 
-    Changes results: `ranks`, since the script divides its data by them; `collectives`, in the last
-    bits of sums.
+    Changes results: `ranks`, since the script divides its data by them; `collectives`, and
+    `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
     Changes speed: `record`, `bind`, `allocator`, `node_reader`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
@@ -36,6 +36,11 @@ class RunConfig(Configuration):
         node_reader: whether one process of each node reads for the loaders of all its ranks, where
             the script does not say (`paceline.store.LoaderOptions`); None: as its own section of
             the configuration does (`paceline.store.LoaderConfig`).
+        strategy: how a script that calls `paceline.training.prepare` and does not say it divides
+            batches and layers among the ranks (`paceline.training.TrainingOptions`).
+        partitions: parts of the model's layers, for the same scripts.
+        replicas: of the model, for the same scripts.
+        microbatches: parts of a batch, for the same scripts.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -55,6 +60,10 @@ class RunConfig(Configuration):
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     node_reader: Literal["auto", "on", "off"] | None = None
+    strategy: StrategyChoice | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    microbatches: int | None = None
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None
@@ -68,6 +77,10 @@ class RunConfig(Configuration):
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks < 1:
             raise UsageError(f"ranks must be at least 1, got {self.ranks}", fix="Give at least 1")
+        for name in ("partitions", "replicas", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}", fix="Give at least 1")
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
         for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):
@@ -83,6 +96,17 @@ class RunConfig(Configuration):
                 why="one late heartbeat would lose a rank",
                 fix="Raise the timeout or lower the interval",
             )
+
+    @property
+    def training(self) -> dict[str, str]:
+        """Environment variables for `paceline.training.prepare` in the ranks."""
+        names = ("strategy", "partitions", "replicas", "microbatches")
+        values = {name: getattr(self, name) for name in names}
+        return {
+            f"PACELINE_TRAINING__{name.upper()}": str(value)
+            for name, value in values.items()
+            if value is not None
+        }
 
     @property
     def deadlines(self) -> Deadlines:

@@ -248,8 +248,10 @@ class _Starter:
         reader = {"PACELINE_LOADER__NODE_READER": choice} if choice else {}
         # `paceline.training.prepare` follows it.
         plan = {PLAN_VARIABLE: self.job.plan.plan.to_text()} if self.job.plan else {}
+        training = {**plan, **self.job.resolved.config.training}
         # The allocator's variables are settings of glibc's malloc.
-        return {**self.job.allocator.variables, **unbuffered, **replaced, **table, **reader, **plan}
+        allocator = self.job.allocator.variables
+        return {**allocator, **unbuffered, **replaced, **table, **reader, **training}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

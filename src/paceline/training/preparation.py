@@ -43,6 +43,7 @@ from paceline.training.options import MODES, options_of
 from paceline.training.pipeline.preparation import (
     GivenModel,
     check_options,
+    choose_shape,
     divide_ranks,
     in_stages,
     lines_of,
@@ -95,14 +96,14 @@ def prepare(
     chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
-    partitions, replicas = divide_ranks(chosen, plan, world)
-    if partitions > 1:
-        given = GivenModel(model, optimizer, loss_fn, example_inputs)
-        return _divided(given, plan, group, chosen, (partitions, replicas))
+    given = GivenModel(model, optimizer, loss_fn, example_inputs)
+    chosen, said = choose_shape(given, chosen, world, group)
+    shape = divide_ranks(chosen, plan, world)
+    if shape[0] > 1:
+        return _divided(given, plan, group, chosen, shape, said)
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    said = []
     dgc = chosen.dgc()
     if dgc is not None and ranks.size > 1:
         decision = _measured(trained, ranks, dgc)
@@ -153,6 +154,7 @@ def _divided(
     group: Any,
     options: TrainingOptions,
     shape: tuple[int, int],
+    said: list[str],
 ) -> Prepared:
     """Return a model whose layers are divided among the ranks."""
     model, optimizer = given.model, given.optimizer
@@ -182,7 +184,7 @@ def _divided(
         alarm=DivergenceAlarm() if options.alarm else None,
     )
     if ranks.rank == 0:
-        for line in lines_of(wrapped):
+        for line in (*said, *lines_of(wrapped)):
             sys.stderr.write(f"training: {line}\n")
     kept: dict[str, Any] = {"steps": before_step}
     return Prepared(

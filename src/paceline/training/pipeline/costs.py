@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from paceline.training.pipeline.graph import CapturedGraph, GraphLayer
 
-_FLOPS_PER_S, _BYTES_PER_S = 5e10, 1e10  # of a core
+NOMINAL_FLOPS_PER_S, _BYTES_PER_S = 5e10, 1e10  # of a core
 _CALL_S = 2e-6  # of an operator, whatever it computes
-_COPIES = 4  # of a parameter: with its gradient and two moments
+COPIES = 4  # of a parameter: with its gradient and two moments
 
 
 def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
@@ -58,7 +58,7 @@ def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
     return LayerCosts(
         forward_s=tuple(seconds),
         backward_s=tuple(2 * value for value in seconds),
-        parameter_bytes=tuple(_COPIES * _parameter_bytes(captured, x) for x in captured.layers),
+        parameter_bytes=tuple(COPIES * _parameter_bytes(captured, x) for x in captured.layers),
         activation_bytes=tuple(saved),
         edges=edges,
     )
@@ -88,7 +88,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[misc]  # torch has no types 
         del types
         result = func(*args, **(kwargs or {}))
         for work in works_of(func, args, kwargs or {}, result):
-            piece_s = max(work.flops / _FLOPS_PER_S, work.bytes / _BYTES_PER_S) + _CALL_S
+            piece_s = max(work.flops / NOMINAL_FLOPS_PER_S, work.bytes / _BYTES_PER_S) + _CALL_S
             self.seconds += work.count * piece_s
         return result
 
