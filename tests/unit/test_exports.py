@@ -94,6 +94,18 @@ EXPORTS = {
         "two_level_leader",
         "two_level_sharded",
     ],
+    "schedules.memory": [
+        "ManagedTensor",
+        "MemoryPlan",
+        "RecomputedModule",
+        "Replayed",
+        "SpillTier",
+        "StepProfile",
+        "TensorAction",
+        "least_budget_bytes",
+        "plan_memory",
+        "replay",
+    ],
     "store": [
         "Archives",
         "CenterCrop",
@@ -133,7 +145,7 @@ EXPORTS = {
     "trace.collectors": [],
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
-    "training": ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"],
+    "training": ["Epoch", "OutOfCore", "Prepared", "Trainer", "TrainingOptions", "prepare"],
     "training.engine": [],
     "training.compression": [
         "CompressionEstimate",
@@ -158,6 +170,7 @@ EXPORTS = {
         "parameter_groups",
         "square_root_scaling",
     ],
+    "training.out_of_core": [],
     "training.precision": ["LossScaler", "MasterWeights", "agree"],
 }
 
