@@ -100,6 +100,16 @@ class Session:
         self._waited_s = 0.0
         self._updated: Managed | None = None
 
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The most memory of the process under the plan; None without one.
+
+        Where the plan spills, freed memory fills what the tensors leave of the budget.
+        """
+        if self.plan is None:
+            return None
+        return self.plan.peak_bytes if self.plan.method == "fits" else self.budget_bytes
+
     # --- saved tensors ---------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor) -> Managed | None:

@@ -96,6 +96,7 @@ class OutOfCore:
             "budget_bytes": self.session.budget_bytes,
             "spill_folder": str(file.folder),
             "is_direct": file.is_direct,
+            "predicted_peak_bytes": self.session.predicted_peak_bytes,
             "planned_steps": counters.steps,
             "diverged_steps": counters.diverged,
             "exposed_s": counters.exposed_s / steps,
