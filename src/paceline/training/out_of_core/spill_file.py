@@ -6,7 +6,7 @@ aligned memory: what is read goes to aligned buffers, which become tensors; what
 copied to an aligned buffer first, unless it is aligned already.
 
     step's thread                      writer, reader
-    write(pieces) -> Transfer  ----->  copy, pwritev
+    write(pieces) -> SpillTransfer  ----->  copy, pwritev
     transfer.wait()            <-----  done, or the error
 """
 
@@ -57,12 +57,12 @@ class Buffer:
         self.array = self.tensor.numpy()[self.shift : self.shift + aligned(size_bytes)]
 
 
-class Transfer:
+class SpillTransfer:
     """One write or read that is under way. The step's thread waits; an I/O thread finishes it."""
 
     __slots__ = ("_done", "_run", "buffer", "problem")
 
-    def __init__(self, run: Callable[[Transfer], None]) -> None:
+    def __init__(self, run: Callable[[SpillTransfer], None]) -> None:
         self._run = run
         self._done = threading.Event()
         self.buffer: Buffer | None = None
@@ -101,7 +101,7 @@ class Transfer:
             raise self.problem
 
 
-def _nothing(_transfer: Transfer) -> None:
+def _nothing(_transfer: SpillTransfer) -> None:
     return None
 
 
@@ -119,10 +119,12 @@ class SpillFile:
         self.write_s = self.read_s = self.cpu_s = 0.0
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._released: collections.deque[tuple[int, int, Transfer | None]] = collections.deque()
+        self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
+            collections.deque()
+        )
         self._bounce = Buffer(CHUNK_BYTES)
-        self._writes: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_serve, args=(transfers,), name=f"spill-{name}", daemon=True)
             for name, transfers in (("write", self._writes), ("read", self._reads))
@@ -140,7 +142,7 @@ class SpillFile:
         self._end += size
         return self._end - size
 
-    def release(self, offset: int, size_bytes: int, after: Transfer | None) -> None:
+    def release(self, offset: int, size_bytes: int, after: SpillTransfer | None) -> None:
         """Give a part back as soon as the transfer `after` is done. Any thread may call it."""
         self._released.append((offset, aligned(size_bytes), after))
 
@@ -154,7 +156,7 @@ class SpillFile:
 
     def write(
         self, pieces: Sequence[np.ndarray], offset: int, finish: Callable[[], None]
-    ) -> Transfer:
+    ) -> SpillTransfer:
         """Write arrays of bytes one after the other, each on a multiple of the alignment.
 
         Args:
@@ -164,7 +166,7 @@ class SpillFile:
         """
         pieces = list(pieces)
 
-        def run(_transfer: Transfer) -> None:
+        def run(_transfer: SpillTransfer) -> None:
             begin, begin_cpu, at = time.monotonic(), time.thread_time(), offset
             try:
                 while pieces:
@@ -178,11 +180,13 @@ class SpillFile:
                 self.write_s += time.monotonic() - begin
                 self.cpu_s += time.thread_time() - begin_cpu
 
-        transfer = Transfer(run)
+        transfer = SpillTransfer(run)
         self._writes.put(transfer)
         return transfer
 
-    def read(self, offset: int, size_bytes: int, after: Transfer | None = None) -> Transfer:
+    def read(
+        self, offset: int, size_bytes: int, after: SpillTransfer | None = None
+    ) -> SpillTransfer:
         """Read into a new `Buffer`, which the transfer has when it is done.
 
         Args:
@@ -191,7 +195,7 @@ class SpillFile:
             after: the write that must be done before.
         """
 
-        def run(transfer: Transfer) -> None:
+        def run(transfer: SpillTransfer) -> None:
             if after is not None:
                 after.wait()
             begin, begin_cpu = time.monotonic(), time.thread_time()
@@ -202,7 +206,7 @@ class SpillFile:
             self.read_s += time.monotonic() - begin
             self.cpu_s += time.thread_time() - begin_cpu
 
-        transfer = Transfer(run)
+        transfer = SpillTransfer(run)
         self._reads.put(transfer)
         return transfer
 
@@ -270,7 +274,7 @@ class SpillFile:
             os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
-def _serve(transfers: queue.SimpleQueue[Transfer | None]) -> None:
+def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
     while (transfer := transfers.get()) is not None:
         transfer.run()
         del transfer  # not held while waiting for the next
