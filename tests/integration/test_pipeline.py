@@ -132,7 +132,7 @@ def test_the_ranks_that_are_left_name_the_one_that_is_not(tmp_path, backend, how
     ]
     try:
         for rank in (0, 2):
-            said = processes[rank].communicate(timeout=DEADLINE_S)[0]
+            said = processes[rank].communicate(timeout=2 * DEADLINE_S)[0]
             found = json.loads(said.splitlines()[-1])
             assert found["kind"] == kind
             assert found["what"].startswith("rank 1")

@@ -6,7 +6,7 @@ from paceline.core.errors import MemoryExceeded, UsageError
 from paceline.core.plan import Mesh, Plan
 from paceline.schedules.pipeline import LayerCosts, LayerEdge
 from paceline.training.options import TrainingOptions
-from paceline.training.pipeline.choice import Rates, estimate_layouts
+from paceline.training.pipeline.choice import RankRates, estimate_layouts
 from paceline.training.pipeline.preparation import divide_ranks
 
 GIB = 1 << 30
@@ -59,19 +59,19 @@ def test_ranks_that_cannot_be_divided_are_an_error(options, said):
 
 
 def test_replicas_are_chosen_where_gradients_cost_little():
-    rates = Rates(1.0, 1e-6, 1e11, 16 * GIB)
+    rates = RankRates(1.0, 1e-6, 1e11, 16 * GIB)
     assert estimate_layouts(costs(), 4, rates)[0].partitions == 1
 
 
 def test_partitions_are_chosen_where_gradients_cost_much():
-    rates = Rates(1.0, 1e-6, 1e8, 16 * GIB)
+    rates = RankRates(1.0, 1e-6, 1e8, 16 * GIB)
     found = estimate_layouts(costs(parameter_bytes=256 << 20), 4, rates)
     assert found[0].partitions == 4
     assert [estimate.partitions for estimate in found] == [4, 2, 1]
 
 
 def test_partitions_are_chosen_where_the_model_does_not_fit():
-    rates = Rates(1.0, 1e-6, 1e11, GIB)
+    rates = RankRates(1.0, 1e-6, 1e11, GIB)
     found = estimate_layouts(costs(parameter_bytes=GIB // 4), 4, rates)
     assert found[0].partitions == 4
     assert str(found[-1]).endswith("too little memory")
@@ -82,7 +82,7 @@ def test_partitions_are_chosen_where_the_model_does_not_fit():
 def test_slower_devices_make_gradients_cost_less_in_comparison():
     gradients = costs(parameter_bytes=64 << 20)
     fast, slow = (
-        estimate_layouts(gradients, 4, Rates(slowness, 1e-6, 1e9, 16 * GIB))
+        estimate_layouts(gradients, 4, RankRates(slowness, 1e-6, 1e9, 16 * GIB))
         for slowness in (0.1, 10.0)
     )
     assert fast[0].partitions > slow[0].partitions

@@ -44,7 +44,7 @@ MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the
 _SIDE, _ELEMENTS, _ROUNDS = 384, 1 << 18, 5
 
 
-class Rates(NamedTuple):
+class RankRates(NamedTuple):
     """What an estimate needs to know of the machine.
 
     Attributes:
@@ -81,7 +81,7 @@ class LayoutEstimate:
 
 
 def estimate_layouts(
-    costs: LayerCosts, ranks: int, rates: Rates, microbatches: int | None = None
+    costs: LayerCosts, ranks: int, rates: RankRates, microbatches: int | None = None
 ) -> list[LayoutEstimate]:
     """Return the estimates of all ways to divide the ranks, the fastest first.
 
@@ -117,7 +117,7 @@ def estimate_layouts(
 
 
 def _estimate(
-    costs: LayerCosts, partitions: int, replicas: int, rates: Rates, microbatches: int | None
+    costs: LayerCosts, partitions: int, replicas: int, rates: RankRates, microbatches: int | None
 ) -> LayoutEstimate:
     count = 1
     if partitions > 1:
@@ -167,7 +167,7 @@ def _gradient_bytes(costs: LayerCosts, stages: StagePartition, count: int) -> li
     return [sum(kept[bounds[n] : bounds[n + 1]]) // COPIES for n in range(count)]
 
 
-def _reduce_s(size_bytes: int, ranks: int, rates: Rates) -> float:
+def _reduce_s(size_bytes: int, ranks: int, rates: RankRates) -> float:
     """Return the seconds of an all-reduce, by a ring."""
     if ranks == 1:
         return 0.0
@@ -175,7 +175,7 @@ def _reduce_s(size_bytes: int, ranks: int, rates: Rates) -> float:
     return 2 * (ranks - 1) * rates.latency_s + moved_bytes / rates.bandwidth_bytes_per_s
 
 
-def measure_rates(ranks: Ranks, device: torch.device) -> Rates:
+def measure_rates(ranks: Ranks, device: torch.device) -> RankRates:
     """Return the rates of this machine; all ranks call this and get rank 0's.
 
     Cost: some milliseconds, and ten all-reduces.
@@ -203,7 +203,7 @@ def measure_rates(ranks: Ranks, device: torch.device) -> Rates:
     )
     dist.broadcast(own, group=ranks.group, group_src=0)
     slowness, latency_s, bandwidth, memory = own.tolist()
-    return Rates(slowness, latency_s, bandwidth, int(memory))
+    return RankRates(slowness, latency_s, bandwidth, int(memory))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
