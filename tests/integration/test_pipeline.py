@@ -68,6 +68,15 @@ def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partition
             check_grid(found[name])
 
 
+@pytest.mark.campaign("torch")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_graphs_are_computed_as_by_one_process(tmp_path, ranks):
+    for found in run_ranks(SCRIPT, tmp_path, ranks, "gloo", "graphs", 50, deadline_s=400):
+        for seed, (gradient_error, loss_error) in found.items():
+            assert gradient_error < 1e-10, seed
+            assert loss_error < 1e-10, seed
+
+
 def test_recomputation_changes_neither_statistics_nor_dropout(two):
     for found in two:
         plain, recomputed = found["statistics"]

@@ -1,21 +1,24 @@
 """A rank that trains a model in stages: STORE RANK RANKS BACKEND CASE ARGUMENTS. Prints JSON."""
 
 import copy
+import itertools
 import json
 import os
+import random
 import signal
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pipeline_models import MODELS, make
+from pipeline_models import MODELS, RandomGraph, graph_loss, make
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import PacelineError
 from paceline.training import Trainer, prepare
 from paceline.training.optimizers import LARS, parameter_groups
+from paceline.training.pipeline.graph import capture
 
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
 BACKEND, CASE, *ARGUMENTS = sys.argv[4:]
@@ -89,6 +92,42 @@ def grid(partitions, replicas, microbatches, samples, **options):
                 largest_error(parameters, dict(alone.named_parameters())),
                 max(float((loss - expected).abs()) for loss in losses),
             ]
+    return found
+
+
+def graphs(seeds):
+    """Return the errors of random graphs, cut anywhere, in any order of any microbatches."""
+    found = {}
+    torch.set_default_dtype(torch.float64)
+    for seed in range(int(seeds)):
+        choices = random.Random(seed)
+        torch.manual_seed(seed)
+        model = RandomGraph(seed)
+        layers = len(capture(model).layers)
+        schedule = choices.choice(["1f1b", "fill_drain", "zero_bubble", "interleaved"])
+        stages = 2 * RANKS if schedule == "interleaved" and layers >= 2 * RANKS else RANKS
+        schedule = "1f1b" if schedule == "interleaved" and stages == RANKS else schedule
+        cuts = [0, *sorted(choices.sample(range(1, layers), stages - 1)), layers]
+        alone = copy.deepcopy(model)
+        samples = choices.randint(1, 9)
+        inputs = (torch.randn(samples, 5), torch.randn(samples, 5))
+        target = torch.randn(samples, 5)
+        expected = run_alone(alone, inputs, target, graph_loss)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=RANKS,
+            microbatches=choices.randint(1, 5),
+            schedule=schedule,
+            layers=tuple(end - begin for begin, end in itertools.pairwise(cuts)),
+            loss_fn=graph_loss,
+            deadline_s=60.0,
+        )
+        for _ in range(2):
+            prepared.optimizer.zero_grad()
+            loss = prepared.forward_backward(inputs, target)
+        error = largest_error(prepared.model.own, dict(alone.named_parameters()))
+        found[seed] = [error, float((loss - expected).abs())]
     return found
 
 
