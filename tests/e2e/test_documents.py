@@ -59,6 +59,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/mixed-precision.md",
         "guides/in-place.md",
         "guides/codecs.md",
+        "guides/out-of-core.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
