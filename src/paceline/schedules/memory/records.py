@@ -99,7 +99,11 @@ class SpillTier(Record):
 
     def __post_init__(self) -> None:
         if not min(self.write_bytes_per_s, self.read_bytes_per_s, self.cores) > 0:
-            raise ConfigError("rates and cores of a tier must be above 0", where="SpillTier")
+            raise ConfigError(
+                "rates and cores of a tier must be above 0",
+                where="SpillTier",
+                fix="Give what was measured",
+            )
 
     def transfer_s(self, size_bytes: int) -> float:
         """Return the seconds that writing and reading `size_bytes` take."""
@@ -125,11 +129,19 @@ class StepProfile(Record):
     def __post_init__(self) -> None:
         events = len(self.floor_bytes)
         if len(self.compute_s) != events:
-            raise ConfigError("compute_s and floor_bytes have different lengths", where="profile")
+            raise ConfigError(
+                "compute_s and floor_bytes have different lengths",
+                where="StepProfile",
+                fix="Give both for each interval",
+            )
         for tensor in self.tensors:
             is_ordered = tensor.saved <= tensor.idle <= tensor.needed < events
             if not is_ordered or tensor.needed - tensor.saved > events or tensor.bytes < 0:
-                raise ConfigError(f"the events of {tensor} are not in order", where="profile")
+                raise ConfigError(
+                    f"the events of {tensor} are not in order",
+                    where="StepProfile",
+                    fix="Give saved <= idle <= needed, within one step",
+                )
 
     @property
     def events(self) -> int:
