@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
 from paceline.schedules.memory import least_budget_bytes
+from paceline.training import prepare
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.training import OutOfCore
 
@@ -88,8 +89,9 @@ def small_budget(model, batch, folder, make_optimizer=torch.optim.Adam):
     return least + (most - least) // 2
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("kind", "make_optimizer"), [("mlp", torch.optim.Adam), ("cnn", torch.optim.SGD)]
+)
 def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_path):
     model, batch = make(kind)
     twin = copy.deepcopy(model)
@@ -105,7 +107,7 @@ def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_pa
     ) as out_of_core:
         found = train(twin, batch, 5, optimizer)
         plan = out_of_core.plan
-        state = optimizer.state_dict()
+        state = copy.deepcopy(optimizer.state_dict())
     assert plan.method in ("greedy", "milp")
     assert plan.spilled_bytes > 0
     assert out_of_core.session.counters.diverged == 0
@@ -253,3 +255,30 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         OutOfCore(model, optimizer, spill_folder=tmp_path / "none")
     with pytest.raises(UsageError, match="above 0"):
         OutOfCore(model, optimizer, budget_bytes=0, spill_folder=tmp_path)
+
+
+def test_prepare_takes_a_memory_budget(tmp_path):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    plain = torch.optim.Adam(model.parameters())
+    expected = train(model, batch, 4, plain)
+    budget = small_budget(twin, batch, tmp_path)
+    prepared = prepare(
+        twin,
+        torch.optim.Adam(twin.parameters()),
+        memory_budget=budget,
+        spill_folder=str(tmp_path),
+        alarm=False,
+    )
+    try:
+        found = train(prepared.model, batch, 4, prepared.optimizer)
+        assert prepared.out_of_core.plan.spilled_bytes > 0
+        state = prepared.state_dict()["optimizer"]["state"]
+    finally:
+        prepared.out_of_core.close()
+    assert found == expected
+    # By name, and whole, as of a training in core.
+    moments = {name: plain.state[parameter] for name, parameter in model.named_parameters()}
+    assert state.keys() == moments.keys()
+    for name, values in state.items():
+        assert torch.equal(values["exp_avg_sq"], moments[name]["exp_avg_sq"])

@@ -77,6 +77,16 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
 @click.option("--replicas", type=int, help="Replicas of the model.")
 @click.option("--microbatches", type=int, help="Parts of a batch that go through the partitions.")
 @click.option(
+    "--memory-budget",
+    metavar="BYTES",
+    help="What each rank's process stays under, as 8GiB: tensors that a step does not need for a "
+    "while are spilled to a file [default: no limit].",
+)
+@click.option(
+    "--spill-folder",
+    help="Folder of that file, on a disk of each node [default: that for temporary files].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -109,6 +119,8 @@ def run(
     partitions: int | None,
     replicas: int | None,
     microbatches: int | None,
+    memory_budget: str | None,
+    spill_folder: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -132,7 +144,7 @@ def run(
     )
     from paceline.cli.output import print_result, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
-    from paceline.core.config import resolve
+    from paceline.core.config import parse_size, resolve
     from paceline.core.plan_file import load_plan_file
     from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
@@ -156,6 +168,8 @@ def run(
         "partitions": partitions,
         "replicas": replicas,
         "microbatches": microbatches,
+        "memory_budget_bytes": parse_size(memory_budget) if memory_budget else None,
+        "spill_folder": spill_folder,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

@@ -18,7 +18,8 @@ class RunConfig(Configuration):
 
     Changes results: `ranks`, since the script divides its data by them; `collectives`, and
     `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
-    Changes speed: `record`, `bind`, `allocator`, `node_reader`.
+    Changes speed: `record`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
+    `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
@@ -41,6 +42,9 @@ class RunConfig(Configuration):
         partitions: parts of the model's layers, for the same scripts.
         replicas: of the model, for the same scripts.
         microbatches: parts of a batch, for the same scripts.
+        memory_budget_bytes: that each rank's process stays under: tensors that a step does not need
+            for a while are spilled to a file (docs/guides/out-of-core.md); None: without limit.
+        spill_folder: of that file, on a disk of each node; empty: the folder for temporary files.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -64,6 +68,8 @@ class RunConfig(Configuration):
     partitions: int | None = None
     replicas: int | None = None
     microbatches: int | None = None
+    memory_budget_bytes: int | None = None
+    spill_folder: str = ""
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None
@@ -81,6 +87,11 @@ class RunConfig(Configuration):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}", fix="Give at least 1")
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
+            raise UsageError(
+                f"memory_budget_bytes must be at least 1, got {self.memory_budget_bytes}",
+                fix="Give the bytes of each rank's process, as 8GiB",
+            )
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
         for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.core.plan_file import PlanFile
     from paceline.launch.exits import RankExit
+    from paceline.launch.options import RunConfig
     from paceline.launch.prepare import PreparedJob
     from paceline.trace.format.header import Status
 
@@ -230,6 +231,7 @@ class _Starter:
             *("--record", "on" if config.record else "off"),
             *("--collectives", self.job.collectives),
             *_plan_options(self.job.plan),
+            *_memory_options(config),
             *("--kind", self.job.program.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
             "--",
@@ -260,6 +262,14 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
         return []
     buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
     return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
+
+
+def _memory_options(config: RunConfig) -> list[str]:
+    """Return the worker's command-line options that carry the memory budget."""
+    if config.memory_budget_bytes is None:
+        return []
+    budget = str(config.memory_budget_bytes)
+    return ["--memory-budget", budget, "--spill-folder", config.spill_folder]
 
 
 def _threads(job: PreparedJob) -> int | None:

@@ -70,6 +70,9 @@ class TrainingOptions:
         compression_warmup: steps in which ``dgc`` sends fewer and fewer entries, before it sends
             0.1 %; 0: none. The published warm-up is 4 epochs of 90. None: 1,000.
         overlap: whether communication overlaps computing; None: between hosts it does.
+        memory_budget: bytes that each rank's process stays under, by spilling tensors to a file
+            (`paceline.training.OutOfCore`); None: without limit.
+        spill_folder: of that file, on a local disk; None: the folder for temporary files.
         alarm: whether rank 0 says when gradients or the loss grow as those of a training that
             diverges, with step and layer.
         strategy: ``data``: every rank has the whole model. ``model``: each rank has some of its
@@ -98,6 +101,8 @@ class TrainingOptions:
     compression: Compression | DGCOptions | None = None
     compression_warmup: int | None = None
     overlap: bool | None = None
+    memory_budget: int | None = None
+    spill_folder: str | None = None
     alarm: bool = True
     strategy: StrategyChoice | None = None
     partitions: int | None = None

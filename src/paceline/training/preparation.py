@@ -40,6 +40,7 @@ from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
+from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.preparation import (
     GivenModel,
     check_options,
@@ -142,10 +143,13 @@ def prepare(
         kept["compression"] = compressor
         if isinstance(wrapped, DataParallel):
             optimizer.register_step_post_hook(lambda *_: _end_step(before_step, compressor))
+    out_of_core = _out_of_core(wrapped, optimizer, ranks, chosen)
     if ranks.rank == 0 and ranks.size > 1:
         for line in (_described(chosen, ranks), *said):
-            sys.stderr.write(f"training: {line}\n")
-    return Prepared(wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn)
+            _say(line)
+    return Prepared(
+        wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn, out_of_core
+    )
 
 
 def _divided(
@@ -185,7 +189,7 @@ def _divided(
     )
     if ranks.rank == 0:
         for line in (*said, *lines_of(wrapped)):
-            sys.stderr.write(f"training: {line}\n")
+            _say(line)
     kept: dict[str, Any] = {"steps": before_step}
     return Prepared(
         wrapped, optimizer, options, before_step, ranks, parts.weight, kept, given.loss_fn
@@ -205,6 +209,25 @@ class _Parts:
         self.weight.check_used()
         scaled = self.scaler.scale_outputs(outputs)
         return scale_gradients(scaled, self.weight) if self.weight.is_used else scaled
+
+
+def _out_of_core(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, options: TrainingOptions
+) -> OutOfCore | None:
+    """Return what keeps this rank within its memory budget, if it has one."""
+    if options.memory_budget is None:
+        return None
+    return OutOfCore(
+        model,
+        optimizer,
+        budget_bytes=options.memory_budget,
+        spill_folder=options.spill_folder,
+        say=_say if ranks.rank == 0 else None,
+    )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"training: {line}\n")
 
 
 def _plan_of_run() -> Plan | None:

@@ -18,6 +18,7 @@ from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.ranks import Ranks
 from paceline.training.optimizer_state import load_named_state, named_state
 from paceline.training.options import TrainingOptions
+from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.parallel import PipelineParallel
 from paceline.training.uneven import Weight, samples_of, weighted_batches
@@ -39,6 +40,7 @@ class Prepared:
         options: that are in use.
         before_step: counts steps, also those that a gradient which was not finite prevented.
         ranks: that train together.
+        out_of_core: what keeps this rank within its ``memory_budget``, if it has one.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Prepared:
     _weight: Weight
     _parts: dict[str, Any] = field(default_factory=dict)
     _loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    out_of_core: OutOfCore | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))

@@ -117,10 +117,10 @@ class Managed:
             self.start_reading()
             assert self._read is not None
             self._read.wait()
-            buffer = self._read.buffer
-            assert buffer is not None
+            read = self._read.bytes
+            assert read is not None
             self._read = None
-            storage, at = buffer.tensor.untyped_storage(), buffer.shift
+            storage, at = read.untyped_storage(), 0
             self._loaded = []
             for size in self.sizes:
                 self._loaded.append((storage, at))

@@ -36,18 +36,16 @@ SUPPORTED = (
 
 
 class OptimizerFiles:
-    """The state of one optimizer, by the name of its parameter.
+    """The state of one optimizer, put away parameter by parameter.
 
     Args:
         optimizer: its hooks before a step must be registered already: this one comes last.
         session: that moves the state.
-        names: of the parameters, by `id`.
     """
 
-    def __init__(self, optimizer: Optimizer, session: Session, names: dict[int, str]) -> None:
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self._optimizer = optimizer
         self._session = session
-        self._names = names
         self._raw = _raw_step(optimizer)
         self._all: list[list[Any]] | None = None  # the groups' parameters, while a step runs
         self._away: dict[int, dict[str, _Shape]] = {}  # by index of the parameter
@@ -122,7 +120,9 @@ class OptimizerFiles:
     def _before_state_dict(self, _optimizer: Optimizer) -> None:
         self._restore()
 
-    def _after_state_dict(self, _optimizer: Optimizer, _state: Any) -> None:
+    def _after_state_dict(self, _optimizer: Optimizer, state: dict[str, Any]) -> None:
+        # Torch hands out its own dictionaries, which lose here what is put away again.
+        state["state"] = {number: dict(values) for number, values in state["state"].items()}
         self._forget()
 
     def _restore(self) -> None:

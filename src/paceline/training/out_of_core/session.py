@@ -15,6 +15,7 @@ it. Only `Managed.forget_source` runs in the writer's.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Counters:
     """What the steps under a plan came to; times in seconds."""
 
     steps: int = 0
+    transfer_s: float = 0.0
     exposed_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     diverged: int = 0
@@ -97,7 +99,8 @@ class Session:
         self._diverged_in_a_row = 0
         self._begin_s: float | None = None
         self._growth: list[int] = []  # of memory in each interval, with the tensors of the step
-        self._waited_s = 0.0
+        self._waited_s = self._moved_before_s = 0.0
+        self._pid = os.getpid()
         self._updated: Managed | None = None
 
     @property
@@ -110,11 +113,15 @@ class Session:
             return None
         return self.plan.peak_bytes if self.plan.method == "fits" else self.budget_bytes
 
+    def fix(self, tensors: list[torch.Tensor]) -> None:
+        """Leave the storages of these tensors in memory from now on."""
+        self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)  # noqa: SLF001  # as in `save`
+
     # --- saved tensors ---------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor) -> Managed | None:
         """Take a tensor that is saved for the backward pass; None if it stays as it is."""
-        if not _is_plain(tensor):
+        if not _is_plain(tensor) or os.getpid() != self._pid:  # a forked process has no threads
             return None
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # identity of a storage
@@ -222,6 +229,7 @@ class Session:
         at = self._at - 1
         growth = self._growth[at] if at < len(self._growth) else 0
         if self.memory.now_bytes() + growth > self.budget_bytes:
+            self.file.buffers.clear()
             self.allocator.trim()
             self.counters.trims += 1
 
@@ -337,6 +345,7 @@ class Session:
         self._growth = [int(GROWTH_MARGIN * (peak - begin)) + slack for peak, begin in pairs]
         self._growth.append(max(self._growth))  # until the next step's first event
         self.allocator.give_back_on_trim()
+        self.file.buffers.is_kept = True
         self._load_kept_states()
         self._say(_summary(plan, self.budget_bytes))
 
@@ -387,6 +396,8 @@ class Session:
         self._diverged_in_a_row = 0
         self.mode = "record"
         self.allocator.give_back_at_once()
+        self.file.buffers.is_kept = False
+        self.file.buffers.clear()
         self.plan = None
         self._places, self._before, self._recorded = {}, None, 0
         self._recording = Recording(self.memory)
@@ -398,8 +409,36 @@ class Session:
             counters.steps += 1
             counters.step_s.append(now - self._begin_s)
             counters.exposed_s += self._waited_s
+            counters.transfer_s += self._moved_s() - self._moved_before_s
         self._waited_s = 0.0
+        self._moved_before_s = self._moved_s()
         self._begin_s = now
+
+    def _moved_s(self) -> float:
+        return self.file.write_s + self.file.read_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the steps under a plan came to, per step, and the plan in short."""
+        counters, plan, file = self.counters, self.plan, self.file
+        steps = max(counters.steps, 1)
+        names = (
+            "method", "peak_bytes", "in_core_peak_bytes", "step_s", "in_core_step_s", "slowdown",
+            "exposed_s", "spilled_bytes", "recomputed",
+        )  # fmt: skip
+        return {
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "spill_folder": str(file.folder),
+            "is_direct": file.is_direct,
+            "planned_steps": counters.steps,
+            "diverged_steps": counters.diverged,
+            "transfer_s": counters.transfer_s / steps,
+            "exposed_s": counters.exposed_s / steps,
+            "trims": counters.trims / steps,
+            "write_bytes_per_s": file.written_bytes / file.write_s if file.write_s else None,
+            "read_bytes_per_s": file.read_bytes / file.read_s if file.read_s else None,
+            "plan": None if plan is None else {name: getattr(plan, name) for name in names},
+        }
 
     def close(self) -> None:
         """End the I/O threads and free the spill file; saved tensors cannot be read any more."""

@@ -21,6 +21,7 @@ import queue
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,26 +47,46 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Buffer:
-    """Aligned memory: a tensor of bytes, shape (size,), and where the aligned part begins."""
+class Buffers:
+    """Aligned memory for what is read: kept for the next read when its tensor is gone.
 
-    __slots__ = ("array", "shift", "tensor")
+    Memory that the system hands out anew costs a page fault for every 4 KiB. Tensors may be freed
+    in any thread, hence the deque.
+    """
 
-    def __init__(self, size_bytes: int) -> None:
-        self.tensor = torch.empty(aligned(size_bytes) + ALIGNMENT, dtype=torch.uint8)
-        self.shift = -self.tensor.data_ptr() % ALIGNMENT
-        self.array = self.tensor.numpy()[self.shift : self.shift + aligned(size_bytes)]
+    def __init__(self) -> None:
+        self.is_kept = False
+        self._free: dict[int, collections.deque[mmap.mmap]] = {}
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """Return memory as bytes, shape (aligned size,)."""
+        size = aligned(size_bytes)
+        try:
+            region = self._free[size].pop()
+        except (KeyError, IndexError):
+            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(region, dtype=np.uint8)
+        weakref.finalize(array, self._give_back, region).atexit = False
+        return array
+
+    def _give_back(self, region: mmap.mmap) -> None:
+        if self.is_kept:
+            self._free.setdefault(len(region), collections.deque()).append(region)
+
+    def clear(self) -> None:
+        """Give what is free back to the system."""
+        self._free = {}
 
 
 class SpillTransfer:
     """One write or read that is under way. The step's thread waits; an I/O thread finishes it."""
 
-    __slots__ = ("_done", "_run", "buffer", "problem")
+    __slots__ = ("_done", "_run", "bytes", "problem")
 
     def __init__(self, run: Callable[[SpillTransfer], None]) -> None:
         self._run = run
         self._done = threading.Event()
-        self.buffer: Buffer | None = None
+        self.bytes: torch.Tensor | None = None  # what was read, shape (aligned size,)
         self.problem: BaseException | None = None
 
     @property
@@ -122,7 +143,8 @@ class SpillFile:
         self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
             collections.deque()
         )
-        self._bounce = Buffer(CHUNK_BYTES)
+        self.buffers = Buffers()
+        self._bounce = self.buffers.take(CHUNK_BYTES)
         self._writes: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._threads = [
@@ -187,7 +209,7 @@ class SpillFile:
     def read(
         self, offset: int, size_bytes: int, after: SpillTransfer | None = None
     ) -> SpillTransfer:
-        """Read into a new `Buffer`, which the transfer has when it is done.
+        """Read into aligned memory, which the transfer has as a tensor when it is done.
 
         Args:
             offset: of the part.
@@ -199,9 +221,9 @@ class SpillFile:
             if after is not None:
                 after.wait()
             begin, begin_cpu = time.monotonic(), time.thread_time()
-            buffer = Buffer(size_bytes)
-            self._read_all(buffer.array, offset)
-            transfer.buffer = buffer
+            array = self.buffers.take(size_bytes)
+            self._read_all(array, offset)
+            transfer.bytes = torch.from_numpy(array)
             self.read_bytes += size_bytes
             self.read_s += time.monotonic() - begin
             self.cpu_s += time.thread_time() - begin_cpu
@@ -230,8 +252,8 @@ class SpillFile:
         for begin in range(0, piece.nbytes, CHUNK_BYTES):
             chunk = piece[begin : begin + CHUNK_BYTES]
             if not is_aligned or chunk.nbytes % ALIGNMENT:
-                np.copyto(self._bounce.array[: chunk.nbytes], chunk)
-                chunk = self._bounce.array[: aligned(chunk.nbytes)]
+                np.copyto(self._bounce[: chunk.nbytes], chunk)
+                chunk = self._bounce[: aligned(chunk.nbytes)]
             self._write_all(chunk, offset + begin)
 
     def _write_all(self, chunk: np.ndarray, offset: int) -> None:

@@ -77,9 +77,8 @@ class OutOfCore:
         folder = Path(spill_folder or tempfile.gettempdir())
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
         self.session = Session(budget_bytes, folder, fixed, say or _nothing)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._saved = SavedTensors(self.session)
-        self._optimizer = OptimizerFiles(optimizer, self.session, names)
+        self._optimizer = OptimizerFiles(optimizer, self.session)
         self._saved.install()
 
     @property
@@ -89,33 +88,7 @@ class OutOfCore:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the steps under a plan came to, and the plan in short."""
-        counters, plan = self.session.counters, self.plan
-        file = self.session.file
-        steps = max(counters.steps, 1)
-        return {
-            "budget_bytes": self.session.budget_bytes,
-            "spill_folder": str(file.folder),
-            "is_direct": file.is_direct,
-            "predicted_peak_bytes": self.session.predicted_peak_bytes,
-            "planned_steps": counters.steps,
-            "diverged_steps": counters.diverged,
-            "exposed_s": counters.exposed_s / steps,
-            "write_bytes_per_s": file.written_bytes / file.write_s if file.write_s else None,
-            "read_bytes_per_s": file.read_bytes / file.read_s if file.read_s else None,
-            "plan": None
-            if plan is None
-            else {
-                "method": plan.method,
-                "peak_bytes": plan.peak_bytes,
-                "in_core_peak_bytes": plan.in_core_peak_bytes,
-                "step_s": plan.step_s,
-                "in_core_step_s": plan.in_core_step_s,
-                "slowdown": plan.slowdown,
-                "exposed_s": plan.exposed_s,
-                "spilled_bytes": plan.spilled_bytes,
-                "recomputed": list(plan.recomputed),
-            },
-        }
+        return self.session.to_json()
 
     def close(self) -> None:
         """Bring the optimizer's state back, and train in core from now on."""
