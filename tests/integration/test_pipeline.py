@@ -96,6 +96,14 @@ def test_training_and_its_state_are_those_of_one_process(two):
     assert first + second == whole + tied  # each rank keeps its own layers only
 
 
+def test_the_last_stage_returns_the_models_outputs(two):
+    for rank, found in enumerate(two):
+        *errors, follows_mode = found["outputs"]
+        assert follows_mode
+        assert len(errors) == len(MODELS)
+        assert all(error == -1.0 if rank == 0 else 0 <= error < 1e-10 for error in errors)
+
+
 def test_a_trainer_trains_a_model_in_stages(two):
     first, second = (found["trainer"] for found in two)
     assert first == second

@@ -8,7 +8,7 @@ from torch.nn import functional
 from paceline.core.errors import UsageError
 from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import capture
-from paceline.training.pipeline.microbatches import sizes_of, split
+from paceline.training.pipeline.microbatches import joined, sizes_of, split
 from paceline.training.pipeline.stages import cut
 
 
@@ -91,6 +91,12 @@ def test_dropout_in_a_submodule_keeps_following_the_mode():
     model.eval()
     x = torch.randn(3, 4)
     assert torch.equal(run_stages(staged, x=x), model(x))
+
+
+def test_a_mode_that_the_outermost_forward_pass_asks_for_is_known():
+    assert capture(Dropped()).mode is True
+    assert capture(Dropped().eval()).mode is False
+    assert capture(Holds(Dropped())).mode is None
 
 
 def test_split_points_make_up_a_model_that_cannot_be_captured():
@@ -194,3 +200,10 @@ def test_microbatches_differ_by_one_sample_at_most():
     parts = split({"x": torch.arange(7), "mask": torch.ones(1, 3)}, [4, 3])
     assert parts[1]["x"].tolist() == [4, 5, 6]
     assert parts[1]["mask"].shape == (1, 3)
+
+
+def test_outputs_of_microbatches_are_joined_along_the_samples():
+    parts = [{"y": torch.full((size, 3), float(size)), "scale": torch.ones(3)} for size in (3, 2)]
+    whole = joined(parts, [3, 2])
+    assert whole["y"][:, 0].tolist() == [3.0, 3.0, 3.0, 2.0, 2.0]
+    assert whole["scale"].shape == (3,)

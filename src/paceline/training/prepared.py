@@ -87,7 +87,8 @@ class Prepared:
                 where="Prepared.forward_backward",
                 fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
             )
-        arguments = bind_inputs(self._module(), inputs)
+        is_wrapped = isinstance(self.model, DistributedDataParallel | DataParallel)
+        arguments = bind_inputs(self.model.module if is_wrapped else self.model, inputs)
         with self._weighted(samples_of(inputs)) as samples:
             loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
             loss.backward()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pipeline_models import MODELS, RandomGraph, graph_loss, make
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import PacelineError
 from paceline.training import Trainer, prepare
@@ -241,6 +241,40 @@ def far(state, alone):
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
+def outputs():
+    """Return how far outputs without a backward pass are off, in between two steps, and their mode.
+
+    On ranks that have no outputs: -1.
+    """
+    found = []
+    for name in MODELS:
+        model, inputs, target, loss_fn = make(name, 5)
+        alone = copy.deepcopy(model)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=RANKS,
+            microbatches=2,
+            loss_fn=loss_fn,
+            example_inputs=rows(inputs, 5, 0, 2),
+        )
+        prepared.forward_backward(inputs, target)
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        returned = prepared.model(**given) if isinstance(given, dict) else prepared.model(*given)
+        prepared.forward_backward(inputs, target)
+        expected = alone(**given) if isinstance(given, dict) else alone(*given)
+        pairs = zip(tree_leaves(returned), tree_leaves(expected), strict=True)
+        errors = [] if returned is None else [float((a - b.detach()).abs().max()) for a, b in pairs]
+        found.append(max(errors, default=-1.0))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    settings = {"partitions": RANKS, "microbatches": 2, "loss_fn": nn.functional.mse_loss}
+    prepared = prepare(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
+    x = torch.ones(8, 4)
+    prepared.model.eval()
+    first, second = prepared.model(x), prepared.model(x)
+    return [*found, first is None or torch.equal(first, second)]
+
+
 def trainer():
     """The trainer's loop, with two partitions."""
     model, inputs, target, loss_fn = make("residual", 12)
@@ -290,6 +324,7 @@ if CASE == "all":
         "trainer": trainer(),
         "orders": orders(2, 1, "3", 7),
         "statistics": statistics(),
+        "outputs": outputs(),
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:

@@ -61,10 +61,12 @@ class StageComputing:
     Attributes:
         stage: that is computed.
         options: how.
+        returned: what the model returned for microbatches without a backward pass.
     """
 
     stage: ModelStage
     options: ComputeOptions
+    returned: list[Any] = field(default_factory=list)
     _live: dict[int, _Live] = field(default_factory=dict)
     _deferred: dict[int, DeferredGradients] = field(default_factory=dict)
 
@@ -73,19 +75,20 @@ class StageComputing:
         microbatch: int,
         inputs: Mapping[str, Any],
         received: Mapping[str, Any],
-        target: Any,
-        weight: float,
+        loss_of: Callable[[Any], torch.Tensor] | None,
         *,
         defers: bool = False,
     ) -> dict[str, Any]:
-        """Return the values that other stages use; in the last stage also compute the loss.
+        """Return the values that other stages use.
+
+        In the last stage also compute the loss, or keep what the model returns.
 
         Args:
             microbatch: its number.
             inputs: the model's arguments.
             received: values of other stages; their tensors become leaves.
-            target: for the loss.
-            weight: of this microbatch in the loss of the batch.
+            loss_of: returns the loss of what the model returns; None: there will be no backward
+                pass.
             defers: whether `backward_weight` will follow the backward pass.
         """
         leaves = {name: _leaves(value) for name, value in received.items()}
@@ -98,14 +101,18 @@ class StageComputing:
         tensors = {name: _leaves(value) for name, value in outputs.items()}
         live = _Live(leaves, tensors, deferred)
         if self.stage.is_last:
-            returned = self.options.scale_outputs(tree_map(_full_precision, values[-1]))
-            live.loss = self.options.loss_fn(returned, target) * weight
-        self._live[microbatch] = live
+            returned = tree_map(_full_precision, values[-1])
+            if loss_of is None:
+                self.returned.append(returned)
+            else:
+                live.loss = loss_of(self.options.scale_outputs(returned))
+        if loss_of is not None:
+            self._live[microbatch] = live
         return outputs
 
     def _run(self, given: list[Any]) -> Any:
         module = self.stage.module
-        if not self.options.recompute or self.stage.is_last:
+        if not self.options.recompute or self.stage.is_last or not torch.is_grad_enabled():
             return module(*given)
         contexts = functools.partial(_contexts, module)
         return checkpoint(module, *given, use_reentrant=False, context_fn=contexts)
@@ -148,6 +155,7 @@ class StageComputing:
 
     def forget(self) -> None:
         """Drop what a step that failed left behind."""
+        self.returned.clear()
         self._live.clear()
         self._deferred.clear()
 

@@ -71,6 +71,8 @@ class CapturedGraph:
         layers: all nodes that compute, in the order of execution.
         opaque: names of submodules that are one node each because they cannot be traced, with the
             reason.
+        mode: the model's, train or not, if its outermost forward pass asks for it: the graph is
+            that of this mode. None: it follows the mode.
     """
 
     root: nn.Module
@@ -78,6 +80,7 @@ class CapturedGraph:
     inputs: tuple[str, ...]
     layers: tuple[GraphLayer, ...]
     opaque: dict[str, str] = field(default_factory=dict)
+    mode: bool | None = None
 
 
 def bind_inputs(model: nn.Module, inputs: Any) -> inspect.BoundArguments:
@@ -141,6 +144,7 @@ def capture(
         inputs=tuple(node.target for node in graph.nodes if node.op == "placeholder"),
         layers=_layers_of(graph, model),
         opaque=tracer.opaque,
+        mode=model.training if "training" in _hidden_names(model) else None,
     )
 
 

@@ -35,6 +35,24 @@ def _rows(leaf: Any, samples: int, begin: int, size: int) -> Any:
     return leaf[begin : begin + size] if is_whole else leaf
 
 
+def joined(parts: list[Any], sizes: list[int]) -> Any:
+    """Return the outputs of microbatches as those of the batch; what has no samples, of the first.
+
+    Args:
+        parts: outputs of each microbatch, all of one structure.
+        sizes: samples of each microbatch.
+    """
+
+    def whole(*leaves: Any) -> Any:
+        divided = all(
+            isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == size
+            for leaf, size in zip(leaves, sizes, strict=True)
+        )
+        return torch.cat(leaves) if divided else leaves[0]
+
+    return tree_map(whole, *parts)
+
+
 def shape_of(batch: Any) -> tuple[Any, ...]:
     """Return what of a microbatch the shapes of all values in the model depend on."""
     return tuple(

@@ -12,6 +12,7 @@ stages; those of other stages become tensors without memory (device ``meta``).
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from paceline.schedules.pipeline import StageEdge, check_pipeline
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
 from paceline.training.pipeline.gradients import StageGradients
 from paceline.training.pipeline.graph import bind_inputs
-from paceline.training.pipeline.microbatches import sizes_of
+from paceline.training.pipeline.microbatches import joined, sizes_of
 from paceline.training.pipeline.runtime import PipelineRuntime
 from paceline.training.pipeline.transfers import Transfers
 from paceline.training.uneven import samples_of
@@ -107,17 +108,28 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         return self._schedules[microbatches]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: a rank has only a part of the model.
+        """Return what the model returns, on the ranks of the last stage, and None on others.
+
+        All ranks of a pipeline call this with the same batch. There is no backward pass.
 
         Raises:
-            UsageError: always.
+            UsageError: the model does not take these arguments, or was captured in another mode.
+            RankLost: another rank ended, or does not answer; the error names it.
         """
-        raise UsageError(
-            "a model in stages is not called",
-            where=f"rank {self.ranks.rank}",
-            why=f"this rank has {len(self.mesh.stages)} of {len(self.staged.stages)} stages",
-            fix="Train with prepared.forward_backward(inputs, target)",
-        )
+        if self.staged.mode not in (None, self.module.training):
+            raise UsageError(
+                "the model was captured in another mode",
+                where=f"training={self.staged.mode}",
+                why="its outermost forward pass asks for self.training",
+                fix="Use layers that follow the mode, such as nn.Dropout, or move this into one",
+            )
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
+        sizes = sizes_of(samples_of(list(bound.arguments.values())), self._microbatches)
+        with torch.no_grad():
+            parts = self._runtime.run_forward(
+                self.schedule_of(len(sizes)), dict(bound.arguments), sizes
+            )
+        return joined(parts, sizes) if parts else None
 
     def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
         """Run a batch through all stages and back; return the mean loss over all samples.
@@ -160,6 +172,12 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             for name in stage.parameters:
                 stages.setdefault(name, []).append(stage.number)
         return {id(p): len(self.mesh.ranks_of(stages[name])) for name, p in self.own.items()}
+
+    def train(self, mode: bool = True) -> PipelineParallel:
+        """Set the mode of the model's layers."""
+        super().train(mode)
+        self.module.train(mode)
+        return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, by their names in the model."""

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.schedules.pipeline import PipelineSchedule
+from paceline.schedules.pipeline import PipelineAction, PipelineSchedule
 from paceline.training.pipeline.microbatches import shape_of, split
 from paceline.training.pipeline.transfers import Tags, ValueForm, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.schedules.pipeline import PipelineAction
     from paceline.training.pipeline.computing import StageComputing
     from paceline.training.pipeline.mesh import StageMesh
     from paceline.training.pipeline.stages import ValueEdge
@@ -60,7 +59,8 @@ class _Step:
     weights: list[float]
     shapes: list[int]  # of each microbatch: 0 as the first one, 1 as the last one
     keys: list[Any]  # the two shapes
-    defers: bool  # whether backward passes are split
+    is_training: bool = True  # whether backward passes follow
+    defers: bool = False  # whether they are split
     posted: dict[_Message, _Posted] = field(default_factory=dict)
     local: dict[_Message, Any] = field(default_factory=dict)
     sending: dict[_Message, list[tuple[Any, torch.Tensor]]] = field(default_factory=dict)
@@ -123,28 +123,69 @@ class PipelineRuntime:
             UsageError: a value has another form than those of earlier microbatches of its shape.
         """
         actions = schedule.actions[self._rank]
+        step = self._step(schedule, inputs, target, sizes)
+        step.defers = any(action.kind == "backward_weight" for action in actions)
+        try:
+            self._perform_all(step, actions)
+        finally:
+            self._forget()
+        return torch.stack(step.losses).sum() if step.losses else None
+
+    def run_forward(
+        self, schedule: PipelineSchedule, inputs: dict[str, Any], sizes: list[int]
+    ) -> list[Any]:
+        """Run a batch forwards; return what the model returns, on the rank of the last stage.
+
+        Args:
+            schedule: says which rank has which stage.
+            inputs: of the model, by name.
+            sizes: samples of each microbatch.
+
+        Returns:
+            An entry for each microbatch; none on other ranks.
+
+        Raises:
+            RankLost, UsageError: as for `run`.
+        """
+        step = self._step(schedule, inputs, None, sizes)
+        step.is_training = False
+        # All ranks take the microbatches in this order, and stages in the order of data flow.
+        actions = [
+            PipelineAction("forward", stage, microbatch)
+            for microbatch in range(len(sizes))
+            for stage in sorted(self._stages)
+        ]
+        try:
+            self._perform_all(step, actions)
+            return [value for part in self._stages.values() for value in part.returned]
+        finally:
+            self._forget()
+
+    def _step(
+        self, schedule: PipelineSchedule, inputs: dict[str, Any], target: Any, sizes: list[int]
+    ) -> _Step:
         parts = split(inputs, sizes)
         keys = [shape_of(parts[0]), shape_of(parts[-1])]
-        step = _Step(
+        return _Step(
             schedule=schedule,
             inputs=parts,
             targets=split(target, sizes),
             weights=[size / sum(sizes) for size in sizes],
             shapes=[0 if shape_of(part) == keys[0] else 1 for part in parts],
             keys=keys,
-            defers=any(action.kind == "backward_weight" for action in actions),
         )
-        try:
-            for place, action in enumerate(actions):
-                for coming in actions[place : place + 1 + _AHEAD]:
-                    self._post(step, coming)
-                self._perform(step, action)
-            for message in list(step.sending):
-                self._end_send(step, message)
-        finally:
-            for computing in self._stages.values():
-                computing.forget()
-        return torch.stack(step.losses).sum() if step.losses else None
+
+    def _perform_all(self, step: _Step, actions: Sequence[PipelineAction]) -> None:
+        for place, action in enumerate(actions):
+            for coming in actions[place : place + 1 + _AHEAD]:
+                self._post(step, coming)
+            self._perform(step, action)
+        for message in list(step.sending):
+            self._end_send(step, message)
+
+    def _forget(self) -> None:
+        for computing in self._stages.values():
+            computing.forget()
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -170,19 +211,23 @@ class PipelineRuntime:
             message = _Message(number, microbatch, False)
             form, tensors = self._take(step, message)
             leaves = [
-                tensor.requires_grad_(tensor_form.requires_grad and torch.is_grad_enabled())
+                tensor.requires_grad_(tensor_form.requires_grad)
                 for tensor, tensor_form in zip(tensors, form.tensors, strict=True)
             ]
             received[self._edges[number].value] = form.build(leaves)
+
+        def loss_of(outputs: Any) -> torch.Tensor:
+            loss = computing.options.loss_fn(outputs, step.targets[microbatch])
+            return loss * step.weights[microbatch]
+
         values = computing.forward(
             microbatch,
             step.inputs[microbatch],
             received,
-            step.targets[microbatch],
-            step.weights[microbatch],
+            loss_of if step.is_training else None,
             defers=step.defers,
         )
-        if computing.stage.is_last:
+        if computing.stage.is_last and step.is_training:
             step.losses.append(computing.loss(microbatch))
         for number in self._out_of[stage]:
             form, tensors = form_of(values[self._edges[number].value], self._edges[number].value)
@@ -294,7 +339,7 @@ class PipelineRuntime:
 
     def _key(self, step: _Step, message: _Message) -> tuple[int, bool, Any]:
         shape = step.keys[step.shapes[message.microbatch]]
-        return message.edge, message.is_gradient, shape
+        return message.edge, message.is_gradient, (step.is_training, shape)
 
     def _known(self, step: _Step, message: _Message) -> ValueForm | None:
         return self._forms.get(self._key(step, message))

@@ -73,11 +73,13 @@ class StagedModel:
         stages: in the order of data flow.
         edges: between them, sorted.
         shared: names of the parameters that several stages use, with these stages.
+        mode: as that of the graph.
     """
 
     stages: tuple[ModelStage, ...]
     edges: tuple[ValueEdge, ...]
     shared: dict[str, tuple[int, ...]]
+    mode: bool | None = None
 
 
 def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
@@ -110,7 +112,7 @@ def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
         if name not in holders:  # the forward pass does not use it: it only has to be saved
             stages[0].parameters[name] = parameter
     shared = {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
-    return StagedModel(stages, edges, shared)
+    return StagedModel(stages, edges, shared, captured.mode)
 
 
 def _edges_of(graph: fx.Graph, stage_of: dict[fx.Node, int], last: int) -> tuple[ValueEdge, ...]:
