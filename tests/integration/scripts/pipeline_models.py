@@ -38,7 +38,8 @@ class UNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.down1, self.down2 = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
-        self.middle = nn.Conv2d(6, 6, 3, padding=1)
+        # As many layers as 4 ranks with 2 stages each need.
+        self.middle = nn.Sequential(*(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)))
         self.up2, self.up1 = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
         self.out = nn.Conv2d(4, 1, 1)
 
