@@ -155,7 +155,15 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
     options = TrainingOptions(**given)
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
     precision: Precision = options.precision or (plan.precision if plan else "float32")
-    return replace(options, engine=engine, precision=precision)
+    options = replace(options, engine=engine, precision=precision)
+    if plan is None or options.partitions not in (None, plan.mesh.pipeline):
+        return options
+    return replace(
+        options,
+        microbatches=options.microbatches or plan.microbatches or None,
+        schedule=options.schedule or plan.schedule,
+        layers=options.layers or plan.layers or None,
+    )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
