@@ -19,6 +19,7 @@ from paceline.core.record import Record
 from paceline.core.worker_process import WorkerMessage
 from paceline.scheduler.job import Job
 from paceline.schedules import Transfer
+from paceline.schedules.memory import ManagedTensor
 from paceline.schedules.pipeline import LayerEdge, PipelineAction
 
 GOLDEN = Path(__file__).parent / "golden" / "records"
@@ -45,6 +46,11 @@ VALUES = {
         "environ": {"PATH": "/usr/bin"},
         "launcher": "/usr/bin/python3",
         "token": "5f2c",
+    },
+    "StepProfile": {
+        "compute_s": (0.1, 0.2),
+        "floor_bytes": (100, 120),
+        "tensors": (ManagedTensor("saved tensor 0", "activation", 50, 0, 0, 1),),
     },
     "Schedule": {
         "operation": "reduce",

@@ -12,6 +12,7 @@ import pytest
 from paceline.cli.app import VERBS
 from paceline.launch.options import RunConfig
 from paceline.store import LoaderConfig, PackOptions
+from paceline.training.options import TrainingConfig
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -51,6 +52,7 @@ def test_every_page_can_be_found_from_the_readme():
         *("tutorial/late-rank.md", "guides/trust.md", "guides/predict.md"),
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         "guides/data-parallel.md",
+        "guides/pipeline.md",
         "guides/decoding.md",
         "guides/compression.md",
         "guides/queue-local.md",
@@ -60,6 +62,7 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/in-place.md",
         "guides/codecs.md",
         "guides/pipeline-schedules.md",
+        "guides/out-of-core.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):
@@ -89,7 +92,11 @@ def test_what_a_page_tells_to_run_runs(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("verb", "options"), [("run", RunConfig), ("loader", LoaderConfig), ("pack", PackOptions)]
+    ("verb", "options"),
+    [
+        *(("run", RunConfig), ("loader", LoaderConfig)),
+        *(("training", TrainingConfig), ("pack", PackOptions)),
+    ],
 )
 def test_the_page_of_configuration_lists_each_key(verb, options):
     text = (ROOT / "docs/reference/configuration.md").read_text()

@@ -25,9 +25,9 @@ def alone(script, folder, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def on_ranks(script, folder, *arguments):
+def on_ranks(script, folder, *arguments, options=("-n", 2)):
     out = ("--no-record", "--out", f"run{len(list(folder.iterdir()))}")
-    done = paceline(folder, "run", "-n", 2, *out, script, *arguments, deadline_s=DEADLINE_S)
+    done = paceline(folder, "run", *options, *out, script, *arguments, deadline_s=DEADLINE_S)
     assert done.code == 0, done.err
     return last_json(done.out)
 
@@ -40,6 +40,20 @@ def test_images_are_learnt_alike_by_one_process_and_by_ranks(tmp_path, root, eng
     assert two["steps"] == one["steps"]
     assert one["accuracy"] > 0.85
     assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.03)
+
+
+def test_a_script_is_divided_among_ranks_by_the_command_that_runs_it(tmp_path, root):
+    script = root / "examples/pipeline_digits.py"
+    one = alone(script, tmp_path, "--epochs", 2)
+    assert (one["replicas"], one["divided"]) == (1, False)
+    two = on_ranks(script, tmp_path, "--epochs", 2, options=("-n", 2, "--strategy", "model"))
+    assert (two["replicas"], two["divided"]) == (1, True)
+    four = ("-n", 4, "--strategy", "hybrid", "--partitions", 2, "--microbatches", 3)
+    hybrid = on_ranks(script, tmp_path, "--epochs", 2, options=four)
+    assert (hybrid["replicas"], hybrid["divided"]) == (2, True)
+    for ranks in (two, hybrid):  # the same steps, up to the rounding of sums
+        assert ranks["loss"] == pytest.approx(one["loss"], rel=0.2)
+        assert ranks["accuracy"] == pytest.approx(one["accuracy"], abs=0.05)
 
 
 def test_a_text_is_learnt_on_from_the_state_of_another_engine_and_number_of_ranks(tmp_path, root):

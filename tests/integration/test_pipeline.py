@@ -12,17 +12,18 @@ from process_groups import DEADLINE_S, run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts/pipeline_training.py"
 MODELS = ("residual", "unet", "transformer", "many")
-GRID = [pair for pair in itertools.product((1, 2, 3, 4), repeat=2) if pair != (2, 1)]
+FAULTS = pytest.mark.campaign("faults")
+GRID = list(itertools.product((1, 2, 3, 4), repeat=2))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What all cases found on 2 ranks, by rank, with one process group for all of them."""
-    return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "all")
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "gloo", "all")
 
 
 def check_grid(found):
-    assert len(found) == 4 * len(MODELS)
+    assert {case.split()[0] for case in found} == set(MODELS)
     for case, (gradient_error, loss_error) in found.items():
         assert gradient_error < 1e-10, case
         assert loss_error < 1e-10, case
@@ -33,16 +34,54 @@ def test_gradients_are_those_of_one_process(two):
         check_grid(found["grid"])
 
 
-@pytest.mark.parametrize(
-    ("partitions", "replicas"),
-    [p if p == (2, 2) else pytest.param(*p, marks=pytest.mark.campaign("torch")) for p in GRID],
-)
-def test_gradients_of_replicas_are_those_of_one_process(tmp_path, partitions, replicas):
-    ranks = partitions * replicas
+def check_replicas(folder, partitions, replicas, microbatches):
     samples = 5 * replicas + 1  # microbatches of unequal sizes, and replicas too
-    arguments = ("grid", partitions, replicas, "1,2,3,4", samples)
-    for found in run_ranks(SCRIPT, tmp_path, ranks, *arguments, deadline_s=600):
+    arguments = ("paceline", "grid", partitions, replicas, microbatches, samples)
+    ranks = partitions * replicas
+    for found in run_ranks(SCRIPT, folder, ranks, *arguments, deadline_s=120 * ranks):
         check_grid(found)
+
+
+def test_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
+    check_replicas(tmp_path, 2, 2, "3")
+
+
+@pytest.mark.campaign("torch")
+@pytest.mark.parametrize(("partitions", "replicas"), GRID)
+def test_gradients_of_all_sizes_are_those_of_one_process(tmp_path, partitions, replicas):
+    check_replicas(tmp_path, partitions, replicas, "1,2,3,4")
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "interleaved", "zero_bubble", "recompute"])
+def test_every_order_brings_the_same_gradients(two, name):
+    for found in two:
+        check_grid(found["orders"][name])
+
+
+@pytest.mark.campaign("torch")
+@pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1), (4, 1)])
+def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partitions, replicas):
+    samples, ranks = 5 * replicas + 1, partitions * replicas
+    arguments = ("gloo", "orders", partitions, replicas, "1,2,3,4", samples)
+    for found in run_ranks(SCRIPT, tmp_path, ranks, *arguments, deadline_s=120 * ranks):
+        for name in found:
+            check_grid(found[name])
+
+
+@pytest.mark.campaign("torch")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_graphs_are_computed_as_by_one_process(tmp_path, ranks):
+    for found in run_ranks(SCRIPT, tmp_path, ranks, "gloo", "graphs", 50, deadline_s=400):
+        for seed, (gradient_error, loss_error) in found.items():
+            assert gradient_error < 1e-10, seed
+            assert loss_error < 1e-10, seed
+
+
+def test_recomputation_changes_neither_statistics_nor_dropout(two):
+    for found in two:
+        plain, recomputed = found["statistics"]
+        assert recomputed == plain
+    assert two[0]["statistics"][0][1]["1.num_batches_tracked"] == 2
 
 
 def test_training_and_its_state_are_those_of_one_process(two):
@@ -65,22 +104,49 @@ def test_a_trainer_trains_a_model_in_stages(two):
     assert losses[2] < losses[0]
 
 
-def test_the_ranks_that_are_left_name_the_one_that_was_killed(tmp_path):
+def test_an_estimate_chooses_the_same_on_all_ranks(two):
+    (is_divided, error), (is_divided_elsewhere, _) = (found["chosen"][0] for found in two)
+    assert is_divided == is_divided_elsewhere
+    assert error < 1e-9
+
+
+def test_the_same_call_trains_replicas_with_unequal_batches(two):
+    for found in two:
+        is_divided, error = found["chosen"][1]
+        assert not is_divided
+        assert error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "kind", "deadline_s"),
+    [
+        ("gloo", "SIGKILL", "RankLost", 60),
+        pytest.param("paceline", "SIGKILL", "RankLost", 60, marks=FAULTS),
+        pytest.param("gloo", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
+        pytest.param("paceline", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
+    ],
+)
+def test_the_ranks_that_are_left_name_the_one_that_is_not(tmp_path, backend, how, kind, deadline_s):
     store, ranks = tmp_path / "store", 3
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [str(ranks), backend, "dies", how, str(deadline_s)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(store), str(rank), str(ranks), "dies", "20"],
+            [sys.executable, str(SCRIPT), str(store), str(rank), *arguments],
             stdout=subprocess.PIPE,
             text=True,
             env=environ,
         )
         for rank in range(ranks)
     ]
-    said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-    assert not said[1]
-    for rank in (0, 2):
-        found = json.loads(said[rank].splitlines()[-1])
-        assert found["kind"] == "RankLost"
-        assert found["what"].startswith("rank 1")
-        assert found["where"].startswith(f"rank {rank}; ")
+    try:
+        for rank in (0, 2):
+            said = processes[rank].communicate(timeout=2 * DEADLINE_S)[0]
+            found = json.loads(said.splitlines()[-1])
+            assert found["kind"] == kind
+            assert found["what"].startswith("rank 1")
+            assert found["where"].startswith(f"rank {rank}; ")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

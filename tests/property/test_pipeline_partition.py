@@ -41,7 +41,11 @@ def layer_costs(draw, most=9):
     for source in range(layers - 1):
         users = draw(st.sets(st.integers(source + 1, layers - 1), max_size=3))
         if users:
-            edges.append(LayerEdge(source, tuple(sorted(users)), draw(st.integers(0, 40))))
+            edges.append(
+                LayerEdge(
+                    source, tuple(sorted(users)), draw(st.integers(0, 40) | st.integers(0, 400))
+                )
+            )
     return LayerCosts(
         forward_s=tuple(map(float, values(0, 9))),
         backward_s=tuple(map(float, values(0, 9))),
@@ -85,7 +89,7 @@ def problems(draw):
 
 
 @given(problem=problems())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_no_partition_has_a_faster_slowest_stage(problem):
     costs, stages, speeds, live, exposed = problem
     found = partition(costs, stages, speeds=speeds, live=live, link=LINK, exposed=exposed)
@@ -100,7 +104,7 @@ def test_no_partition_has_a_faster_slowest_stage(problem):
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_the_best_of_those_that_keep_the_bound_is_found(problem, data):
     costs, stages, speeds, live, exposed = problem
     bound = data.draw(

@@ -1,5 +1,6 @@
 """The replay of a pipeline: the published bubbles, and the times of ranks that send messages."""
 
+import dataclasses
 import random
 
 import pytest
@@ -133,6 +134,21 @@ def test_messages_that_share_a_link_move_one_after_another(sharing, starts):
     assert (replayed.start_s[1][0], replayed.start_s[2][0]) == starts
 
 
+@pytest.mark.parametrize(("sharing", "start_s"), [("pair", 2.5), ("device", 3.5), ("node", 3.5)])
+def test_messages_to_one_rank_share_its_link(sharing, start_s):
+    schedule, edges = fill_drain(3, 1), [StageEdge(0, 2, 100), StageEdge(1, 2, 100)]
+    replayed = replay(schedule, edges, StageCosts.uniform(3, 1.0, 1.0), link(100.0, 0.5, sharing))
+    assert replayed.start_s[2][0] == start_s
+
+
+def test_of_messages_that_arrive_together_the_last_sent_one_is_exposed():
+    edges = [StageEdge(0, 2, 200), StageEdge(0, 1, 0), StageEdge(1, 2, 100)]
+    for order in (edges, edges[::-1]):
+        replayed = replay(fill_drain(3, 1), order, StageCosts.uniform(3, 1.0, 0.0), link(100.0))
+        assert replayed.start_s[2][0] == 3.0
+        assert replayed.exposed_transfer_s[2] == 1.0
+
+
 def test_a_link_is_full_duplex_unless_all_share_it():
     """Rank 0 sends the activations of microbatch 1 while rank 1 sends gradients of 0."""
     schedule = one_forward_one_backward(2, 2)
@@ -162,6 +178,17 @@ def test_exposed_transfer_is_the_wait_while_data_are_on_their_way():
     assert replayed.exposed_transfer_s == (1.5, 1.5)
     assert replayed.bubble_s == (6.0, 6.0)
     assert replayed.bubble_share == pytest.approx(12 / 18)
+
+
+def test_a_ranks_first_wait_begins_with_the_batch_whatever_other_ranks_do():
+    """Stage 2 is on rank 0, alone, and ends before the first data reach rank 1."""
+    schedule = fill_drain(3, 1)
+    orders = (schedule.actions[2], schedule.actions[1], schedule.actions[0])
+    turned = dataclasses.replace(schedule, rank_of=(2, 1, 0), actions=orders)
+    costs = StageCosts.uniform(3, 1.0, 1.0)
+    replayed = replay(turned, [StageEdge(0, 1, 400)], costs, link(100.0))
+    assert replayed.start_s[1][0] == 5.0
+    assert replayed.exposed_transfer_s[1] == 4.0
 
 
 def test_stages_of_one_rank_exchange_nothing():

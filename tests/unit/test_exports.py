@@ -116,6 +116,18 @@ EXPORTS = {
         "stage_edges",
         "zero_bubble",
     ],
+    "schedules.memory": [
+        "ManagedTensor",
+        "MemoryPlan",
+        "RecomputedModule",
+        "Replayed",
+        "SpillTier",
+        "StepProfile",
+        "TensorAction",
+        "least_budget_bytes",
+        "plan_memory",
+        "replay",
+    ],
     "store": [
         "Archives",
         "CenterCrop",
@@ -155,7 +167,7 @@ EXPORTS = {
     "trace.collectors": [],
     "trace.format": [],
     "trace.merge": ["Trace", "load_run", "merge"],
-    "training": ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"],
+    "training": ["Epoch", "OutOfCore", "Prepared", "Trainer", "TrainingOptions", "prepare"],
     "training.engine": [],
     "training.pipeline": [],
     "training.compression": [
@@ -181,6 +193,7 @@ EXPORTS = {
         "parameter_groups",
         "square_root_scaling",
     ],
+    "training.out_of_core": [],
     "training.precision": ["LossScaler", "MasterWeights", "agree"],
 }
 

@@ -184,7 +184,7 @@ def test_memory_is_that_of_the_fullest_stage():
     stages=st.integers(2, 4),
     microbatches=st.integers(1, 9),
     replicas=st.integers(1, 2),
-    schedule=st.sampled_from(["1f1b", "fill_drain"]),
+    schedule=st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]),
 )
 def test_what_holds_for_every_model_and_plan(sizes, stages, microbatches, replicas, schedule):
     layers = [

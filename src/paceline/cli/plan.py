@@ -9,8 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
-    from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice
-    from paceline.studies.predict import Strategy
+    from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice, StrategyChoice
 
 
 @click.command(
@@ -61,7 +60,7 @@ Example: paceline plan examples/digits_step.py:step -n 2
 )
 @click.option(
     "--schedule",
-    type=click.Choice(["1f1b", "fill_drain"]),
+    type=click.Choice(["1f1b", "fill_drain", "zero_bubble"]),
     default="1f1b",
     help="Order in which the stages compute microbatches [default: 1f1b].",
 )
@@ -85,7 +84,7 @@ def plan(
     allocator: AllocatorChoice,
     collectives: CollectivesChoice,
     engine: EngineChoice,
-    strategy: Strategy | None,
+    strategy: StrategyChoice | None,
     partitions: int | None,
     microbatches: int | None,
     schedule: PipelineChoice,

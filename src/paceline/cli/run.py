@@ -68,6 +68,25 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     "ranks share a node and the data are larger than half the memory [default: auto].",
 )
 @click.option(
+    "--strategy",
+    type=click.Choice(["data", "model", "hybrid", "auto"]),
+    help="For a script that calls paceline.training.prepare: divide batches among ranks, the "
+    "model's layers, or both; auto: what an estimate says is fastest [default: data].",
+)
+@click.option("--partitions", type=int, help="Parts of the model's layers, each on other ranks.")
+@click.option("--replicas", type=int, help="Replicas of the model.")
+@click.option("--microbatches", type=int, help="Parts of a batch that go through the partitions.")
+@click.option(
+    "--memory-budget",
+    metavar="BYTES",
+    help="What each rank's process stays under, as 8GiB: tensors that a step does not need for a "
+    "while are spilled to a file [default: no limit].",
+)
+@click.option(
+    "--spill-folder",
+    help="Folder of that file, on a disk of each node [default: that for temporary files].",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -96,6 +115,12 @@ def run(
     allocator: str | None,
     collectives: str | None,
     node_reader: str | None,
+    strategy: str | None,
+    partitions: int | None,
+    replicas: int | None,
+    microbatches: int | None,
+    memory_budget: str | None,
+    spill_folder: str | None,
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -119,7 +144,7 @@ def run(
     )
     from paceline.cli.output import print_result, stdout_as_stderr, warn
     from paceline.core.clock import SystemClock
-    from paceline.core.config import resolve
+    from paceline.core.config import parse_size, resolve
     from paceline.core.plan_file import load_plan_file
     from paceline.launch.nodes import parse_nnodes
     from paceline.launch.options import RunConfig
@@ -139,6 +164,12 @@ def run(
         "allocator": allocator,
         "collectives": collectives,
         "node_reader": node_reader,
+        "strategy": strategy,
+        "partitions": partitions,
+        "replicas": replicas,
+        "microbatches": microbatches,
+        "memory_budget_bytes": parse_size(memory_budget) if memory_budget else None,
+        "spill_folder": spill_folder,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

@@ -11,8 +11,9 @@ from paceline.core.record import Record
 
 PLAN_VARIABLE = "_PACELINE_PLAN"  # not PACELINE_: that would be a setting of the user's
 CollectivesChoice = Literal["torch", "paceline"]
+StrategyChoice = Literal["data", "model", "hybrid", "auto"]
 EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
-PipelineChoice = Literal["1f1b", "fill_drain"]
+PipelineChoice = Literal["1f1b", "fill_drain", "zero_bubble"]
 MICROBATCHES_PER_STAGE = 4  # at which a pipeline is idle for a fifth of the time
 OWN_ENGINES: tuple[EngineChoice, ...] = ("allreduce", "sharded")  # modes of Paceline's
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from paceline.core.allocator import AllocatorChoice
 from paceline.core.config import Configuration
 from paceline.core.errors import UsageError
-from paceline.core.plan import CollectivesChoice
+from paceline.core.plan import CollectivesChoice, StrategyChoice
 from paceline.launch.rendezvous.root import Deadlines
 
 
@@ -16,9 +16,10 @@ from paceline.launch.rendezvous.root import Deadlines
 class RunConfig(Configuration):
     """How to run a script.
 
-    Changes results: `ranks`, since the script divides its data by them; `collectives`, in the last
-    bits of sums.
-    Changes speed: `record`, `bind`, `allocator`, `node_reader`.
+    Changes results: `ranks`, since the script divides its data by them; `collectives`, and
+    `strategy` with `partitions`, `replicas` and `microbatches`, in the last bits of sums.
+    Changes speed: `record`, `bind`, `allocator`, `node_reader`, `memory_budget_bytes`,
+    `spill_folder`.
     Changes what is printed: `tag_output`.
     Says where the other nodes are, with the meaning that torchrun gives these names: `nnodes`,
     `node_rank`, `rdzv_endpoint`, `rdzv_id`.
@@ -36,6 +37,14 @@ class RunConfig(Configuration):
         node_reader: whether one process of each node reads for the loaders of all its ranks, where
             the script does not say (`paceline.store.LoaderOptions`); None: as its own section of
             the configuration does (`paceline.store.LoaderConfig`).
+        strategy: how a script that calls `paceline.training.prepare` and does not say it divides
+            batches and layers among the ranks (`paceline.training.TrainingOptions`).
+        partitions: parts of the model's layers, for the same scripts.
+        replicas: of the model, for the same scripts.
+        microbatches: parts of a batch, for the same scripts.
+        memory_budget_bytes: that each rank's process stays under: tensors that a step does not need
+            for a while are spilled to a file (docs/guides/out-of-core.md); None: without limit.
+        spill_folder: of that file, on a disk of each node; empty: the folder for temporary files.
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -55,6 +64,12 @@ class RunConfig(Configuration):
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     node_reader: Literal["auto", "on", "off"] | None = None
+    strategy: StrategyChoice | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    microbatches: int | None = None
+    memory_budget_bytes: int | None = None
+    spill_folder: str = ""
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None
@@ -68,6 +83,15 @@ class RunConfig(Configuration):
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks < 1:
             raise UsageError(f"ranks must be at least 1, got {self.ranks}", fix="Give at least 1")
+        for name in ("partitions", "replicas", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}", fix="Give at least 1")
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
+            raise UsageError(
+                f"memory_budget_bytes must be at least 1, got {self.memory_budget_bytes}",
+                fix="Give the bytes of each rank's process, as 8GiB",
+            )
         if self.nnodes < 1:
             raise UsageError(f"nnodes must be at least 1, got {self.nnodes}", fix="Give at least 1")
         for name in ("rendezvous_timeout_s", "heartbeat_interval_s", "stop_timeout_s"):
@@ -83,6 +107,17 @@ class RunConfig(Configuration):
                 why="one late heartbeat would lose a rank",
                 fix="Raise the timeout or lower the interval",
             )
+
+    @property
+    def training(self) -> dict[str, str]:
+        """Environment variables for `paceline.training.prepare` in the ranks."""
+        names = ("strategy", "partitions", "replicas", "microbatches")
+        values = {name: getattr(self, name) for name in names}
+        return {
+            f"PACELINE_TRAINING__{name.upper()}": str(value)
+            for name, value in values.items()
+            if value is not None
+        }
 
     @property
     def deadlines(self) -> Deadlines:

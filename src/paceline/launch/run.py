@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.core.machine import Machine
     from paceline.core.plan_file import PlanFile
     from paceline.launch.exits import RankExit
+    from paceline.launch.options import RunConfig
     from paceline.launch.prepare import PreparedJob
     from paceline.trace.format.header import Status
 
@@ -230,6 +231,7 @@ class _Starter:
             *("--record", "on" if config.record else "off"),
             *("--collectives", self.job.collectives),
             *_plan_options(self.job.plan),
+            *_memory_options(config),
             *("--kind", self.job.program.kind),
             # without this "--", argparse would consume the first "--" among the program's arguments
             "--",
@@ -248,8 +250,10 @@ class _Starter:
         reader = {"PACELINE_LOADER__NODE_READER": choice} if choice else {}
         # `paceline.training.prepare` follows it.
         plan = {PLAN_VARIABLE: self.job.plan.plan.to_text()} if self.job.plan else {}
+        training = {**plan, **self.job.resolved.config.training}
         # The allocator's variables are settings of glibc's malloc.
-        return {**self.job.allocator.variables, **unbuffered, **replaced, **table, **reader, **plan}
+        allocator = self.job.allocator.variables
+        return {**allocator, **unbuffered, **replaced, **table, **reader, **training}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:
@@ -258,6 +262,14 @@ def _plan_options(plan: PlanFile | None) -> list[str]:
         return []
     buckets = (plan.plan.bucket_bytes, plan.plan.first_bucket_bytes)
     return ["--threads", str(plan.plan.threads), "--buckets", *map(str, buckets)]
+
+
+def _memory_options(config: RunConfig) -> list[str]:
+    """Return the worker's command-line options that carry the memory budget."""
+    if config.memory_budget_bytes is None:
+        return []
+    budget = str(config.memory_budget_bytes)
+    return ["--memory-budget", budget, "--spill-folder", config.spill_folder]
 
 
 def _threads(job: PreparedJob) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CorruptTrace, NotFound, PacelineError
 from paceline.launch.recordable import script_line
 from paceline.runs.folder import RunFolder
-from paceline.runs.result import PhaseTime, RankResult, RunResult
+from paceline.runs.result import MemoryUse, PhaseTime, RankResult, RunResult
 from paceline.trace.analysis import Analysis, analyse
 from paceline.trace.format.files import read_status
 from paceline.trace.merge import load_run
@@ -50,7 +51,7 @@ def summarize(run: Path, ranks: int, exit_code: int, failure: Failure | None = N
         world_size=max(ranks, trace.world_size),  # a script may have started ranks itself
         step_time_s=analysis.step_time_s,
         loop_wall_s=max(rank.loop_wall_s for rank in analysis.phases),
-        ranks=_rank_results(analysis),
+        ranks=_rank_results(analysis, run),
         straggler=analysis.stragglers[0] if analysis.stragglers else None,
         stragglers=analysis.stragglers,
         shifts=analysis.shifts,
@@ -127,7 +128,7 @@ def trace_statuses(run: Path) -> list[Status]:
     return statuses
 
 
-def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
+def _rank_results(analysis: Analysis, run: Path) -> tuple[RankResult, ...]:
     return tuple(
         RankResult(
             rank=phases.rank,
@@ -140,6 +141,24 @@ def _rank_results(analysis: Analysis) -> tuple[RankResult, ...]:
             ),
             dropped_count=rank.status.dropped_count,
             host=phases.host,
+            memory=_memory_use(run, phases.rank),
         )
         for rank, phases in zip(analysis.trace.ranks, analysis.phases, strict=True)
+    )
+
+
+def _memory_use(run: Path, rank: int) -> MemoryUse | None:
+    """Return what a rank's worker wrote of its memory budget; None without one."""
+    try:
+        data = json.loads((run / "memory" / f"rank-{rank:05}.json").read_bytes())
+    except (OSError, ValueError):  # without a budget, or killed
+        return None
+    plan = data["plan"]
+    return MemoryUse(
+        budget_bytes=data["budget_bytes"],
+        predicted_peak_bytes=data["predicted_peak_bytes"],
+        planned_steps=data["planned_steps"],
+        spilled_bytes=plan["spilled_bytes"] if plan else 0,
+        transfer_s=data["transfer_s"],
+        exposed_s=data["exposed_s"],
     )

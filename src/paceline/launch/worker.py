@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _BUCKETS = "paceline.launch.ddp_buckets"
+_MEMORY = "paceline.training.out_of_core.script"
 _COLLECTIVES = "paceline.collectives.registration"
 
 
@@ -65,6 +66,12 @@ def main(argv: list[str]) -> int:
         except OSError as problem:  # a full disk, or a folder that this node does not see
             write_report(problem, options.run, rank)
             return 1
+    memory = None
+    if options.memory_budget:
+        result = options.run / "memory" / f"rank-{rank:05}.json"
+        memory = importlib.import_module(_MEMORY).ScriptMemory(
+            options.memory_budget, options.spill_folder, result, rank
+        )
     if is_background_job():  # SIGINT, by which the launcher stops a rank, closes its trace
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run = _run_module if options.kind == ProgramKind.MODULE else _run_script
@@ -73,6 +80,8 @@ def main(argv: list[str]) -> int:
     finally:
         # A second Ctrl-C must not interrupt what closes the trace.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if memory is not None:
+            memory.close()
         attach.close()
 
 
@@ -93,6 +102,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--buckets", type=int, nargs=2, help="bytes of DDP's buckets, and of the first"
     )
+    parser.add_argument("--memory-budget", type=int, help="bytes of the process")
+    parser.add_argument("--spill-folder", default="", help="folder of the spill file")
     parser.add_argument("--kind", choices=tuple(ProgramKind), default=ProgramKind.SCRIPT)
     parser.add_argument("program")
     parser.add_argument("args", nargs=argparse.REMAINDER)

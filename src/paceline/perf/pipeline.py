@@ -13,8 +13,9 @@ each rank updates its own parameters::
 
 The ranks follow the same PipelineSchedule as `paceline.training` runs.
 
-Limits: transfers take no cores from compute; all microbatches have the size of the largest one; the
-update of a shared parameter is counted in the first of its stages.
+Limits: where a schedule splits backward passes, both parts take half of them; transfers take no
+cores from compute; all microbatches have the size of the largest one; the update of a shared
+parameter is counted in the first of its stages.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from paceline.schedules.pipeline import (
     partition,
     replay,
     stage_edges,
+    zero_bubble,
 )
 from paceline.schedules.topology import Topology
 
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 ORDERS: dict[PipelineChoice, Callable[[int, int], PipelineSchedule]] = {
     "1f1b": one_forward_one_backward,
     "fill_drain": fill_drain,
+    "zero_bubble": zero_bubble,
 }
 # The runtime reduces gradients in buckets of these sizes, whatever the plan's are.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20

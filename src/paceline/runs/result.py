@@ -21,6 +21,27 @@ class PhaseTime(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse(Record):
+    """What holding a rank's memory budget took; per step, of the steps under a plan.
+
+    Attributes:
+        budget_bytes: that the process was to stay under.
+        predicted_peak_bytes: of the process; None where no plan was made.
+        planned_steps: number of steps under a plan.
+        spilled_bytes: written; as many are read.
+        transfer_s: seconds that the disk was busy with them.
+        exposed_s: the part of it that the step waited for.
+    """
+
+    budget_bytes: int
+    predicted_peak_bytes: int | None = None
+    planned_steps: int = 0
+    spilled_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult(Record):
     """One rank's part of a run.
 
@@ -32,6 +53,7 @@ class RankResult(Record):
         phases: in the order of `Breakdown`.
         dropped_count: events that could not be recorded or written; 0 in a good run.
         host: the script's own work between phases by name, the longest first.
+        memory: with ``memory_budget_bytes``, what holding it took.
     """
 
     rank: int
@@ -41,6 +63,7 @@ class RankResult(Record):
     phases: tuple[PhaseTime, ...]
     dropped_count: int = 0
     host: tuple[HostTime, ...] = ()
+    memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

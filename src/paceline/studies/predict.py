@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
 from paceline.core.estimate import PlanCandidate
-from paceline.core.plan import Mesh, PipelineChoice, Plan
+from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
 from paceline.perf import divide, estimate
 from paceline.probe.machine_file import load_machine
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from paceline.core.workload import Workload
     from paceline.training.capture_process import CapturedStep
 
-Strategy = Literal["data", "model", "hybrid", "auto"]
 _AUTO_MICROBATCHES = (1, 2, 4)  # per stage; more make operators small before they fill the bubble
 
 
@@ -42,20 +41,20 @@ class StrategyOptions:
             user's function, with ``auto`` each rank.
     """
 
-    strategy: Strategy | None = None
+    strategy: StrategyChoice | None = None
     partitions: int | None = None
     microbatches: int | None = None
     schedule: PipelineChoice = "1f1b"
     batch: int | None = None
 
     @property
-    def resolved(self) -> Strategy:
+    def resolved(self) -> StrategyChoice:
         """The strategy, where none is given."""
         return self.strategy or ("data" if self.partitions is None else "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
+class _RankShape:
     """A mesh and the microbatches of its pipeline; 0 where there is one stage."""
 
     mesh: Mesh
@@ -119,7 +118,7 @@ def predict(
     return _fastest(machine, plan, shapes, captured, compare=is_auto)
 
 
-def _shapes(options: StrategyOptions, ranks: int) -> list[_Shape]:
+def _shapes(options: StrategyOptions, ranks: int) -> list[_RankShape]:
     """Return the meshes and microbatches to predict.
 
     Raises:
@@ -127,7 +126,7 @@ def _shapes(options: StrategyOptions, ranks: int) -> list[_Shape]:
     """
     strategy, partitions = options.resolved, options.partitions
     if strategy == "auto":
-        found = [_Shape(mesh=Mesh(data=ranks), microbatches=0)]
+        found = [_RankShape(mesh=Mesh(data=ranks), microbatches=0)]
         stages = [count for count in range(2, ranks + 1) if ranks % count == 0]
         for count in stages if partitions is None else [partitions]:
             each = [options.microbatches] if options.microbatches else _several(count)
@@ -158,7 +157,7 @@ def _several(stages: int) -> list[int]:
     return [stages * each for each in _AUTO_MICROBATCHES]
 
 
-def _divided(ranks: int, partitions: int, microbatches: int) -> _Shape:
+def _divided(ranks: int, partitions: int, microbatches: int) -> _RankShape:
     if ranks % partitions:
         raise UsageError(
             f"{ranks} ranks cannot be divided into {partitions} partitions",
@@ -166,11 +165,11 @@ def _divided(ranks: int, partitions: int, microbatches: int) -> _Shape:
             fix="Give a number of partitions that divides the number of ranks",
         )
     mesh = Mesh(data=ranks // partitions, pipeline=partitions)
-    return _Shape(mesh=mesh, microbatches=microbatches if partitions > 1 else 0)
+    return _RankShape(mesh=mesh, microbatches=microbatches if partitions > 1 else 0)
 
 
 def _fastest(
-    machine: Machine, plan: Plan, shapes: list[_Shape], captured: CapturedStep, *, compare: bool
+    machine: Machine, plan: Plan, shapes: list[_RankShape], captured: CapturedStep, *, compare: bool
 ) -> PlanFile:
     """Return the plan with the shortest step, of those that fit into memory if any do."""
     files: list[PlanFile] = []
@@ -189,7 +188,7 @@ def _fastest(
 
 
 def _predicted(
-    machine: Machine, plan: Plan, shape: _Shape, workload: Workload, captured: CapturedStep
+    machine: Machine, plan: Plan, shape: _RankShape, workload: Workload, captured: CapturedStep
 ) -> PlanFile:
     count, size = shape.split.sizes(captured.batch)
     if shape.mesh.pipeline > 1:
@@ -203,7 +202,7 @@ def _predicted(
     return PlanFile(plan=planned, estimate=predicted, workload=workload)
 
 
-def _batch_notes(shape: _Shape, captured: CapturedStep, count: int, size: int) -> list[str]:
+def _batch_notes(shape: _RankShape, captured: CapturedStep, count: int, size: int) -> list[str]:
     """Return what the script has to do so that its run is the one that was predicted."""
     own, given = -(-captured.batch // shape.mesh.data), captured.workload.batch
     notes = []

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.training.options import TrainingOptions
+    from paceline.training.out_of_core.training import OutOfCore
     from paceline.training.preparation import prepare
     from paceline.training.prepared import Prepared
     from paceline.training.trainer import Epoch, Trainer
 
 _MODULES = {
     "Epoch": "trainer",
+    "OutOfCore": "out_of_core.training",
     "Prepared": "prepared",
     "Trainer": "trainer",
     "TrainingOptions": "options",
     "prepare": "preparation",
 }
-__all__ = ["Epoch", "Prepared", "Trainer", "TrainingOptions", "prepare"]
+__all__ = ["Epoch", "OutOfCore", "Prepared", "Trainer", "TrainingOptions", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from paceline.core.config import Configuration, resolve
 from paceline.core.errors import UsageError
+from paceline.core.plan import StrategyChoice
 from paceline.training.compression import DensitySchedule, DGCOptions
 from paceline.training.engine.modes import ModeName
 
@@ -16,16 +18,35 @@ Engine = Literal["ddp", "fsdp2", "allreduce", "sharded", "root"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Compression = Literal["auto", "dgc", "float16", "bfloat16"]
 Scaling = Literal["strong", "weak"]
-Strategy = Literal["data", "model", "hybrid", "auto"]
-PipelineOrder = Literal["1f1b", "fill_drain"]
+PipelineOrder = Literal["1f1b", "fill_drain", "interleaved", "zero_bubble"]
 MODES = get_args(ModeName)
 _CHOICES = {
     "engine": Engine,
     "precision": Precision,
     "scaling": Scaling,
-    "strategy": Strategy,
+    "strategy": StrategyChoice,
     "schedule": PipelineOrder,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig(Configuration):
+    """How models are divided where a script does not say; `paceline run --strategy` sets it.
+
+    Changes results, in the last bits of sums: all of them, as in `TrainingOptions`.
+
+    Attributes:
+        strategy: how batches and layers are divided among the ranks.
+        partitions: parts of the model's layers.
+        replicas: of the model.
+        microbatches: parts of a batch.
+    """
+
+    section: ClassVar[str] = "training"
+    strategy: StrategyChoice | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    microbatches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +70,9 @@ class TrainingOptions:
         compression_warmup: steps in which ``dgc`` sends fewer and fewer entries, before it sends
             0.1 %; 0: none. The published warm-up is 4 epochs of 90. None: 1,000.
         overlap: whether communication overlaps computing; None: between hosts it does.
+        memory_budget: bytes that each rank's process stays under, by spilling tensors to a file
+            (`paceline.training.OutOfCore`); None: without limit.
+        spill_folder: of that file, on a local disk; None: the folder for temporary files.
         alarm: whether rank 0 says when gradients or the loss grow as those of a training that
             diverges, with step and layer.
         strategy: ``data``: every rank has the whole model. ``model``: each rank has some of its
@@ -59,8 +83,12 @@ class TrainingOptions:
         microbatches: parts of a batch that are on their way through the stages at the same time;
             None: 4 for each partition.
         schedule: order in which stages compute them: ``1f1b`` keeps the activations of few,
-            ``fill_drain`` those of all. None: ``1f1b``.
-        layers: number of layers of each partition; None: partitions that cost the same.
+            ``fill_drain`` those of all; ``interleaved`` gives each rank several stages and
+            ``zero_bubble`` splits backward passes, so that ranks wait less. None: ``1f1b``.
+        stages_per_rank: of ``interleaved``; None: 2.
+        layers: number of layers of each stage; None: stages that cost the same.
+        recompute: whether stages compute their forward passes again in the backward pass, and keep
+            no activations in between but their inputs.
         split_points: names of submodules that make up the model, where its forward pass cannot be
             captured: each is called with the output of the one before.
         deadline_s: the longest wait for another rank of a pipeline.
@@ -73,13 +101,17 @@ class TrainingOptions:
     compression: Compression | DGCOptions | None = None
     compression_warmup: int | None = None
     overlap: bool | None = None
+    memory_budget: int | None = None
+    spill_folder: str | None = None
     alarm: bool = True
-    strategy: Strategy | None = None
+    strategy: StrategyChoice | None = None
     partitions: int | None = None
     replicas: int | None = None
     microbatches: int | None = None
     schedule: PipelineOrder | None = None
+    stages_per_rank: int | None = None
     layers: tuple[int, ...] | None = None
+    recompute: bool = False
     split_points: tuple[str, ...] = ()
     deadline_s: float = 300.0
 
@@ -102,7 +134,13 @@ class TrainingOptions:
             )
         if self.compression_warmup is not None:
             self._check_warmup(self.compression_warmup)
-        for name in ("partitions", "replicas", "microbatches"):
+        if self.recompute and self.schedule == "zero_bubble":
+            raise UsageError(
+                "a stage that recomputes cannot split its backward pass",
+                where="TrainingOptions(recompute=True, schedule='zero_bubble')",
+                fix="Use the schedule 1f1b, or do not recompute",
+            )
+        for name in ("partitions", "replicas", "microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(
@@ -139,7 +177,7 @@ class TrainingOptions:
 
 
 def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
-    """Return options from keywords; what they leave open is as the plan says.
+    """Return options from keywords; what they leave open is as the configuration or plan says.
 
     Raises:
         UsageError: an option is unknown, or has a value that it cannot have.
@@ -153,11 +191,23 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
                 fix=f"The options are {', '.join(known)}",
             )
     options = TrainingOptions(**given)
+    if options.strategy is None and options.partitions is None and options.replicas is None:
+        config = resolve(TrainingConfig).config
+        options = replace(
+            options,
+            strategy=config.strategy,
+            partitions=config.partitions,
+            replicas=config.replicas,
+            microbatches=options.microbatches or config.microbatches,
+        )
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
     precision: Precision = options.precision or (plan.precision if plan else "float32")
     options = replace(options, engine=engine, precision=precision)
-    if plan is None or options.partitions not in (None, plan.mesh.pipeline):
+    shape = (options.strategy, options.partitions, options.replicas)
+    if plan is None or plan.mesh.pipeline == 1:
         return options
+    if shape != (None, None, None) and options.partitions != plan.mesh.pipeline:
+        return options  # the plan's stages are not those of the options
     return replace(
         options,
         microbatches=options.microbatches or plan.microbatches or None,

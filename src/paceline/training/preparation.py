@@ -40,9 +40,11 @@ from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
+from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.preparation import (
     GivenModel,
     check_options,
+    choose_shape,
     divide_ranks,
     in_stages,
     lines_of,
@@ -95,14 +97,14 @@ def prepare(
     chosen = options_of(options, plan)
     _check_parameters(model, optimizer)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
-    partitions, replicas = divide_ranks(chosen, plan, world)
-    if partitions > 1:
-        given = GivenModel(model, optimizer, loss_fn, example_inputs)
-        return _divided(given, plan, group, chosen, (partitions, replicas))
+    given = GivenModel(model, optimizer, loss_fn, example_inputs)
+    chosen, said = choose_shape(given, chosen, world, group)
+    shape = divide_ranks(chosen, plan, world)
+    if shape[0] > 1:
+        return _divided(given, plan, group, chosen, shape, said)
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    said = []
     dgc = chosen.dgc()
     if dgc is not None and ranks.size > 1:
         decision = _measured(trained, ranks, dgc)
@@ -141,10 +143,13 @@ def prepare(
         kept["compression"] = compressor
         if isinstance(wrapped, DataParallel):
             optimizer.register_step_post_hook(lambda *_: _end_step(before_step, compressor))
+    out_of_core = _out_of_core(wrapped, optimizer, ranks, chosen)
     if ranks.rank == 0 and ranks.size > 1:
         for line in (_described(chosen, ranks), *said):
-            sys.stderr.write(f"training: {line}\n")
-    return Prepared(wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn)
+            _say(line)
+    return Prepared(
+        wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn, out_of_core
+    )
 
 
 def _divided(
@@ -153,6 +158,7 @@ def _divided(
     group: Any,
     options: TrainingOptions,
     shape: tuple[int, int],
+    said: list[str],
 ) -> Prepared:
     """Return a model whose layers are divided among the ranks."""
     model, optimizer = given.model, given.optimizer
@@ -182,8 +188,8 @@ def _divided(
         alarm=DivergenceAlarm() if options.alarm else None,
     )
     if ranks.rank == 0:
-        for line in lines_of(wrapped):
-            sys.stderr.write(f"training: {line}\n")
+        for line in (*said, *lines_of(wrapped)):
+            _say(line)
     kept: dict[str, Any] = {"steps": before_step}
     return Prepared(
         wrapped, optimizer, options, before_step, ranks, parts.weight, kept, given.loss_fn
@@ -203,6 +209,25 @@ class _Parts:
         self.weight.check_used()
         scaled = self.scaler.scale_outputs(outputs)
         return scale_gradients(scaled, self.weight) if self.weight.is_used else scaled
+
+
+def _out_of_core(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, options: TrainingOptions
+) -> OutOfCore | None:
+    """Return what keeps this rank within its memory budget, if it has one."""
+    if options.memory_budget is None:
+        return None
+    return OutOfCore(
+        model,
+        optimizer,
+        budget_bytes=options.memory_budget,
+        spill_folder=options.spill_folder,
+        say=_say if ranks.rank == 0 else None,
+    )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"training: {line}\n")
 
 
 def _plan_of_run() -> Plan | None:

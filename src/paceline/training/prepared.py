@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.ranks import Ranks
 from paceline.training.optimizer_state import load_named_state, named_state
 from paceline.training.options import TrainingOptions
+from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.parallel import PipelineParallel
 from paceline.training.uneven import Weight, samples_of, weighted_batches
@@ -38,6 +40,7 @@ class Prepared:
         options: that are in use.
         before_step: counts steps, also those that a gradient which was not finite prevented.
         ranks: that train together.
+        out_of_core: what keeps this rank within its ``memory_budget``, if it has one.
     """
 
     model: nn.Module
@@ -48,6 +51,7 @@ class Prepared:
     _weight: Weight
     _parts: dict[str, Any] = field(default_factory=dict)
     _loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    out_of_core: OutOfCore | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -84,14 +88,29 @@ class Prepared:
                 fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
             )
         arguments = bind_inputs(self._module(), inputs)
-        loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
-        loss.backward()
+        with self._weighted(samples_of(inputs)) as samples:
+            loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
+            loss.backward()
         if self.ranks.size == 1:
             return loss.detach()
-        samples = self.own_samples(samples_of(inputs))
         totals = torch.stack([loss.detach().double() * samples, loss.new_tensor(samples).double()])
         dist.all_reduce(totals, group=self.ranks.group)
         return (totals[0] / totals[1]).to(loss.dtype)
+
+    @contextlib.contextmanager
+    def _weighted(self, samples: int) -> Iterator[int]:
+        """Weigh the gradients of this rank's samples, unless `batches` does; yield what counts."""
+        if self.ranks.size == 1 or self._weight.is_used:
+            yield self.own_samples(samples)
+            return
+        device = next(self.model.parameters()).device
+        total = torch.tensor([samples], device=device)
+        dist.all_reduce(total, group=self.ranks.group)
+        self._weight.scale, self._weight.is_used = self.ranks.size * samples / int(total), True
+        try:
+            yield samples
+        finally:
+            self._weight.scale, self._weight.is_used = 1.0, False
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, where ranks have unequal batches or numbers of them.
@@ -120,6 +139,16 @@ class Prepared:
     def is_divided(self) -> bool:
         """Whether this rank has only some of the model's layers."""
         return isinstance(self.model, PipelineParallel)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model, each of which gets other batches."""
+        return self.model.mesh.replicas if self.is_divided else self.ranks.size
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this rank is, or is a part of."""
+        return self.model.mesh.replica if self.is_divided else self.ranks.rank
 
     def own_samples(self, samples: int) -> int:
         """Return how many of the samples of a batch count on this rank.

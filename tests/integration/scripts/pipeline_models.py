@@ -1,5 +1,7 @@
 """Models whose stages are joined by more than one edge, with a batch and a loss for each."""
 
+import random
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -103,6 +105,47 @@ class Many(nn.Module):
         if scale is not None:
             y = y * scale
         return {"box": self.box(y), "kind": (self.kind(y + bias), chosen), "ignored": ignored}
+
+
+class RandomGraph(nn.Module):
+    """Each layer takes values of any earlier layers; some take an input, or change one in place."""
+
+    def __init__(self, seed):
+        super().__init__()
+        choices = random.Random(seed)
+        self.plan = []
+        for place in range(choices.randint(4, 10)):
+            sources = [n for n in range(place) if choices.random() < 0.3] or [place - 1]
+            self.plan.append((sources, choices.random() < 0.2, choices.choice(KINDS)))
+        self.tied = choices.random() < 0.3
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in self.plan)
+        self.outputs = [n for n in range(len(self.plan)) if choices.random() < 0.2]
+
+    def forward(self, x, late):
+        values = []
+        for (sources, takes_late, kind), layer in zip(self.plan, self.layers, strict=True):
+            y = x if sources == [-1] else sum(values[n] for n in sources)
+            if takes_late:
+                y = y + late
+            y = layer(y)
+            if kind == "in place":
+                y = y.tanh_()
+            elif kind == "pair":
+                y = torch.cat(y.chunk(2, -1)[::-1], -1)
+            elif kind == "integers":
+                y = y * (y.argmax(-1, keepdim=True) + 1)
+            elif kind == "sizes":
+                y = y.reshape(y.size(0), 5) / y.shape[1]
+            values.append(y)
+        last = values[-1] @ self.layers[0].weight if self.tied else values[-1]
+        return [last, *(values[n] for n in self.outputs)]
+
+
+KINDS = ("plain", "in place", "pair", "integers", "sizes")
+
+
+def graph_loss(outputs, target):
+    return sum(functional.mse_loss(output, target) for output in outputs)
 
 
 def many_loss(outputs, target):

@@ -1,23 +1,27 @@
-"""A rank that trains a model in stages: STORE RANK RANKS CASE ARGUMENTS. Prints JSON."""
+"""A rank that trains a model in stages: STORE RANK RANKS BACKEND CASE ARGUMENTS. Prints JSON."""
 
 import copy
+import itertools
 import json
 import os
+import random
 import signal
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pipeline_models import MODELS, make
+from pipeline_models import MODELS, RandomGraph, graph_loss, make
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import PacelineError
 from paceline.training import Trainer, prepare
 from paceline.training.optimizers import LARS, parameter_groups
+from paceline.training.pipeline.graph import capture
 
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
+BACKEND, CASE, *ARGUMENTS = sys.argv[4:]
 
 
 def rows(batch, samples, begin, end):
@@ -38,7 +42,8 @@ def run_alone(model, inputs, target, loss_fn):
 
 def own_rows(prepared, replicas, samples, inputs, target):
     """Return the part of a batch of this rank's replica; replica 0 has a sample more."""
-    replica = prepared.model.mesh.replica if prepared.is_divided else RANK
+    assert prepared.replicas == replicas
+    replica = prepared.replica
     bounds = [0, *(samples * (r + 1) // replicas + (r + 1 < replicas) for r in range(replicas))]
     begin, end = bounds[replica], bounds[replica + 1]
     return rows(inputs, samples, begin, end), rows(target, samples, begin, end)
@@ -58,7 +63,7 @@ def largest_error(own, expected):
     return max(errors, default=0.0)
 
 
-def grid(partitions, replicas, microbatches, samples):
+def grid(partitions, replicas, microbatches, samples, **options):
     """Return the largest relative errors of gradients and of losses, by model and microbatches."""
     found = {}
     for name in MODELS:
@@ -75,6 +80,7 @@ def grid(partitions, replicas, microbatches, samples):
                 loss_fn=loss_fn,
                 example_inputs=rows(inputs, int(samples), 0, 2),
                 deadline_s=60.0,
+                **options,
             )
             own = own_rows(prepared, int(replicas), int(samples), inputs, target)
             losses = []
@@ -87,6 +93,97 @@ def grid(partitions, replicas, microbatches, samples):
                 max(float((loss - expected).abs()) for loss in losses),
             ]
     return found
+
+
+def graphs(seeds):
+    """Return the errors of random graphs, cut anywhere, in any order of any microbatches."""
+    found = {}
+    torch.set_default_dtype(torch.float64)
+    for seed in range(int(seeds)):
+        choices = random.Random(seed)
+        torch.manual_seed(seed)
+        model = RandomGraph(seed)
+        layers = len(capture(model).layers)
+        schedule = choices.choice(["1f1b", "fill_drain", "zero_bubble", "interleaved"])
+        stages = 2 * RANKS if schedule == "interleaved" and layers >= 2 * RANKS else RANKS
+        schedule = "1f1b" if schedule == "interleaved" and stages == RANKS else schedule
+        cuts = [0, *sorted(choices.sample(range(1, layers), stages - 1)), layers]
+        alone = copy.deepcopy(model)
+        samples = choices.randint(1, 9)
+        inputs = (torch.randn(samples, 5), torch.randn(samples, 5))
+        target = torch.randn(samples, 5)
+        expected = run_alone(alone, inputs, target, graph_loss)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=RANKS,
+            microbatches=choices.randint(1, 5),
+            schedule=schedule,
+            layers=tuple(end - begin for begin, end in itertools.pairwise(cuts)),
+            loss_fn=graph_loss,
+            deadline_s=60.0,
+        )
+        for _ in range(2):
+            prepared.optimizer.zero_grad()
+            loss = prepared.forward_backward(inputs, target)
+        error = largest_error(prepared.model.own, dict(alone.named_parameters()))
+        found[seed] = [error, float((loss - expected).abs())]
+    return found
+
+
+ORDERS = {
+    "fill_drain": {"schedule": "fill_drain"},
+    "interleaved": {"schedule": "interleaved"},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "recompute": {"recompute": True},
+}
+
+
+def orders(partitions, replicas, microbatches, samples):
+    """Return the errors of all schedules, and of stages that recompute."""
+    shape = (partitions, replicas, microbatches, samples)
+    return {name: grid(*shape, **options) for name, options in ORDERS.items()}
+
+
+def statistics():
+    """Return the statistics of batch normalisation without and with recomputation."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
+        model = nn.Sequential(*layers)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=2,
+            microbatches=2,
+            layers=(3, 1),
+            recompute=recompute,
+            loss_fn=nn.functional.mse_loss,
+        )
+        torch.manual_seed(1)
+        prepared.forward_backward(torch.randn(8, 4), torch.randn(8, 4))
+        state = prepared.state_dict()["model"]
+        gradient = prepared.model.own[f"{0 if RANK == 0 else 3}.weight"].grad
+        found.append([gradient.tolist(), {n: v.tolist() for n, v in state.items() if n[0] == "1"}])
+    return found
+
+
+def chosen(strategy):
+    """Train by a strategy; return whether layers are divided, and how far the weights are off."""
+    model, inputs, target, loss_fn = make("residual", 7)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = {"loss_fn": loss_fn, "example_inputs": inputs[:4]}
+    prepared = prepare(model, optimizer, strategy=strategy, **given)
+    prepared.forward_backward(
+        *own_rows(prepared, 1 if prepared.is_divided else 2, 7, inputs, target)
+    )
+    optimizer.step()
+    run_alone(alone, inputs, target, loss_fn)
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    error = far(prepared.state_dict(), alone) if RANK == 0 else 0.0
+    return [prepared.is_divided, error]
 
 
 def steps(partitions, replicas):
@@ -159,8 +256,8 @@ def trainer():
     return [[epoch.loss, epoch.samples] for epoch in trained.fit(batches, epochs=3)]
 
 
-def dies(deadline_s):
-    """Rank 1 is killed in its second step; the others say whom they miss."""
+def dies(how, deadline_s):
+    """Rank 1 gets a signal in its second step; the others say whom they miss."""
     model, inputs, target, loss_fn = make("residual", 6)
     prepared = prepare(
         model,
@@ -174,7 +271,7 @@ def dies(deadline_s):
     prepared.forward_backward(inputs, target)
     if RANK == 1:
         stage = prepared.model.staged.stages[1].module
-        stage.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        stage.register_forward_hook(lambda *_: os.kill(os.getpid(), getattr(signal, how)))
     try:
         prepared.forward_backward(inputs, target)
     except PacelineError as problem:
@@ -185,16 +282,19 @@ def dies(deadline_s):
 limit = timedelta(seconds=60)
 store = dist.FileStore(sys.argv[1], RANKS)
 torch.set_num_threads(1)
-dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=limit)
-if sys.argv[4] == "all":
+dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=limit)
+if CASE == "all":
     result = {
         "grid": grid(2, 1, "1,2,3,4", 6),
         "steps": steps(2, 1),
         "trainer": trainer(),
+        "orders": orders(2, 1, "3", 7),
+        "statistics": statistics(),
+        "chosen": [chosen("auto"), chosen("data")],
     }
 else:
-    result = globals()[sys.argv[4]](*sys.argv[5:])
+    result = globals()[CASE](*ARGUMENTS)
 print(json.dumps(result), flush=True)
-if sys.argv[4] == "dies":
+if CASE == "dies":
     os._exit(0)  # no tidy end: the group cannot be used any more
 dist.destroy_process_group()

@@ -19,7 +19,7 @@ schedule deadlocks if and only if there is a cycle::
 
 The peak of memory depends on the order alone, see `paceline.schedules.pipeline.live`.
 
-Cost: one pass over actions and arcs; 0.3 s for 100,000 actions.
+Cost: one pass over actions and arcs; 0.2 s for 100,000 actions.
 """
 
 from __future__ import annotations

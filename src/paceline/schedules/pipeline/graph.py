@@ -6,26 +6,27 @@ Checker and replay read the same graph. An arc leads from an action to one that 
     backward*(destination) -> backward*(source)        for each edge: gradients
     forward(stage)         -> backward*(stage)         the activations that the stage saved
     backward_input(stage)  -> backward_weight(stage)
-    each action of a rank  -> the next one in the rank's order; not stored
+    each action of a rank  -> the next one in the rank's order
 
-all for the same microbatch; backward* is ``backward`` or, where it is split, ``backward_input``.
+the first four for the same microbatch; backward* is ``backward`` or, where it is split,
+``backward_input``. Arcs are kept as columns, in the order of the actions that they leave: there are
+some three per action, of which a schedule can have a million.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.errors import InvalidSchedule
 from paceline.schedules.pipeline.schedule import PipelineAction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from paceline.schedules.pipeline.schedule import PipelineSchedule, StageEdge
 
@@ -39,19 +40,7 @@ _CODES = {
 }
 
 
-class Arc(NamedTuple):
-    """One action waits for another one's data.
-
-    Attributes:
-        after: number of the action that waits.
-        bytes: that are sent to it; 0 for data that stay on the stage.
-    """
-
-    after: int
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ActionGraph:
     """The actions of all ranks, numbered rank by rank in their order, and who waits for whom.
 
@@ -59,15 +48,19 @@ class ActionGraph:
         actions: by number.
         rank: of each action.
         begins: number of each rank's first action; after the last rank the number of actions.
-        arcs: of each action: who waits for its data.
-        waits: of each action: for how many others it waits, the one before it on its rank included.
+        first: of each action, its first arc; after the last action the number of arcs.
+        before: of each arc, the action that is waited for, in rising order.
+        after: of each arc, the action that waits.
+        bytes: of each arc, the bytes that are sent; 0 for data that stay on the stage.
     """
 
     actions: list[PipelineAction]
-    rank: list[int]
+    rank: NDArray[np.int64]
     begins: list[int]
-    arcs: list[list[Arc]]
-    waits: list[int]
+    first: list[int]
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+    bytes: NDArray[np.int64]
 
     @classmethod
     def of(cls, schedule: PipelineSchedule, edges: Sequence[StageEdge]) -> ActionGraph:
@@ -79,45 +72,25 @@ class ActionGraph:
         """
         _check_edges(schedule, edges)
         numbers = _numbers(schedule)
-        actions = [action for order in schedule.actions for action in order]
         lengths = [len(order) for order in schedule.actions]
-        begins = [0, *np.cumsum(lengths).tolist()]
-        graph = cls(
-            actions=actions,
-            rank=np.repeat(np.arange(schedule.ranks), lengths).tolist(),
-            begins=begins,
-            arcs=[[] for _ in actions],
-            waits=[1] * len(actions),
+        rank = np.repeat(np.arange(schedule.ranks), lengths)
+        before, after, sizes = _arcs(numbers, rank, edges)
+        order = np.argsort(before, kind="stable")
+        counts = np.bincount(before, minlength=len(rank))
+        return cls(
+            actions=[action for order in schedule.actions for action in order],
+            rank=rank,
+            begins=[0, *np.cumsum(lengths).tolist()],
+            first=[0, *np.cumsum(counts).tolist()],
+            before=before[order],
+            after=after[order],
+            bytes=sizes[order],
         )
-        for begin, length in zip(begins, lengths, strict=False):
-            if length:
-                graph.waits[begin] = 0
-        graph._connect(numbers, edges)
-        return graph
 
-    def _connect(self, numbers: NDArray[np.int64], edges: Sequence[StageEdge]) -> None:
-        """Add the arcs for data; `numbers` as `_numbers` returns them."""
-        forward, weight = numbers[_FORWARD], numbers[_WEIGHT]
-        backward = np.where(numbers[_BACKWARD] == _ABSENT, numbers[_INPUT], numbers[_BACKWARD])
-        split = weight != _ABSENT
-        self._add(forward.ravel(), backward.ravel(), 0)
-        self._add(backward[split], weight[split], 0)
-        for source, destination, size in edges:
-            self._add(forward[source], forward[destination], size)
-            self._add(backward[destination], backward[source], size)
-
-    def _add(self, before: NDArray[np.int64], after: NDArray[np.int64], size: int) -> None:
-        for first, second in zip(before.tolist(), after.tolist(), strict=True):
-            self.arcs[first].append(Arc(second, size))
-            self.waits[second] += 1
-
-    def followers(self, number: int) -> Iterator[int]:
-        """Yield who waits for the action: the next one of its rank, and those that use its data."""
-        following = number + 1
-        if following < len(self.rank) and self.rank[following] == self.rank[number]:
-            yield following
-        for arc in self.arcs[number]:
-            yield arc.after
+    def waits(self) -> list[int]:
+        """Return for how many others each action waits."""
+        counts: list[int] = np.bincount(self.after, minlength=len(self.actions)).tolist()
+        return counts
 
     def cycle(self) -> list[int]:
         """Return actions each of which waits for the next one, and the last for the first.
@@ -127,10 +100,11 @@ class ActionGraph:
         Cost: one pass over all arcs. Source: Kahn, Topological sorting of large networks, CACM
         5(11), 1962.
         """
-        waits = list(self.waits)
+        waits, after, first = self.waits(), self.after.tolist(), self.first
         ready = [number for number, count in enumerate(waits) if count == 0]
         while ready:
-            for follower in self.followers(ready.pop()):
+            number = ready.pop()
+            for follower in after[first[number] : first[number + 1]]:
                 waits[follower] -= 1
                 if waits[follower] == 0:
                     ready.append(follower)
@@ -140,9 +114,9 @@ class ActionGraph:
     def _shortest_cycle(self, stuck: set[int]) -> list[int]:
         """Return a cycle among actions each of which waits for another one of them."""
         waits_for: dict[int, list[int]] = {number: [] for number in stuck}
-        for number in stuck:
-            for follower in self.followers(number):
-                waits_for[follower].append(number)
+        for awaited, number in zip(self.before.tolist(), self.after.tolist(), strict=True):
+            if awaited in stuck:
+                waits_for[number].append(awaited)
         # Whoever follows the waits long enough is on a cycle: there are finitely many actions.
         member = min(stuck)
         seen: set[int] = set()
@@ -159,6 +133,27 @@ class ActionGraph:
                 if following not in reached_from:
                     reached_from[following] = number
                     queue.append(following)
+
+
+def _arcs(
+    numbers: NDArray[np.int64], rank: NDArray[np.int64], edges: Sequence[StageEdge]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the columns before, after and bytes; `numbers` as `_numbers` returns them."""
+    forward, weight = numbers[_FORWARD], numbers[_WEIGHT]
+    backward = np.where(numbers[_BACKWARD] == _ABSENT, numbers[_INPUT], numbers[_BACKWARD])
+    split = weight != _ABSENT
+    table = np.array(edges, np.int64).reshape(-1, 3)
+    source, destination = table[:, 0], table[:, 1]
+    sent = np.repeat(table[:, 2], forward.shape[1])
+    following = np.flatnonzero(rank[1:] == rank[:-1])
+    stays = np.zeros(forward.size + int(split.sum()) + len(following), np.int64)
+    before = [forward[source], backward[destination], forward, backward[split], following]
+    after = [forward[destination], backward[source], backward, weight[split], following + 1]
+    return (
+        np.concatenate([part.ravel() for part in before]),
+        np.concatenate([part.ravel() for part in after]),
+        np.concatenate([sent, sent, stays]),
+    )
 
 
 def _path(reached_from: dict[int, int], first: int, last: int) -> list[int]:

@@ -22,9 +22,10 @@ Cost: half a second for 100,000 actions.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.machine import Link
@@ -34,8 +35,14 @@ from paceline.schedules.pipeline.graph import ActionGraph
 from paceline.schedules.topology import Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
     from paceline.schedules.pipeline.costs import StageCosts
     from paceline.schedules.pipeline.schedule import PipelineSchedule, StageEdge
+
+_NO_PORT = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +116,11 @@ def replay(
             fix="Give the relative size of each microbatch",
         )
     graph = ActionGraph.of(schedule, edges)
-    times = _Times.run(graph, costs, _Network.of(schedule.ranks, link), sizes)
+    by_kind = costs.by_kind()
+    seconds = [by_kind[kind][stage] * sizes[m] for kind, stage, m in graph.actions]
+    sent = np.array(sizes)[[action.microbatch for action in graph.actions]]
+    messages = _Messages.of(graph, sent[graph.before], schedule.ranks, link)
+    times = _Times.run(graph, seconds, messages)
     if times.count < len(graph.actions):
         raise cycle_error(schedule, graph, graph.cycle())
     ranges = list(zip(graph.begins[:-1], graph.begins[1:], strict=True))
@@ -119,6 +130,106 @@ def replay(
         busy_s=tuple(sum(times.seconds[begin:end]) for begin, end in ranges),
         exposed_transfer_s=tuple(sum(times.exposed_s[begin:end]) for begin, end in ranges),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Messages:
+    """What each arc of the graph sends, as columns: lists, since the replay reads them one by one.
+
+    Attributes:
+        latency_s: of each message.
+        move_s: for which it occupies its two ports.
+        port: of the sender; -1: nothing is sent.
+        other: port of the receiver; the sender's again where both are one.
+        ports: number of ports.
+    """
+
+    latency_s: list[float]
+    move_s: list[float]
+    port: list[int]
+    other: list[int]
+    ports: int
+
+    @classmethod
+    def of(
+        cls,
+        graph: ActionGraph,
+        sizes: NDArray[np.float64],
+        ranks: int,
+        link: Link | Topology | None,
+    ) -> _Messages:
+        """Return the messages; `sizes` are those of each arc's microbatch."""
+        source, destination = graph.rank[graph.before], graph.rank[graph.after]
+        latency_s, move_s = np.zeros(len(source)), np.zeros(len(source))
+        port, other = np.full(len(source), _NO_PORT), np.full(len(source), _NO_PORT)
+        ports = 0
+        for each, mask in _links(ranks, link, source, destination):
+            latency_s[mask] = each.latency_s.value
+            move_s[mask] = (graph.bytes * sizes)[mask] / each.bandwidth_bytes_per_s.value
+            first, second, count = _ports(each, link, source[mask], destination[mask])
+            port[mask], other[mask] = ports + first, ports + second
+            ports += count
+        return cls(
+            latency_s=latency_s.tolist(),
+            move_s=move_s.tolist(),
+            port=port.tolist(),
+            other=other.tolist(),
+            ports=ports,
+        )
+
+
+def _links(
+    ranks: int,
+    link: Link | Topology | None,
+    source: NDArray[np.int64],
+    destination: NDArray[np.int64],
+) -> Iterator[tuple[Link, NDArray[np.bool_]]]:
+    """Yield each link, and which arcs use it; arcs that use none stay on their rank."""
+    leaves = source != destination
+    if link is None:
+        return
+    if isinstance(link, Link):
+        yield link, leaves
+        return
+    placed = sum(len(host) for host in link.hosts)
+    if placed != ranks:
+        raise UsageError(
+            f"the schedule is for {ranks} ranks, the hosts have {placed}",
+            fix="Make the schedule for the ranks of these hosts",
+        )
+    host_of = link.host_of()
+    crosses = host_of[source] != host_of[destination]
+    for each, mask, where in (
+        (link.inside, leaves & ~crosses, "inside"),
+        (link.across, crosses, "across"),
+    ):
+        if each is not None:
+            yield each, mask
+        elif mask.any():
+            arc = int(mask.argmax())
+            raise UsageError(
+                f"the topology has no link between ranks {source[arc]} and {destination[arc]}",
+                fix=f"Give the link {where} hosts",
+            )
+
+
+def _ports(
+    link: Link,
+    place: Link | Topology | None,
+    source: NDArray[np.int64],
+    destination: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Return the two ports of each message, and the number of ports that the link has."""
+    if link.sharing == "all":
+        return np.zeros_like(source), np.zeros_like(source), 1
+    if isinstance(place, Topology) and link.sharing != "pair":
+        place_of = place.device_of() if link.sharing == "device" else place.host_of()
+        source, destination = place_of[source], place_of[destination]
+    count = 1 + max(source.max(initial=0), destination.max(initial=0))
+    if link.sharing == "pair":
+        pairs, pair = np.unique(source * count + destination, return_inverse=True)
+        return pair, pair, len(pairs)
+    return source, count + destination, 2 * int(count)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,123 +243,39 @@ class _Times:
     count: int = 0
 
     @classmethod
-    def run(
-        cls, graph: ActionGraph, costs: StageCosts, network: _Network, sizes: Sequence[float]
-    ) -> _Times:
+    def run(cls, graph: ActionGraph, seconds: list[float], messages: _Messages) -> _Times:
         """Return the times of all actions that can be performed."""
-        by_kind = costs.by_kind()
-        total = len(graph.actions)
+        total = len(seconds)
         times = cls(
-            seconds=[
-                by_kind[kind][stage] * sizes[microbatch]
-                for kind, stage, microbatch in graph.actions
-            ],
-            start_s=[0.0] * total,
-            end_s=[0.0] * total,
-            exposed_s=[0.0] * total,
+            seconds=seconds, start_s=[0.0] * total, end_s=[0.0] * total, exposed_s=[0.0] * total
         )
-        waits, rank = list(graph.waits), graph.rank
+        waits, first, after = graph.waits(), graph.first, graph.after.tolist()
+        ports, others = messages.port, messages.other
+        begins = set(graph.begins)
+        start_s, end_s = times.start_s, times.end_s
         sent_s = [0.0] * total  # when the data that arrived last, at start_s, were sent
+        free_s = [0.0] * messages.ports
         # Ends of actions that have begun. They come out of the heap in the order of time, hence
-        # messages enter the network in the order in which they are ready.
-        running = [(times.seconds[n], n) for n, count in enumerate(waits) if count == 0]
+        # messages enter their links in the order in which they are ready.
+        running = [(seconds[number], number) for number, count in enumerate(waits) if count == 0]
         heapq.heapify(running)
         while running:
             now_s, number = heapq.heappop(running)
             times.count += 1
-            times.end_s[number] = now_s
-            size = sizes[graph.actions[number].microbatch]
-            arrivals = [
-                (after, network.arrival_s(now_s, rank[number], rank[after], size * count))
-                for after, count in graph.arcs[number]
-            ]
-            if number + 1 < total and rank[number + 1] == rank[number]:
-                arrivals.append((number + 1, now_s))
-            for after, arrival_s in arrivals:
-                if (arrival_s, now_s) > (times.start_s[after], sent_s[after]):
-                    times.start_s[after], sent_s[after] = arrival_s, now_s
-                waits[after] -= 1
-                if waits[after] == 0:
-                    times._begin(after, sent_s[after], graph)
-                    heapq.heappush(running, (times.start_s[after] + times.seconds[after], after))
+            end_s[number] = now_s
+            for arc in range(first[number], first[number + 1]):
+                follower, port, arrival_s = after[arc], ports[arc], now_s
+                if port != _NO_PORT:
+                    other = others[arc]
+                    moved_s = max(now_s, free_s[port], free_s[other]) + messages.move_s[arc]
+                    free_s[port] = free_s[other] = moved_s
+                    arrival_s = moved_s + messages.latency_s[arc]
+                if (arrival_s, now_s) > (start_s[follower], sent_s[follower]):
+                    start_s[follower], sent_s[follower] = arrival_s, now_s
+                waits[follower] -= 1
+                if waits[follower] == 0:
+                    begin_s = start_s[follower]
+                    idle_from_s = 0.0 if follower in begins else end_s[follower - 1]
+                    times.exposed_s[follower] = begin_s - max(idle_from_s, sent_s[follower])
+                    heapq.heappush(running, (begin_s + seconds[follower], follower))
         return times
-
-    def _begin(self, number: int, sent_s: float, graph: ActionGraph) -> None:
-        """Note how much of the rank's wait for an action's data was their transfer."""
-        is_first = number == graph.begins[graph.rank[number]]
-        free_s = 0.0 if is_first else self.end_s[number - 1]
-        self.exposed_s[number] = self.start_s[number] - max(free_s, sent_s)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Route:
-    """From one rank to another: what a message takes there, and the ports that it occupies."""
-
-    latency_s: float
-    s_per_byte: float
-    ports: tuple[tuple[object, ...], ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Network:
-    """Which ports are occupied until when. None as topology: transfers take no time."""
-
-    topology: Topology | None
-    host_of: Sequence[int] = ()
-    device_of: Sequence[int] = ()
-    routes: dict[tuple[int, int], _Route] = field(default_factory=dict)
-    free_s: dict[tuple[object, ...], float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, ranks: int, link: Link | Topology | None) -> _Network:
-        if link is None:
-            return cls(topology=None)
-        if isinstance(link, Link):
-            link = Topology(hosts=tuple((rank,) for rank in range(ranks)), across=link)
-        placed = sum(len(host) for host in link.hosts)
-        if placed != ranks:
-            raise UsageError(
-                f"the schedule is for {ranks} ranks, the hosts have {placed}",
-                fix="Make the schedule for the ranks of these hosts",
-            )
-        return cls(
-            topology=link, host_of=link.host_of().tolist(), device_of=link.device_of().tolist()
-        )
-
-    def arrival_s(self, ready_s: float, source: int, destination: int, size: float) -> float:
-        """Return when a message arrives, and occupy its ports until it has left them."""
-        if source == destination or self.topology is None:
-            return ready_s
-        route = self.routes.get((source, destination))
-        if route is None:
-            route = self.routes[source, destination] = self._route(source, destination)
-        start_s = ready_s
-        for port in route.ports:
-            start_s = max(start_s, self.free_s.get(port, 0.0))
-        end_s = start_s + size * route.s_per_byte
-        for port in route.ports:
-            self.free_s[port] = end_s
-        return end_s + route.latency_s
-
-    def _route(self, source: int, destination: int) -> _Route:
-        assert self.topology is not None
-        inside = self.host_of[source] == self.host_of[destination]
-        link = self.topology.inside if inside else self.topology.across
-        if link is None:
-            raise UsageError(
-                f"the topology has no link between ranks {source} and {destination}",
-                fix="Give the link " + ("inside hosts" if inside else "across hosts"),
-            )
-        ports: tuple[tuple[object, ...], ...]
-        if link.sharing == "pair":
-            ports = ((inside, source, destination),)
-        elif link.sharing == "all":
-            ports = ((inside,),)
-        else:
-            place = self.device_of if link.sharing == "device" else self.host_of
-            ports = ((inside, "out", place[source]), (inside, "in", place[destination]))
-        return _Route(
-            latency_s=link.latency_s.value,
-            s_per_byte=1 / link.bandwidth_bytes_per_s.value,
-            ports=ports,
-        )

@@ -7,17 +7,22 @@ what other ranks need. Parameters collect their gradients over the microbatches 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
+from paceline.training.pipeline.deferred import DeferredGradients
 from paceline.training.pipeline.stages import ModelStage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
 
     Gradients = dict[str, list[torch.Tensor | None]]  # of a value's tensors, by the value's name
 
@@ -30,11 +35,13 @@ class ComputeOptions:
         loss_fn: takes what the model returns and the targets; returns the mean over the samples.
         scale_outputs: applied to what the model returns, before the loss.
         autocast: returns the context of the forward pass.
+        recompute: whether all stages but the last compute their forward pass again.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
     scale_outputs: Callable[[Any], Any] = lambda outputs: outputs
     autocast: Callable[[], Any] = contextlib.nullcontext
+    recompute: bool = False
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class _Live:
 
     received: dict[str, list[torch.Tensor]]
     outputs: dict[str, list[torch.Tensor]]
+    weights: DeferredGradients
     loss: torch.Tensor | None = None
 
 
@@ -58,6 +66,7 @@ class StageComputing:
     stage: ModelStage
     options: ComputeOptions
     _live: dict[int, _Live] = field(default_factory=dict)
+    _deferred: dict[int, DeferredGradients] = field(default_factory=dict)
 
     def forward(
         self,
@@ -66,6 +75,8 @@ class StageComputing:
         received: Mapping[str, Any],
         target: Any,
         weight: float,
+        *,
+        defers: bool = False,
     ) -> dict[str, Any]:
         """Return the values that other stages use; in the last stage also compute the loss.
 
@@ -75,18 +86,29 @@ class StageComputing:
             received: values of other stages; their tensors become leaves.
             target: for the loss.
             weight: of this microbatch in the loss of the batch.
+            defers: whether `backward_weight` will follow the backward pass.
         """
         leaves = {name: _leaves(value) for name, value in received.items()}
         given = [inputs[name] for name in self.stage.inputs]
-        with self.options.autocast():
-            values = self.stage.module(*given, *(received[name] for name in self.stage.received))
+        given += [received[name] for name in self.stage.received]
+        deferred = DeferredGradients()
+        with self.options.autocast(), deferred if defers else contextlib.nullcontext():
+            values = self._run(given)
         outputs = dict(zip(self.stage.outputs, values, strict=False))
-        live = _Live(leaves, {name: _leaves(value) for name, value in outputs.items()})
+        tensors = {name: _leaves(value) for name, value in outputs.items()}
+        live = _Live(leaves, tensors, deferred)
         if self.stage.is_last:
             returned = self.options.scale_outputs(tree_map(_full_precision, values[-1]))
             live.loss = self.options.loss_fn(returned, target) * weight
         self._live[microbatch] = live
         return outputs
+
+    def _run(self, given: list[Any]) -> Any:
+        module = self.stage.module
+        if not self.options.recompute or self.stage.is_last:
+            return module(*given)
+        contexts = functools.partial(_contexts, module)
+        return checkpoint(module, *given, use_reentrant=False, context_fn=contexts)
 
     def loss(self, microbatch: int) -> torch.Tensor:
         """Return the weighted loss of a microbatch whose backward pass is still to come."""
@@ -102,6 +124,8 @@ class StageComputing:
             gradients: of each output's tensors, summed over the stages that use it.
         """
         live = self._live.pop(microbatch)
+        if live.weights.is_used:
+            self._deferred[microbatch] = live.weights
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
         for name, tensors in live.outputs.items():
@@ -116,9 +140,33 @@ class StageComputing:
             torch.autograd.backward(roots, seeds)
         return {name: [leaf.grad for leaf in leaves] for name, leaves in live.received.items()}
 
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the gradients of parameters that `backward` left out."""
+        deferred = self._deferred.pop(microbatch, None)
+        if deferred is not None:
+            deferred.compute()
+
     def forget(self) -> None:
         """Drop what a step that failed left behind."""
         self._live.clear()
+        self._deferred.clear()
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    """Return the contexts of a forward pass, and of the same one when it is computed again."""
+    return contextlib.nullcontext(), _unchanged_buffers(module)
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Leave buffers as they are, such as statistics that have seen the microbatch already."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:

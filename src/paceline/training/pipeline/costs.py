@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from paceline.training.pipeline.graph import CapturedGraph, GraphLayer
 
-_FLOPS_PER_S, _BYTES_PER_S = 5e10, 1e10  # of a core
+NOMINAL_FLOPS_PER_S, _BYTES_PER_S = 5e10, 1e10  # of a core
 _CALL_S = 2e-6  # of an operator, whatever it computes
-_COPIES = 4  # of a parameter: with its gradient and two moments
+COPIES = 4  # of a parameter: with its gradient and two moments
 
 
 def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
@@ -58,7 +58,7 @@ def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
     return LayerCosts(
         forward_s=tuple(seconds),
         backward_s=tuple(2 * value for value in seconds),
-        parameter_bytes=tuple(_COPIES * _parameter_bytes(captured, x) for x in captured.layers),
+        parameter_bytes=tuple(COPIES * _parameter_bytes(captured, x) for x in captured.layers),
         activation_bytes=tuple(saved),
         edges=edges,
     )
@@ -94,26 +94,59 @@ class _Counting(TorchDispatchMode):  # type: ignore[misc]  # torch has no types 
         del types
         result = func(*args, **(kwargs or {}))
         for work in works_of(func, args, kwargs or {}, result):
-            piece_s = max(work.flops / _FLOPS_PER_S, work.bytes / _BYTES_PER_S) + _CALL_S
+            piece_s = max(work.flops / NOMINAL_FLOPS_PER_S, work.bytes / _BYTES_PER_S) + _CALL_S
             self.seconds += work.count * piece_s
         return result
 
 
 class _Interpreter(fx.Interpreter):  # type: ignore[misc]  # torch has no types here
+    """Runs a graph, and notes what each node costs; of equal calls the first one is run.
+
+    Attributes:
+        seconds, bytes: of each node and of what it returns, by its name.
+    """
+
     def __init__(self, module: fx.GraphModule, counting: _Counting) -> None:
         super().__init__(module)
         self.counting = counting
         self.seconds: dict[str, float] = {}
         self.bytes: dict[str, int] = {}
+        self._known: dict[Any, tuple[float, Any]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and note what it cost."""
-        before = self.counting.seconds
-        result = super().run_node(n)
-        self.seconds[n.name] = self.counting.seconds - before
+        """Return what a node returns, on tensors without memory."""
+        call = self._call(n)
+        if call is not None and call in self._known:
+            seconds, result = self._known[call]
+        else:
+            before = self.counting.seconds
+            result = super().run_node(n)
+            seconds = self.counting.seconds - before
+            if call is not None:
+                self._known[call] = seconds, result
+        self.seconds[n.name] = seconds
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.bytes[n.name] = sum(tensor.nbytes for tensor in tensors)
         return result
+
+    def _call(self, n: fx.Node) -> Any:
+        """Return what the cost and the result of a node depend on; None where that is unknown."""
+        if n.op not in ("call_module", "call_function", "call_method"):
+            return None
+        target: Any = n.target
+        if n.op == "call_module":
+            module = self.fetch_attr(str(n.target))
+            if not type(module).__module__.startswith("torch.nn."):
+                return None  # what its forward pass depends on need not be in its text
+            types = [str(parameter.dtype) for parameter in module.parameters()]
+            target = (repr(module), module.training, *types)
+        return n.op, target, repr(tree_map(_described, self.fetch_args_kwargs_from_env(n)))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return value
 
 
 def _count(captured: CapturedGraph, inputs: Any) -> _Interpreter:

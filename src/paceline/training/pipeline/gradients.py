@@ -26,7 +26,7 @@ from paceline.training.engine.buckets import GradientBucket, divide, make_bucket
 from paceline.training.engine.modes import give
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -68,7 +68,7 @@ class StageGradients:
         self._own, self._mesh, self._check = dict(own), mesh, check
         self._ended: set[int] = set()
         self._samples = 1
-        self._started: list[tuple[_Reduction, GradientBucket, Any]] = []
+        self._started: list[tuple[GradientBucket, Any]] = []
         self._before: dict[str, torch.Tensor] = {}
         stages = _stages_of_parameters(model)
         self._local = {name: frozenset(s for s in stages[name] if s in mesh.stages) for name in own}
@@ -94,7 +94,8 @@ class StageGradients:
         Args:
             samples: of this replica.
         """
-        self._ended, self._samples, self._before = set(), samples, {}
+        self._ended, self._samples = set(), samples
+        self._before, self._started = {}, []
         for reduction in self._reductions:
             for bucket in reduction.buckets:
                 bucket.reset()
@@ -131,16 +132,17 @@ class StageGradients:
         if self._mesh.replicas > 1:
             bucket.gradients.mul_(self._samples)
         work = dist.all_reduce(bucket.gradients, group=reduction.group, async_op=True)
-        self._started.append((reduction, bucket, work))
+        self._started.append((bucket, work))
 
-    def finish(self, samples: int) -> None:
+    def finish(self, samples: int, wait: Callable[[Any, str], None]) -> None:
         """Wait for all reductions; parameters then have the gradients of the whole batch.
 
         Args:
             samples: of all replicas.
+            wait: waits for a collective; it also takes what it is for.
         """
-        for _, bucket, work in self._started:
-            work.wait()
+        for bucket, work in self._started:
+            wait(work, f"gradients of {bucket.names[0]} and others")
             if self._mesh.replicas > 1:
                 bucket.gradients.div_(samples)
             give(bucket, bucket.used.tolist())

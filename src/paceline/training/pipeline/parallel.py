@@ -144,18 +144,14 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         if loss is not None:
             totals[0], totals[1] = loss.double() * samples, samples
-        if self.ranks.size > 1:
-            self._reduce(totals)
-        loss_sum, count = totals.tolist()
-        self._gradients.finish(int(count))
+        if self._transfers is not None:
+            work = dist.all_reduce(totals, group=self.ranks.group, async_op=True)
+            self._transfers.wait_for_all(work, "the loss of all ranks")
+            loss_sum, count = totals.tolist()
+            self._gradients.finish(int(count), self._transfers.wait_for_all)
+        else:
+            loss_sum, count = totals.tolist()
         return torch.tensor(loss_sum / count, device=self._device)
-
-    def _reduce(self, totals: torch.Tensor) -> None:
-        assert self._transfers is not None
-        try:
-            dist.all_reduce(totals, group=self.ranks.group)
-        except RuntimeError as problem:
-            raise self._transfers.lost("the loss of all ranks", problem) from problem
 
     def holders(self) -> dict[int, int]:
         """Return the number of ranks that hold each parameter of this rank, by its `id`."""

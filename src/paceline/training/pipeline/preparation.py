@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from paceline.core.errors import UsageError
-from paceline.schedules.pipeline import fill_drain, one_forward_one_backward, partition
+from paceline.core.plan import MICROBATCHES_PER_STAGE
+from paceline.schedules.pipeline import (
+    fill_drain,
+    interleaved,
+    one_forward_one_backward,
+    partition,
+    zero_bubble,
+)
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.modes import broadcast_values, check_stateless
+from paceline.training.engine.ranks import find_ranks
+from paceline.training.pipeline.choice import (
+    estimate_layouts,
+    measure_rates,
+)
 from paceline.training.pipeline.computing import ComputeOptions
 from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import capture
@@ -22,15 +36,26 @@ from paceline.training.pipeline.stages import StagedModel, cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
-
     from paceline.core.plan import Plan
+    from paceline.schedules.pipeline import PipelineSchedule
     from paceline.training.engine.ranks import Ranks
     from paceline.training.health import GradientCheck
     from paceline.training.options import TrainingOptions
 
-ORDERS = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
-_MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the time
+_ORDERS = {
+    "1f1b": one_forward_one_backward,
+    "fill_drain": fill_drain,
+    "zero_bubble": zero_bubble,
+}
+
+
+class GivenModel(NamedTuple):
+    """What the user hands to `prepare`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    example_inputs: Any
 
 
 def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tuple[int, int]:
@@ -47,8 +72,10 @@ def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tup
     strategy, partitions, replicas = options.strategy, options.partitions, options.replicas
     if strategy is None and partitions is None and replicas is None and plan is not None:
         partitions = plan.mesh.pipeline if plan.mesh.pipeline > 1 else None
-    if strategy == "data" or (strategy is None and partitions is None):
+    if strategy == "data" or (strategy is None and partitions is None and replicas is None):
         partitions = partitions or 1
+    if strategy == "auto":  # one rank
+        partitions = replicas = 1
     if strategy == "model":
         replicas = replicas or 1
     if partitions is None and replicas is None:
@@ -70,6 +97,34 @@ def divide_ranks(options: TrainingOptions, plan: Plan | None, ranks: int) -> tup
     return partitions, replicas
 
 
+def choose_shape(
+    given: GivenModel, options: TrainingOptions, world: int, group: Any
+) -> tuple[TrainingOptions, list[str]]:
+    """Return the options, for ``auto`` with the partitions that an estimate says are fastest.
+
+    Also returns what to say of it.
+
+    Raises:
+        UsageError: there is no example to estimate with, or the model cannot be captured.
+        MemoryExceeded: the ranks' memory is too small for the model, however it is divided.
+    """
+    if options.strategy != "auto" or world == 1:
+        return options, []
+    if given.example_inputs is None:
+        raise UsageError(
+            "the strategy auto estimates the model for an example",
+            where="prepare(strategy='auto')",
+            fix="Give example_inputs: a batch as each rank gets it",
+        )
+    captured = capture(given.model, given.example_inputs, split_points=options.split_points)
+    rates = measure_rates(find_ranks(None, group), next(given.model.parameters()).device)
+    costs = layer_costs(captured, given.example_inputs)
+    found = estimate_layouts(costs, world, rates, options.microbatches)
+    partitions = found[0].partitions
+    chosen = replace(options, strategy=None, partitions=partitions, replicas=None)
+    return chosen, ["strategy auto, partitions x replicas: " + ", ".join(map(str, found))]
+
+
 def check_options(options: TrainingOptions) -> None:
     """Raise an error for options that a model in stages does not have.
 
@@ -80,6 +135,7 @@ def check_options(options: TrainingOptions) -> None:
         "engine": options.engine not in (None, "allreduce", "ddp"),
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
+        "memory_budget": options.memory_budget is not None,
     }
     for name, is_given in given.items():
         if is_given:
@@ -88,15 +144,6 @@ def check_options(options: TrainingOptions) -> None:
                 where=f"prepare({name}={getattr(options, name)!r}, partitions=...)",
                 fix="Leave it out, or use the strategy data",
             )
-
-
-class GivenModel(NamedTuple):
-    """What the user hands to `prepare`."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    example_inputs: Any
 
 
 def in_stages(
@@ -129,21 +176,23 @@ def in_stages(
             fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
         )
     check_stateless(optimizer)
+    _check_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     check_equal(list(model.named_parameters()), ranks)
     broadcast_values(model, ranks.group)
     partitions, replicas = shape
-    order = functools.partial(ORDERS[options.schedule or "1f1b"], partitions)
+    order = _order(options, partitions)
     parallel = PipelineParallel(
         model,
-        stage(model, options, partitions, example_inputs),
+        stage(model, options, order(1).stages, example_inputs),
         StageMesh(ranks, order(1).rank_of, replicas),
         order=order,
-        microbatches=options.microbatches or _MICROBATCHES_PER_PARTITION * partitions,
+        microbatches=options.microbatches or MICROBATCHES_PER_STAGE * partitions,
         compute=ComputeOptions(
             loss_fn=loss_fn,
             scale_outputs=scale_outputs,
             autocast=_autocast(next(model.parameters()).device.type, options.precision),
+            recompute=options.recompute,
         ),
         check=check,
         deadline_s=options.deadline_s,
@@ -155,6 +204,30 @@ def in_stages(
     return parallel
 
 
+def _check_layers(model: nn.Module) -> None:
+    """Raise an error for a layer that would wait for ranks that do not have it.
+
+    Raises:
+        UsageError: the model has one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"the layer {name} would wait for all ranks, of which only some have it",
+                where="torch.nn.SyncBatchNorm",
+                fix="Use BatchNorm, whose statistics are those of a microbatch, or another "
+                "normalisation",
+            )
+
+
+def _order(options: TrainingOptions, partitions: int) -> Callable[[int], PipelineSchedule]:
+    """Return what makes the schedule of a number of microbatches."""
+    name = options.schedule or "1f1b"
+    if name == "interleaved":
+        return functools.partial(interleaved, partitions, options.stages_per_rank or 2)
+    return functools.partial(_ORDERS[name], partitions)
+
+
 def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
     """Return what makes the context of a forward pass on a kind of device."""
     if precision in (None, "float32"):
@@ -163,7 +236,7 @@ def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
 
 
 def stage(
-    model: nn.Module, options: TrainingOptions, partitions: int, example_inputs: Any
+    model: nn.Module, options: TrainingOptions, stages: int, example_inputs: Any
 ) -> StagedModel:
     """Return a model in stages, as the options want them or of equal cost.
 
@@ -171,15 +244,15 @@ def stage(
         UsageError: the model cannot be captured or divided.
     """
     captured = capture(model, example_inputs, split_points=options.split_points)
-    if len(captured.layers) < partitions:
+    if len(captured.layers) < stages:
         raise UsageError(
-            f"{len(captured.layers)} layers cannot be divided into {partitions} partitions",
+            f"{len(captured.layers)} layers cannot be divided into {stages} stages",
             where=type(model).__name__,
             why=_why_few(captured.opaque),
             fix="Use fewer partitions",
         )
     costs = layer_costs(captured, example_inputs)
-    cuts = partition(costs, partitions, layers_per_stage=options.layers or ()).cuts
+    cuts = partition(costs, stages, layers_per_stage=options.layers or ()).cuts
     return cut(captured, cuts)
 
 

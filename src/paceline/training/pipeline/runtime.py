@@ -60,6 +60,7 @@ class _Step:
     weights: list[float]
     shapes: list[int]  # of each microbatch: 0 as the first one, 1 as the last one
     keys: list[Any]  # the two shapes
+    defers: bool  # whether backward passes are split
     posted: dict[_Message, _Posted] = field(default_factory=dict)
     local: dict[_Message, Any] = field(default_factory=dict)
     sending: dict[_Message, list[tuple[Any, torch.Tensor]]] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class PipelineRuntime:
             RankLost: another rank ended, or does not answer; the error names it.
             UsageError: a value has another form than those of earlier microbatches of its shape.
         """
+        actions = schedule.actions[self._rank]
         parts = split(inputs, sizes)
         keys = [shape_of(parts[0]), shape_of(parts[-1])]
         step = _Step(
@@ -130,8 +132,8 @@ class PipelineRuntime:
             weights=[size / sum(sizes) for size in sizes],
             shapes=[0 if shape_of(part) == keys[0] else 1 for part in parts],
             keys=keys,
+            defers=any(action.kind == "backward_weight" for action in actions),
         )
-        actions = schedule.actions[self._rank]
         try:
             for place, action in enumerate(actions):
                 for coming in actions[place : place + 1 + _AHEAD]:
@@ -149,15 +151,12 @@ class PipelineRuntime:
     def _perform(self, step: _Step, action: PipelineAction) -> None:
         if action.kind == "forward":
             self._forward(step, action.stage, action.microbatch)
-        elif action.kind == "backward":
-            self._backward(step, action.stage, action.microbatch)
-            self._count_backward(step, action.stage)
+        elif action.kind == "backward_weight":
+            self._stages[action.stage].backward_weight(action.microbatch)
         else:
-            raise UsageError(
-                f"the runtime cannot perform {action.kind}",
-                where=f"schedule {step.schedule.name}",
-                fix="Use a schedule whose backward passes are whole",
-            )
+            self._backward(step, action.stage, action.microbatch)
+        if action.kind in ("backward", "backward_weight"):
+            self._count_backward(step, action.stage)
 
     def _count_backward(self, step: _Step, stage: int) -> None:
         step.backwards[stage] = step.backwards.get(stage, 0) + 1
@@ -181,6 +180,7 @@ class PipelineRuntime:
             received,
             step.targets[microbatch],
             step.weights[microbatch],
+            defers=step.defers,
         )
         if computing.stage.is_last:
             step.losses.append(computing.loss(microbatch))
@@ -232,9 +232,9 @@ class PipelineRuntime:
 
     def _post(self, step: _Step, action: PipelineAction) -> None:
         """Post the receives of an action, as far as the forms of its values are known."""
-        is_gradient = action.kind != "forward"
+        is_gradient = action.kind in ("backward", "backward_input")
         into = (self._out_of if is_gradient else self._into)[action.stage]
-        for number in into if action.kind != "backward_weight" else ():
+        for number in () if action.kind == "backward_weight" else into:
             message = _Message(number, action.microbatch, is_gradient)
             if message not in step.posted and not self._is_local(message):
                 form = self._known(step, message)

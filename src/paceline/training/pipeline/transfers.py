@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _MOST_TENSORS = 32  # of one value
 _KINDS = ("length", "description", "tensor")
@@ -220,24 +220,30 @@ class Transfers:
         return ValueForm.from_bytes(data.numpy().tobytes())
 
     @contextlib.contextmanager
-    def _naming(self, peer: int | None, what: str) -> Any:
-        """Turn torch's error into one that names the rank which ended or hangs.
+    def _naming(self, peer: int | None, what: str) -> Iterator[None]:
+        """Turn a backend's error into one that names the rank which ended or hangs.
 
         That is not always the peer: where rank 0 is killed, rank 1 fails first and ends, and then
         rank 2. Rank 1 writes to the store whom it waited for, and rank 2 reads it.
         """
         try:
             yield
-        except RuntimeError as problem:
+        except (RuntimeError, RankLost) as problem:
             raise self._lost(peer, what, problem) from problem
 
-    def lost(self, what: str, problem: RuntimeError) -> RankLost:
-        """Return the error for a collective that failed, where no peer is known."""
-        return self._lost(None, what, problem)
+    def wait_for_all(self, work: Any, what: str) -> None:
+        """Wait for a collective.
 
-    def _lost(self, peer: int | None, what: str, problem: RuntimeError) -> RankLost:
+        Raises:
+            DeadlineExceeded: a rank did not answer; the error names it if any rank knows which.
+            RankLost: a rank ended; the same.
+        """
+        with self._naming(None, what):
+            work.wait(self._deadline)
+
+    def _lost(self, peer: int | None, what: str, problem: Exception) -> RankLost:
         text = first_line(problem)
-        is_late = "imed out" in text or "imeout" in text
+        is_late = isinstance(problem, DeadlineExceeded) or "imed out" in text or "imeout" in text
         culprit = self._follow(peer)
         kind = DeadlineExceeded if is_late else RankLost
         did = "did not answer" if is_late else "ended"

@@ -1,0 +1,30 @@
+"""Memory plans as plain data: which tensors of a training step stay in memory, and which do not.
+
+A recorded step becomes a `StepProfile`; `plan_memory` chooses for each tensor whether it is kept,
+recomputed or spilled under a budget; `replay` says how long the step takes then, and how much
+memory it has at its peak. `paceline.training.out_of_core` records and runs these plans.
+"""
+
+from paceline.schedules.memory.records import (
+    ManagedTensor,
+    MemoryPlan,
+    RecomputedModule,
+    SpillTier,
+    StepProfile,
+    TensorAction,
+)
+from paceline.schedules.memory.selection import least_budget_bytes, plan_memory
+from paceline.schedules.memory.timeline import Replayed, replay
+
+__all__ = [
+    "ManagedTensor",
+    "MemoryPlan",
+    "RecomputedModule",
+    "Replayed",
+    "SpillTier",
+    "StepProfile",
+    "TensorAction",
+    "least_budget_bytes",
+    "plan_memory",
+    "replay",
+]

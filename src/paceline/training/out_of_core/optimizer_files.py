@@ -1,0 +1,188 @@
+"""The optimizer's state in the spill file: each parameter is updated while its own state is here.
+
+Torch's optimizers update parameters one by one, with state and gradient of this parameter alone. So
+`step` may run with one parameter after the other in its groups, and the outcome is the same to the
+bit. A hook before the step does that for all parameters with large state; the step itself comes to
+the small ones that are left, so that hooks and schedules see one step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.training.out_of_core.session import LEAST_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from paceline.training.out_of_core.session import Session
+
+# Their update of a parameter reads no other parameter's state.
+SUPPORTED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+)
+
+
+class OptimizerFiles:
+    """The state of one optimizer, put away parameter by parameter.
+
+    Args:
+        optimizer: its hooks before a step must be registered already: this one comes last.
+        session: that moves the state.
+    """
+
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        self._optimizer = optimizer
+        self._session = session
+        self._raw = _raw_step(optimizer)
+        self._all: list[list[Any]] | None = None  # the groups' parameters, while a step runs
+        self._away: dict[int, dict[str, _Shape]] = {}  # by index of the parameter
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether this optimizer's parameters may be updated one by one."""
+        return self._raw is not None
+
+    def remove(self) -> None:
+        """Bring all state back, and leave the optimizer as it was."""
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._raw is None or len(args) > 1 or kwargs.get("closure") is not None:
+            return
+        groups = optimizer.param_groups
+        parameters = [list(group["params"]) for group in groups]
+        small: list[list[Any]] = [[] for _ in groups]
+        self._all = parameters
+        index = 0
+        for group in groups:
+            group["params"] = []
+        for number, members in enumerate(parameters):
+            for parameter in members:
+                if parameter.grad is None or not _is_large(parameter):
+                    small[number].append(parameter)
+                else:
+                    groups[number]["params"] = [parameter]
+                    self._update(index, parameter)
+                    groups[number]["params"] = []
+                index += 1
+        for group, members in zip(groups, small, strict=True):
+            group["params"] = members
+
+    def _update(self, index: int, parameter: Any) -> None:
+        state = self._optimizer.state[parameter]
+        stored = self._session.need_state(index)
+        for (key, shape), (storage, shift) in zip(
+            self._away.get(index, {}).items(), stored, strict=True
+        ):
+            state[key] = shape.tensor(storage, shift)
+        assert self._raw is not None
+        self._raw(self._optimizer)
+        large = {key: value for key, value in state.items() if _is_large(value)}
+        self._away[index] = {key: _Shape(value) for key, value in large.items()}
+        for key in large:
+            del state[key]
+        if large:
+            self._session.hand_back_state(index, list(large.values()))
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._all is not None:
+            for group, members in zip(optimizer.param_groups, self._all, strict=True):
+                group["params"] = members
+            self._all = None
+        self._session.end_step()
+
+    # --- its state_dict --------------------------------------------------------------------------
+
+    def _before_state_dict(self, _optimizer: Optimizer) -> None:
+        self._restore()
+
+    def _after_state_dict(self, _optimizer: Optimizer, state: dict[str, Any]) -> None:
+        # Torch hands out its own dictionaries, which lose here what is put away again.
+        state["state"] = {number: dict(values) for number, values in state["state"].items()}
+        self._forget()
+
+    def _restore(self) -> None:
+        """Put the state where the optimizer expects it."""
+        for index, parameter in enumerate(self._parameters()):
+            shapes = self._away.get(index)
+            if not shapes:
+                continue
+            stored = self._session.states[index].load()
+            state = self._optimizer.state[parameter]
+            for (key, shape), (storage, shift) in zip(shapes.items(), stored, strict=True):
+                state[key] = shape.tensor(storage, shift)
+
+    def _forget(self) -> None:
+        for index, parameter in enumerate(self._parameters()):
+            for key in self._away.get(index, ()):
+                self._optimizer.state[parameter].pop(key, None)
+            managed = self._session.states.get(index)
+            if managed is not None:
+                managed.drop()
+
+    def _after_load(self, _optimizer: Optimizer) -> None:
+        """Put loaded state away."""
+        for index, parameter in enumerate(self._parameters()):
+            state = self._optimizer.state.get(parameter, {})
+            large = {key: value for key, value in state.items() if _is_large(value)}
+            if not large or not _is_large(parameter):
+                continue
+            self._away[index] = {key: _Shape(value) for key, value in large.items()}
+            self._session.put_state(index, list(large.values()))
+            for key in large:
+                del state[key]
+
+    def _parameters(self) -> list[Any]:
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
+
+
+class _Shape:
+    """How a tensor of the state lies in its memory."""
+
+    __slots__ = ("dtype", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = 0
+
+    def tensor(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
+        """Return the tensor in a storage, `shift` bytes after its begin."""
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, shift // empty.element_size(), self.size, self.stride)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
+
+
+def _raw_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
+    """Return `step` without what calls the hooks; None where parameters depend on each other."""
+    if type(optimizer) not in SUPPORTED:
+        return None
+    return getattr(type(optimizer).step, "__wrapped__", None)

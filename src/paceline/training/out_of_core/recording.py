@@ -1,0 +1,151 @@
+"""The order of a step's events, and what was measured between them.
+
+Two steps are recorded. Both write every tensor at once and read it when it is needed, so that each
+interval shows the least memory that it can do with. The first one has costs that no later step has
+(a kernel is chosen, state is created); what was measured in the second one counts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from paceline.schedules.memory import ManagedTensor, StepProfile
+from paceline.training.out_of_core.process_memory import ProcessMemory
+
+EventKind = Literal["saved", "needed", "state", "end"]
+
+
+class Event(NamedTuple):
+    """One event of a step.
+
+    Attributes:
+        kind: a tensor is saved, a saved tensor is needed, the optimizer comes to the state of a
+            parameter, the optimizer is done.
+        number: of the tensor among the saved ones, or of the state.
+        bytes: of a saved tensor's storage.
+    """
+
+    kind: EventKind
+    number: int
+    bytes: int
+
+
+class _Watched(NamedTuple):
+    number: int
+    weak: int  # a weak reference of C++ to the storage
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one recorded step showed; filled by the step's thread."""
+
+    memory: ProcessMemory
+    events: list[Event] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    begin_bytes: list[int] = field(default_factory=list)  # memory when an interval began
+    names: dict[int, str] = field(default_factory=dict)
+    gone: dict[int, int] = field(
+        default_factory=dict
+    )  # of a saved tensor: when its memory was free
+    _watched: list[_Watched] = field(default_factory=list)
+    _resumed_s: float | None = None
+
+    def enter(self, event: Event) -> None:
+        """Note an event; what comes until `leave` is not of the step."""
+        if self._resumed_s is not None:
+            self.compute_s.append(time.monotonic() - self._resumed_s)
+            self.peak_bytes.append(self.memory.peak_bytes())
+            self._resumed_s = None
+        at = len(self.events)
+        self.events.append(event)
+        self._poll(at)
+
+    def leave(self) -> None:
+        """Go on with the step."""
+        self.memory.start()
+        self.begin_bytes.append(self.memory.now_bytes())
+        self._resumed_s = time.monotonic()
+
+    def close_interval(self) -> None:
+        """End the interval after the last event, when the next step begins."""
+        if self._resumed_s is not None:
+            self.compute_s.append(time.monotonic() - self._resumed_s)
+            self.peak_bytes.append(self.memory.peak_bytes())
+            self._resumed_s = None
+
+    def watch(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Note when the memory of a saved tensor, which is written, is free."""
+        self._watched.append(_Watched(index, storage._weak_ref()))  # noqa: SLF001  # multiprocessing's
+
+    def _poll(self, at: int) -> None:
+        alive = []
+        for watched in self._watched:
+            if torch.UntypedStorage._expired(watched.weak):  # noqa: SLF001  # as above
+                torch.UntypedStorage._free_weak_ref(watched.weak)  # noqa: SLF001  # as above
+                self.gone[watched.number] = at
+            else:
+                alive.append(watched)
+        self._watched = alive
+
+    def forget(self) -> None:
+        """Free what watches memory."""
+        for watched in self._watched:
+            torch.UntypedStorage._free_weak_ref(watched.weak)  # noqa: SLF001  # as above
+        self._watched = []
+
+
+def profile_of(
+    recording: Recording, state_bytes: dict[int, int], after_step: tuple[float, int]
+) -> tuple[StepProfile, dict[tuple[str, int], int]]:
+    """Return the profile of a recorded step, and the index in it of each tensor by kind and index.
+
+    Args:
+        recording: of one step, complete.
+        state_bytes: of the optimizer's state, by its index.
+        after_step: seconds and most memory of the interval before the next step.
+    """
+    events = recording.events
+    saved: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    tensors: list[ManagedTensor] = []
+    places: dict[tuple[str, int], int] = {}
+    for at, event in enumerate(events):
+        if event.kind == "saved":
+            saved[event.number] = at
+        elif event.kind == "needed":
+            needed.setdefault(event.number, at)
+    for index, begin in saved.items():
+        end = needed.get(index)
+        gone = recording.gone.get(index)
+        if end is None or gone is None or gone > end:
+            continue  # never needed, or in memory all the time for other reasons
+        places["activation", index] = len(tensors)
+        name = recording.names.get(index, f"saved tensor {index}")
+        # It became free somewhere in the interval before the event that saw it.
+        idle = max(begin, gone - 1)
+        tensors.append(ManagedTensor(name, "activation", events[begin].bytes, begin, idle, end))
+    for at, event in enumerate(events):
+        if event.kind == "state" and state_bytes.get(event.number):
+            places["optimizer", event.number] = len(tensors)
+            after = at + 1 - len(events)
+            tensors.append(
+                ManagedTensor(
+                    f"state {event.number}",
+                    "optimizer",
+                    state_bytes[event.number],
+                    after,
+                    after,
+                    at,
+                )
+            )
+    compute_s = [*recording.compute_s[: len(events) - 1], after_step[0]]
+    floor = [*recording.peak_bytes[: len(events) - 1], after_step[1]]
+    profile = StepProfile(
+        compute_s=tuple(compute_s), floor_bytes=tuple(floor), tensors=tuple(tensors)
+    )
+    return profile, places

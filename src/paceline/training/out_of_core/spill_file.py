@@ -1,0 +1,325 @@
+"""A file that tensors are spilled to, past the page cache, with a thread that writes and a reader.
+
+The file has no name: nothing is left when the process ends, however it ends. It is opened with
+O_DIRECT, because pages of a file count as memory of the job's control group. Direct transfers need
+aligned memory: what is read goes to aligned buffers, which become tensors; what is written is
+copied to an aligned buffer first, unless it is aligned already.
+
+    step's thread                      writer, reader
+    write(pieces) -> SpillTransfer  ----->  copy, pwritev
+    transfer.wait()            <-----  done, or the error
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.core.errors import DeadlineExceeded, StorageError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ALIGNMENT = 4096  # of memory, offsets and lengths: at least what any block device asks for
+CHUNK_BYTES = 4 << 20
+DEADLINE_S = 300.0  # of one transfer; a disk that takes longer does not answer
+
+
+def aligned(size_bytes: int) -> int:
+    """Return a size rounded up to the alignment.
+
+    >>> aligned(1), aligned(4096)
+    (4096, 4096)
+    """
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Buffers:
+    """Aligned memory for what is read: kept for the next read when its tensor is gone.
+
+    Memory that the system hands out anew costs a page fault for every 4 KiB. Tensors may be freed
+    in any thread, hence the deque.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self._free: dict[int, collections.deque[mmap.mmap]] = {}
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """Return memory as bytes, shape (aligned size,)."""
+        size = aligned(size_bytes)
+        try:
+            region = self._free[size].pop()
+        except (KeyError, IndexError):
+            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(region, dtype=np.uint8)
+        weakref.finalize(array, self._give_back, region).atexit = False
+        return array
+
+    def _give_back(self, region: mmap.mmap) -> None:
+        if self.is_kept:
+            self._free.setdefault(len(region), collections.deque()).append(region)
+
+    def clear(self) -> None:
+        """Give what is free back to the system."""
+        self._free = {}
+
+
+class SpillTransfer:
+    """One write or read that is under way. The step's thread waits; an I/O thread finishes it."""
+
+    __slots__ = ("_done", "_run", "bytes", "problem")
+
+    def __init__(self, run: Callable[[SpillTransfer], None]) -> None:
+        self._run = run
+        self._done = threading.Event()
+        self.bytes: torch.Tensor | None = None  # what was read, shape (aligned size,)
+        self.problem: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Do it, in an I/O thread; an error is kept for the thread that waits."""
+        try:
+            self._run(self)
+        except BaseException as problem:  # noqa: BLE001  # raised by `wait`
+            self.problem = problem
+        finally:
+            self._run = _nothing  # what it holds is memory
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            StorageError: the disk is full or failed.
+            DeadlineExceeded: the disk does not answer.
+        """
+        if not self._done.wait(DEADLINE_S):
+            raise DeadlineExceeded(
+                f"a transfer took more than {DEADLINE_S:g} s",
+                where="spill file",
+                why="the disk does not answer",
+                fix="Choose another folder with spill_folder",
+            )
+        if self.problem is not None:
+            raise self.problem
+
+
+def _nothing(_transfer: SpillTransfer) -> None:
+    return None
+
+
+class SpillFile:
+    """The file, its two threads, and the parts of it that are in use.
+
+    Only one thread at a time may call it (the step's). `written_bytes`, `write_s`, `read_bytes`,
+    `read_s` and `cpu_s` are what the threads have done so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_direct, self._descriptor = _open(folder)
+        self.written_bytes = self.read_bytes = 0
+        self.write_s = self.read_s = self.cpu_s = 0.0
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
+            collections.deque()
+        )
+        self.buffers = Buffers()
+        self._bounce = self.buffers.take(CHUNK_BYTES)
+        self._writes: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_serve, args=(transfers,), name=f"spill-{name}", daemon=True)
+            for name, transfers in (("write", self._writes), ("read", self._reads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def allocate(self, size_bytes: int) -> int:
+        """Return the offset of a free part of the file."""
+        size = aligned(size_bytes)
+        self._sweep()
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        self._end += size
+        return self._end - size
+
+    def release(self, offset: int, size_bytes: int, after: SpillTransfer | None) -> None:
+        """Give a part back as soon as the transfer `after` is done. Any thread may call it."""
+        self._released.append((offset, aligned(size_bytes), after))
+
+    def _sweep(self) -> None:
+        for _ in range(len(self._released)):
+            offset, size, after = self._released.popleft()
+            if after is None or after.is_done:
+                self._free.setdefault(size, []).append(offset)
+            else:
+                self._released.append((offset, size, after))
+
+    def write(
+        self, pieces: Sequence[np.ndarray], offset: int, finish: Callable[[], None]
+    ) -> SpillTransfer:
+        """Write arrays of bytes one after the other, each on a multiple of the alignment.
+
+        Args:
+            pieces: not to be changed until it is done.
+            offset: of an allocated part of the file.
+            finish: called by the I/O thread when all is written.
+        """
+        pieces = list(pieces)
+
+        def run(_transfer: SpillTransfer) -> None:
+            begin, begin_cpu, at = time.monotonic(), time.thread_time(), offset
+            try:
+                while pieces:
+                    self._write_piece(pieces[0], at)
+                    at += aligned(pieces[0].nbytes)
+                    self.written_bytes += pieces[0].nbytes
+                    del pieces[0]
+            finally:
+                pieces.clear()
+                finish()  # frees the memory, before the step goes on
+                self.write_s += time.monotonic() - begin
+                self.cpu_s += time.thread_time() - begin_cpu
+
+        transfer = SpillTransfer(run)
+        self._writes.put(transfer)
+        return transfer
+
+    def read(
+        self, offset: int, size_bytes: int, after: SpillTransfer | None = None
+    ) -> SpillTransfer:
+        """Read into aligned memory, which the transfer has as a tensor when it is done.
+
+        Args:
+            offset: of the part.
+            size_bytes: of it.
+            after: the write that must be done before.
+        """
+
+        def run(transfer: SpillTransfer) -> None:
+            if after is not None:
+                after.wait()
+            begin, begin_cpu = time.monotonic(), time.thread_time()
+            array = self.buffers.take(size_bytes)
+            self._read_all(array, offset)
+            transfer.bytes = torch.from_numpy(array)
+            self.read_bytes += size_bytes
+            self.read_s += time.monotonic() - begin
+            self.cpu_s += time.thread_time() - begin_cpu
+
+        transfer = SpillTransfer(run)
+        self._reads.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """End both threads after what they still have to do, and free the file."""
+        self._writes.put(None)
+        self._reads.put(None)
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        os.close(self._descriptor)
+
+    def map_part(self, offset: int, size_bytes: int) -> mmap.mmap:
+        """Return a part as memory that the kernel reads when it is used, and may drop again.
+
+        It shows what is written there later.
+        """
+        return mmap.mmap(self._descriptor, aligned(size_bytes), prot=mmap.PROT_READ, offset=offset)
+
+    def _write_piece(self, piece: np.ndarray, offset: int) -> None:
+        is_aligned = piece.ctypes.data % ALIGNMENT == 0
+        for begin in range(0, piece.nbytes, CHUNK_BYTES):
+            chunk = piece[begin : begin + CHUNK_BYTES]
+            if not is_aligned or chunk.nbytes % ALIGNMENT:
+                np.copyto(self._bounce[: chunk.nbytes], chunk)
+                chunk = self._bounce[: aligned(chunk.nbytes)]
+            self._write_all(chunk, offset + begin)
+
+    def _write_all(self, chunk: np.ndarray, offset: int) -> None:
+        view = memoryview(chunk)  # type: ignore[arg-type]  # an array of bytes is a buffer
+        try:
+            while view:
+                count = os.pwritev(self._descriptor, [view], offset)
+                view, offset = view[count:], offset + count
+        except OSError as problem:
+            fix = "Free space" if problem.errno == errno.ENOSPC else "Check the disk"
+            raise StorageError(
+                "cannot spill tensors",
+                where=str(self.folder),
+                why=reason(problem),
+                fix=f"{fix}, or choose another folder with spill_folder",
+            ) from problem
+        self._drop_pages(offset - chunk.nbytes, chunk.nbytes)
+
+    def _read_all(self, into: np.ndarray, offset: int) -> None:
+        begin, view = offset, memoryview(into)  # type: ignore[arg-type]  # as above
+        try:
+            while view:
+                count = os.preadv(self._descriptor, [view], offset)
+                if not count:
+                    raise OSError(errno.EIO, "the spill file is shorter than what was written")
+                view, offset = view[count:], offset + count
+        except OSError as problem:
+            raise StorageError(
+                "cannot read spilled tensors",
+                where=str(self.folder),
+                why=reason(problem),
+                fix="Check the disk, or choose another folder with spill_folder",
+            ) from problem
+        self._drop_pages(begin, into.nbytes)
+
+    def _drop_pages(self, offset: int, count: int) -> None:
+        """Keep the page cache from growing on a file system without direct transfers."""
+        if not self.is_direct:
+            os.fdatasync(self._descriptor)  # pages that are not written yet cannot be dropped
+            os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
+    while (transfer := transfers.get()) is not None:
+        transfer.run()
+        del transfer  # not held while waiting for the next
+
+
+def _open(folder: Path) -> tuple[bool, int]:
+    """Open a file without a name; return whether transfers go past the page cache."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="paceline-spill-", dir=folder)
+        name = Path(path)
+        try:
+            os.fchmod(descriptor, 0o600)
+            with contextlib.suppress(OSError):  # EINVAL: a file system without direct transfers
+                direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                os.close(descriptor)
+                return True, direct
+        finally:
+            name.unlink()
+    except OSError as problem:
+        raise StorageError(
+            "cannot make a spill file",
+            where=str(folder),
+            why=reason(problem),
+            fix="Choose another folder with spill_folder",
+        ) from problem
+    return False, descriptor

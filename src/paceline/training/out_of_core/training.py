@@ -1,0 +1,107 @@
+"""Trains a model out of core: installs the hooks of a session, and takes them away."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import UsageError
+from paceline.core.node import memory_bytes
+from paceline.training.out_of_core.optimizer_files import OptimizerFiles
+from paceline.training.out_of_core.saved_tensors import SavedTensors
+from paceline.training.out_of_core.session import Session
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from typing import Self
+
+    import torch
+    from torch import nn
+
+    from paceline.schedules.memory import MemoryPlan
+
+LIMIT_PART = 0.95  # of a control group's limit: the rest is for the kernel's own memory and pages
+
+
+class OutOfCore:
+    """Keeps the steps of a training within a memory budget, from its construction to `close`.
+
+        with OutOfCore(model, optimizer, budget_bytes=2 << 30):
+            for batch, target in loader:
+                optimizer.zero_grad()
+                loss_fn(model(batch), target).backward()
+                optimizer.step()
+
+    A step ends with the optimizer's step; of several backward passes in between the gradients add
+    up as always. Gradients and updates are equal to the bit to those of a training in core.
+
+    Args:
+        model: on CPU.
+        optimizer: of its parameters; hooks that other code registers before its steps must be
+            registered already. One step of it ends one step of the training.
+        budget_bytes: that the process's memory stays under, without pages of files; None: what the
+            control group of the process allows, or the machine has.
+        spill_folder: of the file that tensors are spilled to, on a local disk; None: the folder for
+            temporary files (``TMPDIR``).
+        say: is called with each line for the user.
+
+    Raises:
+        UsageError: the model is not on CPU, or the budget no positive number.
+        StorageError: no file can be made in `spill_folder`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        budget_bytes: int | None = None,
+        spill_folder: str | os.PathLike[str] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        if budget_bytes is None:
+            budget_bytes = int(memory_bytes() * LIMIT_PART)
+        if budget_bytes <= 0:
+            raise UsageError(
+                f"the memory budget must be above 0 bytes, got {budget_bytes}",
+                where="OutOfCore",
+                fix="Give the bytes that a process may take",
+            )
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            raise UsageError(
+                "the model is not on CPU", where="OutOfCore", fix="Train without a memory budget"
+            )
+        folder = Path(spill_folder or tempfile.gettempdir())
+        fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
+        self.session = Session(budget_bytes, folder, fixed, say or _nothing)
+        self._saved = SavedTensors(self.session)
+        self._optimizer = OptimizerFiles(optimizer, self.session)
+        self._saved.install()
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan in use; None while steps are recorded."""
+        return self.session.plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the steps under a plan came to, and the plan in short."""
+        return self.session.to_json()
+
+    def close(self) -> None:
+        """Bring the optimizer's state back, and train in core from now on."""
+        self._saved.remove()
+        self._optimizer.remove()
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _nothing(_line: str) -> None:
+    return None

@@ -1,0 +1,284 @@
+"""Training out of core: gradients and updates equal to the bit to those of a training in core."""
+
+import copy
+import hashlib
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import MemoryExceeded, StorageError, UsageError
+from paceline.schedules.memory import least_budget_bytes
+from paceline.training import prepare
+from paceline.training.out_of_core.process_memory import ProcessMemory
+from paceline.training.out_of_core.training import OutOfCore
+
+MIB = 1 << 20
+WIDTH, ROWS = 256, 1024  # a tensor of 1 MiB
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Do without threads that wait for each other on a loaded machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x + self.second(torch.dropout(torch.relu(self.first(x)), 0.1, True)))
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = []
+        for inputs in (3, 32, 32, 32, 32):
+            layers += [nn.Conv2d(inputs, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(True)]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean(dim=(2, 3)))
+
+
+def make(kind):
+    """Return a model and a batch."""
+    torch.manual_seed(0)
+    if kind == "cnn":
+        return Cnn(), torch.randn(8, 3, 32, 32)
+    model = nn.Sequential(*(Residual() for _ in range(4)))
+    return model, torch.randn(ROWS, WIDTH)
+
+
+def train(model, batch, steps, optimizer, after_step=lambda step: None):
+    """Return digests of the gradients of every step; copies would count as memory of the step."""
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(batch(step) if callable(batch) else batch).square().mean().backward()
+        found.append([digest(parameter.grad) for parameter in model.parameters()])
+        optimizer.step()
+        after_step(step)
+    return found
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.detach().contiguous().numpy()).hexdigest()
+
+
+def small_budget(model, batch, folder, make_optimizer=torch.optim.Adam):
+    """Return a budget that needs most tensors to be away."""
+    twin = copy.deepcopy(model)
+    optimizer = make_optimizer(twin.parameters())
+    with OutOfCore(twin, optimizer, budget_bytes=1 << 40, spill_folder=folder) as out_of_core:
+        train(twin, batch, 2, optimizer)
+    least = least_budget_bytes(out_of_core.session.profile)
+    most = out_of_core.plan.in_core_peak_bytes
+    assert most - least > 5 * MIB
+    return least + (most - least) // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_optimizer"), [("mlp", torch.optim.Adam), ("cnn", torch.optim.SGD)]
+)
+def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_path):
+    model, batch = make(kind)
+    twin = copy.deepcopy(model)
+    settings = {"lr": 1e-3} | ({"momentum": 0.9} if make_optimizer is torch.optim.SGD else {})
+    plain = make_optimizer(model.parameters(), **settings)
+    expected = train(model, batch, 5, plain)
+    budget = small_budget(twin, batch, tmp_path)
+
+    optimizer = make_optimizer(twin.parameters(), **settings)
+    lines = []
+    with OutOfCore(
+        twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, say=lines.append
+    ) as out_of_core:
+        found = train(twin, batch, 5, optimizer)
+        plan = out_of_core.plan
+        state = copy.deepcopy(optimizer.state_dict())
+    assert plan.method in ("greedy", "milp")
+    assert plan.spilled_bytes > 0
+    assert out_of_core.session.counters.diverged == 0
+    assert out_of_core.session.counters.steps == 3
+    assert any("go to disk and back" in line for line in lines)
+    assert found == expected
+    assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
+    others = plain.state_dict()["state"]
+    assert state["state"].keys() == others.keys()
+    for number, values in state["state"].items():
+        assert values.keys() == others[number].keys()
+        for key, value in values.items():
+            other = others[number][key]
+            assert value is other or torch.equal(value, other)
+
+
+def test_memory_stays_under_the_budget(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    budget = small_budget(model, batch, tmp_path)
+    memory = ProcessMemory()
+    peaks = []
+
+    def note(step):
+        peaks.append(memory.peak_bytes())
+        memory.start()
+
+    with OutOfCore(model, optimizer, budget_bytes=budget, spill_folder=tmp_path) as out_of_core:
+        train(model, batch, 2, optimizer)
+        memory.start()
+        train(model, batch, 3, optimizer, note)
+        assert out_of_core.plan.in_core_peak_bytes > budget
+    assert max(peaks) <= budget
+
+
+def test_a_step_of_another_order_is_trained_right(tmp_path):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+
+    def batches(step):
+        return batch[: ROWS // 2] if step in (4, 6, 7) else batch
+
+    expected = train(model, batches, 11, torch.optim.Adam(model.parameters()))
+    budget = small_budget(twin, batch, tmp_path)
+    optimizer = torch.optim.Adam(twin.parameters())
+    lines = []
+    modes = []
+    with OutOfCore(
+        twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, say=lines.append
+    ) as out_of_core:
+        found = train(
+            twin, batches, 11, optimizer, lambda _: modes.append(out_of_core.session.mode)
+        )
+    assert found == expected
+    # After one such step the plan holds; after two in a row two steps are recorded.
+    assert modes == ["record", *["plan"] * 6, "record", "record", "plan", "plan"]
+    assert sum("another order" in line for line in lines) == 1
+
+
+def test_what_fits_is_left_in_memory(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path) as out_of_core:
+        train(model, batch, 2, optimizer)
+        before = out_of_core.session.file.written_bytes
+        train(model, batch, 2, optimizer)
+        assert out_of_core.plan.method == "fits"
+        assert out_of_core.session.file.written_bytes == before
+
+
+def test_a_change_in_place_is_refused_as_autograd_refuses_it(tmp_path):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path):
+
+        def step(is_changed):
+            hidden = weight * 2
+            outcome = hidden * hidden
+            if is_changed:
+                hidden.add_(1)
+            outcome.sum().backward()
+            optimizer.step()
+
+        step(False)
+        step(False)
+        step(False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(True)
+
+
+def test_the_state_goes_on_from_a_state_dict(tmp_path):
+    model, batch = make("mlp")
+    plain = torch.optim.Adam(model.parameters())
+    train(model, batch, 2, plain)
+    twin = copy.deepcopy(model)
+    saved = copy.deepcopy(plain.state_dict())
+    expected = train(model, batch, 4, plain)
+
+    optimizer = torch.optim.Adam(twin.parameters())
+    budget = small_budget(twin, batch, tmp_path)
+    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path):
+        optimizer.load_state_dict(saved)
+        found = train(twin, batch, 4, optimizer)
+    assert found == expected
+
+
+def test_nothing_is_left_in_the_folder(tmp_path):
+    model, batch = make("cnn")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        train(model, batch, 1, optimizer)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_is_too_small_says_which_one_is_not(tmp_path):
+    model, batch = make("cnn")
+    optimizer = torch.optim.Adam(model.parameters())
+    session = OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path)
+    with session, pytest.raises(MemoryExceeded, match="Give at least") as found:
+        train(model, batch, 3, optimizer)
+    assert int(found.value.fix.split()[3].replace(",", "")) > 100 * MIB
+
+
+def test_a_full_disk_is_said(tmp_path):
+    if os.geteuid():
+        pytest.skip("mounting a tmpfs needs root")
+    os.system(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}")
+    try:
+        model, batch = make("mlp")
+        optimizer = torch.optim.Adam(model.parameters())
+        with (
+            OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path),
+            pytest.raises(StorageError, match=r"cannot spill tensors.*No space left"),
+        ):
+            train(model, batch, 1, optimizer)
+    finally:
+        os.system(f"umount -l {tmp_path}")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    model, _ = make("cnn")
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(StorageError, match="cannot make a spill file"):
+        OutOfCore(model, optimizer, spill_folder=tmp_path / "none")
+    with pytest.raises(UsageError, match="above 0"):
+        OutOfCore(model, optimizer, budget_bytes=0, spill_folder=tmp_path)
+
+
+def test_prepare_takes_a_memory_budget(tmp_path):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    plain = torch.optim.Adam(model.parameters())
+    expected = train(model, batch, 4, plain)
+    budget = small_budget(twin, batch, tmp_path)
+    prepared = prepare(
+        twin,
+        torch.optim.Adam(twin.parameters()),
+        memory_budget=budget,
+        spill_folder=str(tmp_path),
+        alarm=False,
+    )
+    try:
+        found = train(prepared.model, batch, 4, prepared.optimizer)
+        assert prepared.out_of_core.plan.spilled_bytes > 0
+        state = prepared.state_dict()["optimizer"]["state"]
+    finally:
+        prepared.out_of_core.close()
+    assert found == expected
+    # By name, and whole, as of a training in core.
+    moments = {name: plain.state[parameter] for name, parameter in model.named_parameters()}
+    assert state.keys() == moments.keys()
+    for name, values in state.items():
+        assert torch.equal(values["exp_avg_sq"], moments[name]["exp_avg_sq"])

@@ -1,0 +1,44 @@
+"""`paceline run --memory-budget`: an unchanged script on two ranks, out of core."""
+
+import json
+
+import pytest
+from launching import SCRIPTS, last_json, paceline
+
+MIB = 1 << 20
+SCRIPT = SCRIPTS / "out_of_core.py"
+
+
+@pytest.mark.campaign("torch")
+def test_an_unchanged_script_trains_the_same_in_less_memory(tmp_path):
+    plain = paceline(tmp_path, "run", "-n", 2, "--out", "PLAIN", SCRIPT)
+    assert plain.code == 0, plain.err
+    folder = ("--spill-folder", tmp_path)
+    wide = paceline(
+        tmp_path, "run", "-n", 2, "--memory-budget", "1T", *folder, "--out", "WIDE", SCRIPT
+    )
+    assert wide.code == 0, wide.err
+    assert "nothing is spilled" in wide.err
+    result = json.loads((tmp_path / "WIDE/result.json").read_text())
+    peaks = [rank["memory"]["predicted_peak_bytes"] for rank in result["ranks"]]
+
+    budget = min(peaks) - 8 * MIB
+    tight = paceline(
+        tmp_path, "run", "-n", 2, "--memory-budget", budget, *folder, "--out", "TIGHT", SCRIPT
+    )
+    assert tight.code == 0, tight.err
+    assert "go to disk and back" in tight.err
+    result = json.loads((tmp_path / "TIGHT/result.json").read_text())
+    for rank in result["ranks"]:
+        assert rank["memory"]["budget_bytes"] == budget
+        assert rank["memory"]["spilled_bytes"] > 0
+        assert rank["memory"]["planned_steps"] >= 2
+        assert rank["memory"]["transfer_s"] > 0
+    digests = [last_json(run.out)["digest"] for run in (plain, wide, tight)]
+    assert len(set(digests)) == 1
+
+
+def test_a_budget_without_a_unit_that_is_known_is_refused(tmp_path):
+    done = paceline(tmp_path, "run", "--memory-budget", "8 hats", SCRIPT)
+    assert done.code == 2
+    assert "is not a size" in done.err
