@@ -1,12 +1,13 @@
 """From a plan to a run and back: the run follows its plan, and is compared with nothing else."""
 
+import dataclasses
 import json
 
 import pytest
 from launching import paceline
-from machines import small_machine
+from machines import sheet, small_machine
 
-from paceline.core.machine import Machine
+from paceline.core.machine import Link, Machine
 from paceline.core.plan_file import load_plan_file
 from paceline.report.model import gather
 
@@ -139,3 +140,85 @@ def test_prepare_follows_the_plan_of_the_run(folder):
     assert done.code == 0, done.err
     assert done.out.split() == ["sharded", "bfloat16"]
     assert "precision = bfloat16, engine = sharded: only the script itself" in done.err
+
+
+STAGED = """
+import torch, torch.distributed as dist
+from torch import nn
+from paceline.training import prepare
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = first = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x + first)  # skips all stages between
+
+def step():
+    return Residual(), torch.zeros(12, 16), torch.zeros(12, 4), nn.functional.mse_loss, sgd
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.002)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Residual()
+    prepared = prepare(model, sgd(model.parameters()), loss_fn=nn.functional.mse_loss)
+    losses = []
+    for _ in range(20):
+        prepared.optimizer.zero_grad()
+        losses.append(prepared.forward_backward(torch.ones(12, 16), torch.zeros(12, 4)))
+        prepared.optimizer.step()
+    if dist.get_rank() == 0:
+        schedule = prepared.model.schedule_of(3)
+        counts = [len(stage.layers) for stage in prepared.model.staged.stages]
+        print(counts, prepared.options.microbatches, schedule.name, bool(losses[-1] < losses[0]))
+    dist.destroy_process_group()
+"""
+
+
+def test_a_plan_in_stages_is_followed_and_compared_with_its_run(folder):
+    (folder / "staged.py").write_text(STAGED)
+    loopback = Link(
+        level="loopback", latency_s=sheet(1e-4), bandwidth_bytes_per_s=sheet(1e9), sharing="all"
+    )
+    machine = dataclasses.replace(small_machine(RATE_PER_S), links=(loopback,))
+    (folder / "linked.json").write_text(machine.to_text())
+    arguments = ("staged.py:step", "-n", 2, "--threads", 1, "--machine", "linked.json")
+    chosen = ("--partitions", 2, "--microbatches", 3, "--schedule", "fill_drain")
+    done = paceline(folder, "plan", *arguments, *chosen, "--out", "staged.json")
+    assert done.code == 0, done.err
+    assert "2 stages x 1 replica, 3 microbatches, schedule fill_drain" in " ".join(done.out.split())
+    file = load_plan_file(folder / "staged.json")
+    assert file.workload.batch == 4
+    assert [stage.live_microbatches for stage in file.estimate.stages] == [3, 3]
+    assert sum(file.plan.layers) == len(file.workload.layers) == 6
+
+    ran = ("--plan", "staged.json", "--machine", "linked.json", "--out", "staged", "staged.py")
+    run = paceline(folder, "run", *ran, threads=None)
+    assert run.code == 0, run.err
+    assert run.out.strip() == f"{list(file.plan.layers)} 3 fill_drain True"
+    assert "mesh.pipeline = 2: only the script itself can set that, or" in run.err
+    comparison = gather(folder / "staged").comparison
+    assert comparison.not_compared == ""
+    assert comparison.step_time_error is not None
+
+    every = paceline(folder, "plan", *arguments, "--strategy", "auto", "--json")
+    assert every.code == 0, every.err
+    found = json.loads(every.out)
+    meshes = {(c["mesh"]["pipeline"], c["microbatches"]) for c in found["candidates"]}
+    assert meshes == {(1, 1), (2, 2), (2, 4), (2, 8)}
+    steps = [candidate["step_time_s"] for candidate in found["candidates"]]
+    assert steps == sorted(steps)
+    assert found["step_time_s"] == steps[0]
+    assert {candidate["batch"] for candidate in found["candidates"]} == {24}
+    refused = paceline(folder, "plan", *arguments, "--partitions", 3)
+    assert refused.code == 2
+    assert "2 ranks cannot be divided into 3 partitions" in refused.err

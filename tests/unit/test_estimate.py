@@ -309,6 +309,8 @@ def test_memory_by_kind_and_precision():
 def test_what_cannot_be_predicted_is_refused():
     workload = make_workload(STEP)
     with pytest.raises(UsageError, match="data parallelism"):
+        estimate(make_machine(), workload, Plan(mesh=Mesh(tensor=2)))
+    with pytest.raises(UsageError, match="what the layers of the model exchange"):
         estimate(make_machine(), workload, Plan(mesh=Mesh(pipeline=2)))
     with pytest.raises(UsageError, match="no compute rates"):
         estimate(make_machine(rates=()), workload, Plan())

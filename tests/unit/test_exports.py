@@ -53,7 +53,7 @@ EXPORTS = {
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],
-    "perf": ["estimate"],
+    "perf": ["divide", "estimate"],
     "probe": [],
     "report": [],
     "report.advice": [],

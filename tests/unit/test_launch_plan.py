@@ -99,7 +99,7 @@ def test_a_setting_of_the_backend_is_checked_before_the_start_and_kept(ready, mo
             "the mpich step's ranks per node is 2, the plan's ranks_per_node is 4",
         ),
         (Plan(mesh=Mesh(data=2), nodes=2), {}, {}, "over 2 nodes"),
-        (Plan(mesh=Mesh(pipeline=2)), {}, {}, "2 x 1"),
+        (Plan(mesh=Mesh(tensor=2)), {}, {}, "1 x 2"),
     ],
 )
 def test_what_contradicts_the_plan_is_refused_by_both_names(

@@ -9,10 +9,15 @@ import click
 
 if TYPE_CHECKING:
     from paceline.core.allocator import AllocatorChoice
-    from paceline.core.plan import CollectivesChoice, EngineChoice
+    from paceline.core.plan import CollectivesChoice, EngineChoice, PipelineChoice, StrategyChoice
 
 
-@click.command(epilog="Example: paceline plan examples/digits_step.py:step -n 2")
+@click.command(
+    epilog="""\b
+Example: paceline plan examples/digits_step.py:step -n 2
+  in stages: paceline plan examples/digits_step.py:step -n 4 --strategy auto
+"""
+)
 @click.argument("target", metavar="FILE.py:FUNCTION")
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=1, help="Ranks [default: 1].")
 @click.option(
@@ -41,6 +46,31 @@ if TYPE_CHECKING:
     help="What reduces gradients where the script calls paceline.training.prepare [default: ddp].",
 )
 @click.option(
+    "--strategy",
+    type=click.Choice(["data", "model", "hybrid", "auto"]),
+    help="data: each rank has the whole model; model: each has a stage of its layers; hybrid: "
+    "stages times replicas; auto: the fastest of these by prediction [default: data, or hybrid "
+    "with --partitions].",
+)
+@click.option("--partitions", type=click.IntRange(min=1), help="Stages of the model.")
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    help="Microbatches of a replica's batch [default: 4 for each stage].",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(["1f1b", "fill_drain", "zero_bubble"]),
+    default="1f1b",
+    help="Order in which the stages compute microbatches [default: 1f1b].",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Samples of a step on all ranks together [default: each replica has FUNCTION's batch; "
+    "with --strategy auto each rank].",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -54,10 +84,18 @@ def plan(
     allocator: AllocatorChoice,
     collectives: CollectivesChoice,
     engine: EngineChoice,
+    strategy: StrategyChoice | None,
+    partitions: int | None,
+    microbatches: int | None,
+    schedule: PipelineChoice,
+    batch: int | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """Predict step time and memory of a model on this machine.
+
+    With --strategy or --partitions the model's layers are divided into stages of equal cost, one on
+    each rank, and the order in which they compute microbatches is replayed.
 
     FUNCTION takes no argument and returns a tuple or dict of module, inputs, target, loss_fn and
     optimizer (a function of the parameters). The model is captured with fake tensors (shapes
@@ -67,7 +105,7 @@ def plan(
     """
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text
-    from paceline.studies.predict import predict
+    from paceline.studies.predict import StrategyOptions, predict
 
     if out is not None:
         prepare_output(out, FileKind.PLAN)
@@ -79,6 +117,13 @@ def plan(
         allocator=allocator,
         collectives=collectives,
         engine=engine,
+        strategy=StrategyOptions(
+            strategy=strategy,
+            partitions=partitions,
+            microbatches=microbatches,
+            schedule=schedule,
+            batch=batch,
+        ),
     )
     assert planned.estimate is not None
     if out is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.breakdown import Breakdown
-from paceline.core.plan import Plan
+from paceline.core.plan import Mesh, Plan
 from paceline.core.record import Record
 
 
@@ -28,6 +28,65 @@ class UnpricedOperator(Record):
     name: str
     count: int
     share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageEstimate(Record):
+    """A stage of a pipeline, on each of the ranks that hold a replica of it.
+
+    Attributes:
+        layers: how many it has.
+        first: name of its first layer.
+        last: name of its last layer.
+        parameter_bytes: of its parameters.
+        trained_bytes: of those that get a gradient.
+        forward_s: seconds for one microbatch.
+        backward_s: the same of the backward pass.
+        reduce_s: of reducing its gradients over the replicas, once per step.
+        optimizer_s: of the update, once per step.
+        live_microbatches: whose activations it keeps at the same time, at most.
+        memory_bytes: that the rank needs at its peak.
+    """
+
+    layers: int
+    first: str
+    last: str
+    parameter_bytes: int
+    trained_bytes: int
+    forward_s: float
+    backward_s: float
+    reduce_s: float
+    optimizer_s: float
+    live_microbatches: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCandidate(Record):
+    """One of the plans that were compared.
+
+    Attributes:
+        mesh: ranks per axis.
+        microbatches: of a pipeline's batch; 1 without a pipeline.
+        batch: samples of a step on all ranks together.
+        step_time_s: predicted.
+        memory_bytes: that a rank needs, the fullest one.
+        fits: whether the ranks of a node fit into the memory of the machine's device.
+        limit: the bottleneck of the step, in words.
+    """
+
+    mesh: Mesh
+    microbatches: int
+    batch: int
+    step_time_s: float
+    memory_bytes: int
+    fits: bool
+    limit: str
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that all ranks together train on per second."""
+        return self.batch / self.step_time_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +112,11 @@ class Estimate(Record):
         fits: whether the ranks of a node fit into the memory of the machine's device.
         needed_memory_bytes: of all ranks that share a device; 0 in a file of before.
         available_memory_bytes: of that device; 0 in a file of before.
+        stages: of a pipeline; the breakdown is that of the rank that ends last, and the memory
+            that of the fullest one. Empty without a pipeline.
+        bubble_share: of a pipeline: idle time of all ranks over their time from the first forward
+            to the last backward pass, 0 to 1.
+        candidates: plans that were compared with this one, the fastest first; empty if none were.
         unpriced: operators whose rate was not measured, the largest share first.
         warnings: sentences that say what makes the prediction less certain: too little memory, a
             machine that was busy while it was probed, operators whose rate was not measured, an
@@ -78,6 +142,9 @@ class Estimate(Record):
     fits: bool = True
     needed_memory_bytes: int = 0
     available_memory_bytes: int = 0
+    stages: tuple[StageEstimate, ...] = ()
+    bubble_share: float = 0.0
+    candidates: tuple[PlanCandidate, ...] = ()
     unpriced: tuple[UnpricedOperator, ...] = ()
     warnings: tuple[str, ...] = ()
 

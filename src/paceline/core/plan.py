@@ -13,6 +13,8 @@ PLAN_VARIABLE = "_PACELINE_PLAN"  # not PACELINE_: that would be a setting of th
 CollectivesChoice = Literal["torch", "paceline"]
 StrategyChoice = Literal["data", "model", "hybrid", "auto"]
 EngineChoice = Literal["ddp", "fsdp2", "allreduce", "sharded"]
+PipelineChoice = Literal["1f1b", "fill_drain", "zero_bubble"]
+MICROBATCHES_PER_STAGE = 4  # at which a pipeline is idle for a fifth of the time
 OWN_ENGINES: tuple[EngineChoice, ...] = ("allreduce", "sharded")  # modes of Paceline's
 
 
@@ -50,7 +52,8 @@ class Mesh(Record):
 class Plan(Record):
     """How to train.
 
-    Changes results: `mesh` (with the batch of the Workload), `precision`.
+    Changes results: `mesh` (with the batch of the Workload), `precision`, `microbatches` where a
+    layer uses statistics of its batch.
     Changes speed: the rest.
 
     Attributes:
@@ -67,6 +70,9 @@ class Plan(Record):
             Paceline's in its place.
         engine: what reduces gradients in a script that calls `paceline.training.prepare`: torch's
             DistributedDataParallel or fully_shard, or a mode of Paceline's engine.
+        microbatches: of a pipeline's batch; 0: 4 for each stage.
+        schedule: order in which the stages of a pipeline compute them.
+        layers: number of layers of each stage; empty: stages of equal cost.
     """
 
     mesh: Mesh = Mesh()
@@ -79,8 +85,12 @@ class Plan(Record):
     allocator: AllocatorChoice = "keep"
     collectives: CollectivesChoice = "torch"
     engine: EngineChoice = "ddp"
+    microbatches: int = 0
+    schedule: PipelineChoice = "1f1b"
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_stages()
         for name in ("threads", "nodes", "bucket_bytes", "first_bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1", where="Plan", fix="Use 1 or more")
@@ -88,6 +98,26 @@ class Plan(Record):
             raise ConfigError(
                 "'loader_workers' must not be negative", where="Plan", fix="Use 0 for none"
             )
+
+    def _check_stages(self) -> None:
+        if self.microbatches < 0:
+            raise ConfigError(
+                f"'microbatches' is {self.microbatches}",
+                where="Plan",
+                fix=f"Use 0 for {MICROBATCHES_PER_STAGE} per stage",
+            )
+        if self.layers and (len(self.layers) != self.mesh.pipeline or min(self.layers) < 1):
+            raise ConfigError(
+                f"'layers' is {list(self.layers)} for {self.mesh.pipeline} stages",
+                where="Plan",
+                fix="Give 1 or more layers for each stage, or leave 'layers' empty",
+            )
+
+    @property
+    def microbatch_count(self) -> int:
+        """Microbatches of a replica's batch; 1 without a pipeline."""
+        stages = self.mesh.pipeline
+        return self.microbatches or (MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
 
     @property
     def ranks_per_node(self) -> int:

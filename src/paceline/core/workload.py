@@ -7,7 +7,7 @@ machines: the same one is predicted on a laptop and on a cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from paceline.core.machine import Operator, Phase
 from paceline.core.record import Record
@@ -66,6 +66,32 @@ class Layer(Record):
         return tuple(size for i, size in enumerate(self.parameter_bytes) if i not in self.frozen)
 
 
+class LayerEdge(NamedTuple):
+    """A tensor that one layer computes and later ones use.
+
+    Attributes:
+        source: layer that computes it.
+        destinations: layers that use it, each higher than `source`.
+        bytes: for one microbatch.
+    """
+
+    source: int
+    destinations: tuple[int, ...]
+    bytes: int
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that several layers use (tied weights).
+
+    Attributes:
+        layers: that use it, in rising order; it is counted in the first of them.
+        bytes: of it.
+    """
+
+    layers: tuple[int, ...]
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset(Record):
     """Shape and cost of the training data.
@@ -84,13 +110,16 @@ class Dataset(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):
-    """One training step of one rank.
+    """One training step of one rank; of a model in stages, one microbatch of a step.
 
     Attributes:
         name: of the model.
-        batch: samples that one rank processes per step.
+        batch: samples that one rank processes per step; of a model in stages, per microbatch.
         input_bytes: of one batch, inputs and targets.
         layers: in the order of the forward pass.
+        edges: what these layers exchange, numbered in their order; only known where the layers are
+            those of the model's graph, between which it can be cut into stages.
+        shared: parameters that several layers use; known where `edges` are.
         largest_bytes: of the largest tensor that a step allocates.
         optimizer: name of its class.
         optimizer_bytes: state that it keeps between steps.
@@ -104,6 +133,8 @@ class Workload(Record):
     batch: int
     input_bytes: int
     layers: tuple[Layer, ...]
+    edges: tuple[LayerEdge, ...] = ()
+    shared: tuple[SharedParameter, ...] = ()
     largest_bytes: int = 0
     optimizer: str = ""
     optimizer_bytes: int = 0

@@ -1,10 +1,12 @@
 """Predicts step time and memory: Machine + Workload + Plan -> Estimate. Needs no torch.
 
 `costs` has the cost of an operator on a device, `communication` the cost of a collective and its
-overlap with the backward pass; `estimate` combines both to a step. The Estimate has the phases of a
+overlap with the backward pass, `pipeline` replays the schedule of a model in stages; `estimate`
+combines them to a step, and `divide` cuts a model into stages. The Estimate has the phases of a
 Trace, so that the two can be compared; `calibrate` fits the Machine to a run's measurements.
 """
 
 from paceline.perf.estimate import estimate
+from paceline.perf.pipeline import divide
 
-__all__ = ["estimate"]
+__all__ = ["divide", "estimate"]

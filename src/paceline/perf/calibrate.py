@@ -34,7 +34,8 @@ from paceline.core.errors import UsageError
 from paceline.core.machine import Quantity
 from paceline.core.record import Record
 from paceline.perf.communication import MODELLED, collective_s
-from paceline.perf.estimate import COMPUTE_PHASES, RESIDUALS, step_breakdown
+from paceline.perf.compute import COMPUTE_PHASES, RESIDUALS
+from paceline.perf.estimate import step_breakdown
 from paceline.perf.refit import (
     add_residual,
     scale_collectives,
@@ -183,6 +184,13 @@ def calibrate(
             where=evidence.source or machine.name,
             why="every step is in the warm-up or in a straggler's step range, or lost events",
             fix="Calibrate from a longer run, or one without a straggler",
+        )
+    if plan.mesh.pipeline > 1:
+        raise UsageError(
+            "a run of a model in stages cannot be calibrated from",
+            where=evidence.source or machine.name,
+            why="its phases differ from rank to rank",
+            fix="Calibrate from a data-parallel run on the same machine",
         )
     prior = step_breakdown(machine, workload, plan)
     fitter = _Fitter(machine, workload, plan)

@@ -18,7 +18,7 @@ from paceline.core.machine import (
     Quantity,
     Rate,
 )
-from paceline.perf.estimate import cost_model
+from paceline.perf.compute import cost_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -93,7 +93,8 @@ def machine_difference(estimate: Estimate, machine_digest: str, name: str) -> st
 def _model_difference(
     estimate: Estimate, trace: Trace, traffic: Sequence[Traffic], steps: int
 ) -> str:
-    expected = estimate.trained_parameter_bytes
+    stages = [stage.trained_bytes for stage in estimate.stages]  # each rank updates those of one
+    expected = max(stages, default=estimate.trained_parameter_bytes)
     trained = max((trained_bytes(rank) for rank in trace.ranks), default=0)
     if trained:
         if trained == expected:
@@ -102,6 +103,8 @@ def _model_difference(
             f"the prediction is of a model with {format_bytes(expected)} of trained parameters, "
             f"the run trained {format_bytes(trained)}"
         )
+    if stages:
+        return ""
     reduced = sum(line.bytes for line in traffic if line.operation == "all_reduce")
     if trace.world_size < 2 or not reduced or not steps or not expected:
         return ""

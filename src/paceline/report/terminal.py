@@ -16,6 +16,7 @@ from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.fitting_table import FittingTable
 from paceline.report.model import modelled_s
+from paceline.report.stages import render_candidates, render_stages
 from paceline.report.units import (
     format_bytes,
     format_clock_error,
@@ -206,6 +207,8 @@ def render_estimate(estimate: Estimate) -> Group:
             f"{estimate.limit}",
             style="bold",
         ),
+        *render_candidates(estimate),
+        *render_stages(estimate),
         Text(),
         phases,
         Text(),

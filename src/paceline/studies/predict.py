@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.core.plan import Mesh, Plan
+from paceline.core.errors import UsageError
+from paceline.core.estimate import PlanCandidate
+from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
-from paceline.perf import estimate
+from paceline.perf import divide, estimate
 from paceline.probe.machine_file import load_machine
-from paceline.training.capture_process import capture_file
+from paceline.training.capture_process import BatchDivision, capture_file, capture_splits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.allocator import AllocatorChoice
+    from paceline.core.estimate import Estimate
+    from paceline.core.machine import Machine
     from paceline.core.plan import CollectivesChoice, EngineChoice
+    from paceline.core.workload import Workload
+    from paceline.training.capture_process import CapturedStep
+
+_AUTO_MICROBATCHES = (1, 2, 4)  # per stage; more make operators small before they fill the bubble
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyOptions:
+    """How ranks share the model and the batch.
+
+    Attributes:
+        strategy: ``data``: each rank has the whole model; ``model``: each has a stage of it;
+            ``hybrid``: stages times replicas; ``auto``: what is predicted to be fastest of these.
+            None: ``data``, or ``hybrid`` where `partitions` are given.
+        partitions: number of stages.
+        microbatches: of a replica's batch; None: 4 for each stage, with ``auto`` 1, 2 or 4.
+        schedule: order in which the stages compute.
+        batch: samples of a step on all replicas together; None: each replica has the batch of the
+            user's function, with ``auto`` each rank.
+    """
+
+    strategy: StrategyChoice | None = None
+    partitions: int | None = None
+    microbatches: int | None = None
+    schedule: PipelineChoice = "1f1b"
+    batch: int | None = None
+
+    @property
+    def resolved(self) -> StrategyChoice:
+        """The strategy, where none is given."""
+        return self.strategy or ("data" if self.partitions is None else "hybrid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankShape:
+    """A mesh and the microbatches of its pipeline; 0 where there is one stage."""
+
+    mesh: Mesh
+    microbatches: int
+
+    @property
+    def split(self) -> BatchDivision:
+        return BatchDivision(self.mesh.data, self.microbatches)
 
 
 def predict(
@@ -26,25 +74,26 @@ def predict(
     allocator: AllocatorChoice = "keep",
     collectives: CollectivesChoice = "torch",
     engine: EngineChoice = "ddp",
+    strategy: StrategyOptions | None = None,
 ) -> PlanFile:
     """Return the plan of a model on one node, with its estimate and the model's Workload.
 
     Args:
         target: ``FILE.py:FUNCTION``; the function returns what a training step needs.
-        ranks: that train, data-parallel.
+        ranks: that train.
         threads: of each; by default an equal share of the machine's cores.
         machine_path: a Machine as JSON; by default what ``paceline probe`` wrote on this host.
         allocator: of the ranks, as ``paceline run`` will set it.
         collectives: of the ranks, likewise.
         engine: that reduces their gradients, as `paceline.training.prepare` will choose it.
+        strategy: how they share model and batch; None: data-parallel.
 
     Raises:
         NotFound: there is no such file, or no machine was probed.
-        UsageError: the model cannot be captured or the plan not predicted.
-        PacelineError: the capture failed, see `capture_file`.
+        UsageError: the model cannot be captured or divided, or the plan not predicted.
+        PacelineError: the capture failed, see `capture_splits`.
     """
     machine = load_machine(machine_path)
-    workload = capture_file(target)
     cores = machine.devices[0].cores if machine.devices else 1
     plan = Plan(
         mesh=Mesh(data=ranks),
@@ -53,4 +102,138 @@ def predict(
         collectives=collectives,
         engine=engine,
     )
-    return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)
+    options = strategy or StrategyOptions()
+    if options.resolved == "data" and options.batch is None:
+        workload = capture_file(target)
+        return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)
+    shapes = _shapes(options, ranks)
+    is_auto = options.resolved == "auto"
+    captured = capture_splits(
+        target,
+        [shape.split for shape in shapes],
+        batch=options.batch or 0,
+        copies=ranks if is_auto else shapes[0].mesh.data,
+    )
+    plan = replace(plan, schedule=options.schedule)
+    return _fastest(machine, plan, shapes, captured, compare=is_auto)
+
+
+def _shapes(options: StrategyOptions, ranks: int) -> list[_RankShape]:
+    """Return the meshes and microbatches to predict.
+
+    Raises:
+        UsageError: the ranks cannot be divided like this.
+    """
+    strategy, partitions = options.resolved, options.partitions
+    if strategy == "auto":
+        found = [_RankShape(mesh=Mesh(data=ranks), microbatches=0)]
+        stages = [count for count in range(2, ranks + 1) if ranks % count == 0]
+        for count in stages if partitions is None else [partitions]:
+            each = [options.microbatches] if options.microbatches else _several(count)
+            found += [_divided(ranks, count, microbatches) for microbatches in each]
+        return found
+    if strategy == "data":
+        partitions = partitions or 1
+    elif strategy == "model":
+        partitions = partitions or ranks
+    elif partitions is None:
+        raise UsageError(
+            "the strategy hybrid needs a number of partitions",
+            where="paceline plan",
+            fix="Give --partitions N, the stages that the model's layers are divided into",
+        )
+    expected = {"data": 1, "model": ranks}.get(strategy, partitions)
+    if partitions != expected:
+        raise UsageError(
+            f"the strategy {strategy} of {ranks} ranks has {expected} partitions, not {partitions}",
+            where="paceline plan",
+            fix="Leave --partitions out, or use the strategy hybrid",
+        )
+    default = Plan(mesh=Mesh(pipeline=partitions)).microbatch_count
+    return [_divided(ranks, partitions, options.microbatches or default)]
+
+
+def _several(stages: int) -> list[int]:
+    return [stages * each for each in _AUTO_MICROBATCHES]
+
+
+def _divided(ranks: int, partitions: int, microbatches: int) -> _RankShape:
+    if ranks % partitions:
+        raise UsageError(
+            f"{ranks} ranks cannot be divided into {partitions} partitions",
+            where="paceline plan",
+            fix="Give a number of partitions that divides the number of ranks",
+        )
+    mesh = Mesh(data=ranks // partitions, pipeline=partitions)
+    return _RankShape(mesh=mesh, microbatches=microbatches if partitions > 1 else 0)
+
+
+def _fastest(
+    machine: Machine, plan: Plan, shapes: list[_RankShape], captured: CapturedStep, *, compare: bool
+) -> PlanFile:
+    """Return the plan with the shortest step, of those that fit into memory if any do."""
+    files: list[PlanFile] = []
+    for shape, workload in zip(shapes, captured.splits, strict=True):
+        if compare and shape.mesh.pipeline > len(workload.layers):
+            continue
+        file = _predicted(machine, plan, shape, workload, captured)
+        if all(file.plan != other.plan for other in files):
+            files.append(file)
+    files.sort(key=lambda file: (not _estimate(file).fits, _estimate(file).step_time_s))
+    if not compare:
+        return files[0]
+    candidates = tuple(_candidate(_estimate(file), captured.batch) for file in files)
+    chosen = files[0]
+    return replace(chosen, estimate=replace(_estimate(chosen), candidates=candidates))
+
+
+def _predicted(
+    machine: Machine, plan: Plan, shape: _RankShape, workload: Workload, captured: CapturedStep
+) -> PlanFile:
+    count, size = shape.split.sizes(captured.batch)
+    if shape.mesh.pipeline > 1:
+        planned = replace(plan, mesh=shape.mesh, microbatches=count)
+        planned = divide(machine, workload, planned)
+    else:
+        planned = replace(plan, mesh=shape.mesh, schedule="1f1b")
+    predicted = estimate(machine, workload, planned)
+    notes = _batch_notes(shape, captured, count, size)
+    predicted = replace(predicted, warnings=(*predicted.warnings, *notes))
+    return PlanFile(plan=planned, estimate=predicted, workload=workload)
+
+
+def _batch_notes(shape: _RankShape, captured: CapturedStep, count: int, size: int) -> list[str]:
+    """Return what the script has to do so that its run is the one that was predicted."""
+    own, given = -(-captured.batch // shape.mesh.data), captured.workload.batch
+    notes = []
+    if own != given:
+        who = "each replica" if shape.mesh.pipeline > 1 else "each rank"
+        notes.append(
+            f"predicted for batches of {own} samples on {who}, {captured.batch} on all together; "
+            f"the function's batch has {given}"
+        )
+    if count * size != own and shape.mesh.pipeline > 1:
+        notes.append(
+            f"{own} samples are no multiple of {count} microbatches: all are predicted as long as "
+            f"the largest, of {size}"
+        )
+    return notes
+
+
+def _estimate(file: PlanFile) -> Estimate:
+    assert file.estimate is not None
+    return file.estimate
+
+
+def _candidate(predicted: Estimate, batch: int) -> PlanCandidate:
+    plan = predicted.plan
+    stages = [stage.memory_bytes for stage in predicted.stages]
+    return PlanCandidate(
+        mesh=plan.mesh,
+        microbatches=plan.microbatch_count,
+        batch=batch,
+        step_time_s=predicted.step_time_s,
+        memory_bytes=max(stages, default=sum(predicted.memory_bytes.values())),
+        fits=predicted.fits,
+        limit=predicted.limit,
+    )

@@ -25,7 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
-from paceline.core.workload import Dataset, Layer, Operation, Workload
+from paceline.core.workload import (
+    Dataset,
+    Layer,
+    LayerEdge,
+    Operation,
+    SharedParameter,
+    Workload,
+)
 from paceline.training.operators import bytes_of, tensors_in, works_of
 
 if TYPE_CHECKING:
@@ -46,6 +53,8 @@ class TrainingStep:
         loss_fn: by default the output's ``loss`` if it has one, else the sum of the output.
         optimizer: makes the optimizer from the parameters; None for no update.
         dataset: what is known of the data.
+        split_points: names of submodules that make up the model, for a plan that cuts it into
+            stages, as `paceline.training.prepare` takes them.
     """
 
     module: torch.nn.Module
@@ -54,14 +63,19 @@ class TrainingStep:
     loss_fn: Callable[..., torch.Tensor] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     dataset: Dataset | None = None
+    split_points: tuple[str, ...] = ()
 
 
-def capture(step: TrainingStep, *, name: str = "") -> Workload:
+def capture(
+    step: TrainingStep, *, name: str = "", record: Callable[..., OperatorRecorder] | None = None
+) -> Workload:
     """Return the Workload of one training step, without running it.
 
     Args:
         step: the model and its batch.
         name: of the workload; by default the module's class.
+        record: makes the recorder from the module, whose tensors are fake, and the inputs; None:
+            one whose layers are the model's submodules.
 
     Raises:
         UsageError: the model needs values, not only shapes, to go on (data-dependent control flow),
@@ -70,8 +84,8 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         module = _fake_copy(step.module, fake)
-        recorder = _Recorder(module)
         inputs, target = _fake_values(step.inputs, fake), _fake_values(step.target, fake)
+        recorder = record(module, inputs) if record else OperatorRecorder(module)
         with fake, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
     except UsageError:
@@ -89,6 +103,8 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
         batch=int(batch[0].shape[0]) if batch and batch[0].dim() else 1,
         input_bytes=bytes_of(batch + tensors_in(target)),
         layers=recorder.layers(),
+        edges=recorder.edges(),
+        shared=recorder.shared(),
         largest_bytes=recorder.largest_bytes,
         optimizer=type(optimizer).__name__ if optimizer else "",
         optimizer_bytes=_state_bytes(optimizer),
@@ -101,14 +117,17 @@ def capture(step: TrainingStep, *, name: str = "") -> Workload:
 
 
 def _run(
-    recorder: _Recorder, module: torch.nn.Module, inputs: Any, target: Any, step: TrainingStep
+    recorder: OperatorRecorder,
+    module: torch.nn.Module,
+    inputs: Any,
+    target: Any,
+    step: TrainingStep,
 ) -> torch.optim.Optimizer | None:
     optimizer = step.optimizer(module.parameters()) if step.optimizer else None
     if optimizer is not None:
         _check_optimizer(optimizer)
-    arguments, keywords = _arguments(module, inputs)
     recorder.phase = "forward"
-    output = module(*arguments, **keywords)
+    output = recorder.call(inputs)
     if step.loss_fn is None:
         loss = _loss_in(output)
     else:
@@ -205,8 +224,18 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(bytes_of(tensors_in(state)) for state in optimizer.state.values())
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
-    """Counts operators per layer and phase, and the bytes that wait for the backward pass."""
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
+    """Counts operators per layer and phase, and the bytes that wait for the backward pass.
+
+    Layers are the submodules that run; a subclass may have others.
+
+    Args:
+        module: whose step is recorded.
+
+    Attributes:
+        phase: of the step that runs; None: operators are not counted.
+        largest_bytes: of the largest tensor that the step allocated.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -226,6 +255,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an id stays one storage
         for tensor in [*module.parameters(), *module.buffers()]:
             self._remember(tensor)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the module's output for a batch."""
+        arguments, keywords = _arguments(self._module, inputs)
+        return self._module(*arguments, **keywords)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -305,11 +339,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
     def _layer_of_node(self, node: Any) -> str:
         if node is None:
-            return ""
+            return self._stack[0]
         if hasattr(node, "variable"):  # AccumulateGrad
-            return str(self._owner_of.get(id(node.variable), ""))
+            return str(self._owner_of.get(id(node.variable), self._stack[0]))
         at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1  # noqa: SLF001
-        return self._sequence_layer[at] if at >= 0 else ""
+        return self._sequence_layer[at] if at >= 0 else self._stack[0]
+
+    def edges(self) -> tuple[LayerEdge, ...]:
+        """Return what the layers exchange; of submodules that is not known."""
+        return ()
+
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Return the parameters that several layers use; of submodules that is not known."""
+        return ()
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers that did or hold something, in order of their first call."""
@@ -333,14 +375,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
                 ),
                 buffer_bytes=sum(buffer.nbytes for buffer in module.buffers(recurse=False)),
                 saved_bytes=self._saved.get(name, 0),
-                operations=_operations(self._counts.get(name, Counter())),
+                operations=operations_of(self._counts.get(name, Counter())),
             )
             if layer.operations or layer.parameter_bytes or layer.buffer_bytes:
                 found.append(layer)
         return tuple(found)
 
 
-def _operations(counts: Counter[tuple[Any, ...]]) -> tuple[Operation, ...]:
+def operations_of(counts: Mapping[tuple[Any, ...], int]) -> tuple[Operation, ...]:
+    """Return a layer's counted operators."""
     return tuple(
         Operation(
             phase=phase,

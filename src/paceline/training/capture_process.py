@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.allocator import allocator_setting
 from paceline.core.config import environment
@@ -11,8 +12,30 @@ from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, Usage
 from paceline.core.worker_process import WorkerCall, WorkerMessage, call
 from paceline.core.workload import Workload
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 CAPTURE_DEADLINE_S = 300.0
 _WORKER = "paceline.training.capture_worker"
+
+
+class BatchDivision(NamedTuple):
+    """How a batch is divided.
+
+    Attributes:
+        replicas: of the model, each with its part of the batch, rounded up.
+        microbatches: of a replica's batch; 0: the model is not cut into stages, and its Workload is
+            that of the replica's whole batch.
+    """
+
+    replicas: int
+    microbatches: int
+
+    def sizes(self, batch: int) -> tuple[int, int]:
+        """Return the microbatches of a replica, at most one per sample, and the largest one."""
+        own = -(-batch // self.replicas)
+        count = min(own, max(1, self.microbatches))
+        return count, -(-own // count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,18 +45,62 @@ class CaptureRequest(WorkerMessage):
     Attributes:
         path: of the Python file.
         function: its name in that file.
+        batch: samples of all replicas together; 0: the function's batch times `copies`.
+        copies: how often the function's batch is in that batch.
+        splits: how to divide that batch, in addition to the function's own step.
     """
 
     path: str
     function: str
+    batch: int = 0
+    copies: int = 1
+    splits: tuple[BatchDivision, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedStep(WorkerMessage):
+    """What `capture_splits` captured.
+
+    Attributes:
+        workload: of the function's own step.
+        batch: that was divided.
+        splits: a Workload for each of the request's, with the largest microbatch; with edges
+            between layers where the model is cut into stages.
+    """
+
+    workload: Workload
+    batch: int
+    splits: tuple[Workload, ...] = ()
 
 
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
     """Return the Workload of the training step that ``FILE.py:FUNCTION`` returns.
 
+    Errors as of `capture_splits`.
+
     Args:
         target: ``FILE.py:FUNCTION``; the function takes no argument.
         deadline_s: for the import of torch, the user's function and the capture together.
+    """
+    return capture_splits(target, (), deadline_s=deadline_s).workload
+
+
+def capture_splits(
+    target: str,
+    splits: Sequence[BatchDivision],
+    *,
+    batch: int = 0,
+    copies: int = 1,
+    deadline_s: float = CAPTURE_DEADLINE_S,
+) -> CapturedStep:
+    """Return the Workloads of the training step of ``FILE.py:FUNCTION``, its batch divided.
+
+    Args:
+        target: ``FILE.py:FUNCTION``; the function takes no argument.
+        splits: how to divide the batch.
+        batch: samples of all replicas together; 0: the function's batch times `copies`.
+        copies: how often the function's batch is in that batch.
+        deadline_s: for the import of torch, the user's function and all captures together.
 
     Raises:
         NotFound: there is no such file.
@@ -52,8 +119,10 @@ def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Work
         raise NotFound("no such file", where=str(path), fix="Check the path before the colon")
     work = WorkerCall(
         module=_WORKER,
-        request=CaptureRequest(path=str(path), function=function),
-        answer=Workload,
+        request=CaptureRequest(
+            path=str(path), function=function, batch=batch, copies=copies, splits=tuple(splits)
+        ),
+        answer=CapturedStep,
         name=f"capture of {target}",
         show_output=True,
         # Code of the user's that times its data set does so as the ranks will run it.

@@ -1,7 +1,7 @@
 """Captures the Workload of a user's model, in a process of its own, with torch and their code.
 
-The worker of `capture_process`: it answers a CaptureRequest with a Workload. Whatever the user's
-code raises, other than a Paceline error, becomes ScriptFailed; its traceback goes to stderr.
+The worker of `capture_process`: it answers a CaptureRequest with a CapturedStep. Whatever the
+user's code raises, other than a Paceline error, becomes ScriptFailed; its traceback goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from paceline.core.errors import PacelineError, ScriptFailed, UsageError
 from paceline.core.record import nearest
 from paceline.core.worker_process import serve
 from paceline.training.capture import TrainingStep, capture
-from paceline.training.capture_process import CaptureRequest
+from paceline.training.capture_process import CapturedStep, CaptureRequest
+from paceline.training.pipeline.workload import capture_layers, resized
 
 if TYPE_CHECKING:
     from paceline.core.workload import Workload
@@ -74,8 +75,8 @@ def to_step(value: Any, where: str) -> TrainingStep:
     return value
 
 
-def run(request: CaptureRequest) -> Workload:
-    """Return the Workload of the requested function's training step.
+def run(request: CaptureRequest) -> CapturedStep:
+    """Return the Workloads of the requested function's training step.
 
     Raises:
         UsageError: the function does not exist, or does not return what a training step needs.
@@ -84,7 +85,7 @@ def run(request: CaptureRequest) -> Workload:
     target = f"{request.path}:{request.function}"
     try:
         step = to_step(load_function(Path(request.path), request.function)(), target)
-        return capture(step, name=request.function)
+        return _capture(step, request)
     except PacelineError:
         raise
     except Exception as error:
@@ -95,6 +96,18 @@ def run(request: CaptureRequest) -> Workload:
             why=f"{type(error).__name__}: {error}; its traceback stands above",
             fix="Fix the error; the function must run on its own, without the training script",
         ) from error
+
+
+def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
+    workload = capture(step, name=request.function)
+    batch = request.batch or workload.batch * request.copies
+    splits: dict[tuple[int, bool], Workload] = {}
+    keys = [(split.sizes(batch)[1], split.microbatches > 0) for split in request.splits]
+    for size, in_stages in keys:
+        if (size, in_stages) not in splits:
+            divide = capture_layers if in_stages else capture
+            splits[size, in_stages] = divide(resized(step, size), name=request.function)
+    return CapturedStep(workload=workload, batch=batch, splits=tuple(splits[key] for key in keys))
 
 
 if __name__ == "__main__":

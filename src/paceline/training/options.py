@@ -202,7 +202,18 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
         )
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
     precision: Precision = options.precision or (plan.precision if plan else "float32")
-    return replace(options, engine=engine, precision=precision)
+    options = replace(options, engine=engine, precision=precision)
+    shape = (options.strategy, options.partitions, options.replicas)
+    if plan is None or plan.mesh.pipeline == 1:
+        return options
+    if shape != (None, None, None) and options.partitions != plan.mesh.pipeline:
+        return options  # the plan's stages are not those of the options
+    return replace(
+        options,
+        microbatches=options.microbatches or plan.microbatches or None,
+        schedule=options.schedule or plan.schedule,
+        layers=options.layers or plan.layers or None,
+    )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

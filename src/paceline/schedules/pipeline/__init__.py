@@ -14,10 +14,11 @@ in the order.
 `partition` cuts the layers of a model into stages.
 """
 
+from paceline.core.workload import LayerEdge
 from paceline.schedules.pipeline.check import check_pipeline
 from paceline.schedules.pipeline.costs import StageCosts
 from paceline.schedules.pipeline.interleaved import interleaved
-from paceline.schedules.pipeline.layers import LayerCosts, LayerEdge, stage_costs, stage_edges
+from paceline.schedules.pipeline.layers import LayerCosts, stage_costs, stage_edges
 from paceline.schedules.pipeline.live import live_microbatches, peak_activation_bytes
 from paceline.schedules.pipeline.orders import fill_drain, one_forward_one_backward
 from paceline.schedules.pipeline.partition import StagePartition, partition

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
+from paceline.core.workload import LayerEdge
 from paceline.schedules.pipeline.costs import StageCosts
 from paceline.schedules.pipeline.schedule import StageEdge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class LayerEdge(NamedTuple):
-    """A tensor that one layer computes and later ones use.
-
-    Attributes:
-        source: layer that computes it.
-        destinations: layers that use it, each higher than `source`.
-        bytes: for one microbatch.
-    """
-
-    source: int
-    destinations: tuple[int, ...]
-    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from paceline.core.errors import MemoryExceeded
 from paceline.core.machine import Link, Quantity
 from paceline.core.node import memory_bytes
+from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
     live_microbatches,
     one_forward_one_backward,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.schedules.pipeline import LayerCosts, StagePartition
     from paceline.training.engine.ranks import Ranks
 
-MICROBATCHES_PER_PARTITION = 4  # at which a pipeline is idle for a fifth of the time
 _SIDE, _ELEMENTS, _ROUNDS = 384, 1 << 18, 5
 
 
@@ -121,7 +121,7 @@ def _estimate(
 ) -> LayoutEstimate:
     count = 1
     if partitions > 1:
-        count = microbatches or MICROBATCHES_PER_PARTITION * partitions
+        count = microbatches or MICROBATCHES_PER_STAGE * partitions
     schedule = one_forward_one_backward(partitions, count)
     share = partitions / count
     scaled = replace(

@@ -54,7 +54,7 @@ def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
     if counted is not None:
         seconds = [sum(counted.seconds[name] for name in members) for members in names]
         saved = [sum(counted.bytes[name] for name in members) for members in names]
-        edges = tuple(_edges(layer_of, counted.bytes))
+        edges = tuple(edges_of(layer_of, counted.bytes))
     return LayerCosts(
         forward_s=tuple(seconds),
         backward_s=tuple(2 * value for value in seconds),
@@ -64,7 +64,13 @@ def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
     )
 
 
-def _edges(layer_of: dict[fx.Node, int], bytes_of: dict[str, int]) -> Iterator[LayerEdge]:
+def edges_of(layer_of: dict[fx.Node, int], bytes_of: dict[str, int]) -> Iterator[LayerEdge]:
+    """Yield what layers exchange.
+
+    Args:
+        layer_of: the layer of each node that computes.
+        bytes_of: what each node returns, by its name.
+    """
     for node, layer in layer_of.items():
         users = sorted({layer_of[user] for user in node.users if user in layer_of} - {layer})
         if users and bytes_of[node.name]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import UsageError
+from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
     fill_drain,
     interleaved,
@@ -22,7 +23,6 @@ from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.modes import broadcast_values, check_stateless
 from paceline.training.engine.ranks import find_ranks
 from paceline.training.pipeline.choice import (
-    MICROBATCHES_PER_PARTITION,
     estimate_layouts,
     measure_rates,
 )
@@ -187,7 +187,7 @@ def in_stages(
         stage(model, options, order(1).stages, example_inputs),
         StageMesh(ranks, order(1).rank_of, replicas),
         order=order,
-        microbatches=options.microbatches or MICROBATCHES_PER_PARTITION * partitions,
+        microbatches=options.microbatches or MICROBATCHES_PER_STAGE * partitions,
         compute=ComputeOptions(
             loss_fn=loss_fn,
             scale_outputs=scale_outputs,

@@ -1,0 +1,203 @@
+"""Captures the Workload of one microbatch, layer by layer of the graph that stages are cut from.
+
+The same layers as `graph.capture` finds for `prepare`: a plan that gives each stage a number of
+them is followed by the runtime as it is. The whole step runs once on fake tensors, node by node;
+operators, saved tensors and parameters belong to the layer whose node runs, and in the backward
+pass to the layer whose forward call made them. The loss belongs to the last layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.core.workload import Layer, LayerEdge, SharedParameter
+from paceline.training.capture import OperatorRecorder, TrainingStep, capture, operations_of
+from paceline.training.operators import bytes_of
+from paceline.training.pipeline.costs import edges_of
+from paceline.training.pipeline.graph import bind_inputs
+from paceline.training.pipeline.graph import capture as capture_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from paceline.core.workload import Workload
+    from paceline.training.pipeline.graph import GraphLayer
+
+
+def capture_layers(step: TrainingStep, *, name: str = "") -> Workload:
+    """Return the Workload of a step whose batch is one microbatch, with edges between its layers.
+
+    Args:
+        step: the model and a microbatch.
+        name: of the workload; by default the module's class.
+
+    Raises:
+        UsageError: the model's forward pass cannot be captured as a graph, or see `capture`.
+    """
+
+    def record(module: nn.Module, inputs: Any) -> OperatorRecorder:
+        return _GraphRecorder(module, inputs, step.split_points)
+
+    return capture(step, name=name, record=record)
+
+
+def resized(step: TrainingStep, samples: int) -> TrainingStep:
+    """Return the step with a batch of so many samples; only shapes matter, not values.
+
+    Args:
+        step: whose tensors with the samples along dim 0 are resized; all others stay.
+        samples: 1 or more.
+    """
+    first = [leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, torch.Tensor)]
+    before = first[0].shape[0] if first and first[0].ndim else 0
+
+    def resize(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == before:
+            return leaf.new_empty((samples, *leaf.shape[1:]))
+        return leaf
+
+    if before in (0, samples):
+        return step
+    return replace(step, inputs=tree_map(resize, step.inputs), target=tree_map(resize, step.target))
+
+
+class _GraphRecorder(OperatorRecorder):
+    """Counts operators per layer of the graph; a layer's name is its number until `layers`."""
+
+    def __init__(self, module: nn.Module, inputs: Any, split_points: Sequence[str]) -> None:
+        super().__init__(module)
+        self._captured = capture_graph(module, inputs, split_points=split_points)
+        self._layer_of = {
+            node: number
+            for number, layer in enumerate(self._captured.layers)
+            for node in layer.nodes
+        }
+        self._bytes: dict[str, int] = {}
+        self._users = self._find_users()
+        self._stack = [str(len(self._captured.layers) - 1)]  # what no node does: the loss
+        self._updating = self._stack[0]
+        self._owner_of = {key: str(users[0]) for key, users in self._users.items()}
+
+    def _find_users(self) -> dict[int, list[int]]:
+        """Return the layers that use each parameter, by its `id`; in rising order."""
+        users: dict[int, set[int]] = {id(p): set() for p in self._module.parameters()}
+        for number, layer in enumerate(self._captured.layers):
+            for tensor in self._tensors_of(layer, buffers=False):
+                users[id(tensor)].add(number)
+        # What the forward pass does not use is in the first stage, which saves it.
+        return {key: sorted(layers) or [0] for key, layers in users.items()}
+
+    def _tensors_of(self, layer: GraphLayer, *, buffers: bool) -> Iterator[torch.Tensor]:
+        for node in layer.nodes:
+            if node.op == "call_module":
+                module = self._module.get_submodule(str(node.target))
+                yield from module.buffers() if buffers else module.parameters()
+            for used in node.all_input_nodes:
+                value = _attribute(self._module, used)
+                if isinstance(value, torch.Tensor) and isinstance(value, nn.Parameter) != buffers:
+                    yield value
+
+    def call(self, inputs: Any) -> Any:
+        """Return the module's output for a batch; each node runs as a part of its layer."""
+        arguments = bind_inputs(self._module, inputs).arguments
+        if self._captured.inputs == ("inputs",) and "inputs" not in arguments:
+            arguments = {"inputs": next(iter(arguments.values()))}  # split points take one
+        graph = fx.GraphModule(self._module, self._captured.graph)
+        return _LayerInterpreter(graph, self).run(
+            *map(arguments.__getitem__, self._captured.inputs)
+        )
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch saved tensors and operators; modules are not watched, but nodes."""
+        saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        with saved, self:
+            yield
+
+    @contextlib.contextmanager
+    def running(self, node: fx.Node) -> Iterator[None]:
+        """Give what runs to the layer of a node."""
+        number = self._layer_of.get(node)
+        if number is None:
+            yield
+            return
+        self._stack.append(str(number))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def returned(self, node: fx.Node, value: Any) -> None:
+        """Note the bytes of what a node returns."""
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        self._bytes[node.name] = bytes_of(tensors)
+
+    def edges(self) -> tuple[LayerEdge, ...]:
+        """Return what the layers exchange."""
+        return tuple(edges_of(self._layer_of, self._bytes))
+
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Return the parameters that several layers use."""
+        return tuple(
+            SharedParameter(tuple(self._users[id(parameter)]), parameter.nbytes)
+            for parameter in self._module.parameters()
+            if len(self._users[id(parameter)]) > 1
+        )
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return all layers of the graph, in its order."""
+        owned: dict[int, list[nn.Parameter]] = {}
+        for parameter in self._module.parameters():
+            owned.setdefault(self._users[id(parameter)][0], []).append(parameter)
+        seen: set[int] = set()
+        found = []
+        for number, layer in enumerate(self._captured.layers):
+            key, parameters = str(number), owned.get(number, [])
+            buffers = {id(b): b.nbytes for b in self._tensors_of(layer, buffers=True)}
+            new = {name: size for name, size in buffers.items() if name not in seen}
+            seen |= new.keys()
+            found.append(
+                Layer(
+                    name=layer.name,
+                    kind=self._kind(layer),
+                    parameter_bytes=tuple(parameter.nbytes for parameter in parameters),
+                    frozen=tuple(i for i, p in enumerate(parameters) if not p.requires_grad),
+                    buffer_bytes=sum(new.values()),
+                    saved_bytes=self._saved.get(key, 0),
+                    operations=operations_of(self._counts.get(key, {})),
+                )
+            )
+        return tuple(found)
+
+    def _kind(self, layer: GraphLayer) -> str:
+        first = layer.nodes[0]
+        if first.op == "call_module":
+            return type(self._module.get_submodule(str(first.target))).__name__
+        return str(getattr(first.target, "__name__", first.target))
+
+
+class _LayerInterpreter(fx.Interpreter):  # type: ignore[misc]  # torch has no types here
+    def __init__(self, module: fx.GraphModule, recorder: _GraphRecorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node as a part of its layer."""
+        with self._recorder.running(n):
+            value = super().run_node(n)
+        self._recorder.returned(n, value)
+        return value
+
+
+def _attribute(module: nn.Module, node: fx.Node) -> Any:
+    """Return what a node reads from the module; None if it reads nothing."""
+    if node.op != "get_attr":
+        return None
+    path, _, name = str(node.target).rpartition(".")
+    return getattr(module.get_submodule(path), name)
