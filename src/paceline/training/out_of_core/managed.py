@@ -1,7 +1,7 @@
 """Bytes whose memory may be away: in memory, on their way, or in the spill file.
 
 The step's thread owns them. The writer calls `_forget_source` when all bytes are in the file: from
-then on the memory belongs to whoever else holds the tensor, or is free.
+then on the memory is free, unless somebody else holds the tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from paceline.training.out_of_core.spill_file import aligned
 
 if TYPE_CHECKING:
-    from paceline.training.out_of_core.spill_file import SpillFile, Transfer
+    from paceline.training.out_of_core.spill_file import SpillFile, SpillTransfer
 
 
 class Managed:
@@ -49,8 +49,8 @@ class Managed:
         self._version = version_of(watched)
         self._loaded: list[tuple[torch.UntypedStorage, int]] | None = None
         self._offset: int | None = None
-        self._write: Transfer | None = None
-        self._read: Transfer | None = None
+        self._write: SpillTransfer | None = None
+        self._read: SpillTransfer | None = None
         self._is_spilled = self._is_stale = False
         # While there is a weak reference, no other storage gets this one's address.
         self._weak = None if watched is None else watched.untyped_storage()._weak_ref()  # noqa: SLF001  # multiprocessing's

@@ -6,7 +6,7 @@ aligned memory: what is read goes to aligned buffers, which become tensors; what
 copied to an aligned buffer first, unless it is aligned already.
 
     step's thread                      writer, reader
-    write(pieces) -> Transfer  ----->  copy, pwritev
+    write(pieces) -> SpillTransfer  ----->  copy, pwritev
     transfer.wait()            <-----  done, or the error
 """
 
@@ -78,12 +78,12 @@ class Buffers:
         self._free = {}
 
 
-class Transfer:
+class SpillTransfer:
     """One write or read that is under way. The step's thread waits; an I/O thread finishes it."""
 
     __slots__ = ("_done", "_run", "bytes", "problem")
 
-    def __init__(self, run: Callable[[Transfer], None]) -> None:
+    def __init__(self, run: Callable[[SpillTransfer], None]) -> None:
         self._run = run
         self._done = threading.Event()
         self.bytes: torch.Tensor | None = None  # what was read, shape (aligned size,)
@@ -122,7 +122,7 @@ class Transfer:
             raise self.problem
 
 
-def _nothing(_transfer: Transfer) -> None:
+def _nothing(_transfer: SpillTransfer) -> None:
     return None
 
 
@@ -140,11 +140,13 @@ class SpillFile:
         self.write_s = self.read_s = self.cpu_s = 0.0
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._released: collections.deque[tuple[int, int, Transfer | None]] = collections.deque()
+        self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
+            collections.deque()
+        )
         self.buffers = Buffers()
         self._bounce = self.buffers.take(CHUNK_BYTES)
-        self._writes: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_serve, args=(transfers,), name=f"spill-{name}", daemon=True)
             for name, transfers in (("write", self._writes), ("read", self._reads))
@@ -162,7 +164,7 @@ class SpillFile:
         self._end += size
         return self._end - size
 
-    def release(self, offset: int, size_bytes: int, after: Transfer | None) -> None:
+    def release(self, offset: int, size_bytes: int, after: SpillTransfer | None) -> None:
         """Give a part back as soon as the transfer `after` is done. Any thread may call it."""
         self._released.append((offset, aligned(size_bytes), after))
 
@@ -176,7 +178,7 @@ class SpillFile:
 
     def write(
         self, pieces: Sequence[np.ndarray], offset: int, finish: Callable[[], None]
-    ) -> Transfer:
+    ) -> SpillTransfer:
         """Write arrays of bytes one after the other, each on a multiple of the alignment.
 
         Args:
@@ -186,7 +188,7 @@ class SpillFile:
         """
         pieces = list(pieces)
 
-        def run(_transfer: Transfer) -> None:
+        def run(_transfer: SpillTransfer) -> None:
             begin, begin_cpu, at = time.monotonic(), time.thread_time(), offset
             try:
                 while pieces:
@@ -200,11 +202,13 @@ class SpillFile:
                 self.write_s += time.monotonic() - begin
                 self.cpu_s += time.thread_time() - begin_cpu
 
-        transfer = Transfer(run)
+        transfer = SpillTransfer(run)
         self._writes.put(transfer)
         return transfer
 
-    def read(self, offset: int, size_bytes: int, after: Transfer | None = None) -> Transfer:
+    def read(
+        self, offset: int, size_bytes: int, after: SpillTransfer | None = None
+    ) -> SpillTransfer:
         """Read into aligned memory, which the transfer has as a tensor when it is done.
 
         Args:
@@ -213,7 +217,7 @@ class SpillFile:
             after: the write that must be done before.
         """
 
-        def run(transfer: Transfer) -> None:
+        def run(transfer: SpillTransfer) -> None:
             if after is not None:
                 after.wait()
             begin, begin_cpu = time.monotonic(), time.thread_time()
@@ -224,7 +228,7 @@ class SpillFile:
             self.read_s += time.monotonic() - begin
             self.cpu_s += time.thread_time() - begin_cpu
 
-        transfer = Transfer(run)
+        transfer = SpillTransfer(run)
         self._reads.put(transfer)
         return transfer
 
@@ -292,7 +296,7 @@ class SpillFile:
             os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
-def _serve(transfers: queue.SimpleQueue[Transfer | None]) -> None:
+def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
     while (transfer := transfers.get()) is not None:
         transfer.run()
         del transfer  # not held while waiting for the next
