@@ -1,7 +1,7 @@
 """Bytes whose memory may be away: in memory, on their way, or in the spill file.
 
 The step's thread owns them. The writer calls `_forget_source` when all bytes are in the file: from
-then on the memory belongs to what else holds the tensor, or is free.
+then on the memory is free, unless somebody else holds the tensor.
 """
 
 from __future__ import annotations
