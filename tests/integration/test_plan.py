@@ -18,7 +18,7 @@ from paceline.core.errors import (
 from paceline.core.machine import Machine
 from paceline.core.plan import Mesh, Plan
 from paceline.core.plan_file import load_plan_file
-from paceline.studies.predict import load_machine, predict
+from paceline.studies.predict import StrategyOptions, load_machine, predict
 from paceline.training.capture_process import capture_file
 
 pytest.importorskip("torch")
@@ -101,6 +101,27 @@ def test_a_model_that_does_not_fit_is_predicted_and_says_so(folder, tmp_path):
     data = json.loads(out.read_text())["estimate"]
     assert data["fits"] is False
     assert data["needed_memory_bytes"] > 2 * 4 * (1 << 34) > data["available_memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partitions": 3}, "2 ranks cannot be divided into 3 partitions"),
+        ({"strategy": "hybrid"}, "needs a number of partitions"),
+        ({"strategy": "data", "partitions": 2}, "the strategy data divides 2 ranks by 1, not by 2"),
+        (
+            {"strategy": "model", "partitions": 1},
+            "the strategy model divides 2 ranks by 2, not by 1",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_refused_before_the_model_is_captured(
+    folder, options, words
+):
+    machine, strategy = folder / "machine.json", StrategyOptions(**options)
+    with pytest.raises(UsageError, match=words) as caught:
+        predict(f"{folder}/none.py:step", ranks=2, machine_path=machine, strategy=strategy)
+    assert caught.value.fix
 
 
 def test_a_dict_will_do(folder):

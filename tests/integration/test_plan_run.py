@@ -219,6 +219,3 @@ def test_a_plan_in_stages_is_followed_and_compared_with_its_run(folder):
     assert steps == sorted(steps)
     assert found["step_time_s"] == steps[0]
     assert {candidate["batch"] for candidate in found["candidates"]} == {24}
-    refused = paceline(folder, "plan", *arguments, "--partitions", 3)
-    assert refused.code == 2
-    assert "2 ranks cannot be divided into 3 partitions" in refused.err

@@ -103,7 +103,7 @@ def predict(
         engine=engine,
     )
     options = strategy or StrategyOptions()
-    if options.resolved == "data" and options.batch is None:
+    if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
         workload = capture_file(target)
         return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)
     shapes = _shapes(options, ranks)
@@ -145,7 +145,7 @@ def _shapes(options: StrategyOptions, ranks: int) -> list[_RankShape]:
     expected = {"data": 1, "model": ranks}.get(strategy, partitions)
     if partitions != expected:
         raise UsageError(
-            f"the strategy {strategy} of {ranks} ranks has {expected} partitions, not {partitions}",
+            f"the strategy {strategy} divides {ranks} ranks by {expected}, not by {partitions}",
             where="paceline plan",
             fix="Leave --partitions out, or use the strategy hybrid",
         )
