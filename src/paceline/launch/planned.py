@@ -35,21 +35,22 @@ def check_plan(
         environ: the environment variables, where OMP_NUM_THREADS may be set.
 
     Raises:
-        UsageError: the plan needs more than data parallelism, or a setting, the environment,
-            Slurm or mpirun says otherwise; the message names both.
+        UsageError: the plan needs tensor parallelism, or a setting, the environment, Slurm or
+            mpirun says otherwise; the message names both.
     """
-    if plan.mesh.world_size != plan.mesh.data:
+    if plan.mesh.tensor > 1:
         raise UsageError(
-            f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
+            f"the plan's mesh has {plan.mesh.tensor} ranks along the axis tensor",
             where="--plan",
-            why="paceline run follows plans of data parallelism only",
-            fix="Set mesh.pipeline and mesh.tensor to 1 in the plan file, or write a new one "
-            "with `paceline plan --out`",
+            why="paceline run follows plans of data and pipeline parallelism only",
+            fix="Set mesh.tensor to 1 in the plan file, or write a new one with "
+            "`paceline plan --out`",
         )
     ranks = resolved.config.ranks
     if ranks is not None and ranks * resolved.config.nnodes != plan.mesh.world_size:
         place = _place(resolved, "ranks")
-        raise _conflict(place, ranks, "number of ranks (mesh.data)", plan.mesh.data)
+        axes = "mesh.data" if plan.mesh.pipeline == 1 else "mesh.data x mesh.pipeline"
+        raise _conflict(place, ranks, f"number of ranks ({axes})", plan.mesh.world_size)
     _check_same(plan, resolved, "allocator")
     _check_same(plan, resolved, "collectives")
     threads = environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -102,6 +103,8 @@ def plan_warnings(plan: Plan, kind: ProgramKind) -> tuple[str, ...]:
         for name in ("precision", "loader_workers", "engine")
         if getattr(plan, name) != getattr(default, name)
     ]
+    if plan.mesh.pipeline > 1:
+        names.append(f"mesh.pipeline = {plan.mesh.pipeline}")
     if not names:
         return lost
     return (
