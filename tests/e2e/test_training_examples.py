@@ -51,7 +51,10 @@ def test_a_script_is_divided_among_ranks_by_the_command_that_runs_it(tmp_path, r
     four = ("-n", 4, "--strategy", "hybrid", "--partitions", 2, "--microbatches", 3)
     hybrid = on_ranks(script, tmp_path, "--epochs", 2, options=four)
     assert (hybrid["replicas"], hybrid["divided"]) == (2, True)
-    for ranks in (two, hybrid):  # the same steps, up to the rounding of sums
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": {"mesh": {"pipeline": 2}}}))
+    planned = on_ranks(script, tmp_path, "--epochs", 2, options=("--plan", "plan.json"))
+    assert (planned["replicas"], planned["divided"]) == (1, True)
+    for ranks in (two, hybrid, planned):  # the same steps, up to the rounding of sums
         assert ranks["loss"] == pytest.approx(one["loss"], rel=0.2)
         assert ranks["accuracy"] == pytest.approx(one["accuracy"], abs=0.05)
 

@@ -99,7 +99,13 @@ def test_a_setting_of_the_backend_is_checked_before_the_start_and_kept(ready, mo
             "the mpich step's ranks per node is 2, the plan's ranks_per_node is 4",
         ),
         (Plan(mesh=Mesh(data=2), nodes=2), {}, {}, "over 2 nodes"),
-        (Plan(mesh=Mesh(tensor=2)), {}, {}, "1 x 2"),
+        (Plan(mesh=Mesh(tensor=2)), {}, {}, "the plan's mesh has 2 ranks along the axis tensor"),
+        (
+            Plan(mesh=Mesh(data=2, pipeline=2)),
+            {"ranks": 2},
+            {},
+            "--ranks is 2, the plan's number of ranks (mesh.data x mesh.pipeline) is 4",
+        ),
     ],
 )
 def test_what_contradicts_the_plan_is_refused_by_both_names(
@@ -117,6 +123,8 @@ def test_what_only_the_script_can_set_is_said_in_one_line():
     assert plan_warnings(TWO, ProgramKind.SCRIPT) == ()
     (line,) = plan_warnings(Plan(precision="bfloat16", loader_workers=2), ProgramKind.SCRIPT)
     assert "precision = bfloat16, loader_workers = 2" in line
+    (line,) = plan_warnings(Plan(mesh=Mesh(pipeline=2)), ProgramKind.SCRIPT)
+    assert "mesh.pipeline = 2" in line
     (line,) = plan_warnings(Plan(engine="sharded"), ProgramKind.SCRIPT)
     assert "engine = sharded" in line
     assert "paceline.training.prepare" in line

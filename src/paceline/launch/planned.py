@@ -40,9 +40,9 @@ def check_plan(
     """
     if plan.mesh.tensor > 1:
         raise UsageError(
-            f"the plan's mesh is {plan.mesh.pipeline} x {plan.mesh.tensor} (pipeline x tensor)",
+            f"the plan's mesh has {plan.mesh.tensor} ranks along the axis tensor",
             where="--plan",
-            why="paceline run follows plans of data parallelism and pipelines only",
+            why="paceline run follows plans of data and pipeline parallelism only",
             fix="Set mesh.tensor to 1 in the plan file, or write a new one with "
             "`paceline plan --out`",
         )
