@@ -7,11 +7,13 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
-from paceline.schedules.memory import least_budget_bytes
+from paceline.schedules.memory import SpillTier, least_budget_bytes
 from paceline.training import prepare
 from paceline.training.out_of_core.process_memory import ProcessMemory
+from paceline.training.out_of_core.recompute import candidates
 from paceline.training.out_of_core.training import OutOfCore
 
 MIB = 1 << 20
@@ -103,7 +105,12 @@ def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_pa
     optimizer = make_optimizer(twin.parameters(), **settings)
     lines = []
     with OutOfCore(
-        twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, say=lines.append
+        twin,
+        optimizer,
+        budget_bytes=budget,
+        spill_folder=tmp_path,
+        recompute=False,
+        say=lines.append,
     ) as out_of_core:
         found = train(twin, batch, 5, optimizer)
         plan = out_of_core.plan
@@ -135,11 +142,13 @@ def test_memory_stays_under_the_budget(tmp_path):
         peaks.append(memory.peak_bytes())
         memory.start()
 
-    with OutOfCore(model, optimizer, budget_bytes=budget, spill_folder=tmp_path) as out_of_core:
+    with OutOfCore(
+        model, optimizer, budget_bytes=budget, spill_folder=tmp_path, recompute=False
+    ) as out_of_core:
         train(model, batch, 2, optimizer)
         memory.start()
         train(model, batch, 3, optimizer, note)
-        assert out_of_core.plan.in_core_peak_bytes > budget
+        assert out_of_core.plan.spilled_bytes > 0
     assert max(peaks) <= budget
 
 
@@ -156,7 +165,12 @@ def test_a_step_of_another_order_is_trained_right(tmp_path):
     lines = []
     modes = []
     with OutOfCore(
-        twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, say=lines.append
+        twin,
+        optimizer,
+        budget_bytes=budget,
+        spill_folder=tmp_path,
+        recompute=False,
+        say=lines.append,
     ) as out_of_core:
         found = train(
             twin, batches, 11, optimizer, lambda _: modes.append(out_of_core.session.mode)
@@ -209,7 +223,7 @@ def test_the_state_goes_on_from_a_state_dict(tmp_path):
 
     optimizer = torch.optim.Adam(twin.parameters())
     budget = small_budget(twin, batch, tmp_path)
-    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path):
+    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, recompute=False):
         optimizer.load_state_dict(saved)
         found = train(twin, batch, 4, optimizer)
     assert found == expected
@@ -257,6 +271,41 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         OutOfCore(model, optimizer, budget_bytes=0, spill_folder=tmp_path)
 
 
+def test_modules_are_recomputed_where_the_disk_is_slow(tmp_path):
+    # The first use of checkpoints imports modules of 20 MB, much beside so small a model.
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    expected = train(model, batch, 7, torch.optim.SGD(model.parameters(), lr=0.1))
+    budget = small_budget(twin, batch, tmp_path, torch.optim.SGD)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path) as out_of_core:
+        slow = SpillTier(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
+        out_of_core.session.tier = lambda: slow
+        found = train(twin, batch, 7, optimizer)
+        plan = out_of_core.plan
+    # Dropout drops the same elements when it is computed again.
+    assert found == expected
+    assert plan.recomputed
+    assert set(plan.recomputed) <= {"0", "1", "2", "3"}
+    assert plan.in_core_step_s < plan.step_s
+    assert all("forward" not in vars(module) for module in twin)
+
+
+def test_layers_that_change_statistics_are_not_recomputed(tmp_path):
+    blocks = [
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+    ]
+    model = nn.Sequential(*blocks)
+    assert list(candidates(model)) == ["0", "1", "2"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(16, 8, 32, 32)
+    with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path) as out_of_core:
+        train(model, batch, 2, optimizer)
+    assert out_of_core.session.profile.tensors
+    assert out_of_core.session.profile.modules == ()
+
+
 def test_prepare_takes_a_memory_budget(tmp_path):
     model, batch = make("mlp")
     twin = copy.deepcopy(model)
@@ -270,6 +319,7 @@ def test_prepare_takes_a_memory_budget(tmp_path):
         spill_folder=str(tmp_path),
         alarm=False,
     )
+    prepared.out_of_core.session.recompute = None  # what is chosen depends on the disk
     try:
         found = train(prepared.model, batch, 4, prepared.optimizer)
         assert prepared.out_of_core.plan.spilled_bytes > 0

@@ -125,6 +125,7 @@ EXPORTS = {
         "StepProfile",
         "TensorAction",
         "least_budget_bytes",
+        "load_solver",
         "plan_memory",
         "replay",
     ],

@@ -1,5 +1,6 @@
 """Memory plans: small steps whose best plan is known, and records that round-trip."""
 
+import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError, MemoryExceeded
@@ -116,3 +117,29 @@ def test_events_out_of_order_are_refused():
             floor_bytes=(1, 1),
             tensors=(ManagedTensor("a", "activation", 1, 1, 1, 0),),
         )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_greedy_choice_is_about_as_good_as_the_solvers(seed):
+    random = np.random.default_rng(seed)
+    layers = 20
+    events = 2 * layers
+    tensors = tuple(
+        ManagedTensor(f"{i}", "activation", int(random.integers(20, 200)), i, i, events - 1 - i)
+        for i in range(layers)
+    )
+    profile = StepProfile(
+        compute_s=tuple(random.uniform(0.05, 0.2, events).tolist()),
+        floor_bytes=(100,) * events,
+        tensors=tensors,
+    )
+    tier = SpillTier(write_bytes_per_s=1000.0, read_bytes_per_s=1000.0)
+    most = 100 + sum(tensor.bytes for tensor in tensors)
+    for part in (0.3, 0.6, 0.9):
+        plans = [
+            plan_memory(profile, tier, int(part * most), method=method)
+            for method in ("greedy", "milp", "auto")
+        ]
+        by_greedy, by_milp, by_either = (plan.step_s for plan in plans)
+        assert by_greedy <= 1.1 * by_milp
+        assert by_either <= min(by_greedy, by_milp) * 1.01

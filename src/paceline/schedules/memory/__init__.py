@@ -13,7 +13,7 @@ from paceline.schedules.memory.records import (
     StepProfile,
     TensorAction,
 )
-from paceline.schedules.memory.selection import least_budget_bytes, plan_memory
+from paceline.schedules.memory.selection import least_budget_bytes, load_solver, plan_memory
 from paceline.schedules.memory.timeline import Replayed, replay
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "StepProfile",
     "TensorAction",
     "least_budget_bytes",
+    "load_solver",
     "plan_memory",
     "replay",
 ]

@@ -365,6 +365,17 @@ def _spread(events: list[int]) -> list[int]:
     return [events[i] for i in np.linspace(0, len(events) - 1, MILP_MOST_ROWS).astype(int)]
 
 
+def load_solver() -> bool:
+    """Import SciPy's solver now; return whether it is installed.
+
+    Its modules take memory, which belongs to the floor of a profile: import it before recording.
+    """
+    if not _has_scipy():
+        return False
+    importlib.import_module("scipy.optimize")
+    return True
+
+
 def _is_small(profile: StepProfile) -> bool:
     return len(profile.tensors) + len(profile.modules) <= MILP_MOST_TENSORS
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from paceline.schedules.memory import ManagedTensor, StepProfile
+from paceline.schedules.memory import ManagedTensor, RecomputedModule, StepProfile
 from paceline.training.out_of_core.process_memory import ProcessMemory
 
 EventKind = Literal["saved", "needed", "state", "end"]
@@ -40,6 +40,24 @@ class _Watched(NamedTuple):
 
 
 @dataclass(slots=True)
+class ModuleRun:
+    """One call of a module that may be recomputed.
+
+    Attributes:
+        begin: number of events before it.
+        end: number of events before its end; None while it runs.
+        tensors: saved in it, without its inputs.
+        is_once: whether it ran once, and left its buffers as they were: running it again would
+            change statistics of a batch norm a second time.
+    """
+
+    begin: int
+    end: int | None = None
+    tensors: list[int] = field(default_factory=list)
+    is_once: bool = True
+
+
+@dataclass(slots=True)
 class Recording:
     """What one recorded step showed; filled by the step's thread."""
 
@@ -52,6 +70,8 @@ class Recording:
     gone: dict[int, int] = field(
         default_factory=dict
     )  # of a saved tensor: when its memory was free
+    # Of each module that ran: the events at its begin and end, and the tensors that it saved.
+    modules: dict[str, ModuleRun] = field(default_factory=dict)
     _watched: list[_Watched] = field(default_factory=list)
     _resumed_s: float | None = None
 
@@ -146,6 +166,29 @@ def profile_of(
     compute_s = [*recording.compute_s[: len(events) - 1], after_step[0]]
     floor = [*recording.peak_bytes[: len(events) - 1], after_step[1]]
     profile = StepProfile(
-        compute_s=tuple(compute_s), floor_bytes=tuple(floor), tensors=tuple(tensors)
+        compute_s=tuple(compute_s),
+        floor_bytes=tuple(floor),
+        tensors=tuple(tensors),
+        modules=_recomputed_modules(recording, tensors, places),
     )
     return profile, places
+
+
+def _recomputed_modules(
+    recording: Recording, tensors: list[ManagedTensor], places: dict[tuple[str, int], int]
+) -> tuple[RecomputedModule, ...]:
+    """Return the modules that can be recomputed: they ran once, and saved something."""
+    found = []
+    for name, run in recording.modules.items():
+        members = tuple(
+            places["activation", number]
+            for number in run.tensors
+            if ("activation", number) in places
+        )
+        if not members or run.end is None or not run.is_once:
+            continue
+        needed = min(tensors[place].needed for place in members)
+        if all(tensors[place].idle <= needed for place in members):
+            seconds = sum(recording.compute_s[max(run.begin - 1, 0) : run.end])
+            found.append(RecomputedModule(name, seconds, needed, members))
+    return tuple(found)

@@ -18,15 +18,16 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from paceline.schedules.memory import SpillTier, least_budget_bytes, plan_memory
+from paceline.core.errors import MemoryExceeded
+from paceline.schedules.memory import SpillTier, least_budget_bytes, load_solver, plan_memory
 from paceline.training.out_of_core.managed import Managed, own_bytes, storage_bytes, version_of
 from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory
-from paceline.training.out_of_core.recording import Event, Recording, profile_of
+from paceline.training.out_of_core.recording import Event, ModuleRun, Recording, profile_of
 from paceline.training.out_of_core.spill_file import SpillFile
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
 GROWTH_MARGIN = 1.25  # holes between tensors that do not fit the next ones
-PLANNED_PART = 0.85  # of the budget is for tensors, the rest for freed memory between them
+PLANNED_PART = 0.8  # of the budget beyond the least; the rest is for freed memory
 SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
@@ -72,6 +73,7 @@ class Session:
         self, budget_bytes: int, folder: Path, fixed: set[int], say: Callable[[str], None]
     ) -> None:
         self.budget_bytes = budget_bytes
+        load_solver()
         self.file = SpillFile(folder)
         self.memory = ProcessMemory()
         self.allocator = Allocator()
@@ -100,6 +102,11 @@ class Session:
         self._begin_s: float | None = None
         self._growth: list[int] = []  # of memory in each interval, with the tensors of the step
         self._waited_s = self._moved_before_s = 0.0
+        self.recompute: Callable[[tuple[str, ...]], None] | None = None  # these modules, or none
+        self._first_plan: MemoryPlan | None = None  # which chose the modules that are recomputed
+        self._recomputed_s = 0.0
+        self._module: ModuleRun | None = None  # that runs and is recorded
+        self._inputs: set[int] = set()
         self._pid = os.getpid()
         self._updated: Managed | None = None
 
@@ -145,6 +152,8 @@ class Session:
             else:
                 if self.mode == "record":
                     self._recording.names[index] = _named(tensor)
+                    if self._module is not None and key not in self._inputs:
+                        self._module.tensors.append(index)
                     self._recording.watch(index, storage)
                 self._away(managed)
         return managed
@@ -216,6 +225,24 @@ class Session:
         elif self.mode == "plan" and (at >= len(self._order) or self._order[at] != event):
             self._diverge(f"event {at} is {_said(event)}, {self._expected(at)} before")
         return at
+
+    def enter_module(self, name: str, inputs: list[torch.Tensor]) -> None:
+        """Note that a module begins which may be recomputed."""
+        if self.mode != "record" or not torch.is_grad_enabled():
+            return
+        runs = self._recording.modules
+        if name in runs:
+            runs[name].is_once = False
+            return
+        self._module = runs[name] = ModuleRun(self._at)
+        self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # as in `save`
+
+    def leave_module(self, *, is_changed: bool) -> None:
+        """Note that it ended, and whether it changed its buffers."""
+        if self._module is not None:
+            self._module.end = self._at
+            self._module.is_once = self._module.is_once and not is_changed
+            self._module = None
 
     def leave(self) -> None:
         """Go on with the step after an event."""
@@ -326,12 +353,25 @@ class Session:
             MemoryExceeded: no plan holds the budget.
         """
         sizes = {index: managed.bytes for index, managed in self.states.items()}
-        self.profile, self._places = profile_of(recording, sizes, self._after_step)
+        profile, places = profile_of(recording, sizes, self._after_step)
+        if self.recompute is None or self._first_plan is not None:
+            profile = replace(profile, modules=())
         # Beside what is in use there is freed memory: without room for it, a step asks the system
         # for the same pages again and again.
-        least = least_budget_bytes(self.profile)
-        target = max(int(self.budget_bytes * PLANNED_PART), min(least, self.budget_bytes))
-        self.plan = plan = plan_memory(self.profile, self.tier(), target)
+        least = least_budget_bytes(profile)
+        target = min(least + int(PLANNED_PART * (self.budget_bytes - least)), self.budget_bytes)
+        try:
+            plan = plan_memory(profile, self.tier(), target)
+        except MemoryExceeded:
+            if self._first_plan is None or self.recompute is None:
+                raise
+            self._end_recomputing(self.recompute)
+            return
+        if plan.recomputed:
+            self._begin_recomputing(plan, profile)
+            return
+        self.profile, self._places = profile, places
+        self.plan = plan = self._compared(plan)
         self._order = recording.events
         self._due, self._starts = {}, {}
         events = self.profile.events
@@ -348,6 +388,39 @@ class Session:
         self.file.buffers.is_kept = True
         self._load_kept_states()
         self._say(_summary(plan, self.budget_bytes))
+
+    def _begin_recomputing(self, plan: MemoryPlan, profile: StepProfile) -> None:
+        """Have modules recomputed, and record the steps that come of it: they are others."""
+        assert self.recompute is not None
+        self.recompute(plan.recomputed)
+        self._first_plan = plan
+        self._recomputed_s = sum(
+            module.compute_s for module in profile.modules if module.name in plan.recomputed
+        )
+        self._say(
+            f"memory: {len(plan.recomputed)} modules are computed again in place of keeping what "
+            f"they save ({', '.join(plan.recomputed)}); their steps are recorded"
+        )
+        self._recording = Recording(self.memory)
+
+    def _end_recomputing(self, recompute: Callable[[tuple[str, ...]], None]) -> None:
+        """Go without: what a module computes again does not fit after all."""
+        recompute(())
+        self.recompute = self._first_plan = None
+        self._say("memory: a recomputed module needs too much at once; steps are recorded without")
+        self._recording = Recording(self.memory)
+
+    def _compared(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return a plan whose comparison is with a step that neither spills nor recomputes."""
+        first = self._first_plan
+        if first is None:
+            return plan
+        return replace(
+            plan,
+            recomputed=first.recomputed,
+            in_core_peak_bytes=first.in_core_peak_bytes,
+            in_core_step_s=max(plan.in_core_step_s - self._recomputed_s, 1e-9),
+        )
 
     def _load_kept_states(self) -> None:
         """Bring the state back that stays from now on, and remember where all of it is."""

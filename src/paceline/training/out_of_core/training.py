@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import UsageError
 from paceline.core.node import memory_bytes
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
+from paceline.training.out_of_core.recompute import Recomputing
 from paceline.training.out_of_core.saved_tensors import SavedTensors
 from paceline.training.out_of_core.session import Session
 
@@ -45,6 +46,7 @@ class OutOfCore:
             control group of the process allows, or the machine has.
         spill_folder: of the file that tensors are spilled to, on a local disk; None: the folder for
             temporary files (``TMPDIR``).
+        recompute: whether layers may be computed again in place of keeping what they save.
         say: is called with each line for the user.
 
     Raises:
@@ -59,6 +61,7 @@ class OutOfCore:
         *,
         budget_bytes: int | None = None,
         spill_folder: str | os.PathLike[str] | None = None,
+        recompute: bool = True,
         say: Callable[[str], None] | None = None,
     ) -> None:
         if budget_bytes is None:
@@ -79,6 +82,9 @@ class OutOfCore:
         self.session = Session(budget_bytes, folder, fixed, say or _nothing)
         self._saved = SavedTensors(self.session)
         self._optimizer = OptimizerFiles(optimizer, self.session)
+        self._recomputing = Recomputing(model, self.session)
+        if recompute:
+            self.session.recompute = self._recomputing.apply
         self._saved.install()
 
     @property
@@ -94,6 +100,7 @@ class OutOfCore:
         """Bring the optimizer's state back, and train in core from now on."""
         self._saved.remove()
         self._optimizer.remove()
+        self._recomputing.remove()
         self.session.close()
 
     def __enter__(self) -> Self:

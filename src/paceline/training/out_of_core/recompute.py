@@ -1,0 +1,103 @@
+"""Modules whose forward pass can run a second time, in place of keeping what it saves.
+
+Candidates are the elements of the model's outermost sequences (`nn.Sequential`, `nn.ModuleList`):
+its layers, mostly. While a step is recorded, hooks tell the session which of them runs. Those that
+the plan recomputes get `torch.utils.checkpoint` around their forward pass, which saves their inputs
+alone and the state of the random generators, so that dropout drops the same elements again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.training.out_of_core.managed import version_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from paceline.training.out_of_core.session import Session
+
+
+class Recomputing:
+    """The modules of one model that may be recomputed, and those that are.
+
+    Args:
+        model: whose modules' forward methods are replaced where the plan says so.
+        session: that learns which module runs.
+    """
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._modules = candidates(model)
+        self._wrapped: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
+        for name, module in self._modules.items():
+            watch = _Watch(session, name)
+            self._hooks.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(watch.leave, always_call=True))
+
+    def apply(self, names: tuple[str, ...]) -> None:
+        """Recompute these modules from now on, and no others."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped = [self._modules[name] for name in names]
+        for module in self._wrapped:
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self.apply(())
+        for hook in self._hooks:
+            hook.remove()
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the elements of the outermost sequences by name, without those that appear twice.
+
+    A module with a forward method of its own instance is left out: somebody else replaced it.
+    """
+    found: dict[str, nn.Module] = {}
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        is_sequence = isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 1
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            # A layer without children saves little more than its input, which must be kept.
+            if is_sequence and any(True for _ in child.children()):
+                found[path] = child
+            else:
+                waiting.append((path, child))
+    counts: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        counts[id(module)] = counts.get(id(module), 0) + 1
+    return {
+        name: module
+        for name, module in found.items()
+        if counts[id(module)] == 1 and "forward" not in vars(module)
+    }
+
+
+class _Watch:
+    """Tells the session when a module runs, and whether its buffers changed."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = session
+        self._name = name
+        self._before: list[int | None] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self._before = _versions(module)
+        self._session.enter_module(self._name, inputs)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        self._session.leave_module(is_changed=_versions(module) != self._before)
+
+
+def _versions(module: nn.Module) -> list[int | None]:
+    return [version_of(buffer) for buffer in module.buffers()]
