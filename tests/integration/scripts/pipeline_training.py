@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pipeline_models import MODELS, RandomGraph, graph_loss, make
+from pipeline_models import MODELS, RandomGraph, Repeats, graph_loss, make
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -169,6 +169,26 @@ def statistics():
     return found
 
 
+def repeats(schedule, *layers):
+    """Return the error of the gradients where stages use shared layers in different orders."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, inputs, target = Repeats(), torch.randn(6, 4), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    run_alone(alone, inputs, target, nn.functional.mse_loss)
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        partitions=RANKS,
+        schedule=schedule,
+        layers=tuple(map(int, layers)),
+        loss_fn=nn.functional.mse_loss,
+        deadline_s=20.0,
+    )
+    prepared.forward_backward(inputs, target)
+    return largest_error(prepared.model.own, dict(alone.named_parameters()))
+
+
 def chosen(strategy):
     """Train by a strategy; return whether layers are divided, and how far the weights are off."""
     model, inputs, target, loss_fn = make("residual", 7)
@@ -290,6 +310,7 @@ if CASE == "all":
         "trainer": trainer(),
         "orders": orders(2, 1, "3", 7),
         "statistics": statistics(),
+        "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:
