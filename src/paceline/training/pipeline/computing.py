@@ -148,6 +148,8 @@ class StageComputing:
 
     def forget(self) -> None:
         """Drop what a step that failed left behind."""
+        for deferred in (*(live.weights for live in self._live.values()), *self._deferred.values()):
+            deferred.clear()
         self._live.clear()
         self._deferred.clear()
 
