@@ -63,6 +63,11 @@ def test_stages_may_use_shared_layers_in_different_orders(two):
         assert max(found["repeats"]) < 1e-10
 
 
+def test_a_model_of_split_points_trains(two):
+    for found in two:
+        assert found["splits"] < 1e-10
+
+
 def test_blocking_collectives_of_shared_layers_come_in_one_order(tmp_path):
     arguments = ("paceline", "repeats", "interleaved", 2, 1, 1, 1)
     assert max(run_ranks(SCRIPT, tmp_path, 2, *arguments)) < 1e-10

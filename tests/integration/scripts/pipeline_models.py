@@ -120,6 +120,13 @@ class Repeats(nn.Module):
         return x
 
 
+class Chooses(Repeats):
+    """Its control flow depends on values."""
+
+    def forward(self, x):
+        return self.b(self.a(x)) if x.sum() < torch.inf else x
+
+
 class RandomGraph(nn.Module):
     """Each layer takes values of any earlier layers; some take an input, or change one in place."""
 
