@@ -58,6 +58,21 @@ def test_every_order_brings_the_same_gradients(two, name):
         check_grid(found["orders"][name])
 
 
+def test_stages_may_use_shared_layers_in_different_orders(two):
+    for found in two:
+        assert max(found["repeats"]) < 1e-10
+
+
+def test_a_model_of_split_points_trains(two):
+    for found in two:
+        assert found["splits"] < 1e-10
+
+
+def test_blocking_collectives_of_shared_layers_come_in_one_order(tmp_path):
+    arguments = ("paceline", "repeats", "interleaved", 2, 1, 1, 1)
+    assert max(run_ranks(SCRIPT, tmp_path, 2, *arguments)) < 1e-10
+
+
 @pytest.mark.campaign("torch")
 @pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1), (4, 1)])
 def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partitions, replicas):

@@ -1,5 +1,8 @@
 """Backward passes in two parts: first what other stages wait for, then the weights."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +37,23 @@ def test_the_second_part_brings_what_the_first_left_out(name):
         deferred.compute()
     for parameter, gradient in zip(layer.parameters(), wanted[1:], strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.parametrize("end", ["compute", "clear"])
+def test_nothing_that_the_graph_saved_outlives_the_second_part(name, end):
+    make, shape = LAYERS[name]
+    layer = make()
+    x = torch.randn(shape, requires_grad=True) * 1
+    saved = weakref.ref(x)
+    deferred = DeferredGradients()
+    with deferred:
+        output = layer(x)
+    output.sum().backward()
+    del x, output
+    getattr(deferred, end)()
+    gc.collect()
+    assert saved() is None
 
 
 @pytest.mark.parametrize("case", ["frozen", "input", "functional", "text padding"])

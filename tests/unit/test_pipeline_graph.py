@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from paceline.core.errors import UsageError
 from paceline.training.pipeline.costs import layer_costs
-from paceline.training.pipeline.graph import capture
+from paceline.training.pipeline.graph import bind_inputs, capture
 from paceline.training.pipeline.microbatches import joined, sizes_of, split
 from paceline.training.pipeline.stages import cut
 
@@ -107,7 +107,7 @@ def test_split_points_make_up_a_model_that_cannot_be_captured():
     model = Model()
     staged = cut(capture(model, split_points=["low", "high"]), [1])
     x = torch.randn(2, 4)
-    assert torch.equal(run_stages(staged, inputs=x), model(x))
+    assert torch.equal(run_stages(staged, **bind_inputs(model, x).arguments), model(x))
     with pytest.raises(UsageError, match=r"no submodule 'lower'"):
         capture(model, split_points=["lower"])
     with pytest.raises(UsageError, match=r"high.weight is in none of the split points"):

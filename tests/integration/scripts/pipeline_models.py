@@ -108,6 +108,26 @@ class Many(nn.Module):
         return {"box": self.box(y), "kind": (self.kind(y + bias), chosen), "ignored": ignored}
 
 
+class Repeats(nn.Module):
+    """The stages use two layers in different orders: a, b, a | b, a."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for layer in (self.a, self.b, self.a, self.b, self.a):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Chooses(Repeats):
+    """Its control flow depends on values."""
+
+    def forward(self, x):
+        return self.b(self.a(x)) if x.sum() < torch.inf else x
+
+
 class RandomGraph(nn.Module):
     """Each layer takes values of any earlier layers; some take an input, or change one in place."""
 

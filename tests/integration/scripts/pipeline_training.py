@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pipeline_models import MODELS, RandomGraph, graph_loss, make
+from pipeline_models import MODELS, Chooses, RandomGraph, Repeats, graph_loss, make
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -167,6 +167,45 @@ def statistics():
         gradient = prepared.model.own[f"{0 if RANK == 0 else 3}.weight"].grad
         found.append([gradient.tolist(), {n: v.tolist() for n, v in state.items() if n[0] == "1"}])
     return found
+
+
+def repeats(schedule, *layers):
+    """Return the error of the gradients where stages use shared layers in different orders."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, inputs, target = Repeats(), torch.randn(6, 4), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    run_alone(alone, inputs, target, nn.functional.mse_loss)
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        partitions=RANKS,
+        schedule=schedule,
+        layers=tuple(map(int, layers)),
+        loss_fn=nn.functional.mse_loss,
+        deadline_s=20.0,
+    )
+    prepared.forward_backward(inputs, target)
+    return largest_error(prepared.model.own, dict(alone.named_parameters()))
+
+
+def splits():
+    """Return the error of the gradients of a model that only split points can divide."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, inputs, target = Chooses(), torch.randn(6, 4), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    run_alone(alone, inputs, target, nn.functional.mse_loss)
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        partitions=2,
+        split_points=("a", "b"),
+        loss_fn=nn.functional.mse_loss,
+        deadline_s=20.0,
+    )
+    prepared.forward_backward(inputs, target)
+    return largest_error(prepared.model.own, dict(alone.named_parameters()))
 
 
 def chosen(strategy):
@@ -325,6 +364,8 @@ if CASE == "all":
         "orders": orders(2, 1, "3", 7),
         "statistics": statistics(),
         "outputs": outputs(),
+        "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
+        "splits": splits(),
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:

@@ -156,6 +156,8 @@ class StageComputing:
     def forget(self) -> None:
         """Drop what a step that failed left behind."""
         self.returned.clear()
+        for deferred in (*(live.weights for live in self._live.values()), *self._deferred.values()):
+            deferred.clear()
         self._live.clear()
         self._deferred.clear()
 

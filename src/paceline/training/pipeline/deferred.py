@@ -60,10 +60,17 @@ class DeferredGradients(TorchFunctionMode):  # type: ignore[misc]  # torch has n
 
     def compute(self) -> None:
         """Compute the gradients that were left out."""
-        pending, self._pending = self._pending, []
         with torch.no_grad():
-            for add in pending:
-                add()
+            while self._pending:
+                self._pending.pop(0)()
+
+    def clear(self) -> None:
+        """Forget the gradients that were left out.
+
+        The graph refers to the list, and the functions in it to what the graph saved: garbage
+        collection does not see such a cycle, so the list itself must be emptied.
+        """
+        self._pending.clear()
 
 
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -113,10 +120,11 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch has no ty
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         parameter, bias = ctx.weight, ctx.bias
+        saved = x.detach()  # without the graph, which refers to `pending`
 
         def add() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            _add(parameter, rows.t().mm(x.reshape(-1, x.shape[-1])))
+            _add(parameter, rows.t().mm(saved.reshape(-1, saved.shape[-1])))
             if bias is not None:
                 _add(bias, rows.sum(0))
 
@@ -135,7 +143,7 @@ class _Convolution(torch.autograd.Function):  # type: ignore[misc]  # torch has 
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = (tensor.detach() for tensor in ctx.saved_tensors)  # see _Linear
         parameter, bias, sizes = ctx.weight, ctx.bias, ctx.sizes
         bias_sizes = None if bias is None else list(bias.shape)
 

@@ -7,7 +7,8 @@
 
 A stage's reduction starts when its last backward pass of the batch has ended, and goes on while
 other stages still compute. A parameter that several stages use (tied weights) has a part of its
-gradient on each of them: one reduction over all of its ranks adds these parts and the replicas.
+gradient on each of them: one reduction over all of its ranks adds these parts and the replicas. It
+starts after the last pass of all stages, since ranks end their stages in different orders.
 
 Replica r brings the mean over its n_r samples. It is multiplied by n_r before the reduction, and
 the sum divided by N = sum_r n_r afterwards, which is the mean over all samples.
@@ -40,7 +41,7 @@ _FIRST_BYTES, _BUCKET_BYTES = MIB, 25 * MIB
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """Parameters that are reduced over the same ranks, when the same stages have ended."""
+    """Parameters of the same stages, which are reduced over the same ranks."""
 
     group: Any
     stages: frozenset[int]  # of this rank, that bring gradients
@@ -72,20 +73,22 @@ class StageGradients:
         self._before: dict[str, torch.Tensor] = {}
         stages = _stages_of_parameters(model)
         self._local = {name: frozenset(s for s in stages[name] if s in mesh.stages) for name in own}
-        members: dict[tuple[tuple[int, ...], frozenset[int]], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in reversed(list(own.items())):  # as the backward pass brings them
-            holders = mesh.ranks_of(stages[name])
-            members.setdefault((holders, self._local[name]), []).append((name, parameter))
+        members: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        # As the backward pass brings them, in an order that is the same on all ranks: stages may
+        # use the parameters that they share in different orders.
+        for name, numbers in reversed(list(stages.items())):
+            if name in own:
+                members.setdefault(tuple(numbers), []).append((name, own[name]))
         groups = mesh.groups({mesh.ranks_of(numbers) for numbers in stages.values()})
         self._reductions = [
             _Reduction(
                 group=groups[holders],
-                stages=local,
+                stages=frozenset(numbers) & frozenset(mesh.stages),
                 buckets=make_buckets(divide(named, _FIRST_BYTES, _BUCKET_BYTES), 1, _empty),
                 is_tied=len(holders) > mesh.replicas,
             )
-            for (holders, local), named in members.items()
-            if len(holders) > 1
+            for numbers, named in members.items()
+            if len(holders := mesh.ranks_of(numbers)) > 1
         ]
 
     def begin(self, samples: int) -> None:
@@ -105,11 +108,16 @@ class StageGradients:
                         parameter.grad = None
 
     def end_stage(self, stage: int) -> None:
-        """Start the reductions that waited for the backward passes of a stage only."""
+        """Start the reductions that waited for the backward passes of a stage only.
+
+        Not those of tied weights: some collectives block, and other ranks end stages in other
+        orders.
+        """
         self._ended.add(stage)
         self._observe(stage)
         for reduction in self._reductions:
-            if stage in reduction.stages and reduction.stages <= self._ended:
+            is_complete = stage in reduction.stages and reduction.stages <= self._ended
+            if is_complete and not reduction.is_tied:
                 for bucket in reduction.buckets:
                     self._start(reduction, bucket)
 
@@ -141,6 +149,9 @@ class StageGradients:
             samples: of all replicas.
             wait: waits for a collective; it also takes what it is for.
         """
+        for reduction in self._reductions:
+            for bucket in reduction.buckets if reduction.is_tied else ():
+                self._start(reduction, bucket)
         for bucket, work in self._started:
             wait(work, f"gradients of {bucket.names[0]} and others")
             if self._mesh.replicas > 1:

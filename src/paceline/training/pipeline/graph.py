@@ -315,12 +315,13 @@ def _chained(model: nn.Module, names: Sequence[str]) -> CapturedGraph:
                 fix="Name all submodules that the model calls, in their order",
             )
     graph = fx.Graph()
-    value = graph.placeholder("inputs")
+    argument = next(iter(inspect.signature(model.forward).parameters), "inputs")
+    value = graph.placeholder(argument)  # by this name `bind_inputs` passes it
     for name in names:
         value = graph.call_module(name, (value,))
     graph.output(value)
     return CapturedGraph(
-        root=model, graph=graph, inputs=("inputs",), layers=_layers_of(graph, model)
+        root=model, graph=graph, inputs=(argument,), layers=_layers_of(graph, model)
     )
 
 
