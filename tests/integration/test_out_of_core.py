@@ -215,6 +215,60 @@ def test_the_state_goes_on_from_a_state_dict(tmp_path):
     assert found == expected
 
 
+class AnotherAdam(torch.optim.Adam):
+    """Its update may be anything: Paceline leaves its state where it is."""
+
+
+def with_closure(model, batch, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("make_optimizer", [AnotherAdam, torch.optim.Adam])
+def test_loaded_state_is_used_by_an_optimizer_that_is_left_alone(make_optimizer, tmp_path):
+    model, batch = make("mlp")
+    plain = make_optimizer(model.parameters())
+    train(model, batch, 2, plain)
+    twin = copy.deepcopy(model)
+    saved = copy.deepcopy(plain.state_dict())
+
+    def go_on(model, optimizer):
+        if make_optimizer is AnotherAdam:
+            train(model, batch, 4, optimizer)
+            return
+        for _ in range(2):  # with a closure and without
+            with_closure(model, batch, optimizer)
+            train(model, batch, 1, optimizer)
+
+    go_on(model, plain)
+    optimizer = make_optimizer(twin.parameters())
+    with OutOfCore(twin, optimizer, spill_folder=tmp_path):
+        optimizer.load_state_dict(saved)
+        go_on(twin, optimizer)
+    assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
+
+
+def test_loaded_state_replaces_all_that_was_away(tmp_path):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    fresh = torch.optim.Adam(model.parameters()).state_dict()
+    optimizer = torch.optim.Adam(twin.parameters())
+    expected = train(model, batch, 2, torch.optim.Adam(model.parameters()))
+    with OutOfCore(twin, optimizer, spill_folder=tmp_path):
+        before = copy.deepcopy(twin.state_dict())
+        train(twin, batch, 2, optimizer)
+        twin.load_state_dict(before)
+        optimizer.load_state_dict(fresh)
+        assert train(twin, batch, 2, optimizer) == expected
+    assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -71,7 +71,10 @@ class OptimizerFiles:
     # --- a step ----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._raw is None or len(args) > 1 or kwargs.get("closure") is not None:
+        if self._raw is None:
+            return
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            self._take_back()  # a closure is called several times: all state is here meanwhile
             return
         groups = optimizer.param_groups
         parameters = [list(group["params"]) for group in groups]
@@ -113,6 +116,7 @@ class OptimizerFiles:
             for group, members in zip(optimizer.param_groups, self._all, strict=True):
                 group["params"] = members
             self._all = None
+        self._put_away()  # of a step with a closure
         self._session.end_step()
 
     # --- its state_dict --------------------------------------------------------------------------
@@ -144,17 +148,31 @@ class OptimizerFiles:
             if managed is not None:
                 managed.drop()
 
+    def _take_back(self) -> None:
+        """Put the state where the optimizer expects it, and leave it there."""
+        self._restore()
+        self._away.clear()
+        self._session.forget_states()
+
     def _after_load(self, _optimizer: Optimizer) -> None:
-        """Put loaded state away."""
+        """Put loaded state away, in place of all that was away before."""
+        self._away.clear()
+        self._session.forget_states()
+        self._put_away()
+
+    def _put_away(self) -> None:
+        """Put the state away that is with the optimizer."""
+        if self._raw is None:  # no step of it would bring the state back
+            return
         for index, parameter in enumerate(self._parameters()):
             state = self._optimizer.state.get(parameter, {})
             large = {key: value for key, value in state.items() if _is_large(value)}
             if not large or not _is_large(parameter):
                 continue
             self._away[index] = {key: _Shape(value) for key, value in large.items()}
-            self._session.put_state(index, list(large.values()))
             for key in large:
                 del state[key]
+            self._session.put_state(index, list(large.values()))
 
     def _parameters(self) -> list[Any]:
         return [

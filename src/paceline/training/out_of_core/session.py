@@ -186,8 +186,13 @@ class Session:
             managed.replace(sources)
         self._updated = managed
 
+    def forget_states(self) -> None:
+        """Forget all state: the optimizer has it, or has been given another one."""
+        self._updated = None
+        self.states.clear()
+
     def put_state(self, index: int, tensors: list[torch.Tensor]) -> None:
-        """Take state that was loaded from a checkpoint, between two steps."""
+        """Take state that the optimizer has, between two steps."""
         self.states.pop(index, None)
         self.hand_back_state(index, tensors)
         self._put_away_states()
@@ -353,7 +358,7 @@ class Session:
         """Bring the state back that stays from now on, and remember where all of it is."""
         assert self.plan is not None
         for (kind, index), place in self._places.items():
-            if kind == "optimizer":
+            if kind == "optimizer" and index in self.states:
                 managed = self.states[index]
                 self._current[place] = weakref.ref(managed)
                 if self.plan.actions[place].action == "keep":
