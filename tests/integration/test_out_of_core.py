@@ -269,6 +269,32 @@ def test_loaded_state_replaces_all_that_was_away(tmp_path):
     assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_update_that_fails_leaves_the_optimizer_whole(error, tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    parameters = list(model.parameters())
+
+    def refuse(group, *args):
+        if any(parameter is parameters[6] for parameter in group["params"]):
+            raise error
+        return torch.optim.Adam._init_group(optimizer, group, *args)
+
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        train(model, batch, 3, optimizer)
+        optimizer._init_group = refuse
+        with pytest.raises(error):
+            train(model, batch, 1, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [len(parameters)]
+        del optimizer._init_group
+        moments = optimizer.state_dict()["state"]
+        assert moments[6]["step"] == 3
+        assert moments[0]["step"] == 4
+        assert all("exp_avg" in values for values in moments.values())
+        train(model, batch, 1, optimizer)
+        assert optimizer.state_dict()["state"][6]["step"] == 4
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -54,6 +54,7 @@ class OptimizerFiles:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
@@ -64,6 +65,7 @@ class OptimizerFiles:
 
     def remove(self) -> None:
         """Bring all state back, and leave the optimizer as it was."""
+        self._put_groups_back()
         self._restore()
         for hook in self._hooks:
             hook.remove()
@@ -71,15 +73,21 @@ class OptimizerFiles:
     # --- a step ----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_groups_back()  # of a step that failed after this hook
         if self._raw is None:
             return
         if len(args) > 1 or kwargs.get("closure") is not None:
             self._take_back()  # a closure is called several times: all state is here meanwhile
             return
-        groups = optimizer.param_groups
-        parameters = [list(group["params"]) for group in groups]
+        self._all = [group["params"] for group in optimizer.param_groups]
+        try:
+            self._update_all(optimizer.param_groups, self._all)
+        except BaseException:  # also Ctrl-C: who catches it has the optimizer as it was
+            self._put_groups_back()
+            raise
+
+    def _update_all(self, groups: list[dict[str, Any]], parameters: list[list[Any]]) -> None:
         small: list[list[Any]] = [[] for _ in groups]
-        self._all = parameters
         index = 0
         for group in groups:
             group["params"] = []
@@ -103,25 +111,32 @@ class OptimizerFiles:
         ):
             state[key] = shape.tensor(storage, shift)
         assert self._raw is not None
-        self._raw(self._optimizer)
-        large = {key: value for key, value in state.items() if _is_large(value)}
-        self._away[index] = {key: _Shape(value) for key, value in large.items()}
-        for key in large:
-            del state[key]
-        if large:
-            self._session.hand_back_state(index, list(large.values()))
+        try:
+            self._raw(self._optimizer)
+        finally:
+            large = {key: value for key, value in state.items() if _is_large(value)}
+            self._away[index] = {key: _Shape(value) for key, value in large.items()}
+            for key in large:
+                del state[key]
+            if large:
+                self._session.hand_back_state(index, list(large.values()))
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._all is not None:
-            for group, members in zip(optimizer.param_groups, self._all, strict=True):
-                group["params"] = members
-            self._all = None
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._put_groups_back()
         self._put_away()  # of a step with a closure
         self._session.end_step()
+
+    def _put_groups_back(self) -> None:
+        """Give the groups all of their parameters again."""
+        if self._all is not None:
+            for group, members in zip(self._optimizer.param_groups, self._all, strict=False):
+                group["params"] = members
+            self._all = None
 
     # --- its state_dict --------------------------------------------------------------------------
 
     def _before_state_dict(self, _optimizer: Optimizer) -> None:
+        self._put_groups_back()
         self._restore()
 
     def _after_state_dict(self, _optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -153,6 +168,9 @@ class OptimizerFiles:
         self._restore()
         self._away.clear()
         self._session.forget_states()
+
+    def _before_load(self, _optimizer: Optimizer, _state: Any) -> None:
+        self._put_groups_back()
 
     def _after_load(self, _optimizer: Optimizer) -> None:
         """Put loaded state away, in place of all that was away before."""

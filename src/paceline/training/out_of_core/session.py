@@ -180,7 +180,8 @@ class Session:
         """Take the state after its update; it is put away at the next event."""
         sources = [own_bytes(tensor) for tensor in tensors]
         managed = self.states.get(index)
-        if managed is None:
+        sizes = [source.numel() for source in sources]
+        if managed is None or managed.sizes != sizes:  # a first update that failed makes less of it
             managed = self.states[index] = Managed(self.file, index, sources)
         else:
             managed.replace(sources)
