@@ -1,8 +1,9 @@
 """Training out of core: gradients and updates equal to the bit to those of a training in core."""
 
+import contextlib
 import copy
 import hashlib
-import os
+import resource
 
 import pytest
 import torch
@@ -312,20 +313,44 @@ def test_a_budget_that_is_too_small_says_which_one_is_not(tmp_path):
     assert int(found.value.fix.split()[3].replace(",", "")) > 100 * MIB
 
 
-def test_a_full_disk_is_said(tmp_path):
-    if os.geteuid():
-        pytest.skip("mounting a tmpfs needs root")
-    os.system(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}")
+@contextlib.contextmanager
+def files_up_to(size_bytes):
+    """Let no file of this process grow beyond a size (`ulimit -f`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
-        model, batch = make("mlp")
-        optimizer = torch.optim.Adam(model.parameters())
-        with (
-            OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path),
-            pytest.raises(StorageError, match=r"cannot spill tensors.*No space left"),
-        ):
-            train(model, batch, 1, optimizer)
+        yield
     finally:
-        os.system(f"umount -l {tmp_path}")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_may_not_grow_is_said(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with (
+        OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path),
+        files_up_to(8 * MIB),
+        pytest.raises(StorageError, match=r"cannot spill tensors.*File too large"),
+    ):
+        train(model, batch, 1, optimizer)
+
+
+def test_state_that_could_not_be_written_is_not_lost(tmp_path):
+    model, batch = make("mlp")
+    plain = torch.optim.Adam(model.parameters())
+    train(model, batch, 2, plain)
+    expected = plain.state_dict()["state"]
+    twin, _ = make("mlp")
+    optimizer = torch.optim.Adam(twin.parameters())
+    with OutOfCore(twin, optimizer, budget_bytes=MIB, spill_folder=tmp_path):
+        with files_up_to(0), pytest.raises(StorageError, match="cannot spill tensors"):
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        found = optimizer.state_dict()["state"]
+        for number, values in expected.items():
+            for key, value in values.items():
+                assert torch.equal(found[number][key], value)
+    for number, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(values["exp_avg"], expected[number]["exp_avg"])
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -184,7 +184,8 @@ class SpillFile:
         Args:
             pieces: not to be changed until it is done.
             offset: of an allocated part of the file.
-            finish: called by the I/O thread when all is written.
+            finish: called by the I/O thread when all is written; not where that failed, since what
+                is not in the file is nowhere else.
         """
         pieces = list(pieces)
 
@@ -196,9 +197,9 @@ class SpillFile:
                     at += aligned(pieces[0].nbytes)
                     self.written_bytes += pieces[0].nbytes
                     del pieces[0]
+                finish()  # frees the memory, before the step goes on
             finally:
                 pieces.clear()
-                finish()  # frees the memory, before the step goes on
                 self.write_s += time.monotonic() - begin
                 self.cpu_s += time.thread_time() - begin_cpu
 
