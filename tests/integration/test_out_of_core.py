@@ -296,6 +296,14 @@ def test_an_update_that_fails_leaves_the_optimizer_whole(error, tmp_path):
         assert optimizer.state_dict()["state"][6]["step"] == 4
 
 
+def test_a_step_of_small_tensors_has_only_its_end(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+        train(model, torch.ones(2, 2), 4, optimizer)
+        assert out_of_core.plan.method == "fits"
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

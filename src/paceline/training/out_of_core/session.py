@@ -349,7 +349,7 @@ class Session:
         pairs = zip(recording.peak_bytes, recording.begin_bytes, strict=False)
         slack = int(self.budget_bytes * SLACK_PART)
         self._growth = [int(GROWTH_MARGIN * (peak - begin)) + slack for peak, begin in pairs]
-        self._growth.append(max(self._growth))  # until the next step's first event
+        self._growth.append(max(self._growth, default=slack))  # until the next step's first event
         self.allocator.give_back_on_trim()
         self.file.buffers.is_kept = True
         self._load_kept_states()
