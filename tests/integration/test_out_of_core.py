@@ -12,6 +12,7 @@ from torch import nn
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
 from paceline.schedules.memory import least_budget_bytes
 from paceline.training import prepare
+from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.training import OutOfCore
 
@@ -302,6 +303,20 @@ def test_a_step_of_small_tensors_has_only_its_end(tmp_path):
     with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
         train(model, torch.ones(2, 2), 4, optimizer)
         assert out_of_core.plan.method == "fits"
+
+
+def test_a_second_memory_budget_is_refused(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as first:
+        with pytest.raises(UsageError, match="this thread has a memory budget already"):
+            OutOfCore(model, optimizer, spill_folder=tmp_path)
+        with pytest.raises(UsageError, match="state is kept within a memory budget already"):
+            OptimizerFiles(optimizer, first.session)
+        train(model, batch, 3, optimizer)
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        train(model, batch, 1, optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.core.errors import UsageError
 from paceline.training.out_of_core.session import LEAST_BYTES
 
 if TYPE_CHECKING:
@@ -41,9 +42,18 @@ class OptimizerFiles:
     Args:
         optimizer: its hooks before a step must be registered already: this one comes last.
         session: that moves the state.
+
+    Raises:
+        UsageError: another session moves it already.
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        if is_managed(optimizer):
+            raise UsageError(
+                "the optimizer's state is kept within a memory budget already",
+                where="OptimizerFiles",
+                fix="Close the first memory budget, or give the optimizer to one of them only",
+            )
         self._optimizer = optimizer
         self._session = session
         self._raw = _raw_step(optimizer)
@@ -196,6 +206,12 @@ class OptimizerFiles:
         return [
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
+
+
+def is_managed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state is moved by an OptimizerFiles already."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001  # no public name
+    return any(isinstance(getattr(hook, "__self__", None), OptimizerFiles) for hook in hooks)
 
 
 class _Shape:

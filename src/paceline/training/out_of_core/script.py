@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.core.files import commit_bytes
-from paceline.training.out_of_core.optimizer_files import OptimizerFiles
+from paceline.training.out_of_core.optimizer_files import OptimizerFiles, is_managed
 from paceline.training.out_of_core.saved_tensors import SavedTensors
 from paceline.training.out_of_core.session import Session
 
@@ -44,7 +44,7 @@ class ScriptMemory:
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Its own hooks are called after the global ones, in this step already.
-        if self._optimizer is None:
+        if self._optimizer is None and not is_managed(optimizer):
             self._optimizer = OptimizerFiles(optimizer, self.session)
             self.session.fix(
                 [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -48,7 +48,8 @@ class OutOfCore:
         say: is called with each line for the user.
 
     Raises:
-        UsageError: the model is not on CPU, or the budget no positive number.
+        UsageError: the model is not on CPU, the budget no positive number, or there is a memory
+            budget already: of this thread (``paceline run --memory-budget``) or of the optimizer.
         StorageError: no file can be made in `spill_folder`.
     """
 
@@ -78,8 +79,13 @@ class OutOfCore:
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
         self.session = Session(budget_bytes, folder, fixed, say or _nothing)
         self._saved = SavedTensors(self.session)
-        self._optimizer = OptimizerFiles(optimizer, self.session)
-        self._saved.install()
+        try:
+            self._saved.install()
+            self._optimizer = OptimizerFiles(optimizer, self.session)
+        except BaseException:
+            self._saved.remove()
+            self.session.close()
+            raise
 
     @property
     def plan(self) -> MemoryPlan | None:
