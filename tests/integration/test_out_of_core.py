@@ -319,6 +319,22 @@ def test_a_second_memory_budget_is_refused(tmp_path):
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
+def test_conjugate_tensors_have_the_same_gradients(tmp_path):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def gradient():
+        optimizer.zero_grad()
+        hidden = weight * 2j
+        outcome = hidden * hidden.conj() * hidden.conj().imag
+        outcome.abs().sum().backward()
+        return weight.grad.clone()
+
+    expected = gradient()
+    with OutOfCore(nn.ParameterList([weight]), optimizer, spill_folder=tmp_path):
+        assert torch.equal(gradient(), expected)
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -475,6 +475,7 @@ def _is_plain(tensor: Any) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
+        and not (tensor.is_conj() or tensor.is_neg())  # bits of the tensor, not of its memory
     )
 
 
