@@ -335,6 +335,18 @@ def test_conjugate_tensors_have_the_same_gradients(tmp_path):
         assert torch.equal(gradient(), expected)
 
 
+def test_state_that_is_not_in_plain_memory_stays_where_it_is(tmp_path):
+    model, batch = make("mlp")
+    elsewhere = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))  # as on a GPU
+    elsewhere.grad = torch.empty_like(elsewhere)
+    optimizer = torch.optim.Adam([*model.parameters(), elsewhere])
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert optimizer.state[elsewhere]["exp_avg"].device.type == "meta"
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

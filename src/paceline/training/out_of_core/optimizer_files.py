@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.training.out_of_core.session import LEAST_BYTES
+from paceline.training.out_of_core.session import LEAST_BYTES, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,7 +230,15 @@ class _Shape:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
+    """Whether to move a parameter's state, or a tensor of it."""
+    return is_plain(value) and value.nbytes >= LEAST_BYTES and _is_dense(value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their part of the memory."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps)
+    return bool(extent == tensor.numel())
 
 
 def _raw_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:

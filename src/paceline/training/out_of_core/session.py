@@ -121,7 +121,7 @@ class Session:
 
     def save(self, tensor: torch.Tensor) -> Managed | None:
         """Take a tensor that is saved for the backward pass; None if it stays as it is."""
-        if not _is_plain(tensor) or os.getpid() != self._pid:  # a forked process has no threads
+        if not is_plain(tensor) or os.getpid() != self._pid:  # a forked process has no threads
             return None
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # identity of a storage
@@ -470,7 +470,8 @@ class _Pause:
         self._session.leave()
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is what its memory says: on CPU, strided, of no subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
