@@ -347,6 +347,13 @@ def test_state_that_is_not_in_plain_memory_stays_where_it_is(tmp_path):
         assert optimizer.state[elsewhere]["exp_avg"].device.type == "meta"
 
 
+def test_a_folder_in_memory_is_refused(tmp_path):
+    model, _ = make("cnn")
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(StorageError, match=r"is a tmpfs.*a folder on a disk"):
+        OutOfCore(model, optimizer, spill_folder="/dev/shm")
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -29,10 +29,12 @@ import numpy as np
 import torch
 
 from paceline.core.errors import DeadlineExceeded, StorageError, reason
+from paceline.core.node import mount_of, read_mounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
 ALIGNMENT = 4096  # of memory, offsets and lengths: at least what any block device asks for
 CHUNK_BYTES = 4 << 20
 DEADLINE_S = 300.0  # of one transfer; a disk that takes longer does not answer
@@ -305,6 +307,14 @@ def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
 
 def _open(folder: Path) -> tuple[bool, int]:
     """Open a file without a name; return whether transfers go past the page cache."""
+    mount = mount_of(str(folder.resolve()), read_mounts())
+    if mount is not None and mount.kind in MEMORY_FILE_SYSTEMS:
+        raise StorageError(
+            "cannot make a spill file",
+            where=str(folder),
+            why=f"{mount.point} is a {mount.kind}: its files are memory themselves",
+            fix="Choose a folder on a disk with spill_folder",
+        )
     try:
         descriptor, path = tempfile.mkstemp(prefix="paceline-spill-", dir=folder)
         name = Path(path)

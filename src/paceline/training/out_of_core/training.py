@@ -50,7 +50,7 @@ class OutOfCore:
     Raises:
         UsageError: the model is not on CPU, the budget no positive number, or there is a memory
             budget already: of this thread (``paceline run --memory-budget``) or of the optimizer.
-        StorageError: no file can be made in `spill_folder`.
+        StorageError: no file can be made in `spill_folder`, or its files are memory (tmpfs).
     """
 
     def __init__(
