@@ -354,6 +354,23 @@ def test_a_folder_in_memory_is_refused(tmp_path):
         OutOfCore(model, optimizer, spill_folder="/dev/shm")
 
 
+def test_tensors_that_no_backward_pass_needs_count(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path) as out_of_core:
+        for _ in range(3):
+            optimizer.zero_grad()
+            unused = model(batch)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            del unused
+        activations = [
+            tensor for tensor in out_of_core.session.profile.tensors if tensor.kind == "activation"
+        ]
+        last = len(out_of_core.session.profile.floor_bytes) - 1
+        assert sum(tensor.needed == last for tensor in activations) >= 8
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())
