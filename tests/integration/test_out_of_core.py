@@ -371,6 +371,27 @@ def test_tensors_that_no_backward_pass_needs_count(tmp_path):
         assert sum(tensor.needed == last for tensor in activations) >= 8
 
 
+def test_hooks_of_a_step_see_all_parameters(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    counts = []
+
+    def count(optimizer, args, kwargs):
+        counts.append(len(optimizer.param_groups[0]["params"]))
+
+    optimizer.register_step_pre_hook(count)
+    optimizer.register_step_post_hook(count)
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        optimizer.register_step_post_hook(count)
+        train(model, batch, 1, optimizer)
+        assert counts == [len(list(model.parameters()))] * 3
+        late = optimizer.register_step_pre_hook(count)
+        with pytest.raises(UsageError, match="would be called after its update"):
+            train(model, batch, 1, optimizer)
+        late.remove()
+        train(model, batch, 1, optimizer)
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

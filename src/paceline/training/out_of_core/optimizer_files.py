@@ -62,11 +62,14 @@ class OptimizerFiles:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(self._before_post_hooks),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        # Hooks that were registered earlier see the groups whole.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id, last=False)  # noqa: SLF001  # no public name
 
     @property
     def is_supported(self) -> bool:
@@ -80,6 +83,13 @@ class OptimizerFiles:
         for hook in self._hooks:
             hook.remove()
 
+    def come_last(self) -> None:
+        """Have the hook before a step called after those that were registered meanwhile.
+
+        Not to be called by a hook of this optimizer; torch's global hooks are called before those.
+        """
+        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._hooks[0].id)  # noqa: SLF001  # no public name
+
     # --- a step ----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -89,6 +99,12 @@ class OptimizerFiles:
         if len(args) > 1 or kwargs.get("closure") is not None:
             self._take_back()  # a closure is called several times: all state is here meanwhile
             return
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:  # noqa: SLF001  # no public name
+            raise UsageError(
+                "a hook before the optimizer's step would be called after its update",
+                where="OutOfCore",
+                fix="Register the hook before the memory budget is set (prepare does)",
+            )
         self._all = [group["params"] for group in optimizer.param_groups]
         try:
             self._update_all(optimizer.param_groups, self._all)
@@ -131,8 +147,10 @@ class OptimizerFiles:
             if large:
                 self._session.hand_back_state(index, list(large.values()))
 
-    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_post_hooks(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._put_groups_back()
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._put_away()  # of a step with a closure
         self._session.end_step()
 

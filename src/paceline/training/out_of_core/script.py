@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from paceline.training.out_of_core.saved_tensors import SavedTensors
 from paceline.training.out_of_core.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
 
 
@@ -39,6 +42,7 @@ class ScriptMemory:
         folder = Path(spill_folder or tempfile.gettempdir())
         self.session = Session(budget_bytes, folder, set(), _say if rank == 0 else _nothing)
         self._optimizer: OptimizerFiles | None = None
+        self._its_optimizer: Callable[[], Optimizer | None] = _nothing_yet
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         SavedTensors(self.session).install()
 
@@ -49,6 +53,9 @@ class ScriptMemory:
             self.session.fix(
                 [parameter for group in optimizer.param_groups for parameter in group["params"]]
             )
+            self._its_optimizer = weakref.ref(optimizer)
+        elif self._optimizer is not None and self._its_optimizer() is optimizer:
+            self._optimizer.come_last()
 
     def close(self) -> None:
         """Write the result. The session ends with the process: saved tensors may still be used."""
@@ -59,6 +66,10 @@ class ScriptMemory:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"paceline: {line}\n")
+
+
+def _nothing_yet() -> None:
+    return None
 
 
 def _nothing(_line: str) -> None:
