@@ -392,6 +392,20 @@ def test_hooks_of_a_step_see_all_parameters(tmp_path):
         train(model, batch, 1, optimizer)
 
 
+def test_it_is_closed_once_and_says_what_cannot_be_read_afterwards(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    out_of_core = OutOfCore(model, optimizer, spill_folder=tmp_path)
+    train(model, batch, 1, optimizer)
+    loss = model(batch).square().mean()
+    out_of_core.close()
+    out_of_core.close()
+    with pytest.raises(UsageError, match="used after its memory budget was closed"):
+        loss.backward()
+    train(model, batch, 1, optimizer)
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -101,6 +101,7 @@ class Session:
         self._growth: list[int] = []  # of memory in each interval, with the tensors of the step
         self._waited_s = self._moved_before_s = 0.0
         self._pid = os.getpid()
+        self._is_closed = False
         self._updated: Managed | None = None
 
     @property
@@ -151,7 +152,7 @@ class Session:
 
     def need(self, managed: Managed) -> tuple[torch.UntypedStorage, int]:
         """Return the storage of a saved tensor, and the bytes before its begin."""
-        if managed.index in self._used:
+        if self._is_closed or managed.index in self._used:
             return managed.load()[0]
         self._used.add(managed.index)
         with _Pause(self, Event("needed", managed.index, managed.bytes)) as at:
@@ -448,10 +449,14 @@ class Session:
 
     def close(self) -> None:
         """End the I/O threads and free the spill file; saved tensors cannot be read any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._recording.forget()
-        self.states.clear()
+        self.forget_states()
         self.file.close()
         self.memory.close()
+        self.allocator.give_back_at_once()  # what was kept for the next step
 
 
 class _Pause:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.core.errors import DeadlineExceeded, StorageError, reason
+from paceline.core.errors import DeadlineExceeded, StorageError, UsageError, reason
 from paceline.core.node import mount_of, read_mounts
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class SpillFile:
         self.is_direct, self._descriptor = _open(folder)
         self.written_bytes = self.read_bytes = 0
         self.write_s = self.read_s = self.cpu_s = 0.0
+        self._is_closed = False
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
@@ -189,6 +190,7 @@ class SpillFile:
             finish: called by the I/O thread when all is written; not where that failed, since what
                 is not in the file is nowhere else.
         """
+        self._require_open()
         pieces = list(pieces)
 
         def run(_transfer: SpillTransfer) -> None:
@@ -219,6 +221,7 @@ class SpillFile:
             size_bytes: of it.
             after: the write that must be done before.
         """
+        self._require_open()
 
         def run(transfer: SpillTransfer) -> None:
             if after is not None:
@@ -237,11 +240,25 @@ class SpillFile:
 
     def close(self) -> None:
         """End both threads after what they still have to do, and free the file."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._writes.put(None)
         self._reads.put(None)
         for thread in self._threads:
             thread.join(DEADLINE_S)
-        os.close(self._descriptor)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._descriptor)  # else a later file of this number would be written to
+        self.buffers.is_kept = False
+        self.buffers.clear()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(
+                "a spilled tensor is used after its memory budget was closed",
+                where=str(self.folder),
+                fix="Run the backward pass before close",
+            )
 
     def map_part(self, offset: int, size_bytes: int) -> mmap.mmap:
         """Return a part as memory that the kernel reads when it is used, and may drop again.

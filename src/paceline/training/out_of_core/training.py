@@ -78,6 +78,7 @@ class OutOfCore:
         folder = Path(spill_folder or tempfile.gettempdir())
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
         self.session = Session(budget_bytes, folder, fixed, say or _nothing)
+        self._is_closed = False
         self._saved = SavedTensors(self.session)
         try:
             self._saved.install()
@@ -98,9 +99,14 @@ class OutOfCore:
 
     def close(self) -> None:
         """Bring the optimizer's state back, and train in core from now on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._saved.remove()
-        self._optimizer.remove()
-        self.session.close()
+        try:
+            self._optimizer.remove()
+        finally:
+            self.session.close()
 
     def __enter__(self) -> Self:
         return self
