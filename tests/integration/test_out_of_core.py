@@ -406,6 +406,17 @@ def test_it_is_closed_once_and_says_what_cannot_be_read_afterwards(tmp_path):
     assert optimizer.state_dict()["state"][0]["step"] == 2
 
 
+def test_parameters_are_left_to_autograd(tmp_path):
+    model, _ = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+        before = out_of_core.session.file.written_bytes
+        hidden = torch.randn(1, WIDTH)  # too small to move
+        (hidden @ weight.t() @ weight @ weight[:, :WIDTH]).sum().backward()
+        assert out_of_core.session.file.written_bytes == before
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -40,7 +40,7 @@ class ScriptMemory:
     def __init__(self, budget_bytes: int, spill_folder: str, result: Path, rank: int) -> None:
         self._result = result
         folder = Path(spill_folder or tempfile.gettempdir())
-        self.session = Session(budget_bytes, folder, set(), _say if rank == 0 else _nothing)
+        self.session = Session(budget_bytes, folder, _say if rank == 0 else _nothing)
         self._optimizer: OptimizerFiles | None = None
         self._its_optimizer: Callable[[], Optimizer | None] = _nothing_yet
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -50,9 +50,6 @@ class ScriptMemory:
         # Its own hooks are called after the global ones, in this step already.
         if self._optimizer is None and not is_managed(optimizer):
             self._optimizer = OptimizerFiles(optimizer, self.session)
-            self.session.fix(
-                [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            )
             self._its_optimizer = weakref.ref(optimizer)
         elif self._optimizer is not None and self._its_optimizer() is optimizer:
             self._optimizer.come_last()

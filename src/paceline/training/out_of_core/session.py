@@ -64,13 +64,10 @@ class Session:
     Args:
         budget_bytes: that the process's memory stays under, without pages of files.
         folder: of the spill file.
-        fixed: storages that stay in memory in any case, by address: parameters and buffers.
         say: is called with each line for the user.
     """
 
-    def __init__(
-        self, budget_bytes: int, folder: Path, fixed: set[int], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, budget_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
         self.budget_bytes = budget_bytes
         self.file = SpillFile(folder)
         self.memory = ProcessMemory()
@@ -81,7 +78,6 @@ class Session:
         self.counters = Counters()
         self.mode: Mode = "record"
         self.states: dict[int, Managed] = {}
-        self._fixed = fixed
         self._say = say
         self._recording = Recording(self.memory)
         self._before: list[Event] | None = None  # the order of the recorded step before this one
@@ -114,10 +110,6 @@ class Session:
             return None
         return self.plan.peak_bytes if self.plan.method == "fits" else self.budget_bytes
 
-    def fix(self, tensors: list[torch.Tensor]) -> None:
-        """Leave the storages of these tensors in memory from now on."""
-        self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)  # noqa: SLF001  # as in `save`
-
     # --- saved tensors ---------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor) -> Managed | None:
@@ -126,7 +118,7 @@ class Session:
             return None
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # identity of a storage
-        if size < LEAST_BYTES or key in self._fixed or tensor.nbytes * VIEW_PART < size:
+        if size < LEAST_BYTES or _is_parameter(tensor) or tensor.nbytes * VIEW_PART < size:
             return None
         version = version_of(tensor)
         known = self._by_storage.get((key, version))
@@ -473,6 +465,11 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._session.leave()
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, which stays in memory in any case."""
+    return any(isinstance(found, torch.nn.Parameter) for found in (tensor, tensor._base))  # noqa: SLF001  # no public name
 
 
 def is_plain(tensor: Any) -> bool:

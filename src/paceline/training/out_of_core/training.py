@@ -76,8 +76,7 @@ class OutOfCore:
                 "the model is not on CPU", where="OutOfCore", fix="Train without a memory budget"
             )
         folder = Path(spill_folder or tempfile.gettempdir())
-        fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
-        self.session = Session(budget_bytes, folder, fixed, say or _nothing)
+        self.session = Session(budget_bytes, folder, say or _nothing)
         self._is_closed = False
         self._saved = SavedTensors(self.session)
         try:
