@@ -1,8 +1,9 @@
 """Training out of core: gradients and updates equal to the bit to those of a training in core."""
 
+import contextlib
 import copy
 import hashlib
-import os
+import resource
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
 from paceline.schedules.memory import SpillTier, least_budget_bytes
 from paceline.training import prepare
+from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
 from paceline.training.out_of_core.training import OutOfCore
@@ -229,6 +231,206 @@ def test_the_state_goes_on_from_a_state_dict(tmp_path):
     assert found == expected
 
 
+class AnotherAdam(torch.optim.Adam):
+    """Its update may be anything: Paceline leaves its state where it is."""
+
+
+def with_closure(model, batch, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("make_optimizer", [AnotherAdam, torch.optim.Adam])
+def test_loaded_state_is_used_by_an_optimizer_that_is_left_alone(make_optimizer, tmp_path):
+    model, batch = make("mlp")
+    plain = make_optimizer(model.parameters())
+    train(model, batch, 2, plain)
+    twin = copy.deepcopy(model)
+    saved = copy.deepcopy(plain.state_dict())
+
+    def go_on(model, optimizer):
+        if make_optimizer is AnotherAdam:
+            train(model, batch, 4, optimizer)
+            return
+        for _ in range(2):  # with a closure and without
+            with_closure(model, batch, optimizer)
+            train(model, batch, 1, optimizer)
+
+    go_on(model, plain)
+    optimizer = make_optimizer(twin.parameters())
+    with OutOfCore(twin, optimizer, spill_folder=tmp_path):
+        optimizer.load_state_dict(saved)
+        go_on(twin, optimizer)
+    assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
+
+
+def test_loaded_state_replaces_all_that_was_away(tmp_path):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    fresh = torch.optim.Adam(model.parameters()).state_dict()
+    optimizer = torch.optim.Adam(twin.parameters())
+    expected = train(model, batch, 2, torch.optim.Adam(model.parameters()))
+    with OutOfCore(twin, optimizer, spill_folder=tmp_path):
+        before = copy.deepcopy(twin.state_dict())
+        train(twin, batch, 2, optimizer)
+        twin.load_state_dict(before)
+        optimizer.load_state_dict(fresh)
+        assert train(twin, batch, 2, optimizer) == expected
+    assert list(map(digest, twin.parameters())) == list(map(digest, model.parameters()))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_update_that_fails_leaves_the_optimizer_whole(error, tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    parameters = list(model.parameters())
+
+    def refuse(group, *args):
+        if any(parameter is parameters[6] for parameter in group["params"]):
+            raise error
+        return torch.optim.Adam._init_group(optimizer, group, *args)
+
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        train(model, batch, 3, optimizer)
+        optimizer._init_group = refuse
+        with pytest.raises(error):
+            train(model, batch, 1, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [len(parameters)]
+        del optimizer._init_group
+        moments = optimizer.state_dict()["state"]
+        assert moments[6]["step"] == 3
+        assert moments[0]["step"] == 4
+        assert all("exp_avg" in values for values in moments.values())
+        train(model, batch, 1, optimizer)
+        assert optimizer.state_dict()["state"][6]["step"] == 4
+
+
+def test_a_step_of_small_tensors_has_only_its_end(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+        train(model, torch.ones(2, 2), 4, optimizer)
+        assert out_of_core.plan.method == "fits"
+
+
+def test_a_second_memory_budget_is_refused(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as first:
+        with pytest.raises(UsageError, match="this thread has a memory budget already"):
+            OutOfCore(model, optimizer, spill_folder=tmp_path)
+        with pytest.raises(UsageError, match="state is kept within a memory budget already"):
+            OptimizerFiles(optimizer, first.session)
+        train(model, batch, 3, optimizer)
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        train(model, batch, 1, optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def test_conjugate_tensors_have_the_same_gradients(tmp_path):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def gradient():
+        optimizer.zero_grad()
+        hidden = weight * 2j
+        outcome = hidden * hidden.conj() * hidden.conj().imag
+        outcome.abs().sum().backward()
+        return weight.grad.clone()
+
+    expected = gradient()
+    with OutOfCore(nn.ParameterList([weight]), optimizer, spill_folder=tmp_path):
+        assert torch.equal(gradient(), expected)
+
+
+def test_state_that_is_not_in_plain_memory_stays_where_it_is(tmp_path):
+    model, batch = make("mlp")
+    elsewhere = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))  # as on a GPU
+    elsewhere.grad = torch.empty_like(elsewhere)
+    optimizer = torch.optim.Adam([*model.parameters(), elsewhere])
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert optimizer.state[elsewhere]["exp_avg"].device.type == "meta"
+
+
+def test_a_folder_in_memory_is_refused(tmp_path):
+    model, _ = make("cnn")
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(StorageError, match=r"is a tmpfs.*a folder on a disk"):
+        OutOfCore(model, optimizer, spill_folder="/dev/shm")
+
+
+def test_tensors_that_no_backward_pass_needs_count(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path) as out_of_core:
+        for _ in range(3):
+            optimizer.zero_grad()
+            unused = model(batch)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            del unused
+        activations = [
+            tensor for tensor in out_of_core.session.profile.tensors if tensor.kind == "activation"
+        ]
+        last = len(out_of_core.session.profile.floor_bytes) - 1
+        assert sum(tensor.needed == last for tensor in activations) >= 8
+
+
+def test_hooks_of_a_step_see_all_parameters(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    counts = []
+
+    def count(optimizer, args, kwargs):
+        counts.append(len(optimizer.param_groups[0]["params"]))
+
+    optimizer.register_step_pre_hook(count)
+    optimizer.register_step_post_hook(count)
+    with OutOfCore(model, optimizer, spill_folder=tmp_path):
+        optimizer.register_step_post_hook(count)
+        train(model, batch, 1, optimizer)
+        assert counts == [len(list(model.parameters()))] * 3
+        late = optimizer.register_step_pre_hook(count)
+        with pytest.raises(UsageError, match="would be called after its update"):
+            train(model, batch, 1, optimizer)
+        late.remove()
+        train(model, batch, 1, optimizer)
+
+
+def test_it_is_closed_once_and_says_what_cannot_be_read_afterwards(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    out_of_core = OutOfCore(model, optimizer, spill_folder=tmp_path)
+    train(model, batch, 1, optimizer)
+    loss = model(batch).square().mean()
+    out_of_core.close()
+    out_of_core.close()
+    with pytest.raises(UsageError, match="used after its memory budget was closed"):
+        loss.backward()
+    train(model, batch, 1, optimizer)
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+def test_parameters_are_left_to_autograd(tmp_path):
+    model, _ = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+        before = out_of_core.session.file.written_bytes
+        hidden = torch.randn(1, WIDTH)  # too small to move
+        (hidden @ weight.t() @ weight @ weight[:, :WIDTH]).sum().backward()
+        assert out_of_core.session.file.written_bytes == before
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())
@@ -246,20 +448,44 @@ def test_a_budget_that_is_too_small_says_which_one_is_not(tmp_path):
     assert int(found.value.fix.split()[3].replace(",", "")) > 100 * MIB
 
 
-def test_a_full_disk_is_said(tmp_path):
-    if os.geteuid():
-        pytest.skip("mounting a tmpfs needs root")
-    os.system(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}")
+@contextlib.contextmanager
+def files_up_to(size_bytes):
+    """Let no file of this process grow beyond a size (`ulimit -f`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
-        model, batch = make("mlp")
-        optimizer = torch.optim.Adam(model.parameters())
-        with (
-            OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path),
-            pytest.raises(StorageError, match=r"cannot spill tensors.*No space left"),
-        ):
-            train(model, batch, 1, optimizer)
+        yield
     finally:
-        os.system(f"umount -l {tmp_path}")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_may_not_grow_is_said(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with (
+        OutOfCore(model, optimizer, budget_bytes=MIB, spill_folder=tmp_path),
+        files_up_to(8 * MIB),
+        pytest.raises(StorageError, match=r"cannot spill tensors.*File too large"),
+    ):
+        train(model, batch, 1, optimizer)
+
+
+def test_state_that_could_not_be_written_is_not_lost(tmp_path):
+    model, batch = make("mlp")
+    plain = torch.optim.Adam(model.parameters())
+    train(model, batch, 2, plain)
+    expected = plain.state_dict()["state"]
+    twin, _ = make("mlp")
+    optimizer = torch.optim.Adam(twin.parameters())
+    with OutOfCore(twin, optimizer, budget_bytes=MIB, spill_folder=tmp_path):
+        with files_up_to(0), pytest.raises(StorageError, match="cannot spill tensors"):
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        found = optimizer.state_dict()["state"]
+        for number, values in expected.items():
+            for key, value in values.items():
+                assert torch.equal(found[number][key], value)
+    for number, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(values["exp_avg"], expected[number]["exp_avg"])
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -42,3 +42,18 @@ def test_a_budget_without_a_unit_that_is_known_is_refused(tmp_path):
     done = paceline(tmp_path, "run", "--memory-budget", "8 hats", SCRIPT)
     assert done.code == 2
     assert "is not a size" in done.err
+
+
+def test_an_executable_with_a_budget_is_refused(tmp_path):
+    done = paceline(tmp_path, "run", "--memory-budget", "1G", "/bin/true")
+    assert done.code == 2
+    assert "a memory budget needs a Python script" in done.err
+
+
+@pytest.mark.campaign("torch")
+def test_a_spill_folder_that_is_not_there_fails_the_run(tmp_path):
+    done = paceline(
+        tmp_path, "run", "--memory-budget", "1G", "--spill-folder", tmp_path / "none", SCRIPT
+    )
+    assert done.code == 1
+    assert "cannot make a spill file" in done.err

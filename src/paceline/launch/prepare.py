@@ -13,7 +13,7 @@ from paceline.collectives.options import CollectivesConfig
 from paceline.core.affinity import allowed_cores
 from paceline.core.allocator import AllocatorSetting, allocator_setting
 from paceline.core.config import Resolved, environment, resolve
-from paceline.core.errors import Missing
+from paceline.core.errors import Missing, UsageError
 from paceline.core.plan_file import PlanFile
 from paceline.launch.folder import claim, default_folder, refuse_taken
 from paceline.launch.nodes import node_warnings, task_of_node
@@ -151,8 +151,8 @@ def prepare(
 
     Raises:
         DestinationExists: the folder is there and not empty.
-        UsageError: Slurm or mpirun has another number of tasks, or something contradicts the
-            plan.
+        UsageError: Slurm or mpirun has another number of tasks, something contradicts the plan,
+            or an executable is given a memory budget.
         Missing: torch is not installed.
         ConfigError: a setting of the backend ``paceline`` is not valid.
     """
@@ -161,6 +161,13 @@ def prepare(
     if is_python and importlib.util.find_spec("torch") is None:
         raise Missing("torch is not installed", fix="pip install 'paceline[torch]'")
     config = resolved.config
+    if not is_python and config.memory_budget_bytes is not None:
+        raise UsageError(
+            "a memory budget needs a Python script or module",
+            where=program.name,
+            why="it is kept inside the process that trains",
+            fix="Start the Python script itself, or give memory_budget to prepare in it",
+        )
     node_ranks = plan.plan.ranks_per_node if plan else config.ranks or 1
     task = task_of_node(config, detect(environment()), node_ranks)
     if task is not None:

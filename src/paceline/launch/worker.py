@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 from paceline.core import logs
 from paceline.core.affinity import core_binding
 from paceline.core.config import environment
+from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent, is_background_job
 from paceline.launch import attach
 from paceline.launch.failure_report import write_report
@@ -66,23 +67,28 @@ def main(argv: list[str]) -> int:
         except OSError as problem:  # a full disk, or a folder that this node does not see
             write_report(problem, options.run, rank)
             return 1
-    memory = None
-    if options.memory_budget:
-        result = options.run / "memory" / f"rank-{rank:05}.json"
-        memory = importlib.import_module(_MEMORY).ScriptMemory(
-            options.memory_budget, options.spill_folder, result, rank
-        )
     if is_background_job():  # SIGINT, by which the launcher stops a rank, closes its trace
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run = _run_module if options.kind == ProgramKind.MODULE else _run_script
+    memory = None
     try:
+        if options.memory_budget:
+            result = options.run / "memory" / f"rank-{rank:05}.json"
+            memory = importlib.import_module(_MEMORY).ScriptMemory(
+                options.memory_budget, options.spill_folder, result, rank
+            )
         return _exit_code_of(run, options, rank)
+    except PacelineError as problem:  # no spill file can be made
+        write_report(problem, options.run, rank)
+        return problem.exit_code
     finally:
         # A second Ctrl-C must not interrupt what closes the trace.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if memory is not None:
-            memory.close()
-        attach.close()
+        try:
+            if memory is not None:
+                memory.close()
+        finally:
+            attach.close()
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -6,10 +6,12 @@ then on the memory is free, unless somebody else holds the tensor.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.core.errors import StorageError
 from paceline.training.out_of_core.spill_file import aligned
 
 if TYPE_CHECKING:
@@ -130,7 +132,8 @@ class Managed:
     def replace(self, sources: list[torch.Tensor]) -> None:
         """Take new bytes in pieces of the same sizes."""
         assert [source.numel() for source in sources] == self.sizes
-        self.wait_written()
+        with contextlib.suppress(StorageError):  # of bytes that these here replace
+            self.wait_written()
         self._loaded = self._read = None
         self._sources = sources
         self._is_spilled = False

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.training.out_of_core.session import LEAST_BYTES
+from paceline.core.errors import UsageError
+from paceline.training.out_of_core.session import LEAST_BYTES, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +42,18 @@ class OptimizerFiles:
     Args:
         optimizer: its hooks before a step must be registered already: this one comes last.
         session: that moves the state.
+
+    Raises:
+        UsageError: another session moves it already.
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        if is_managed(optimizer):
+            raise UsageError(
+                "the optimizer's state is kept within a memory budget already",
+                where="OptimizerFiles",
+                fix="Close the first memory budget, or give the optimizer to one of them only",
+            )
         self._optimizer = optimizer
         self._session = session
         self._raw = _raw_step(optimizer)
@@ -52,10 +62,14 @@ class OptimizerFiles:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(self._before_post_hooks),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        # Hooks that were registered earlier see the groups whole.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id, last=False)  # noqa: SLF001  # no public name
 
     @property
     def is_supported(self) -> bool:
@@ -64,19 +78,42 @@ class OptimizerFiles:
 
     def remove(self) -> None:
         """Bring all state back, and leave the optimizer as it was."""
+        self._put_groups_back()
         self._restore()
         for hook in self._hooks:
             hook.remove()
 
+    def come_last(self) -> None:
+        """Have the hook before a step called after those that were registered meanwhile.
+
+        Not to be called by a hook of this optimizer; torch's global hooks are called before those.
+        """
+        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._hooks[0].id)  # noqa: SLF001  # no public name
+
     # --- a step ----------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._raw is None or len(args) > 1 or kwargs.get("closure") is not None:
+        self._put_groups_back()  # of a step that failed after this hook
+        if self._raw is None:
             return
-        groups = optimizer.param_groups
-        parameters = [list(group["params"]) for group in groups]
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            self._take_back()  # a closure is called several times: all state is here meanwhile
+            return
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:  # noqa: SLF001  # no public name
+            raise UsageError(
+                "a hook before the optimizer's step would be called after its update",
+                where="OutOfCore",
+                fix="Register the hook before the memory budget is set (prepare does)",
+            )
+        self._all = [group["params"] for group in optimizer.param_groups]
+        try:
+            self._update_all(optimizer.param_groups, self._all)
+        except BaseException:  # also Ctrl-C: who catches it has the optimizer as it was
+            self._put_groups_back()
+            raise
+
+    def _update_all(self, groups: list[dict[str, Any]], parameters: list[list[Any]]) -> None:
         small: list[list[Any]] = [[] for _ in groups]
-        self._all = parameters
         index = 0
         for group in groups:
             group["params"] = []
@@ -100,24 +137,34 @@ class OptimizerFiles:
         ):
             state[key] = shape.tensor(storage, shift)
         assert self._raw is not None
-        self._raw(self._optimizer)
-        large = {key: value for key, value in state.items() if _is_large(value)}
-        self._away[index] = {key: _Shape(value) for key, value in large.items()}
-        for key in large:
-            del state[key]
-        if large:
-            self._session.hand_back_state(index, list(large.values()))
+        try:
+            self._raw(self._optimizer)
+        finally:
+            large = {key: value for key, value in state.items() if _is_large(value)}
+            self._away[index] = {key: _Shape(value) for key, value in large.items()}
+            for key in large:
+                del state[key]
+            if large:
+                self._session.hand_back_state(index, list(large.values()))
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_post_hooks(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._put_groups_back()
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._put_away()  # of a step with a closure
+        self._session.end_step()
+
+    def _put_groups_back(self) -> None:
+        """Give the groups all of their parameters again."""
         if self._all is not None:
-            for group, members in zip(optimizer.param_groups, self._all, strict=True):
+            for group, members in zip(self._optimizer.param_groups, self._all, strict=False):
                 group["params"] = members
             self._all = None
-        self._session.end_step()
 
     # --- its state_dict --------------------------------------------------------------------------
 
     def _before_state_dict(self, _optimizer: Optimizer) -> None:
+        self._put_groups_back()
         self._restore()
 
     def _after_state_dict(self, _optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -144,22 +191,45 @@ class OptimizerFiles:
             if managed is not None:
                 managed.drop()
 
+    def _take_back(self) -> None:
+        """Put the state where the optimizer expects it, and leave it there."""
+        self._restore()
+        self._away.clear()
+        self._session.forget_states()
+
+    def _before_load(self, _optimizer: Optimizer, _state: Any) -> None:
+        self._put_groups_back()
+
     def _after_load(self, _optimizer: Optimizer) -> None:
-        """Put loaded state away."""
+        """Put loaded state away, in place of all that was away before."""
+        self._away.clear()
+        self._session.forget_states()
+        self._put_away()
+
+    def _put_away(self) -> None:
+        """Put the state away that is with the optimizer."""
+        if self._raw is None:  # no step of it would bring the state back
+            return
         for index, parameter in enumerate(self._parameters()):
             state = self._optimizer.state.get(parameter, {})
             large = {key: value for key, value in state.items() if _is_large(value)}
             if not large or not _is_large(parameter):
                 continue
             self._away[index] = {key: _Shape(value) for key, value in large.items()}
-            self._session.put_state(index, list(large.values()))
             for key in large:
                 del state[key]
+            self._session.put_state(index, list(large.values()))
 
     def _parameters(self) -> list[Any]:
         return [
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
+
+
+def is_managed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state is moved by an OptimizerFiles already."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001  # no public name
+    return any(isinstance(getattr(hook, "__self__", None), OptimizerFiles) for hook in hooks)
 
 
 class _Shape:
@@ -178,7 +248,15 @@ class _Shape:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
+    """Whether to move a parameter's state, or a tensor of it."""
+    return is_plain(value) and value.nbytes >= LEAST_BYTES and _is_dense(value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their part of the memory."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps)
+    return bool(extent == tensor.numel())
 
 
 def _raw_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:

@@ -140,10 +140,11 @@ def profile_of(
         elif event.kind == "needed":
             needed.setdefault(event.number, at)
     for index, begin in saved.items():
-        end = needed.get(index)
+        # What no backward pass needs may be held until the step ends.
+        end = needed.get(index, len(events) - 1)
         gone = recording.gone.get(index)
-        if end is None or gone is None or gone > end:
-            continue  # never needed, or in memory all the time for other reasons
+        if gone is None or gone > end:
+            continue  # in memory all the time for other reasons
         places["activation", index] = len(tensors)
         name = recording.names.get(index, f"saved tensor {index}")
         # It became free somewhere in the interval before the event that saw it.

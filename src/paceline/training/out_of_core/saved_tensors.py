@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from paceline.core.errors import UsageError
+
 if TYPE_CHECKING:
     from paceline.training.out_of_core.managed import Managed
     from paceline.training.out_of_core.session import Session
+
+
+_thread = threading.local()  # torch's hooks hold for a thread: `installed` says whose they are
 
 
 class View(NamedTuple):
@@ -29,12 +35,26 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def install(self) -> None:
-        """Have autograd call the hooks from now on."""
+        """Have autograd call the hooks from now on.
+
+        Raises:
+            UsageError: another session has its hooks in this thread.
+        """
+        if getattr(_thread, "installed", None) is not None:
+            raise UsageError(
+                "this thread has a memory budget already",
+                where="SavedTensors",
+                fix="Leave out memory_budget where the script runs under paceline run "
+                "--memory-budget, or close the first one",
+            )
         self._hooks.__enter__()
+        _thread.installed = self
 
     def remove(self) -> None:
         """Have autograd save tensors itself again; what was saved before can still be used."""
-        self._hooks.__exit__(None, None, None)
+        if getattr(_thread, "installed", None) is self:
+            self._hooks.__exit__(None, None, None)
+            _thread.installed = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd saves in place of a tensor."""

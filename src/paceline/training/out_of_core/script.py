@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.core.files import commit_bytes
-from paceline.training.out_of_core.optimizer_files import OptimizerFiles
+from paceline.training.out_of_core.optimizer_files import OptimizerFiles, is_managed
 from paceline.training.out_of_core.saved_tensors import SavedTensors
 from paceline.training.out_of_core.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
 
 
@@ -37,18 +40,19 @@ class ScriptMemory:
     def __init__(self, budget_bytes: int, spill_folder: str, result: Path, rank: int) -> None:
         self._result = result
         folder = Path(spill_folder or tempfile.gettempdir())
-        self.session = Session(budget_bytes, folder, set(), _say if rank == 0 else _nothing)
+        self.session = Session(budget_bytes, folder, _say if rank == 0 else _nothing)
         self._optimizer: OptimizerFiles | None = None
+        self._its_optimizer: Callable[[], Optimizer | None] = _nothing_yet
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         SavedTensors(self.session).install()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Its own hooks are called after the global ones, in this step already.
-        if self._optimizer is None:
+        if self._optimizer is None and not is_managed(optimizer):
             self._optimizer = OptimizerFiles(optimizer, self.session)
-            self.session.fix(
-                [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            )
+            self._its_optimizer = weakref.ref(optimizer)
+        elif self._optimizer is not None and self._its_optimizer() is optimizer:
+            self._optimizer.come_last()
 
     def close(self) -> None:
         """Write the result. The session ends with the process: saved tensors may still be used."""
@@ -59,6 +63,10 @@ class ScriptMemory:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"paceline: {line}\n")
+
+
+def _nothing_yet() -> None:
+    return None
 
 
 def _nothing(_line: str) -> None:

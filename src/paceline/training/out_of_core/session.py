@@ -65,13 +65,10 @@ class Session:
     Args:
         budget_bytes: that the process's memory stays under, without pages of files.
         folder: of the spill file.
-        fixed: storages that stay in memory in any case, by address: parameters and buffers.
         say: is called with each line for the user.
     """
 
-    def __init__(
-        self, budget_bytes: int, folder: Path, fixed: set[int], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, budget_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
         self.budget_bytes = budget_bytes
         load_solver()
         self.file = SpillFile(folder)
@@ -83,7 +80,6 @@ class Session:
         self.counters = Counters()
         self.mode: Mode = "record"
         self.states: dict[int, Managed] = {}
-        self._fixed = fixed
         self._say = say
         self._recording = Recording(self.memory)
         self._before: list[Event] | None = None  # the order of the recorded step before this one
@@ -108,6 +104,7 @@ class Session:
         self._module: ModuleRun | None = None  # that runs and is recorded
         self._inputs: set[int] = set()
         self._pid = os.getpid()
+        self._is_closed = False
         self._updated: Managed | None = None
 
     @property
@@ -120,19 +117,15 @@ class Session:
             return None
         return self.plan.peak_bytes if self.plan.method == "fits" else self.budget_bytes
 
-    def fix(self, tensors: list[torch.Tensor]) -> None:
-        """Leave the storages of these tensors in memory from now on."""
-        self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)  # noqa: SLF001  # as in `save`
-
     # --- saved tensors ---------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor) -> Managed | None:
         """Take a tensor that is saved for the backward pass; None if it stays as it is."""
-        if not _is_plain(tensor) or os.getpid() != self._pid:  # a forked process has no threads
+        if not is_plain(tensor) or os.getpid() != self._pid:  # a forked process has no threads
             return None
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # identity of a storage
-        if size < LEAST_BYTES or key in self._fixed or tensor.nbytes * VIEW_PART < size:
+        if size < LEAST_BYTES or _is_parameter(tensor) or tensor.nbytes * VIEW_PART < size:
             return None
         version = version_of(tensor)
         known = self._by_storage.get((key, version))
@@ -160,7 +153,7 @@ class Session:
 
     def need(self, managed: Managed) -> tuple[torch.UntypedStorage, int]:
         """Return the storage of a saved tensor, and the bytes before its begin."""
-        if managed.index in self._used:
+        if self._is_closed or managed.index in self._used:
             return managed.load()[0]
         self._used.add(managed.index)
         with _Pause(self, Event("needed", managed.index, managed.bytes)) as at:
@@ -189,14 +182,20 @@ class Session:
         """Take the state after its update; it is put away at the next event."""
         sources = [own_bytes(tensor) for tensor in tensors]
         managed = self.states.get(index)
-        if managed is None:
+        sizes = [source.numel() for source in sources]
+        if managed is None or managed.sizes != sizes:  # a first update that failed makes less of it
             managed = self.states[index] = Managed(self.file, index, sources)
         else:
             managed.replace(sources)
         self._updated = managed
 
+    def forget_states(self) -> None:
+        """Forget all state: the optimizer has it, or has been given another one."""
+        self._updated = None
+        self.states.clear()
+
     def put_state(self, index: int, tensors: list[torch.Tensor]) -> None:
-        """Take state that was loaded from a checkpoint, between two steps."""
+        """Take state that the optimizer has, between two steps."""
         self.states.pop(index, None)
         self.hand_back_state(index, tensors)
         self._put_away_states()
@@ -383,7 +382,7 @@ class Session:
         pairs = zip(recording.peak_bytes, recording.begin_bytes, strict=False)
         slack = int(self.budget_bytes * SLACK_PART)
         self._growth = [int(GROWTH_MARGIN * (peak - begin)) + slack for peak, begin in pairs]
-        self._growth.append(max(self._growth))  # until the next step's first event
+        self._growth.append(max(self._growth, default=slack))  # until the next step's first event
         self.allocator.give_back_on_trim()
         self.file.buffers.is_kept = True
         self._load_kept_states()
@@ -426,7 +425,7 @@ class Session:
         """Bring the state back that stays from now on, and remember where all of it is."""
         assert self.plan is not None
         for (kind, index), place in self._places.items():
-            if kind == "optimizer":
+            if kind == "optimizer" and index in self.states:
                 managed = self.states[index]
                 self._current[place] = weakref.ref(managed)
                 if self.plan.actions[place].action == "keep":
@@ -515,10 +514,14 @@ class Session:
 
     def close(self) -> None:
         """End the I/O threads and free the spill file; saved tensors cannot be read any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._recording.forget()
-        self.states.clear()
+        self.forget_states()
         self.file.close()
         self.memory.close()
+        self.allocator.give_back_at_once()  # what was kept for the next step
 
 
 class _Pause:
@@ -537,11 +540,18 @@ class _Pause:
         self._session.leave()
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, which stays in memory in any case."""
+    return any(isinstance(found, torch.nn.Parameter) for found in (tensor, tensor._base))  # noqa: SLF001  # no public name
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is what its memory says: on CPU, strided, of no subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
+        and not (tensor.is_conj() or tensor.is_neg())  # bits of the tensor, not of its memory
     )
 
 

@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.core.errors import DeadlineExceeded, StorageError, reason
+from paceline.core.errors import DeadlineExceeded, StorageError, UsageError, reason
+from paceline.core.node import mount_of, read_mounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
 ALIGNMENT = 4096  # of memory, offsets and lengths: at least what any block device asks for
 CHUNK_BYTES = 4 << 20
 DEADLINE_S = 300.0  # of one transfer; a disk that takes longer does not answer
@@ -138,6 +140,7 @@ class SpillFile:
         self.is_direct, self._descriptor = _open(folder)
         self.written_bytes = self.read_bytes = 0
         self.write_s = self.read_s = self.cpu_s = 0.0
+        self._is_closed = False
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
@@ -184,8 +187,10 @@ class SpillFile:
         Args:
             pieces: not to be changed until it is done.
             offset: of an allocated part of the file.
-            finish: called by the I/O thread when all is written.
+            finish: called by the I/O thread when all is written; not where that failed, since what
+                is not in the file is nowhere else.
         """
+        self._require_open()
         pieces = list(pieces)
 
         def run(_transfer: SpillTransfer) -> None:
@@ -196,9 +201,9 @@ class SpillFile:
                     at += aligned(pieces[0].nbytes)
                     self.written_bytes += pieces[0].nbytes
                     del pieces[0]
+                finish()  # frees the memory, before the step goes on
             finally:
                 pieces.clear()
-                finish()  # frees the memory, before the step goes on
                 self.write_s += time.monotonic() - begin
                 self.cpu_s += time.thread_time() - begin_cpu
 
@@ -216,6 +221,7 @@ class SpillFile:
             size_bytes: of it.
             after: the write that must be done before.
         """
+        self._require_open()
 
         def run(transfer: SpillTransfer) -> None:
             if after is not None:
@@ -234,11 +240,25 @@ class SpillFile:
 
     def close(self) -> None:
         """End both threads after what they still have to do, and free the file."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._writes.put(None)
         self._reads.put(None)
         for thread in self._threads:
             thread.join(DEADLINE_S)
-        os.close(self._descriptor)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._descriptor)  # else a later file of this number would be written to
+        self.buffers.is_kept = False
+        self.buffers.clear()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(
+                "a spilled tensor is used after its memory budget was closed",
+                where=str(self.folder),
+                fix="Run the backward pass before close",
+            )
 
     def map_part(self, offset: int, size_bytes: int) -> mmap.mmap:
         """Return a part as memory that the kernel reads when it is used, and may drop again.
@@ -304,6 +324,14 @@ def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
 
 def _open(folder: Path) -> tuple[bool, int]:
     """Open a file without a name; return whether transfers go past the page cache."""
+    mount = mount_of(str(folder.resolve()), read_mounts())
+    if mount is not None and mount.kind in MEMORY_FILE_SYSTEMS:
+        raise StorageError(
+            "cannot make a spill file",
+            where=str(folder),
+            why=f"{mount.point} is a {mount.kind}: its files are memory themselves",
+            fix="Choose a folder on a disk with spill_folder",
+        )
     try:
         descriptor, path = tempfile.mkstemp(prefix="paceline-spill-", dir=folder)
         name = Path(path)

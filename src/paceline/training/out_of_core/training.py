@@ -50,8 +50,9 @@ class OutOfCore:
         say: is called with each line for the user.
 
     Raises:
-        UsageError: the model is not on CPU, or the budget no positive number.
-        StorageError: no file can be made in `spill_folder`.
+        UsageError: the model is not on CPU, the budget no positive number, or there is a memory
+            budget already: of this thread (``paceline run --memory-budget``) or of the optimizer.
+        StorageError: no file can be made in `spill_folder`, or its files are memory (tmpfs).
     """
 
     def __init__(
@@ -78,14 +79,19 @@ class OutOfCore:
                 "the model is not on CPU", where="OutOfCore", fix="Train without a memory budget"
             )
         folder = Path(spill_folder or tempfile.gettempdir())
-        fixed = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001  # identity of a storage
-        self.session = Session(budget_bytes, folder, fixed, say or _nothing)
+        self.session = Session(budget_bytes, folder, say or _nothing)
+        self._is_closed = False
         self._saved = SavedTensors(self.session)
-        self._optimizer = OptimizerFiles(optimizer, self.session)
+        try:
+            self._saved.install()
+            self._optimizer = OptimizerFiles(optimizer, self.session)
+        except BaseException:
+            self._saved.remove()
+            self.session.close()
+            raise
         self._recomputing = Recomputing(model, self.session)
         if recompute:
             self.session.recompute = self._recomputing.apply
-        self._saved.install()
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -98,10 +104,15 @@ class OutOfCore:
 
     def close(self) -> None:
         """Bring the optimizer's state back, and train in core from now on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._saved.remove()
-        self._optimizer.remove()
         self._recomputing.remove()
-        self.session.close()
+        try:
+            self._optimizer.remove()
+        finally:
+            self.session.close()
 
     def __enter__(self) -> Self:
         return self
