@@ -417,6 +417,16 @@ def test_parameters_are_left_to_autograd(tmp_path):
         assert out_of_core.session.file.written_bytes == before
 
 
+def test_shared_memory_counts_now_and_at_the_peak():
+    memory = ProcessMemory()
+    memory.start()
+    before = memory.now_bytes()
+    shared = torch.ones(16 * MIB, dtype=torch.uint8).share_memory_()
+    assert memory.now_bytes() - before >= shared.nbytes
+    assert memory.peak_bytes() >= memory.now_bytes() - MIB
+    memory.close()
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

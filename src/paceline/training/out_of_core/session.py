@@ -69,8 +69,12 @@ class Session:
 
     def __init__(self, budget_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
         self.budget_bytes = budget_bytes
-        self.file = SpillFile(folder)
         self.memory = ProcessMemory()
+        try:
+            self.file = SpillFile(folder)
+        except BaseException:
+            self.memory.close()
+            raise
         self.allocator = Allocator()
         self.allocator.give_back_at_once()
         self.plan: MemoryPlan | None = None
