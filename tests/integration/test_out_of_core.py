@@ -427,6 +427,17 @@ def test_shared_memory_counts_now_and_at_the_peak():
     memory.close()
 
 
+def test_the_ranks_of_a_node_share_its_memory(tmp_path, monkeypatch):
+    model, _ = make("cnn")
+    budgets = []
+    for ranks in ("1", "4"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        optimizer = torch.optim.Adam(model.parameters())
+        with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+            budgets.append(out_of_core.session.budget_bytes)
+    assert budgets[1] == budgets[0] // 4
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())
