@@ -438,6 +438,18 @@ def test_the_ranks_of_a_node_share_its_memory(tmp_path, monkeypatch):
     assert budgets[1] == budgets[0] // 4
 
 
+def test_state_that_stays_in_memory_is_said(tmp_path):
+    model, _ = make("cnn")
+    lines = []
+    for make_optimizer in (torch.optim.Adam, AnotherAdam):
+        with OutOfCore(
+            model, make_optimizer(model.parameters()), spill_folder=tmp_path, say=lines.append
+        ):
+            pass
+    assert len(lines) == 1
+    assert "state of AnotherAdam stays in memory" in lines[0]
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -53,7 +53,6 @@ class Counters:
     steps: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
-    step_s: list[float] = field(default_factory=list)
     diverged: int = 0
     trims: int = 0
 
@@ -82,7 +81,7 @@ class Session:
         self.counters = Counters()
         self.mode: Mode = "record"
         self.states: dict[int, Managed] = {}
-        self._say = say
+        self.say = say
         self._recording = Recording(self.memory)
         self._before: list[Event] | None = None  # the order of the recorded step before this one
         self._after_step = (0.0, 0)
@@ -312,7 +311,7 @@ class Session:
             self._before = recording.events
             if self._recorded >= RECORDED_STEPS:
                 self.mode = "unplanned"
-                self._say(
+                self.say(
                     f"no two of {self._recorded} steps had the same order: all is written at once "
                     "and read when it is needed, which is slow"
                 )
@@ -350,7 +349,7 @@ class Session:
         self.allocator.give_back_on_trim()
         self.file.buffers.is_kept = True
         self._load_kept_states()
-        self._say(_summary(plan, self.budget_bytes))
+        self.say(_summary(plan, self.budget_bytes))
 
     def _load_kept_states(self) -> None:
         """Bring the state back that stays from now on, and remember where all of it is."""
@@ -381,7 +380,7 @@ class Session:
         self.mode = "diverged"
         self.counters.diverged += 1
         if self.counters.diverged == 1:
-            self._say(
+            self.say(
                 f"a step took another order ({why}); all of its tensors are written at once and "
                 "read when they are needed. Two such steps in a row are recorded again"
             )
@@ -410,7 +409,6 @@ class Session:
         counters = self.counters
         if self.mode == "plan" and self._begin_s is not None:
             counters.steps += 1
-            counters.step_s.append(now - self._begin_s)
             counters.exposed_s += self._waited_s
             counters.transfer_s += self._moved_s() - self._moved_before_s
         self._waited_s = 0.0
