@@ -431,6 +431,39 @@ def test_parameters_are_left_to_autograd(tmp_path):
         assert out_of_core.session.file.written_bytes == before
 
 
+def test_shared_memory_counts_now_and_at_the_peak():
+    memory = ProcessMemory()
+    memory.start()
+    before = memory.now_bytes()
+    shared = torch.ones(16 * MIB, dtype=torch.uint8).share_memory_()
+    assert memory.now_bytes() - before >= shared.nbytes
+    assert memory.peak_bytes() >= memory.now_bytes() - MIB
+    memory.close()
+
+
+def test_the_ranks_of_a_node_share_its_memory(tmp_path, monkeypatch):
+    model, _ = make("cnn")
+    budgets = []
+    for ranks in ("1", "4"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        optimizer = torch.optim.Adam(model.parameters())
+        with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+            budgets.append(out_of_core.session.budget_bytes)
+    assert budgets[1] == budgets[0] // 4
+
+
+def test_state_that_stays_in_memory_is_said(tmp_path):
+    model, _ = make("cnn")
+    lines = []
+    for make_optimizer in (torch.optim.Adam, AnotherAdam):
+        with OutOfCore(
+            model, make_optimizer(model.parameters()), spill_folder=tmp_path, say=lines.append
+        ):
+            pass
+    assert len(lines) == 1
+    assert "state of AnotherAdam stays in memory" in lines[0]
+
+
 def test_nothing_is_left_in_the_folder(tmp_path):
     model, batch = make("cnn")
     optimizer = torch.optim.Adam(model.parameters())

@@ -57,6 +57,11 @@ class OptimizerFiles:
         self._optimizer = optimizer
         self._session = session
         self._raw = _raw_step(optimizer)
+        if self._raw is None:
+            session.say(
+                f"memory: the state of {type(optimizer).__name__} stays in memory, as its update "
+                "may need all of it at once"
+            )
         self._all: list[list[Any]] | None = None  # the groups' parameters, while a step runs
         self._away: dict[int, dict[str, _Shape]] = {}  # by index of the parameter
         self._hooks = [
@@ -70,11 +75,6 @@ class OptimizerFiles:
         ]
         # Hooks that were registered earlier see the groups whole.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id, last=False)  # noqa: SLF001  # no public name
-
-    @property
-    def is_supported(self) -> bool:
-        """Whether this optimizer's parameters may be updated one by one."""
-        return self._raw is not None
 
     def remove(self) -> None:
         """Bring all state back, and leave the optimizer as it was."""
@@ -235,11 +235,10 @@ def is_managed(optimizer: Optimizer) -> bool:
 class _Shape:
     """How a tensor of the state lies in its memory."""
 
-    __slots__ = ("dtype", "offset", "size", "stride")
+    __slots__ = ("dtype", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = 0
 
     def tensor(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
         """Return the tensor in a storage, `shift` bytes after its begin."""

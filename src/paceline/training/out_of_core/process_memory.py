@@ -18,21 +18,33 @@ import ctypes
 import os
 from typing import Any
 
+from paceline.core.errors import Missing, reason
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
 THRESHOLD_BYTES = 1 << 18
 _MOST_MAPPINGS = 1 << 15  # half of what the kernel allows a process (vm.max_map_count)
 _NEVER = (1 << 31) - 1
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _RESET_PEAK = b"5"  # proc_pid_clear_refs(5)
 
 
 class ProcessMemory:
-    """The resident memory of this process, without pages of files."""
+    """The resident memory of this process, shared memory too, without pages of files.
+
+    Raises:
+        Missing: the kernel does not let this process reset its peak.
+    """
 
     def __init__(self) -> None:
-        self._status = os.open("/proc/self/status", os.O_RDONLY)
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        try:
+            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+            self._status = os.open("/proc/self/status", os.O_RDONLY)
+        except OSError as problem:
+            raise Missing(
+                "the peaks of this process's memory cannot be measured",
+                where=problem.filename,
+                why=reason(problem),
+                fix="Train on Linux with a /proc that can be written to, or without a budget",
+            ) from problem
 
     def start(self) -> None:
         """Begin to watch for a peak."""
@@ -45,21 +57,20 @@ class ProcessMemory:
 
     def now_bytes(self) -> int:
         """Return the memory at this moment."""
-        _, resident, of_files, *_ = os.pread(self._statm, 256, 0).split()
-        return (int(resident) - int(of_files)) * _PAGE_BYTES
+        fields = self._fields()  # statm counts shared memory among the files
+        return fields[b"RssAnon"] + fields[b"RssShmem"]
 
     def _fields(self) -> dict[bytes, int]:
         found = {}
         for line in os.pread(self._status, 8192, 0).split(b"\n"):
             name, _, value = line.partition(b":")
-            if name in (b"VmHWM", b"RssFile"):
+            if name in (b"VmHWM", b"RssFile", b"RssAnon", b"RssShmem"):
                 found[name] = int(value.split()[0]) * 1024
         return found
 
     def close(self) -> None:
         """Close the files of /proc."""
         os.close(self._status)
-        os.close(self._statm)
         os.close(self._clear)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,7 +54,6 @@ class Counters:
     steps: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
-    step_s: list[float] = field(default_factory=list)
     diverged: int = 0
     trims: int = 0
 
@@ -71,8 +70,12 @@ class Session:
     def __init__(self, budget_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
         self.budget_bytes = budget_bytes
         load_solver()
-        self.file = SpillFile(folder)
         self.memory = ProcessMemory()
+        try:
+            self.file = SpillFile(folder)
+        except BaseException:
+            self.memory.close()
+            raise
         self.allocator = Allocator()
         self.allocator.give_back_at_once()
         self.plan: MemoryPlan | None = None
@@ -80,7 +83,7 @@ class Session:
         self.counters = Counters()
         self.mode: Mode = "record"
         self.states: dict[int, Managed] = {}
-        self._say = say
+        self.say = say
         self._recording = Recording(self.memory)
         self._before: list[Event] | None = None  # the order of the recorded step before this one
         self._after_step = (0.0, 0)
@@ -335,7 +338,7 @@ class Session:
             self._before = recording.events
             if self._recorded >= RECORDED_STEPS:
                 self.mode = "unplanned"
-                self._say(
+                self.say(
                     f"no two of {self._recorded} steps had the same order: all is written at once "
                     "and read when it is needed, which is slow"
                 )
@@ -386,7 +389,7 @@ class Session:
         self.allocator.give_back_on_trim()
         self.file.buffers.is_kept = True
         self._load_kept_states()
-        self._say(_summary(plan, self.budget_bytes))
+        self.say(_summary(plan, self.budget_bytes))
 
     def _begin_recomputing(self, plan: MemoryPlan, profile: StepProfile) -> None:
         """Have modules recomputed, and record the steps that come of it: they are others."""
@@ -396,7 +399,7 @@ class Session:
         self._recomputed_s = sum(
             module.compute_s for module in profile.modules if module.name in plan.recomputed
         )
-        self._say(
+        self.say(
             f"memory: {len(plan.recomputed)} modules are computed again in place of keeping what "
             f"they save ({', '.join(plan.recomputed)}); their steps are recorded"
         )
@@ -406,7 +409,7 @@ class Session:
         """Go without: what a module computes again does not fit after all."""
         recompute(())
         self.recompute = self._first_plan = None
-        self._say("memory: a recomputed module needs too much at once; steps are recorded without")
+        self.say("memory: a recomputed module needs too much at once; steps are recorded without")
         self._recording = Recording(self.memory)
 
     def _compared(self, plan: MemoryPlan) -> MemoryPlan:
@@ -450,7 +453,7 @@ class Session:
         self.mode = "diverged"
         self.counters.diverged += 1
         if self.counters.diverged == 1:
-            self._say(
+            self.say(
                 f"a step took another order ({why}); all of its tensors are written at once and "
                 "read when they are needed. Two such steps in a row are recorded again"
             )
@@ -479,7 +482,6 @@ class Session:
         counters = self.counters
         if self.mode == "plan" and self._begin_s is not None:
             counters.steps += 1
-            counters.step_s.append(now - self._begin_s)
             counters.exposed_s += self._waited_s
             counters.transfer_s += self._moved_s() - self._moved_before_s
         self._waited_s = 0.0

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.config import environment
 from paceline.core.errors import UsageError
 from paceline.core.node import memory_bytes
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
@@ -43,7 +44,8 @@ class OutOfCore:
         optimizer: of its parameters; hooks that other code registers before its steps must be
             registered already. One step of it ends one step of the training.
         budget_bytes: that the process's memory stays under, without pages of files; None: what the
-            control group of the process allows, or the machine has.
+            control group of the process allows, or the machine has, divided among the node's ranks
+            (``LOCAL_WORLD_SIZE``).
         spill_folder: of the file that tensors are spilled to, on a local disk; None: the folder for
             temporary files (``TMPDIR``).
         recompute: whether layers may be computed again in place of keeping what they save.
@@ -66,7 +68,8 @@ class OutOfCore:
         say: Callable[[str], None] | None = None,
     ) -> None:
         if budget_bytes is None:
-            budget_bytes = int(memory_bytes() * LIMIT_PART)
+            ranks = environment().get("LOCAL_WORLD_SIZE", "")  # on this node, which they share
+            budget_bytes = int(memory_bytes() * LIMIT_PART) // (int(ranks) if ranks else 1)
         if budget_bytes <= 0:
             raise UsageError(
                 f"the memory budget must be above 0 bytes, got {budget_bytes}",
