@@ -12,6 +12,7 @@ pass, in hooks on its gradients, and in a hook before the optimizer's step.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -371,6 +372,7 @@ def _autocast(model: nn.Module, precision: Precision | None) -> None:
     kind = next(model.parameters()).device.type
     forward = torch.autocast(kind, getattr(torch, str(precision)))(model.forward)
 
+    @functools.wraps(model.forward)  # its arguments are bound by name
     def computed(*args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
         return tree_map(lambda value: value.float() if _is_half(value) else value, outputs)
