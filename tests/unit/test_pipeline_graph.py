@@ -86,6 +86,13 @@ def test_a_submodule_that_cannot_be_traced_stays_whole(inner):
     assert torch.equal(run_stages(cut(captured, [1, 2]), x=x), expected)
 
 
+def test_the_modules_around_one_that_cannot_be_traced_are_divided():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Chooses(), nn.Linear(4, 4)))
+    captured = capture(model)
+    assert [layer.name for layer in captured.layers] == ["0", "1.0", "1.1"]
+    assert list(captured.opaque) == ["1.0"]
+
+
 def test_dropout_in_a_submodule_keeps_following_the_mode():
     model = Holds(Dropped())
     staged = cut(capture(model), [2])
