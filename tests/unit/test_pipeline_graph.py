@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.core.errors import UsageError
+from paceline.training import prepare
 from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import bind_inputs, capture
 from paceline.training.pipeline.microbatches import joined, sizes_of, split
@@ -83,6 +84,13 @@ def test_a_submodule_that_cannot_be_traced_stays_whole(inner):
     expected = model(x)
     torch.manual_seed(0)
     assert torch.equal(run_stages(cut(captured, [1, 2]), x=x), expected)
+
+
+def test_the_modules_around_one_that_cannot_be_traced_are_divided():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Chooses(), nn.Linear(4, 4)))
+    captured = capture(model)
+    assert [layer.name for layer in captured.layers] == ["0", "1.0", "1.1"]
+    assert list(captured.opaque) == ["1.0"]
 
 
 def test_dropout_in_a_submodule_keeps_following_the_mode():
@@ -172,6 +180,26 @@ def test_arguments_that_the_example_leaves_out_have_their_defaults():
     assert capture(model, x).inputs == ("x",)
     both = capture(model, {"x": x, "mask": mask})
     assert torch.equal(run_stages(cut(both, []), x=x, mask=mask), model(x, mask))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_model_that_is_not_divided_takes_arguments_by_name(precision):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, left, right):
+            return self.layer(left - right)
+
+    model, target = Named(), torch.randn(2, 4)
+    inputs = {"right": torch.randn(2, 4), "left": torch.randn(2, 4)}
+    loss_fn = functional.mse_loss
+    prepared = prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=loss_fn, precision=precision
+    )
+    loss = prepared.forward_backward(inputs, target)
+    assert torch.equal(loss, loss_fn(model(**inputs), target))
 
 
 def test_layers_cost_what_they_compute_and_edges_what_they_carry():

@@ -87,8 +87,7 @@ class Prepared:
                 where="Prepared.forward_backward",
                 fix="Give loss_fn to prepare, or write the forward and backward pass yourself",
             )
-        is_wrapped = isinstance(self.model, DistributedDataParallel | DataParallel)
-        arguments = bind_inputs(self.model.module if is_wrapped else self.model, inputs)
+        arguments = bind_inputs(self._given(), inputs)
         with self._weighted(samples_of(inputs)) as samples:
             loss = self._loss_fn(self.model(*arguments.args, **arguments.kwargs), target)
             loss.backward()
@@ -216,6 +215,11 @@ class Prepared:
     def _module(self) -> nn.Module:
         """Return the model whose state has no prefix."""
         is_wrapped = isinstance(self.model, DistributedDataParallel)
+        return self.model.module if is_wrapped else self.model
+
+    def _given(self) -> nn.Module:
+        """Return the model that was given to `prepare`, whose arguments are known by name."""
+        is_wrapped = isinstance(self.model, DistributedDataParallel | DataParallel)
         return self.model.module if is_wrapped else self.model
 
     def _names(self) -> dict[int, str]:

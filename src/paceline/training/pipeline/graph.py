@@ -190,6 +190,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
     ) -> Any:
         """Trace a submodule; where that fails, it becomes one node."""
         last = next(iter(reversed(self.graph.nodes)), None)
+        stack: Any = self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as problem:  # noqa: BLE001  # whatever a forward pass raises for a Proxy
@@ -197,6 +198,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
                 if node is last:
                     break
                 self.graph.erase_node(node)
+            self.module_stack: Any = stack  # torch pops no module whose forward pass raises
             name = self.path_of_module(m)
             self.opaque[name] = f"{_place_of(problem)}: {first_line(problem)}"
             return self.create_proxy("call_module", name, args, kwargs)
