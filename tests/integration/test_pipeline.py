@@ -74,7 +74,7 @@ def test_blocking_collectives_of_shared_layers_come_in_one_order(tmp_path):
 
 
 @pytest.mark.campaign("torch")
-@pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("partitions", "replicas"), [(2, 2), (3, 1)])
 def test_every_order_brings_the_same_gradients_on_more_ranks(tmp_path, partitions, replicas):
     samples, ranks = 5 * replicas + 1, partitions * replicas
     arguments = ("gloo", "orders", partitions, replicas, "1,2,3,4", samples)
