@@ -245,7 +245,8 @@ void PackIndex::check_touched_blocks() const {
       const auto content = block(place, i);
       const std::uint32_t found = crc32c(content.data(), content.size());
       const std::uint32_t expected = sums_[place.first_block + i];
-      if (found != expected) {
+      if (found == expected) continue;
+      if (blocks_.refute(place.first_block + i)) {
         fail_corrupt(path(), "section " + std::to_string(place.number) +
                                  " was changed while it was open: " +
                                  checksum_mismatch(expected, found));
@@ -271,14 +272,15 @@ void PackIndex::verify_block(const Place& place, std::uint64_t number) const {
   if (blocks_.end(bit, is_right) && is_read_for_samples(place.number)) {
     unverified_.fetch_sub(1, std::memory_order_relaxed);
   }
-  if (!is_right) {
+  if (!is_right || !blocks_.verified(bit)) {
     std::string where = "section " + std::to_string(place.number);
     if (place.block_count > 1) {
       const std::uint64_t begin = number << place.block_bits;
       where += ", bytes " + std::to_string(begin) + " to " +
                std::to_string(begin + content.size() - 1);
     }
-    fail_corrupt(path(), where + ": " + checksum_mismatch(sums_[bit], found));
+    fail_corrupt(path(), where + (is_right ? " was changed while it was read"
+                                           : ": " + checksum_mismatch(sums_[bit], found)));
   }
 }
 

@@ -2,9 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import random
 import tempfile
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -213,3 +216,30 @@ def test_a_loader_may_skip_samples_whose_entries_are_damaged(many):
     finally:
         damage(many / "index.pace", Section.CHECKSUMS, BLOCK_BYTES + 8)
         damage(many / "index.pace", Section.NAMES, BLOCK_BYTES + 8)
+
+
+def test_samples_beside_damaged_entries_are_read_while_others_meet_the_damage(many):
+    with open_pack(many) as pack:
+        expected = [pack.read(k) for k in range(8)]
+    damage(many / "index.pace", Section.CHECKSUMS, BLOCK_BYTES + 8)
+    lost = BLOCK_BYTES // 4
+    try:
+        with open_pack(many) as pack, ThreadPoolExecutor(3) as threads:
+            is_over = threading.Event()
+
+            def meet_the_damage():
+                while not is_over.is_set():
+                    with pytest.raises(CorruptPack, match="section 4, bytes 65536 to"):
+                        pack.read(lost)
+
+            others = [threads.submit(meet_the_damage) for _ in range(3)]
+            try:
+                for _ in range(100):
+                    os.utime(many / "index.pace")  # as if it was written: blocks are compared again
+                    assert pack.read_batch(range(8))[0].tobytes() == b"".join(expected)
+            finally:
+                is_over.set()
+            for other in others:
+                other.result()
+    finally:
+        damage(many / "index.pace", Section.CHECKSUMS, BLOCK_BYTES + 8)

@@ -328,8 +328,9 @@ class PackIndex {
     std::uint8_t block_bits = 0;
   };
 
-  // What is known of the blocks. Threads that verify a block are counted, so that a thread that finds that
-  // the file was changed meanwhile verifies it again, as all blocks that were used.
+  // What is known of the blocks. Threads that verify a block are counted: a thread that finds that
+  // the file was changed meanwhile verifies it too, and refutes it where it is wrong. It cannot say
+  // whether the block was ever right: those that verify it can.
   class Blocks {
    public:
     explicit Blocks(std::uint64_t count = 0) : states_(new std::atomic<std::uint16_t>[count]()) {}
@@ -338,15 +339,29 @@ class PackIndex {
     }
     bool touched(std::uint64_t block) const noexcept { return states_[block].load() != 0; }
     void begin(std::uint64_t block) const noexcept { states_[block].fetch_add(1); }
+    // Returns whether the block was verified before.
+    bool refute(std::uint64_t block) const noexcept {
+      std::uint16_t state = states_[block].load();
+      while ((state & count_bits) != 0 &&
+             !states_[block].compare_exchange_weak(state, state | refuted_bit)) {
+      }
+      return (state & verified_bit) != 0;
+    }
     // Returns whether it is news that the block is verified.
     bool end(std::uint64_t block, bool is_right) const noexcept {
-      const bool was_right =
-          is_right && (states_[block].fetch_or(verified_bit) & verified_bit) != 0;
-      states_[block].fetch_sub(1);
-      return is_right && !was_right;
+      std::uint16_t before = states_[block].load();
+      std::uint16_t after = 0;
+      do {
+        after = static_cast<std::uint16_t>(before - 1);
+        if (is_right && (before & refuted_bit) == 0) after |= verified_bit;
+        if ((after & count_bits) == 0) after &= verified_bit;  // nobody is left to be told
+      } while (!states_[block].compare_exchange_weak(before, after));
+      return ((before ^ after) & verified_bit) != 0;
     }
 
    private:
+    static constexpr std::uint16_t refuted_bit = 0x4000;
+    static constexpr std::uint16_t count_bits = 0x3fff;
     static constexpr std::uint16_t verified_bit = 0x8000;
     std::unique_ptr<std::atomic<std::uint16_t>[]> states_;
   };
