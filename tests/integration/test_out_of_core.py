@@ -59,7 +59,7 @@ def make(kind):
     """Return a model and a batch."""
     torch.manual_seed(0)
     if kind == "cnn":
-        return Cnn(), torch.randn(8, 3, 32, 32)
+        return Cnn(), torch.randn(16, 3, 32, 32)
     model = nn.Sequential(*(Residual() for _ in range(4)))
     return model, torch.randn(ROWS, WIDTH)
 
