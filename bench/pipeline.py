@@ -253,7 +253,6 @@ def make_form(section, form, rank, ranks):
 def torch_pipeline(model, inputs, target, loss_fn, rank):
     """Return what trains some steps in two equal stages of torch.distributed.pipelining."""
     import torch
-    from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     half = CHAIN_LAYERS // 2
@@ -271,7 +270,6 @@ def torch_pipeline(model, inputs, target, loss_fn, rank):
                 schedule.step(target=target, losses=[])
             optimizer.step()
 
-    assert isinstance(part, nn.Module)
     return run
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from harness import Report, options, run_sections
+from schedules import link
 
-from paceline.core.machine import Link, Quantity
+from paceline.core.machine import Link
 from paceline.schedules import Topology, groups_of, halving_doubling, schedule_s
 from paceline.schedules.pipeline import (
     LayerCosts,
@@ -55,15 +56,6 @@ def main():
     sections = {"bubbles": bubbles, "speed": speed, "published": published}
     run_sections(sections, lambda name: sections[name](report), report)
     return report.print()
-
-
-def link(level, latency_s, bandwidth_bytes_per_s, sharing="node"):
-    return Link(
-        level=level,
-        latency_s=Quantity(value=latency_s, source="datasheet"),
-        bandwidth_bytes_per_s=Quantity(value=bandwidth_bytes_per_s, source="datasheet"),
-        sharing=sharing,
-    )
 
 
 def chain(stages, size=0):

@@ -42,6 +42,7 @@ import time
 from pathlib import Path
 
 from harness import Report, await_ranks, options, run_sections, tell
+from memory_cgroup import MemoryCgroup
 from node_ranks import DEADLINE_S, SAMPLES_PER_RANK
 from store_data import listing, make_files, make_lmdb, make_pack
 
@@ -286,7 +287,8 @@ class NodeRun:
         if not self._shape.cached:
             drop_cache()
         with contextlib.ExitStack() as stack:
-            cgroup = stack.enter_context(Cgroup(self._memory_bytes))
+            limit_bytes = self._memory_bytes
+            cgroup = stack.enter_context(MemoryCgroup(limit_bytes)) if limit_bytes else None
             config, words = self._config, None
             if self._shape.technique == "staggering":
                 server = TurnServer(TurnTuner(1))
@@ -308,12 +310,12 @@ class NodeRun:
                 asked |= {"descriptor": ring.descriptor, "technique": self._shape.technique}
             for rank in range(self._shape.ranks):
                 numbers = {"rank": rank, "local_rank": rank}
-                started.append(cgroup.start("rank", asked | numbers, descriptors))
+                started.append(start(cgroup, "rank", asked | numbers, descriptors))
             processes = list(started)
             stack.callback(kill, processes)
             await_ready(started)
             if words:
-                processes.append(cgroup.start("reader", asked, descriptors))
+                processes.append(start(cgroup, "reader", asked, descriptors))
                 await_reader(ring, processes[-1])
             before = [counters(process.pid) for process in processes]
             took, said = go(started)
@@ -368,42 +370,16 @@ def pack_fields(place):
         return {"pack": str(pack.path), "side_file": side_file, "identity": pack.identity}
 
 
-class Cgroup:
-    """A memory cgroup of version 1 below this process's own; of 0 bytes, none."""
-
-    def __init__(self, limit_bytes):
-        self._folder = None
-        if not limit_bytes:
-            return
-        own = next(
-            line.split(":", 2)[2]
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if "memory" in line.split(":")[1].split(",")
-        )
-        self._folder = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"bench-{os.getpid()}"
-        self._folder.mkdir()
-        (self._folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
-
-    def start(self, role, asked, descriptors):
-        """Start a process of node_ranks.py in it."""
-        command = [sys.executable, str(HERE / "node_ranks.py"), role, json.dumps(asked)]
-        if self._folder is not None:
-            script = 'echo $$ > "$0" && exec "$@"'
-            command = ["sh", "-c", script, str(self._folder / "cgroup.procs"), *command]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=descriptors,
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._folder is not None:
-            self._folder.rmdir()
+def start(cgroup, role, asked, descriptors):
+    """Start a process of node_ranks.py in a cgroup; None: in none."""
+    command = [sys.executable, str(HERE / "node_ranks.py"), role, json.dumps(asked)]
+    return subprocess.Popen(
+        command if cgroup is None else cgroup.command(command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=descriptors,
+    )
 
 
 def kill(processes):
@@ -524,12 +500,12 @@ def turn_run(data, most, steps):
                     "rank": node,
                     "local_rank": 0,
                 }
-                processes.append(Cgroup(0).start("rank", asked, (ring.descriptor,)))
+                processes.append(start(None, "rank", asked, (ring.descriptor,)))
                 asked_of.append(asked)
             started = list(processes)
             await_ready(started)
             for ring, asked in zip(rings, asked_of, strict=True):
-                processes.append(Cgroup(0).start("reader", asked, (ring.descriptor,)))
+                processes.append(start(None, "reader", asked, (ring.descriptor,)))
                 await_reader(ring, processes[-1])
             took, said = go(started)
             end(processes)

@@ -17,7 +17,11 @@ Memory-efficient pipeline-parallel DNN training, ICML 2021 (1F1B with a flush).
 
 from __future__ import annotations
 
-from paceline.schedules.pipeline.schedule import PipelineAction, PipelineSchedule
+from paceline.schedules.pipeline.schedule import (
+    PipelineAction,
+    PipelineSchedule,
+    one_stage_per_rank,
+)
 
 
 def fill_drain(stages: int, microbatches: int) -> PipelineSchedule:
@@ -32,17 +36,13 @@ def fill_drain(stages: int, microbatches: int) -> PipelineSchedule:
     Raises:
         ConfigError: there is no stage or no microbatch.
     """
-    return PipelineSchedule(
-        name="fill_drain",
-        stages=stages,
-        microbatches=microbatches,
-        rank_of=tuple(range(stages)),
-        actions=tuple(
-            (
-                *(PipelineAction("forward", stage, m) for m in range(microbatches)),
-                *(PipelineAction("backward", stage, m) for m in reversed(range(microbatches))),
-            )
-            for stage in range(stages)
+    return one_stage_per_rank(
+        "fill_drain",
+        stages,
+        microbatches,
+        lambda stage: (
+            *(PipelineAction("forward", stage, m) for m in range(microbatches)),
+            *(PipelineAction("backward", stage, m) for m in reversed(range(microbatches))),
         ),
     )
 
@@ -60,15 +60,11 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
     Raises:
         ConfigError: there is no stage or no microbatch.
     """
-    return PipelineSchedule(
-        name="1f1b",
-        stages=stages,
-        microbatches=microbatches,
-        rank_of=tuple(range(stages)),
-        actions=tuple(
-            _one_forward_one_backward(stage, stages - 1 - stage, microbatches)
-            for stage in range(stages)
-        ),
+    return one_stage_per_rank(
+        "1f1b",
+        stages,
+        microbatches,
+        lambda stage: _one_forward_one_backward(stage, stages - 1 - stage, microbatches),
     )
 
 

@@ -27,10 +27,13 @@ deadlock only if the ranks' orders and the data dependencies together have a cyc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ActionKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
@@ -115,3 +118,29 @@ class PipelineSchedule(Record):
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in rising order."""
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+
+def one_stage_per_rank(
+    name: str,
+    stages: int,
+    microbatches: int,
+    order: Callable[[int], tuple[PipelineAction, ...]],
+) -> PipelineSchedule:
+    """Return the schedule in which stage s is on rank s.
+
+    Args:
+        name: of the order.
+        stages: of the model.
+        microbatches: of the batch.
+        order: returns a stage's actions.
+
+    Raises:
+        ConfigError: there is no stage or no microbatch.
+    """
+    return PipelineSchedule(
+        name=name,
+        stages=stages,
+        microbatches=microbatches,
+        rank_of=tuple(range(stages)),
+        actions=tuple(order(stage) for stage in range(stages)),
+    )

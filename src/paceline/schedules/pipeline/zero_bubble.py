@@ -25,7 +25,11 @@ section 2.3, Table 2.
 
 from __future__ import annotations
 
-from paceline.schedules.pipeline.schedule import PipelineAction, PipelineSchedule
+from paceline.schedules.pipeline.schedule import (
+    PipelineAction,
+    PipelineSchedule,
+    one_stage_per_rank,
+)
 
 
 def zero_bubble(stages: int, microbatches: int) -> PipelineSchedule:
@@ -38,12 +42,8 @@ def zero_bubble(stages: int, microbatches: int) -> PipelineSchedule:
     Raises:
         ConfigError: there is no stage or no microbatch.
     """
-    return PipelineSchedule(
-        name="zero_bubble",
-        stages=stages,
-        microbatches=microbatches,
-        rank_of=tuple(range(stages)),
-        actions=tuple(_order(stage, stages, microbatches) for stage in range(stages)),
+    return one_stage_per_rank(
+        "zero_bubble", stages, microbatches, lambda stage: _order(stage, stages, microbatches)
     )
 
 

@@ -27,7 +27,7 @@ from paceline.training.engine.buckets import GradientBucket, divide, make_bucket
 from paceline.training.engine.modes import give
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -71,7 +71,7 @@ class StageGradients:
         self._samples = 1
         self._started: list[tuple[GradientBucket, Any]] = []
         self._before: dict[str, torch.Tensor] = {}
-        stages = _stages_of_parameters(model)
+        stages = model.stages_of
         self._local = {name: frozenset(s for s in stages[name] if s in mesh.stages) for name in own}
         members: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         # As the backward pass brings them, in an order that is the same on all ranks: stages may
@@ -165,11 +165,3 @@ class StageGradients:
 
 def _empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(length, dtype=dtype, device=device)
-
-
-def _stages_of_parameters(model: StagedModel) -> dict[str, Sequence[int]]:
-    stages: dict[str, list[int]] = {}
-    for stage in model.stages:
-        for name in stage.parameters:
-            stages.setdefault(name, []).append(stage.number)
-    return dict(stages)

@@ -167,10 +167,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
 
     def holders(self) -> dict[int, int]:
         """Return the number of ranks that hold each parameter of this rank, by its `id`."""
-        stages: dict[str, list[int]] = {}
-        for stage in self.staged.stages:
-            for name in stage.parameters:
-                stages.setdefault(name, []).append(stage.number)
+        stages = self.staged.stages_of
         return {id(p): len(self.mesh.ranks_of(stages[name])) for name, p in self.own.items()}
 
     def train(self, mode: bool = True) -> PipelineParallel:

@@ -257,7 +257,7 @@ class PipelineRuntime:
         receiver = edge.source if message.is_gradient else edge.destination
         known = self._known(step, message)
         if known is not None:
-            form, tensors = self._fitted(form, tensors, known, edge)
+            self._check_form(form, known, edge)
         if receiver in self._stages:
             self._learn(step, message, form)
             step.local[message] = [tensor.detach() for tensor in tensors]
@@ -365,16 +365,14 @@ class PipelineRuntime:
         stages = f"stage {edge.source} to {edge.destination}"
         return f"{of}{edge.value}, {stages}, microbatch {message.microbatch}"
 
-    def _fitted(
-        self, form: ValueForm, tensors: list[torch.Tensor], known: ValueForm, edge: ValueEdge
-    ) -> tuple[ValueForm, list[torch.Tensor]]:
-        """Return a value as the receiver expects it.
+    def _check_form(self, form: ValueForm, known: ValueForm, edge: ValueEdge) -> None:
+        """Refuse a value of another form than the receiver expects.
 
         Raises:
-            UsageError: that would change it.
+            UsageError: it has another form.
         """
         if form == known:
-            return form, tensors
+            return
         raise UsageError(
             f"{edge.value} has another form than before",
             where=f"stage {edge.source} to {edge.destination}",

@@ -72,13 +72,13 @@ class StagedModel:
     Attributes:
         stages: in the order of data flow.
         edges: between them, sorted.
-        shared: names of the parameters that several stages use, with these stages.
+        stages_of: for each parameter's name, the stages that hold it: several for tied weights.
         mode: as that of the graph.
     """
 
     stages: tuple[ModelStage, ...]
     edges: tuple[ValueEdge, ...]
-    shared: dict[str, tuple[int, ...]]
+    stages_of: dict[str, tuple[int, ...]]
     mode: bool | None = None
 
 
@@ -104,15 +104,16 @@ def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
         _build(captured, number, layers, edges, names, is_last=number == last)
         for number, layers in enumerate(groups)
     )
+    used = {name for stage in stages for name in stage.parameters}
+    for name, parameter in captured.root.named_parameters():
+        if name not in used:  # the forward pass does not use it: it only has to be saved
+            stages[0].parameters[name] = parameter
     holders: dict[str, list[int]] = {}
     for stage in stages:
         for name in stage.parameters:
             holders.setdefault(name, []).append(stage.number)
-    for name, parameter in captured.root.named_parameters():
-        if name not in holders:  # the forward pass does not use it: it only has to be saved
-            stages[0].parameters[name] = parameter
-    shared = {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
-    return StagedModel(stages, edges, shared, captured.mode)
+    stages_of = {name: tuple(numbers) for name, numbers in holders.items()}
+    return StagedModel(stages, edges, stages_of, captured.mode)
 
 
 def _edges_of(graph: fx.Graph, stage_of: dict[fx.Node, int], last: int) -> tuple[ValueEdge, ...]:
