@@ -354,7 +354,7 @@ class PackIndex {
       do {
         after = static_cast<std::uint16_t>(before - 1);
         if (is_right && (before & refuted_bit) == 0) after |= verified_bit;
-        if ((after & count_bits) == 0) after &= verified_bit;  // nobody is left to be told
+        if ((after & count_bits) == 0) after &= verified_bit;  // no thread is left that verifies it
       } while (!states_[block].compare_exchange_weak(before, after));
       return ((before ^ after) & verified_bit) != 0;
     }
