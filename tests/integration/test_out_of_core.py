@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import hashlib
 import resource
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
-from paceline.schedules.memory import SpillTier, least_budget_bytes
+from paceline.schedules.memory import SpillTier, least_budget_bytes, plan_memory
 from paceline.training import prepare
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
@@ -19,6 +20,7 @@ from paceline.training.out_of_core.recompute import candidates
 from paceline.training.out_of_core.training import OutOfCore
 
 MIB = 1 << 20
+PLENTY = 1 << 40
 WIDTH, ROWS = 256, 1024  # a tensor of 1 MiB
 
 
@@ -27,6 +29,7 @@ def one_thread():
     """Do without threads that wait for each other on a loaded machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()  # what tests before left would be freed at any time, as memory of this one
     yield
     torch.set_num_threads(threads)
 
@@ -81,39 +84,46 @@ def digest(tensor):
     return hashlib.sha256(tensor.detach().contiguous().numpy()).hexdigest()
 
 
-def small_budget(model, batch, folder, make_optimizer=torch.optim.Adam):
-    """Return a budget that needs most tensors to be away."""
-    twin = copy.deepcopy(model)
-    optimizer = make_optimizer(twin.parameters())
-    with OutOfCore(twin, optimizer, budget_bytes=1 << 40, spill_folder=folder) as out_of_core:
-        train(twin, batch, 2, optimizer)
-    least = least_budget_bytes(out_of_core.session.profile)
-    most = out_of_core.plan.in_core_peak_bytes
-    assert most - least > 5 * MIB
-    return least + (most - least) // 2
+def plan_for_half(out_of_core, monkeypatch):
+    """Have a budget of `PLENTY` become one that needs most tensors to be away, for this step.
+
+    It is known no earlier, and chosen again where a later step is recorded: what else the process
+    holds, as other tests left it, changes meanwhile by more than these models take.
+    """
+    session = out_of_core.session
+
+    def least_of(profile):
+        least = least_budget_bytes(profile)
+        if session.budget_bytes == PLENTY or least >= session.budget_bytes:
+            most = plan_memory(profile, session.tier(), PLENTY).in_core_peak_bytes
+            assert most - least > 5 * MIB
+            session.budget_bytes = least + (most - least) // 2
+        return least
+
+    monkeypatch.setattr("paceline.training.out_of_core.session.least_budget_bytes", least_of)
 
 
 @pytest.mark.parametrize(
     ("kind", "make_optimizer"), [("mlp", torch.optim.Adam), ("cnn", torch.optim.SGD)]
 )
-def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_path):
+def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_path, monkeypatch):
     model, batch = make(kind)
     twin = copy.deepcopy(model)
     settings = {"lr": 1e-3} | ({"momentum": 0.9} if make_optimizer is torch.optim.SGD else {})
     plain = make_optimizer(model.parameters(), **settings)
     expected = train(model, batch, 5, plain)
-    budget = small_budget(twin, batch, tmp_path)
 
     optimizer = make_optimizer(twin.parameters(), **settings)
     lines = []
     with OutOfCore(
         twin,
         optimizer,
-        budget_bytes=budget,
+        budget_bytes=PLENTY,
         spill_folder=tmp_path,
         recompute=False,
         say=lines.append,
     ) as out_of_core:
+        plan_for_half(out_of_core, monkeypatch)
         found = train(twin, batch, 5, optimizer)
         plan = out_of_core.plan
         state = copy.deepcopy(optimizer.state_dict())
@@ -133,10 +143,9 @@ def test_gradients_and_updates_are_equal_to_the_bit(kind, make_optimizer, tmp_pa
             assert value is other or torch.equal(value, other)
 
 
-def test_memory_stays_under_the_budget(tmp_path):
+def test_memory_stays_under_the_budget(tmp_path, monkeypatch):
     model, batch = make("mlp")
     optimizer = torch.optim.Adam(model.parameters())
-    budget = small_budget(model, batch, tmp_path)
     memory = ProcessMemory()
     peaks = []
 
@@ -145,16 +154,17 @@ def test_memory_stays_under_the_budget(tmp_path):
         memory.start()
 
     with OutOfCore(
-        model, optimizer, budget_bytes=budget, spill_folder=tmp_path, recompute=False
+        model, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path, recompute=False
     ) as out_of_core:
+        plan_for_half(out_of_core, monkeypatch)
         train(model, batch, 2, optimizer)
         memory.start()
         train(model, batch, 3, optimizer, note)
         assert out_of_core.plan.spilled_bytes > 0
-    assert max(peaks) <= budget
+    assert max(peaks) <= out_of_core.session.budget_bytes
 
 
-def test_a_step_of_another_order_is_trained_right(tmp_path):
+def test_a_step_of_another_order_is_trained_right(tmp_path, monkeypatch):
     model, batch = make("mlp")
     twin = copy.deepcopy(model)
 
@@ -162,18 +172,18 @@ def test_a_step_of_another_order_is_trained_right(tmp_path):
         return batch[: ROWS // 2] if step in (4, 6, 7) else batch
 
     expected = train(model, batches, 11, torch.optim.Adam(model.parameters()))
-    budget = small_budget(twin, batch, tmp_path)
     optimizer = torch.optim.Adam(twin.parameters())
     lines = []
     modes = []
     with OutOfCore(
         twin,
         optimizer,
-        budget_bytes=budget,
+        budget_bytes=PLENTY,
         spill_folder=tmp_path,
         recompute=False,
         say=lines.append,
     ) as out_of_core:
+        plan_for_half(out_of_core, monkeypatch)
         found = train(
             twin, batches, 11, optimizer, lambda _: modes.append(out_of_core.session.mode)
         )
@@ -215,7 +225,7 @@ def test_a_change_in_place_is_refused_as_autograd_refuses_it(tmp_path):
             step(True)
 
 
-def test_the_state_goes_on_from_a_state_dict(tmp_path):
+def test_the_state_goes_on_from_a_state_dict(tmp_path, monkeypatch):
     model, batch = make("mlp")
     plain = torch.optim.Adam(model.parameters())
     train(model, batch, 2, plain)
@@ -224,8 +234,10 @@ def test_the_state_goes_on_from_a_state_dict(tmp_path):
     expected = train(model, batch, 4, plain)
 
     optimizer = torch.optim.Adam(twin.parameters())
-    budget = small_budget(twin, batch, tmp_path)
-    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path, recompute=False):
+    with OutOfCore(
+        twin, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path, recompute=False
+    ) as out_of_core:
+        plan_for_half(out_of_core, monkeypatch)
         optimizer.load_state_dict(saved)
         found = train(twin, batch, 4, optimizer)
     assert found == expected
@@ -530,15 +542,15 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         OutOfCore(model, optimizer, budget_bytes=0, spill_folder=tmp_path)
 
 
-def test_modules_are_recomputed_where_the_disk_is_slow(tmp_path):
+def test_modules_are_recomputed_where_the_disk_is_slow(tmp_path, monkeypatch):
     # The first use of checkpoints imports modules of 20 MB, much beside so small a model.
     checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
     model, batch = make("mlp")
     twin = copy.deepcopy(model)
     expected = train(model, batch, 7, torch.optim.SGD(model.parameters(), lr=0.1))
-    budget = small_budget(twin, batch, tmp_path, torch.optim.SGD)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with OutOfCore(twin, optimizer, budget_bytes=budget, spill_folder=tmp_path) as out_of_core:
+    with OutOfCore(twin, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path) as out_of_core:
+        plan_for_half(out_of_core, monkeypatch)
         slow = SpillTier(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
         out_of_core.session.tier = lambda: slow
         found = train(twin, batch, 7, optimizer)
@@ -565,19 +577,19 @@ def test_layers_that_change_statistics_are_not_recomputed(tmp_path):
     assert out_of_core.session.profile.modules == ()
 
 
-def test_prepare_takes_a_memory_budget(tmp_path):
+def test_prepare_takes_a_memory_budget(tmp_path, monkeypatch):
     model, batch = make("mlp")
     twin = copy.deepcopy(model)
     plain = torch.optim.Adam(model.parameters())
     expected = train(model, batch, 4, plain)
-    budget = small_budget(twin, batch, tmp_path)
     prepared = prepare(
         twin,
         torch.optim.Adam(twin.parameters()),
-        memory_budget=budget,
+        memory_budget=PLENTY,
         spill_folder=str(tmp_path),
         alarm=False,
     )
+    plan_for_half(prepared.out_of_core, monkeypatch)
     prepared.out_of_core.session.recompute = None  # what is chosen depends on the disk
     try:
         found = train(prepared.model, batch, 4, prepared.optimizer)
