@@ -83,3 +83,35 @@ def chain(layers, width):
     """Return equal layers, one after the other, which any pipeline accepts."""
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
     return nn.Sequential(*blocks)
+
+
+class Block(nn.Module):
+    """A pre-norm layer of a transformer: causal attention, then two linear layers with GELU."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.first(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def transformer(layers, width, *, words=256, heads=6):
+    """Return a language model without positions; it gives (batch, words, length), for the loss."""
+    blocks = [Block(width, heads) for _ in range(layers)]
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, words))
+    return nn.Sequential(nn.Embedding(words, width), *blocks, head, Transposed())
+
+
+class Transposed(nn.Module):
+    """Classes before positions, as torch's cross-entropy takes them."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)

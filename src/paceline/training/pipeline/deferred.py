@@ -124,7 +124,11 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch has no ty
 
         def add() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            _add(parameter, rows.t().mm(saved.reshape(-1, saved.shape[-1])))
+            inputs = saved.reshape(-1, saved.shape[-1])
+            if parameter.grad is None:
+                parameter.grad = rows.t().mm(inputs)
+            else:  # one pass over the gradient: it is larger than the rows of a microbatch
+                parameter.grad.addmm_(rows.t(), inputs)
             if bias is not None:
                 _add(bias, rows.sum(0))
 
