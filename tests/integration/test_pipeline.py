@@ -22,8 +22,8 @@ def two(tmp_path_factory):
     return run_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2, "gloo", "all")
 
 
-def check_grid(found):
-    assert {case.split()[0] for case in found} == set(MODELS)
+def check_grid(found, models=MODELS):
+    assert {case.split()[0] for case in found} == set(models)
     for case, (gradient_error, loss_error) in found.items():
         assert gradient_error < 1e-10, case
         assert loss_error < 1e-10, case
@@ -44,6 +44,24 @@ def check_replicas(folder, partitions, replicas, microbatches):
 
 def test_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
     check_replicas(tmp_path, 2, 2, "3")
+
+
+def test_a_model_that_decides_in_python_has_the_gradients_of_one_process(two):
+    for found in two:
+        for case in found["library"]:
+            check_grid(case, ["library"])
+
+
+@pytest.mark.campaign("torch")
+def test_stages_with_tied_weights_and_replicas_agree_on_their_groups(tmp_path):
+    # 3 stages x 2 replicas: ranks are in different numbers of groups.
+    arguments = ("gloo", "grid", 3, 2, "2", 7)
+    for found in run_ranks(SCRIPT, tmp_path, 6, *arguments):
+        check_grid(found)
+
+
+def test_models_with_tied_weights_train_beside_each_other_in_groups_of_the_job(tmp_path):
+    assert max(run_ranks(SCRIPT, tmp_path, 4, "gloo", "halves", deadline_s=60)) < 1e-10
 
 
 @pytest.mark.campaign("torch")

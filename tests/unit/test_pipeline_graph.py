@@ -1,5 +1,8 @@
 """Capturing a model as a graph and cutting it into stages, without any rank."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,9 @@ from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import bind_inputs, capture
 from paceline.training.pipeline.microbatches import joined, sizes_of, split
 from paceline.training.pipeline.stages import cut
+
+sys.path.append(str(Path(__file__).parents[1] / "integration/scripts"))
+from pipeline_models import Library, LibraryOutput  # where the ranks import them
 
 
 class Chooses(nn.Module):
@@ -236,3 +242,97 @@ def test_outputs_of_microbatches_are_joined_along_the_samples():
     whole = joined(parts, [3, 2])
     assert whole["y"][:, 0].tolist() == [3.0, 3.0, 3.0, 2.0, 2.0]
     assert whole["scale"].shape == (3,)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """A model that decides in Python, and its graph."""
+    torch.manual_seed(0)
+    model = Library(dropout=0.5)
+    inputs = {"tokens": torch.randint(0, 11, (2, 6)), "mask": torch.ones(2, 6)}
+    return model, capture(model, {**inputs, "is_causal": False})
+
+
+def test_a_model_that_decides_in_python_is_divided_by_its_modules(library):
+    model, captured = library
+    names = [f"core.layers.{n}.{part}" for n in range(3) for part in ("norm", "project", "out")]
+    assert [layer.name for layer in captured.layers] == [
+        *("core.tokens", "core.places"),
+        *names,
+        "core.tokens",
+    ]
+    staged = cut(captured, [4, 8])
+    assert staged.stages_of["core.tokens.weight"] == (0, 2)
+    held = {name: p for stage in staged.stages for name, p in stage.parameters.items()}
+    assert {name: id(p) for name, p in held.items()} == {
+        name: id(p) for name, p in model.named_parameters()
+    }
+    costs = layer_costs(captured, {"tokens": torch.zeros(2, 6).long(), "mask": torch.ones(2, 6)})
+    assert costs.parameter_bytes[1] == 4 * model.core.places.weight.nbytes
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("samples", "length"), [(1, 6), (5, 6), (3, 9)])
+def test_an_exported_model_follows_modes_and_takes_batches_of_any_size(
+    library, training, samples, length
+):
+    model, captured = library
+    staged = cut(captured, [3, 6])
+    model.train(training)
+    inputs = {
+        "tokens": torch.randint(0, 11, (samples, length)),
+        "mask": torch.ones(samples, length),
+    }
+    inputs["mask"][:, 4:] = 0
+    torch.manual_seed(0)
+    expected = model(**inputs, is_causal=False).logits
+    expected.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(0)
+    returned = run_stages(staged, **inputs, is_causal=False)
+    assert isinstance(returned, LibraryOutput)
+    assert returned.states is None
+    assert torch.allclose(returned.logits, expected)
+    returned.logits.sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)
+    model.zero_grad()
+
+
+def test_a_batch_that_an_exported_graph_is_not_made_for_is_refused(library):
+    example = library[1].example
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    given = {"tokens": tokens, "mask": torch.ones(3, 5), "is_causal": False}
+    example.check(given)
+    with pytest.raises(UsageError, match="captured for another is_causal") as caught:
+        example.check({**given, "is_causal": True})
+    assert caught.value.why == "True, where the graph is for False"
+    with pytest.raises(UsageError, match="captured for another mask"):
+        example.check({**given, "mask": torch.ones(3, 1, 5)})
+    with pytest.raises(UsageError, match="captured for another tokens"):
+        example.check({"mask": given["mask"], "is_causal": False})
+
+
+def test_a_model_that_returns_an_object_cannot_be_exported():
+    class Cache:
+        pass
+
+    class Caches(Chooses):
+        def forward(self, x):
+            return (self.low(x), Cache()) if x.shape[0] else x
+
+    with pytest.raises(UsageError, match="the model returns a Cache, which is no tensor"):
+        capture(Caches(), torch.randn(2, 4))
+
+
+def test_no_cut_parts_a_tensor_from_an_exported_operator_that_changes_it():
+    class Changes(Chooses):
+        def forward(self, x):
+            y = self.low(x) if x.shape[0] else x
+            z = self.high(x)
+            y.view(-1).mul_(2)
+            return y + z
+
+    first, *_ = capture(Changes(), torch.randn(2, 4)).layers
+    assert [node.name for node in first.nodes] == ["linear", "linear_1", "view", "mul_"]

@@ -1,10 +1,12 @@
 """Models whose stages are joined by more than one edge, with a batch and a loss for each."""
 
 import random
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 
 class Block(nn.Module):
@@ -108,6 +110,76 @@ class Many(nn.Module):
         return {"box": self.box(y), "kind": (self.kind(y + bias), chosen), "ignored": ignored}
 
 
+@dataclass
+class LibraryOutput:
+    """What models of libraries return."""
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...] | None = None
+
+
+pytree.register_pytree_node(
+    LibraryOutput,
+    lambda output: ([output.logits, output.states], None),
+    lambda values, _: LibraryOutput(*values),
+    serialized_type_name="tests.LibraryOutput",
+)
+
+
+class LibraryLayer(nn.Module):
+    """Decides by arguments that may be missing, and by the mode."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.dropout = nn.Linear(width, width), dropout
+
+    def forward(self, x, mask=None, **options):
+        batch, length, width = x.shape
+        query, key, value = self.project(self.norm(x)).view(batch, length, 3, width).unbind(2)
+        if options.get("is_causal", True) and mask is None:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return x + functional.dropout(self.out(mixed), self.dropout, self.training)
+
+
+class LibraryCore(nn.Module):
+    def __init__(self, vocabulary, width, layers, dropout):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.layers = nn.ModuleList(LibraryLayer(width, dropout) for _ in range(layers))
+
+    def forward(self, tokens=None, mask=None, with_states=False, **options):
+        if tokens is None:
+            raise ValueError("no tokens")
+        if tokens.shape[1] > self.places.num_embeddings:
+            raise ValueError("too many tokens")
+        if mask is not None and mask.dim() == 2:
+            mask = mask[:, None, :].bool().expand(-1, tokens.shape[1], -1)
+        with torch.no_grad():
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+        x, states = self.tokens(tokens) + self.places(places), ()
+        for layer in self.layers:
+            x = layer(x, mask=mask, **options)
+            states = (*states, x) if with_states else None
+        return x, states
+
+
+class Library(nn.Module):
+    """As models of libraries: one module does all, decides in Python, and its head is tied."""
+
+    def __init__(self, vocabulary=11, width=8, layers=3, dropout=0.0):
+        super().__init__()
+        self.core = LibraryCore(vocabulary, width, layers, dropout)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.core.tokens.weight
+
+    def forward(self, tokens=None, mask=None, with_states=None, **options):
+        x, states = self.core(tokens, mask, with_states, **options)
+        return LibraryOutput(self.head(x), states)
+
+
 class Repeats(nn.Module):
     """The stages use two layers in different orders: a, b, a | b, a."""
 
@@ -169,6 +241,10 @@ def graph_loss(outputs, target):
     return sum(functional.mse_loss(output, target) for output in outputs)
 
 
+def library_loss(outputs, target):
+    return token_loss(outputs.logits, target)
+
+
 def many_loss(outputs, target):
     box, (kind, _) = outputs["box"], outputs["kind"]
     return functional.mse_loss(box, target["box"]) + functional.cross_entropy(kind, target["kind"])
@@ -184,6 +260,8 @@ def make(name, samples, seed=0):
     torch.set_default_dtype(torch.float64)
     if name == "transformer":
         model, loss = Transformer(), token_loss
+    elif name == "library":
+        model, loss = Library(), library_loss
     elif name == "many":
         model, loss = Many(), many_loss
     else:
@@ -198,6 +276,10 @@ def make(name, samples, seed=0):
     if name == "transformer":
         tokens = torch.randint(0, 11, (samples, 6))
         return model, tokens, tokens.roll(-1, 1), loss
+    if name == "library":
+        tokens = torch.randint(0, 11, (samples, 6))
+        mask = (torch.arange(6) < torch.randint(2, 7, (samples, 1))).long()
+        return model, {"tokens": tokens, "mask": mask}, tokens.roll(-1, 1), loss
     inputs = {"left": torch.randn(samples, 5), "right": torch.randn(samples, 3)}
     inputs["bias"] = torch.randn(1, 6)
     target = {"box": torch.randn(samples, 2), "kind": torch.randint(0, 3, (samples,))}

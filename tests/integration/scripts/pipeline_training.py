@@ -63,10 +63,10 @@ def largest_error(own, expected):
     return max(errors, default=0.0)
 
 
-def grid(partitions, replicas, microbatches, samples, **options):
+def grid(partitions, replicas, microbatches, samples, models=MODELS, **options):
     """Return the largest relative errors of gradients and of losses, by model and microbatches."""
     found = {}
-    for name in MODELS:
+    for name in models:
         for count in map(int, microbatches.split(",")):
             model, inputs, target, loss_fn = make(name, int(samples))
             alone = copy.deepcopy(model)
@@ -129,6 +129,11 @@ def graphs(seeds):
         error = largest_error(prepared.model.own, dict(alone.named_parameters()))
         found[seed] = [error, float((loss - expected).abs())]
     return found
+
+
+def library(partitions, replicas, microbatches, samples, **options):
+    """The same for a model that decides in Python."""
+    return grid(partitions, replicas, microbatches, samples, ["library"], **options)
 
 
 ORDERS = {
@@ -329,6 +334,28 @@ def trainer():
     return [[epoch.loss, epoch.samples] for epoch in trained.fit(batches, epochs=3)]
 
 
+def halves():
+    """Two models with tied weights, each on half of the ranks; one rank is in more groups."""
+    half = RANKS // 2
+    groups = [dist.new_group(range(half)), dist.new_group(range(half, RANKS))]
+    dist.new_group([0], use_local_synchronization=True)
+    model, inputs, target, loss_fn = make("transformer", 6, seed=RANK // half)
+    alone = copy.deepcopy(model)
+    run_alone(alone, inputs, target, loss_fn)
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        group=groups[RANK // half],
+        partitions=half,
+        microbatches=2,
+        loss_fn=loss_fn,
+        example_inputs=inputs[:2],
+        deadline_s=20.0,
+    )
+    prepared.forward_backward(inputs, target)
+    return largest_error(prepared.model.own, dict(alone.named_parameters()))
+
+
 def dies(how, deadline_s):
     """Rank 1 gets a signal in its second step; the others say whom they miss."""
     model, inputs, target, loss_fn = make("residual", 6)
@@ -366,6 +393,7 @@ if CASE == "all":
         "outputs": outputs(),
         "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
         "splits": splits(),
+        "library": [library(2, 1, "3", 7), library(2, 1, "2", 5, schedule="zero_bubble")],
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.schedules.pipeline import LayerCosts, LayerEdge
 from paceline.training.operators import works_of
+from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.graph import bind_inputs
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ def edges_of(layer_of: dict[fx.Node, int], bytes_of: dict[str, int]) -> Iterator
 
 
 def _parameter_bytes(captured: CapturedGraph, layer: GraphLayer) -> int:
-    root = captured.root
-    modules = [root.get_submodule(str(n.target)) for n in layer.nodes if n.op == "call_module"]
-    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+    return sum(parameter.nbytes for parameter in captured.parameters(layer))
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
@@ -151,8 +150,8 @@ def _described(value: Any) -> Any:
 
 def _count(captured: CapturedGraph, inputs: Any) -> _Interpreter:
     """Return the seconds and bytes of each node, by name."""
-    arguments = bind_inputs(captured.root, inputs).arguments
-    module = fx.GraphModule(captured.root, captured.graph)
+    arguments = named_arguments(bind_inputs(captured.root, inputs))
+    module = captured.module()
     # A buffer that meets no fake tensor is not one itself: batches counted are counted for real.
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

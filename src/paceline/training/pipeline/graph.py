@@ -8,13 +8,13 @@
                                    head  call_module      layer "head"
 
 The nodes call the model's own submodules and read its own parameters, by their names: modes of
-dropout and batch normalisation, hooks and state dicts stay what they were. torch.export would give
-a graph of operators instead, in which modes and batch sizes are fixed.
+dropout and batch normalisation, hooks and state dicts stay what they were.
 
 A submodule whose forward pass cannot be traced (its control flow depends on values, or it switches
-autograd, autocast or its mode by itself) stays whole: it is one node of the graph. Only where the
-model's outermost forward pass is of that kind there is no graph. Then the user can name submodules
-that are called one after another (`split_points`).
+autograd, autocast or its mode by itself) stays whole: it is one node of the graph. Where that would
+be most of the model, or its outermost forward pass, an example is exported instead, as a graph of
+operators (`exported`). A model that cannot be exported either has no graph. Then the user can name
+submodules that are called one after another (`split_points`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import contextlib
 import functools
 import inspect
 import linecache
+import operator
 import os
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,16 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError, first_line
+from paceline.training.pipeline.exported import (
+    ByMode,
+    Example,
+    ExportedGraph,
+    export,
+    reason,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # What a forward pass that uses these names does is not in the graph that tracing it would give.
 _HIDDEN_FROM_TRACE = frozenset(
@@ -73,6 +81,8 @@ class CapturedGraph:
             reason.
         mode: the model's, train or not, if its outermost forward pass asks for it: the graph is
             that of this mode. None: it follows the mode.
+        attributes: what the graph reads or calls that the model does not have, by name.
+        example: what an exported graph takes for granted of its arguments; None: it is traced.
     """
 
     root: nn.Module
@@ -81,6 +91,37 @@ class CapturedGraph:
     layers: tuple[GraphLayer, ...]
     opaque: dict[str, str] = field(default_factory=dict)
     mode: bool | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+    example: Example | None = None
+
+    def module(self, graph: fx.Graph | None = None) -> fx.GraphModule:
+        """Return a module that computes this graph, or one of nodes of it."""
+        graph = graph or self.graph
+        if not self.attributes:
+            return fx.GraphModule(self.root, graph)
+        used = {str(n.target): n for n in graph.nodes if n.op in ("get_attr", "call_module")}
+        return fx.GraphModule({name: self.attribute(node) for name, node in used.items()}, graph)
+
+    def attribute(self, node: fx.Node) -> Any:
+        """Return the module that a node calls, or what it reads; None where it does neither."""
+        if node.op not in ("get_attr", "call_module"):
+            return None
+        name = str(node.target)
+        if name in self.attributes:
+            return self.attributes[name]
+        return functools.reduce(getattr, name.split("."), self.root)
+
+    def parameters(self, layer: GraphLayer) -> Iterator[nn.Parameter]:
+        """Yield the parameters that a layer uses, each once."""
+        seen: set[int] = set()
+        for node in layer.nodes:
+            for used in (node, *node.all_input_nodes):
+                value = self.attribute(used) if used is node or used.op == "get_attr" else None
+                own = value.parameters() if isinstance(value, nn.Module) else [value]
+                for parameter in own:
+                    if isinstance(parameter, nn.Parameter) and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield parameter
 
 
 def bind_inputs(model: nn.Module, inputs: Any) -> inspect.BoundArguments:
@@ -96,8 +137,9 @@ def bind_inputs(model: nn.Module, inputs: Any) -> inspect.BoundArguments:
     """
     signature = inspect.signature(model.forward)
     names = set(signature.parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     try:
-        if isinstance(inputs, dict) and inputs and set(inputs) <= names:
+        if isinstance(inputs, dict) and inputs and (set(inputs) <= names or takes_any):
             return signature.bind(**inputs)
         if isinstance(inputs, tuple | list):
             return signature.bind(*inputs)
@@ -129,6 +171,35 @@ def capture(
     if split_points:
         return _chained(model, split_points)
     arguments = _required(model) if inputs is None else bind_inputs(model, inputs)
+    try:
+        traced = _traced(model, arguments)
+    except UsageError as problem:
+        if inputs is None:
+            raise
+        try:
+            return _exported(model, inputs)
+        except Exception as other:
+            if isinstance(other, UsageError):
+                raise
+            why = f"{problem.why}; torch.export: {reason(other)}"
+            raise UsageError(problem.what, where=problem.where, why=why, fix=problem.fix) from other
+    if inputs is None or not _is_mostly_opaque(traced):
+        return traced
+    try:
+        return _exported(model, inputs)
+    except Exception as other:  # noqa: BLE001  # whatever torch raises for what it cannot export
+        opaque = {
+            name: f"{why}; torch.export: {reason(other)}" for name, why in traced.opaque.items()
+        }
+        return replace(traced, opaque=opaque)
+
+
+def _traced(model: nn.Module, arguments: inspect.BoundArguments) -> CapturedGraph:
+    """Return the graph of a model's own submodules.
+
+    Raises:
+        UsageError: the outermost forward pass cannot be traced.
+    """
     _check_traceable(model)
     tracer = _Tracer(arguments)
     try:
@@ -141,11 +212,50 @@ def capture(
     return CapturedGraph(
         root=model,
         graph=graph,
-        inputs=tuple(node.target for node in graph.nodes if node.op == "placeholder"),
+        inputs=_inputs_of(graph),
         layers=_layers_of(graph, model),
         opaque=tracer.opaque,
         mode=model.training if "training" in _hidden_names(model) else None,
     )
+
+
+def _exported(model: nn.Module, inputs: Any) -> CapturedGraph:
+    """Return the graph of the operators of an example."""
+    found: ExportedGraph = export(model, bind_inputs(model, inputs))
+    nodes = list(found.owners)
+    tied = _places_tied(nodes, lambda node: _changed(node, found.attributes))
+    layers: list[tuple[str, list[fx.Node]]] = []
+    for place, node in enumerate(nodes):
+        owner = found.owners[node]
+        if not layers or (owner != layers[-1][0] and place not in tied):
+            layers.append((owner, []))
+        layers[-1][1].append(node)
+    if len(layers) > 1 and not layers[0][0]:  # what comes before the first parameter
+        (_, first), (name, second), *others = layers
+        layers = [(name, first + second), *others]
+    return CapturedGraph(
+        root=model,
+        graph=found.graph,
+        inputs=_inputs_of(found.graph),
+        layers=tuple(GraphLayer(name or "inputs", tuple(members)) for name, members in layers),
+        mode=found.mode,
+        attributes=found.attributes,
+        example=found.example,
+    )
+
+
+def _inputs_of(graph: fx.Graph) -> tuple[str, ...]:
+    return tuple(node.target for node in graph.nodes if node.op == "placeholder")
+
+
+def _is_mostly_opaque(captured: CapturedGraph) -> bool:
+    """Return whether one layer that could not be traced has most of the model's parameters."""
+    whole = sum(parameter.numel() for parameter in captured.root.parameters())
+    sizes = (
+        sum(p.numel() for p in captured.root.get_submodule(name).parameters())
+        for name in captured.opaque
+    )
+    return bool(max(sizes, default=0) > whole / 2)
 
 
 class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
@@ -330,7 +440,9 @@ def _chained(model: nn.Module, names: Sequence[str]) -> CapturedGraph:
 def _layers_of(graph: fx.Graph, root: nn.Module) -> tuple[GraphLayer, ...]:
     """Return the computing nodes in layers: each begins with a submodule or a parameter."""
     nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
-    tied = _places_tied(nodes, root)
+    tied = _places_tied(
+        nodes, lambda node: node.all_input_nodes[:1] if _is_in_place(node, root) else ()
+    )
     layers: list[list[fx.Node]] = []
     for place, node in enumerate(nodes):
         begins = node.op == "call_module" or any(n.op == "get_attr" for n in node.all_input_nodes)
@@ -345,15 +457,43 @@ def _name_of(nodes: Sequence[fx.Node]) -> str:
     return modules[0] if modules else nodes[0].name
 
 
-def _places_tied(nodes: Sequence[fx.Node], root: nn.Module) -> set[int]:
-    """Return places before which no cut may be, as it would part an in-place operator's tensor."""
+def _places_tied(
+    nodes: Sequence[fx.Node], changed_by: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[int]:
+    """Return places before which no cut may be, as it would part an in-place operator's tensor.
+
+    Args:
+        nodes: in the order of execution.
+        changed_by: returns the nodes whose values a node changes.
+    """
     places = {node: place for place, node in enumerate(nodes)}
     tied: set[int] = set()
     for place, node in enumerate(nodes):
-        if _is_in_place(node, root):
-            for changed in node.all_input_nodes[:1]:
-                tied.update(range(places.get(changed, place) + 1, place + 1))
+        for changed in changed_by(node):
+            tied.update(range(places.get(changed, place) + 1, place + 1))
     return tied
+
+
+def _changed(node: fx.Node, attributes: dict[str, Any]) -> Iterator[fx.Node]:
+    """Yield the nodes whose values an exported operator changes, through views of them too."""
+    target = attributes.get(str(node.target)) if node.op == "call_module" else node.target
+    target = target.target if isinstance(target, ByMode) else target
+    if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001  # its only name
+        return
+    for place, argument in enumerate(target._schema.arguments):  # noqa: SLF001  # no accessor
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            while isinstance(value, fx.Node):
+                yield value
+                viewed = value.args[0] if value.args and _is_view(value) else None
+                value = viewed
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(x.alias_info is not None for x in schema.returns)
 
 
 def _is_in_place(node: fx.Node, root: nn.Module) -> bool:

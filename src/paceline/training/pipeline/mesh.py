@@ -70,8 +70,25 @@ class StageMesh:
         for ranks in sorted(wanted):
             if len(ranks) > 1 and ranks not in self._groups:
                 world = [dist.get_global_rank(self._whole, rank) for rank in ranks]
-                self._groups[ranks] = dist.new_group(world)
+                self._groups[ranks] = self._new_group(world)
         return self._groups
+
+    def _new_group(self, world: list[int]) -> Any:
+        """Return a group of some of the ranks; all of them call this.
+
+        torch names a group by the number of groups before it: of all that the job has made, which
+        every rank of the job must then make too. Where other ranks of the job do not train this
+        model, it is the number of groups that a rank is in; ranks that are in fewer would look for
+        the new one under another name, and wait forever. They first enter groups of their own.
+        """
+        if self.ranks.size == dist.get_world_size():
+            return dist.new_group(world)
+        own = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001  # torch 2.10 to 2.13
+        numbers: list[int] = [0] * self.ranks.size
+        dist.all_gather_object(numbers, own, group=self.ranks.group)
+        for _ in range(max(numbers) - own):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return dist.new_group(world, use_local_synchronization=True)
 
     @property
     def _whole(self) -> Any:

@@ -23,6 +23,7 @@ from torch import nn
 from paceline.core.errors import UsageError
 from paceline.schedules.pipeline import StageEdge, check_pipeline
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
+from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.gradients import StageGradients
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.microbatches import joined, sizes_of
@@ -124,11 +125,10 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                 fix="Use layers that follow the mode, such as nn.Dropout, or move this into one",
             )
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        sizes = sizes_of(samples_of(list(bound.arguments.values())), self._microbatches)
+        arguments = self._arguments(bound)
+        sizes = sizes_of(samples_of(arguments), self._microbatches)
         with torch.no_grad():
-            parts = self._runtime.run_forward(
-                self.schedule_of(len(sizes)), dict(bound.arguments), sizes
-            )
+            parts = self._runtime.run_forward(self.schedule_of(len(sizes)), arguments, sizes)
         return joined(parts, sizes) if parts else None
 
     def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
@@ -147,8 +147,8 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             UsageError: the model does not take the inputs.
             RankLost: another rank ended, or does not answer; the error names it.
         """
-        arguments = dict(bind_inputs(self.module, inputs).arguments)
-        samples = samples_of(inputs)
+        arguments = self._arguments(bind_inputs(self.module, inputs))
+        samples = samples_of(arguments)
         sizes = sizes_of(samples, self._microbatches)
         self._gradients.begin(samples)
         with torch.enable_grad():
@@ -164,6 +164,29 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         else:
             loss_sum, count = totals.tolist()
         return torch.tensor(loss_sum / count, device=self._device)
+
+    def _arguments(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """Return the arguments by name.
+
+        Raises:
+            UsageError: they are not those that the model was captured with.
+        """
+        arguments = named_arguments(bound)
+        if self.staged.example is not None:
+            self.staged.example.check(arguments)
+        for name in self.staged.inputs:
+            if name not in arguments:
+                raise _other_arguments(
+                    f"the batch has no {name}, which the model was captured with"
+                )
+        for name, value in arguments.items():
+            parameter = bound.signature.parameters.get(name)
+            is_default = parameter is not None and value is parameter.default
+            if name not in self.staged.inputs and not is_default:
+                raise _other_arguments(
+                    f"the model was captured without {name}, which the batch has"
+                )
+        return arguments
 
     def holders(self) -> dict[int, int]:
         """Return the number of ranks that hold each parameter of this rank, by its `id`."""
@@ -250,6 +273,15 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
         dist.gather_object(own, found, group=self.ranks.group, group_dst=0)
         return found or []
+
+
+def _other_arguments(what: str) -> UsageError:
+    return UsageError(
+        what,
+        where="forward_backward",
+        why="the graph of the model is that of the arguments in example_inputs",
+        fix="Give prepare example_inputs with the same arguments as the batches",
+    )
 
 
 def keep_own(model: nn.Module, staged: StagedModel, stages: Collection[int]) -> StagedModel:

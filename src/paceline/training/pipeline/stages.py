@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from paceline.training.pipeline.exported import Example
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -73,13 +75,15 @@ class StagedModel:
         stages: in the order of data flow.
         edges: between them, sorted.
         stages_of: for each parameter's name, the stages that hold it: several for tied weights.
-        mode: as that of the graph.
+        mode, inputs, example: as those of the graph.
     """
 
     stages: tuple[ModelStage, ...]
     edges: tuple[ValueEdge, ...]
     stages_of: dict[str, tuple[int, ...]]
     mode: bool | None = None
+    inputs: tuple[str, ...] = ()
+    example: Example | None = None
 
 
 def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
@@ -113,7 +117,7 @@ def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
         for name in stage.parameters:
             holders.setdefault(name, []).append(stage.number)
     stages_of = {name: tuple(numbers) for name, numbers in holders.items()}
-    return StagedModel(stages, edges, stages_of, captured.mode)
+    return StagedModel(stages, edges, stages_of, captured.mode, captured.inputs, captured.example)
 
 
 def _edges_of(graph: fx.Graph, stage_of: dict[fx.Node, int], last: int) -> tuple[ValueEdge, ...]:
@@ -155,7 +159,7 @@ def _build(
     if is_last:
         results.append(map_arg(end.args[0], new.__getitem__))
     graph.output(tuple(results))
-    module = fx.GraphModule(captured.root, graph)
+    module = captured.module(graph)
     return ModelStage(
         number=number,
         module=module,

@@ -20,6 +20,7 @@ from paceline.core.workload import Layer, LayerEdge, SharedParameter
 from paceline.training.capture import OperatorRecorder, TrainingStep, capture, operations_of
 from paceline.training.operators import bytes_of
 from paceline.training.pipeline.costs import edges_of
+from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.graph import capture as capture_graph
 
@@ -95,21 +96,23 @@ class _GraphRecorder(OperatorRecorder):
 
     def _tensors_of(self, layer: GraphLayer, *, buffers: bool) -> Iterator[torch.Tensor]:
         for node in layer.nodes:
-            if node.op == "call_module":
-                module = self._module.get_submodule(str(node.target))
-                yield from module.buffers() if buffers else module.parameters()
-            for used in node.all_input_nodes:
-                value = _attribute(self._module, used)
-                if isinstance(value, torch.Tensor) and isinstance(value, nn.Parameter) != buffers:
+            for used in (node, *node.all_input_nodes):
+                value = None
+                if used is node or used.op == "get_attr":
+                    value = self._captured.attribute(used)
+                if isinstance(value, nn.Module):
+                    yield from value.buffers() if buffers else value.parameters()
+                elif isinstance(value, torch.Tensor) and (
+                    isinstance(value, nn.Parameter) != buffers
+                ):
                     yield value
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch; each node runs as a part of its layer."""
-        arguments = bind_inputs(self._module, inputs).arguments
+        arguments = named_arguments(bind_inputs(self._module, inputs))
         if self._captured.inputs == ("inputs",) and "inputs" not in arguments:
             arguments = {"inputs": next(iter(arguments.values()))}  # split points take one
-        graph = fx.GraphModule(self._module, self._captured.graph)
-        return _LayerInterpreter(graph, self).run(
+        return _LayerInterpreter(self._captured.module(), self).run(
             *map(arguments.__getitem__, self._captured.inputs)
         )
 
@@ -178,7 +181,7 @@ class _GraphRecorder(OperatorRecorder):
     def _kind(self, layer: GraphLayer) -> str:
         first = layer.nodes[0]
         if first.op == "call_module":
-            return type(self._module.get_submodule(str(first.target))).__name__
+            return type(self._captured.attribute(first)).__name__
         return str(getattr(first.target, "__name__", first.target))
 
 
@@ -193,11 +196,3 @@ class _LayerInterpreter(fx.Interpreter):  # type: ignore[misc]  # torch has no t
             value = super().run_node(n)
         self._recorder.returned(n, value)
         return value
-
-
-def _attribute(module: nn.Module, node: fx.Node) -> Any:
-    """Return what a node reads from the module; None if it reads nothing."""
-    if node.op != "get_attr":
-        return None
-    path, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(path), name)
