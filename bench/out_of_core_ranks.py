@@ -110,7 +110,7 @@ def main():
             model, optimizer, budget_bytes=asked.get("budget"), spill_folder=asked["folder"]
         )
     elif mode in ("mapped", "checkpointing"):
-        Allocator().give_back_at_once()  # without it they do not fit either
+        Allocator().begin()  # without it they do not fit either
     mapped = MappedFile(asked["folder"])
     memory = ProcessMemory()
     times, cpu, digests, peaks = [], [], [], []

@@ -16,6 +16,7 @@ it. Only `Managed.forget_source` runs in the writer's.
 from __future__ import annotations
 
 import os
+import resource
 import time
 import weakref
 from dataclasses import dataclass, replace
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
-GROWTH_MARGIN = 1.25  # holes between tensors that do not fit the next ones
-PLANNED_PART = 0.8  # of the budget beyond the least; the rest is for freed memory
+PLANNED_PART = 0.97  # of the budget; the rest is for freed memory between tensors
 SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
@@ -55,7 +55,7 @@ class Counters:
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     diverged: int = 0
-    trims: int = 0
+    page_faults: int = 0
 
 
 class Session:
@@ -77,7 +77,9 @@ class Session:
             self.memory.close()
             raise
         self.allocator = Allocator()
-        self.allocator.give_back_at_once()
+        self.allocator.begin()
+        if not self.allocator.is_pooled:
+            say("memory: torch's allocations cannot be pooled; page faults will make steps slower")
         self.plan: MemoryPlan | None = None
         self.profile: StepProfile | None = None
         self.counters = Counters()
@@ -99,8 +101,8 @@ class Session:
         self._used: set[int] = set()  # saved tensors that were needed in this step
         self._diverged_in_a_row = 0
         self._begin_s: float | None = None
-        self._growth: list[int] = []  # of memory in each interval, with the tensors of the step
         self._waited_s = self._moved_before_s = 0.0
+        self._faults_before = 0
         self.recompute: Callable[[tuple[str, ...]], None] | None = None  # these modules, or none
         self._first_plan: MemoryPlan | None = None  # which chose the modules that are recomputed
         self._recomputed_s = 0.0
@@ -254,13 +256,9 @@ class Session:
             self._hold_budget()
 
     def _hold_budget(self) -> None:
-        """Give freed memory back where the coming interval would not fit beside it."""
-        at = self._at - 1
-        growth = self._growth[at] if at < len(self._growth) else 0
-        if self.memory.now_bytes() + growth > self.budget_bytes:
-            self.file.buffers.clear()
-            self.allocator.trim()
-            self.counters.trims += 1
+        """Keep as much freed memory as the budget leaves beside all else of the process."""
+        slack = int(self.budget_bytes * SLACK_PART)
+        self.allocator.keep_within(self.budget_bytes - slack, self.memory.now_bytes())
 
     def end_step(self) -> None:
         """End a step: the optimizer is done."""
@@ -361,7 +359,7 @@ class Session:
         # Beside what is in use there is freed memory: without room for it, a step asks the system
         # for the same pages again and again.
         least = least_budget_bytes(profile)
-        target = min(least + int(PLANNED_PART * (self.budget_bytes - least)), self.budget_bytes)
+        target = min(max(least, int(PLANNED_PART * self.budget_bytes)), self.budget_bytes)
         try:
             plan = plan_memory(profile, self.tier(), target)
         except MemoryExceeded:
@@ -382,12 +380,6 @@ class Session:
                 self._due.setdefault(action.written_by % events, []).append(place)
                 self._starts.setdefault(action.read_at, []).append(place)
         self.mode = "plan"
-        pairs = zip(recording.peak_bytes, recording.begin_bytes, strict=False)
-        slack = int(self.budget_bytes * SLACK_PART)
-        self._growth = [int(GROWTH_MARGIN * (peak - begin)) + slack for peak, begin in pairs]
-        self._growth.append(max(self._growth, default=slack))  # until the next step's first event
-        self.allocator.give_back_on_trim()
-        self.file.buffers.is_kept = True
         self._load_kept_states()
         self.say(_summary(plan, self.budget_bytes))
 
@@ -470,9 +462,7 @@ class Session:
             return
         self._diverged_in_a_row = 0
         self.mode = "record"
-        self.allocator.give_back_at_once()
-        self.file.buffers.is_kept = False
-        self.file.buffers.clear()
+        self.allocator.keep_nothing()
         self.plan = None
         self._places, self._before, self._recorded = {}, None, 0
         self._recording = Recording(self.memory)
@@ -484,8 +474,10 @@ class Session:
             counters.steps += 1
             counters.exposed_s += self._waited_s
             counters.transfer_s += self._moved_s() - self._moved_before_s
+            counters.page_faults += _page_faults() - self._faults_before
         self._waited_s = 0.0
         self._moved_before_s = self._moved_s()
+        self._faults_before = _page_faults()
         self._begin_s = now
 
     def _moved_s(self) -> float:
@@ -508,7 +500,7 @@ class Session:
             "diverged_steps": counters.diverged,
             "transfer_s": counters.transfer_s / steps,
             "exposed_s": counters.exposed_s / steps,
-            "trims": counters.trims / steps,
+            "page_faults": counters.page_faults / steps,
             "write_bytes_per_s": file.written_bytes / file.write_s if file.write_s else None,
             "read_bytes_per_s": file.read_bytes / file.read_s if file.read_s else None,
             "plan": None if plan is None else {name: getattr(plan, name) for name in names},
@@ -523,7 +515,7 @@ class Session:
         self.forget_states()
         self.file.close()
         self.memory.close()
-        self.allocator.give_back_at_once()  # what was kept for the next step
+        self.allocator.end()
 
 
 class _Pause:
@@ -540,6 +532,10 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._session.leave()
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
