@@ -1,4 +1,4 @@
-"""Any order of blocks and caps: the pool keeps no more than its cap, and loses and mixes nothing."""
+"""Any order of blocks and caps: the pool keeps within its cap, and loses and mixes nothing."""
 
 import ctypes
 

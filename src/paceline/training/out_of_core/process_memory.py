@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import statistics
+import time
 from typing import Any, NamedTuple
+
+import torch
 
 from paceline.core.errors import Missing, reason
 from paceline.native import redirect_allocations, use_pool
@@ -26,6 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _TORCH_LIBRARY = "libc10.so"  # has torch's allocator for the CPU
 THRESHOLD_BYTES = 1 << 18
 _MOST_MAPPINGS = 1 << 15  # half of what the kernel allows a process (vm.max_map_count)
+_FAULT_PROBES, _FAULT_PROBE_BYTES = 5, 4 << 20
 _RESET_PEAK = b"5"  # proc_pid_clear_refs(5)
 
 
@@ -74,6 +80,11 @@ class ProcessMemory:
         """Close the files of /proc."""
         os.close(self._status)
         os.close(self._clear)
+
+
+def page_faults() -> int:
+    """Return how many pages this process has taken from the system so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class PoolCounts(NamedTuple):
@@ -143,9 +154,29 @@ class Allocator:
         if cap != counts.cap_bytes:
             self._pool.set_cap(cap)
 
+    def page_fault_s(self) -> float:
+        """Return the processor time of a page that comes from the system, as measured now.
+
+        Of blocks that are filled when their pages are new, and filled again; the median of some.
+        """
+        found = []
+        for _ in range(_FAULT_PROBES):
+            block = torch.empty(_FAULT_PROBE_BYTES, dtype=torch.uint8)
+            begin, faults = time.thread_time(), page_faults()
+            _fill(block)
+            middle, faults = time.thread_time(), page_faults() - faults
+            _fill(block)
+            if faults:
+                found.append((2 * middle - begin - time.thread_time()) / faults)
+        return max(statistics.median(found), 0.0) if found else 0.0
+
     def counts(self) -> PoolCounts:
         """Return what the pool has and has done."""
         return PoolCounts(*self._pool.counts()) if self._pool is not None else PoolCounts(*[0] * 5)
+
+
+def _fill(block: torch.Tensor) -> None:
+    ctypes.memset(block.data_ptr(), 1, block.numel())  # in this thread alone
 
 
 def _nothing(*_: object) -> int:

@@ -218,6 +218,11 @@ class SpillFile:
         self._reads.put(transfer)
         return transfer
 
+    @property
+    def size_bytes(self) -> int:
+        """How large the file is; parts that are free again are used before it grows."""
+        return self._end
+
     def close(self) -> None:
         """End both threads after what they still have to do, and free the file."""
         if self._is_closed:
