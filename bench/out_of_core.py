@@ -1,20 +1,24 @@
 """Training in less memory than a step needs: plans against the ways that people have today.
 
 A transformer (2,048 tokens a step) and a CNN train with Adam, each process in a memory cgroup of
-its own. The peak of plain training without a limit is measured first; then the limits are 60 % and
-30 % of it. Modes:
+its own. The peak of plain training without a limit is measured first; the limits are parts of it.
+Modes:
 
 - plain: in core. Under a limit it is killed.
 - planned: `paceline.training.OutOfCore`; the budget is what it finds as the cgroup's limit.
 - checkpointing: every block is computed again (torch.utils.checkpoint).
 - mapped: saved tensors are copied to a mapped file and come back by page faults: the naive way.
+- deepspeed: ZeRO stage 3 with parameters and optimizer state offloaded, to memory and to a file
+  (`out_of_core_deepspeed.py`), in the Python environment of --peer.
 
-Processes of the modes take turns for some rounds; ratios are of the median times of steps, and
-their median over the rounds. Gradients of all steps are compared by digest with those of plain
-training. A plan's predictions are compared with what was measured: the slow-down against the
-recorded step, the process's peak against the budget.
+Parts: `fits` (no limit: what the hooks cost), 0.6 and 0.3 of the peak, `ranks` (two data-parallel
+ranks at 0.6 of what both take), `peer`. Processes of the modes take turns for some rounds; ratios
+are of the median times of steps, and their median over the rounds. Gradients of all steps are
+compared by digest with those of plain training. A plan's predictions are compared with what was
+measured: the slow-down with that over plain training, the peak with that of the process.
 
-    python bench/out_of_core.py --json [--quick] [--only MODEL ...] [--rounds N] [--folder FOLDER]
+    python bench/out_of_core.py --json [--quick] [--only MODEL ...] [--parts PART ...]
+        [--rounds N] [--folder FOLDER] [--peer PYTHON]
 
 Needs root (a memory cgroup of version 1) and a local disk.
 """
@@ -22,10 +26,12 @@ Needs root (a memory cgroup of version 1) and a local disk.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from harness import Report, options, run_sections, tell
@@ -33,7 +39,8 @@ from memory_cgroup import MemoryCgroup
 
 HERE = Path(__file__).parent
 MODELS = ("transformer", "cnn")
-DEADLINE_S = 600
+PARTS = ("fits", "0.6", "0.3", "ranks", "peer")
+DEADLINE_S = 900
 RECORDED = 2  # steps of a planned training before its plan
 TIMED = 4
 SLOWER_BAR, NAIVE_BAR, FITS_BAR = 1.3, 1.9, 1.02
@@ -44,111 +51,211 @@ class Killed(Exception):
     """The kernel killed a process that needed more memory than its cgroup has."""
 
 
-def run(mode, model, limit_bytes, flags, **more):
-    """Train in a process in a cgroup; return what it printed, and its peak.
+class Bench:
+    """Starts trainings of one model, and reports on them."""
 
-    Raises:
-        Killed: it needed more memory.
-    """
-    folder = Path(flags.folder[0] if flags.folder else HERE.parent / "build").absolute()
-    asked = {"mode": mode, "model": model, "folder": str(folder), "steps": RECORDED + TIMED, **more}
-    with MemoryCgroup(limit_bytes) as group:
-        command = [sys.executable, str(HERE / "out_of_core_ranks.py"), json.dumps(asked)]
-        done = subprocess.run(
-            group.command(command), stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S
-        )
-        if done.returncode == -signal.SIGKILL:
-            raise Killed(f"{mode} was killed under {limit_bytes / 1e6:,.0f} MB")
-        if done.returncode:
-            sys.exit(f"{mode} ended with {done.returncode}")
-        return {**json.loads(done.stdout), "group_peak_bytes": group.peak_bytes()}
+    def __init__(self, report, model, flags):
+        self.report, self.model, self.flags = report, model, flags
+        self.quick = flags.quick
+        self.rounds = int(flags.rounds[0]) if flags.rounds else (1 if flags.quick else 3)
+        self.folder = Path(flags.folder[0] if flags.folder else HERE.parent / "build").absolute()
+        self.folder.mkdir(exist_ok=True)
+        self.plain = self.peak = None
+
+    def run(self, mode, limit_bytes, ranks=1, **more):
+        """Train in processes in one cgroup; return what the first printed, and the group's peak.
+
+        Raises:
+            Killed: they needed more memory.
+        """
+        asked = {
+            "mode": mode, "model": self.model, "folder": str(self.folder), "quick": self.quick,
+            "steps": RECORDED + (2 if self.quick else TIMED), **more,
+        }  # fmt: skip
+        with MemoryCgroup(limit_bytes) as group, tempfile.TemporaryDirectory() as store:
+            processes = []
+            for rank in range(ranks):
+                if ranks > 1:
+                    asked |= {"rank": rank, "ranks": ranks, "store": f"{store}/ranks"}
+                script = [sys.executable, str(HERE / "out_of_core_ranks.py"), json.dumps(asked)]
+                environ = {**os.environ, "LOCAL_WORLD_SIZE": str(ranks)}
+                processes.append(
+                    subprocess.Popen(
+                        group.command(script), stdout=subprocess.PIPE, text=True, env=environ
+                    )
+                )
+            outcome = self._await(mode, processes, limit_bytes)
+            return {**outcome, "group_peak_bytes": group.peak_bytes()}
+
+    def _await(self, mode, processes, limit_bytes):
+        said = []
+        try:
+            for process in processes:
+                said.append(process.communicate(timeout=DEADLINE_S)[0])
+                if process.returncode == -signal.SIGKILL:
+                    raise Killed(f"{mode} was killed under {limit_bytes / 1e6:,.0f} MB")
+                if process.returncode:
+                    sys.exit(f"{mode} ended with {process.returncode}")
+        finally:
+            for process in processes:
+                process.kill()
+        return json.loads(said[0])
+
+    def row(self, mode, part, outcome, **more):
+        self.report.row(
+            model=self.model, mode=mode, limit=part, step_s=step_s(outcome),
+            page_faults=statistics.median(outcome["faults"][RECORDED:]),
+            group_peak_bytes=outcome["group_peak_bytes"], **more, **outcome.get("out_of_core", {}),
+        )  # fmt: skip
+
+    def measure(self, parts):
+        self.plain = self.run("plain", None)
+        self.peak = self.plain["group_peak_bytes"]
+        self.row("plain", "none", self.plain)
+        for part in parts:
+            if part == "fits":
+                self.fits()
+            elif part == "ranks":
+                self.ranks()
+            elif part == "peer":
+                self.peer()
+            else:
+                self.under(float(part), int(float(part) * self.peak))
+
+    def fits(self):
+        """Compare with plain training where all fits."""
+        ratios = []
+        for _ in range(self.rounds):
+            plain = self.run("plain", None)
+            ratios.append(step_s(self.run("planned", None, budget=1 << 40)) / step_s(plain))
+        self.report.row(model=self.model, mode="planned", limit="none", over_plain=ratios)
+        name = f"{self.model}, all fits: time / plain"
+        self.report.bar(name, statistics.median(ratios), FITS_BAR)
+
+    def is_killed(self, name, limit, **more):
+        """Report whether plain training is killed."""
+        try:
+            self.run("plain", limit, **more)
+            was_killed = 0
+        except Killed as problem:
+            was_killed = 1
+            tell(f"  {problem}")
+        self.report.bar(f"{name}: plain training is killed", was_killed, 1, at_least=True)
+
+    def under(self, part, limit):
+        """Compare the modes under a limit."""
+        name = f"{self.model} at {part:.0%}"
+        self.is_killed(name, limit)
+        ratios = {mode: [] for mode in ("planned", "checkpointing", "mapped")}
+        planned = []
+        for _ in range(self.rounds if part > 0.5 else 1):
+            now = step_s(self.run("plain", None))
+            for mode, found in ratios.items():
+                try:
+                    outcome = self.run(mode, limit)
+                except Killed as problem:
+                    tell(f"  {problem}")
+                    self.report.row(model=self.model, mode=mode, limit=part, outcome="killed")
+                    continue
+                found.append(step_s(outcome) / now)
+                same = outcome["digests"] == self.plain["digests"]
+                if mode == "planned":
+                    planned.append((outcome, found[-1]))
+                    equal = f"{name}: gradients equal to the bit"
+                    self.report.bar(equal, int(same), 1, at_least=True)
+                self.row(mode, part, outcome, over_plain=found[-1], bits_equal=same)
+        self.report.bar(f"{name}: planned training completes", len(planned), 1, at_least=True)
+        if not planned:
+            return
+        over = {mode: statistics.median(found) for mode, found in ratios.items() if found}
+        if part > 0.5:
+            self.report.bar(f"{name}: time / plain", over["planned"], SLOWER_BAR)
+            gain = over["mapped"] / over["planned"] if "mapped" in over else None
+            reason = "" if gain else "the naive way was killed"
+            naive = f"{name}: naive time / planned"
+            self.report.bar(naive, gain, NAIVE_BAR, at_least=True, reason=reason)
+        self.predictions(name, planned)
+
+    def predictions(self, name, planned):
+        """Compare what plans said with what happened."""
+        peaks, errors, slow = [], [], []
+        for outcome, over_plain in planned:
+            said = outcome["out_of_core"]
+            peak = max(filter(None, outcome["peaks"]))
+            peaks.append(peak / said["budget_bytes"])
+            errors.append(abs(said["predicted_peak_bytes"] / peak - 1))
+            slow.append(abs(said["plan"]["slowdown"] / over_plain - 1))
+        bar = self.report.bar
+        bar(f"{name}: peak / budget", max(peaks), 1)
+        bar(f"{name}: error of the predicted peak", statistics.median(errors), PEAK_ERROR_BAR)
+        bar(f"{name}: error of the slow-down", statistics.median(slow), SLOWDOWN_ERROR_BAR)
+
+    def ranks(self):
+        """Train on two data-parallel ranks within 60 % of what both take."""
+        plain = self.run("plain", None, ranks=2)
+        limit = int(0.6 * plain["group_peak_bytes"])
+        name = f"{self.model}, 2 ranks at 60%"
+        self.is_killed(name, limit, ranks=2)
+        try:
+            outcome = self.run("planned", limit, ranks=2)
+        except Killed as problem:
+            self.report.bar(f"{name}: completes", 0, 1, at_least=True, reason=str(problem))
+            return
+        same = outcome["digests"] == plain["digests"]
+        over = step_s(outcome) / step_s(plain)
+        self.row("planned, 2 ranks", 0.6, outcome, over_plain=over, bits_equal=same)
+        self.report.bar(f"{name}: gradients equal to the bit", int(same), 1, at_least=True)
+        self.report.bar(f"{name}: time / plain", over, SLOWER_BAR)
+
+    def peer(self):
+        """Train with DeepSpeed's offload, or say why not. Its bits are its own: no bar."""
+        if not self.flags.peer:
+            self.report.row(model=self.model, mode="deepspeed", outcome="not run: no --peer PYTHON")
+            return
+        script = [self.flags.peer[0], str(HERE / "out_of_core_deepspeed.py")]
+        for device in ("cpu", "nvme"):
+            asked = {"model": self.model, "device": device, "folder": str(self.folder),
+                     "quick": self.quick, "steps": RECORDED + TIMED}  # fmt: skip
+            with MemoryCgroup(int(0.6 * self.peak)) as group:
+                command = group.command([*script, json.dumps(asked)])
+                try:
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, timeout=DEADLINE_S / 3
+                    )
+                except subprocess.TimeoutExpired:
+                    outcome = {"outcome": f"did not end within {DEADLINE_S / 3:g} s"}
+                else:
+                    outcome = _peer_outcome(done, self.plain)
+                self.report.row(
+                    model=self.model, mode=f"deepspeed, offload to {device}", limit=0.6,
+                    group_peak_bytes=group.peak_bytes(), **outcome,
+                )  # fmt: skip
+
+
+def _peer_outcome(done, plain):
+    if done.returncode == -signal.SIGKILL:
+        return {"outcome": "killed"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {"outcome": "failed", "why": lines[-1][:300] if lines else str(done.returncode)}
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "outcome": "completes",
+        "step_s": step_s(found),
+        "over_plain": step_s(found) / step_s(plain),
+    }
 
 
 def step_s(outcome):
     return statistics.median(outcome["step_s"][RECORDED:])
 
 
-def measure(report, model, flags):
-    rounds = int(flags.rounds[0]) if flags.rounds else (1 if flags.quick else 3)
-    plain = run("plain", model, None, flags)
-    peak = plain["group_peak_bytes"]
-    report.row(model=model, mode="plain", limit="none", step_s=step_s(plain), peak_bytes=peak)
-    fits(report, model, flags, rounds)
-    for part in (0.6, 0.3):
-        limit = int(part * peak)
-        under(report, model, part, limit, flags, plain, rounds if part > 0.5 else 1)
-
-
-def fits(report, model, flags, rounds):
-    """Compare with plain training where all fits."""
-    ratios = []
-    for _ in range(rounds):
-        plain = run("plain", model, None, flags)
-        ratios.append(step_s(run("planned", model, None, flags, budget=1 << 40)) / step_s(plain))
-    report.row(model=model, mode="planned", limit="none", over_plain=ratios)
-    report.bar(f"{model}, all fits: time / plain", statistics.median(ratios), FITS_BAR)
-
-
-def under(report, model, part, limit, flags, plain, rounds):
-    """Compare the modes under a limit."""
-    name = f"{model} at {part:.0%}"
-    try:
-        run("plain", model, limit, flags)
-        was_killed = 0
-    except Killed as problem:
-        was_killed = 1
-        tell(f"  {problem}")
-    report.bar(f"{name}: plain training is killed", was_killed, 1, at_least=True)
-    ratios = {mode: [] for mode in ("planned", "checkpointing", "mapped")}
-    planned = []
-    for _ in range(rounds):
-        now = step_s(run("plain", model, None, flags))
-        for mode, found in ratios.items():
-            try:
-                outcome = run(mode, model, limit, flags)
-            except Killed as problem:
-                tell(f"  {problem}")
-                continue
-            found.append(step_s(outcome) / now)
-            same = outcome["digests"] == plain["digests"]
-            if mode == "planned":
-                planned.append(outcome)
-                report.bar(f"{name}: gradients equal to the bit", int(same), 1, at_least=True)
-            report.row(
-                model=model, mode=mode, limit=part, over_plain=found[-1], step_s=step_s(outcome),
-                bits_equal=same, group_peak_bytes=outcome["group_peak_bytes"], limit_bytes=limit,
-                **outcome.get("out_of_core", {}),
-            )  # fmt: skip
-    report.bar(f"{name}: planned training completes", len(planned), 1, at_least=True)
-    if not planned:
-        return
-    over = {mode: statistics.median(found) for mode, found in ratios.items() if found}
-    if part > 0.5:
-        report.bar(f"{name}: time / plain", over["planned"], SLOWER_BAR)
-        if "mapped" in over:
-            gain = over["mapped"] / over["planned"]
-            report.bar(f"{name}: naive time / planned", gain, NAIVE_BAR, at_least=True)
-    predictions(report, name, planned)
-
-
-def predictions(report, name, planned):
-    """Compare what plans said with what happened."""
-    budget = planned[0]["out_of_core"]["budget_bytes"]
-    peaks = [max(filter(None, outcome["peaks"])) for outcome in planned]
-    report.bar(f"{name}: peak / budget", max(peaks) / budget, 1)
-    errors, slow = [], []
-    for outcome, peak in zip(planned, peaks, strict=True):
-        said = outcome["out_of_core"]
-        errors.append(abs(said["predicted_peak_bytes"] / peak - 1))
-        slow.append(abs(said["plan"]["step_s"] / step_s(outcome) - 1))
-    report.bar(f"{name}: error of the predicted peak", statistics.median(errors), PEAK_ERROR_BAR)
-    report.bar(f"{name}: error of the predicted step", statistics.median(slow), SLOWDOWN_ERROR_BAR)
-
-
 def main():
-    flags = options(__doc__, "--only", "--rounds", "--folder")
+    flags = options(__doc__, "--only", "--parts", "--rounds", "--folder", "--peer")
     report = Report("out_of_core", flags.json)
-    run_sections(flags.only or MODELS, lambda model: measure(report, model, flags), report)
+    models = flags.only or (MODELS[:1] if flags.quick else MODELS)
+    parts = flags.parts or (("0.6",) if flags.quick else PARTS)
+    run_sections(models, lambda model: Bench(report, model, flags).measure(parts), report)
     return report.print()
 
 

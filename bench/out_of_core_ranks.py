@@ -1,80 +1,26 @@
 """One rank of bench/out_of_core.py: trains some steps in one mode, and prints what they came to.
 
-out_of_core_ranks.py '{"mode": ..., "model": ..., "steps": ..., "folder": ...}'
+out_of_core_ranks.py '{"mode": ..., "model": ..., "steps": ..., "folder": ..., "quick": ...}'
+
+With "rank", "ranks" and "store" it is one of several data-parallel ranks.
 """
 
 import hashlib
 import json
 import mmap
 import os
-import resource
 import sys
 import tempfile
 import time
 
 import torch
+import torch.distributed as dist
+from out_of_core_models import make
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.training import OutOfCore
-from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory
-
-TOKENS, WIDTH, LAYERS, HEADS, WORDS = 2048, 512, 8, 8, 1000
-SEQUENCE = 256
-
-
-class Transformer(nn.Module):
-    def __init__(self, is_checkpointed):
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True
-            )
-            for _ in range(LAYERS)
-        )
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, words):
-        x = self.embedding(words)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
-        return self.head(x).transpose(1, 2)
-
-
-class Cnn(nn.Module):
-    def __init__(self, is_checkpointed, channels=64, blocks=6):
-        super().__init__()
-        self.stem = nn.Conv2d(3, channels, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-                nn.BatchNorm2d(channels),
-                nn.ReLU(),
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-                nn.BatchNorm2d(channels),
-            )
-            for _ in range(blocks)
-        )
-        self.head = nn.Linear(channels, 10)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-            x = torch.relu(x + y)
-        return self.head(x.mean(dim=(2, 3)))
-
-
-def make(name, is_checkpointed):
-    torch.manual_seed(0)
-    if name == "transformer":
-        shape = (TOKENS // SEQUENCE, SEQUENCE)
-        words = torch.randint(WORDS, (2, *shape))
-        return Transformer(is_checkpointed), words[0], words[1]
-    return Cnn(is_checkpointed), torch.randn(16, 3, 96, 96), torch.randint(10, (16,))
+from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory, page_faults
 
 
 class MappedFile:
@@ -102,7 +48,13 @@ class MappedFile:
 def main():
     asked = json.loads(sys.argv[1])
     mode = asked["mode"]
-    model, inputs, target = make(asked["model"], mode == "checkpointing")
+    model, inputs, target = make(asked["model"], mode == "checkpointing", asked["quick"])
+    if "rank" in asked:
+        store = dist.FileStore(asked["store"], asked["ranks"])
+        dist.init_process_group("gloo", store=store, rank=asked["rank"], world_size=asked["ranks"])
+        torch.set_num_threads(max(1, torch.get_num_threads() // asked["ranks"]))
+        inputs, target = (part.chunk(asked["ranks"])[asked["rank"]] for part in (inputs, target))
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     out_of_core = hooks = None
     if mode == "planned":
@@ -110,16 +62,16 @@ def main():
             model, optimizer, budget_bytes=asked.get("budget"), spill_folder=asked["folder"]
         )
     elif mode in ("mapped", "checkpointing"):
-        Allocator().give_back_at_once()  # without it they do not fit either
+        Allocator().begin()  # without it they do not fit either
     mapped = MappedFile(asked["folder"])
     memory = ProcessMemory()
-    times, cpu, digests, peaks = [], [], [], []
+    times, cpu, digests, peaks, faults = [], [], [], [], []
     for step in range(asked["steps"]):
         torch.manual_seed(step)
         is_watched = out_of_core is None or out_of_core.plan is not None
         if is_watched:
             memory.start()
-        begin, begin_cpu = time.perf_counter(), time.process_time()
+        begin, begin_cpu, begin_faults = time.perf_counter(), time.process_time(), page_faults()
         if mode == "mapped":
             mapped.end = 0
             hooks = torch.autograd.graph.saved_tensors_hooks(mapped.pack, mapped.unpack)
@@ -137,13 +89,14 @@ def main():
         optimizer.step()
         times.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - begin_cpu)
+        faults.append(page_faults() - begin_faults)
         peaks.append(memory.peak_bytes() if is_watched else None)
     result = {
         "step_s": times,
         "cpu_s": cpu,
         "digests": digests,
         "peaks": peaks,
-        "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+        "faults": faults,
     }
     if out_of_core is not None:
         result["out_of_core"] = out_of_core.to_json()

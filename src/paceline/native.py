@@ -53,6 +53,7 @@ Recorder = _native.Recorder
 SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
 SortedReader = _native.SortedReader
+TensorPool = _native.TensorPool
 accumulate_and_select = _native.accumulate_and_select
 acquire_buffer = _native.acquire_buffer
 codec_available = _native.codec_available
@@ -64,10 +65,12 @@ jpeg_available = _native.jpeg_available
 lower_bounds = _native.lower_bounds
 monotonic_ns = _native.monotonic_ns
 name_hashes = _native.name_hashes
+redirect_allocations = _native.redirect_allocations
 scatter_add = _native.scatter_add
 sorted_order = _native.sorted_order
 start_writeback = _native.start_writeback
 train_dictionary = _native.train_dictionary
+use_pool = _native.use_pool
 
 NPY_ELEMENTS = -1  # pack_writer.hpp
 
@@ -95,6 +98,7 @@ __all__ = [
     "SharedWords",
     "SortedPlan",
     "SortedReader",
+    "TensorPool",
     "TfRecordBlock",
     "TfRecords",
     "accumulate_and_select",

@@ -5,6 +5,9 @@ import copy
 import gc
 import hashlib
 import resource
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +22,11 @@ from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
 from paceline.training.out_of_core.training import OutOfCore
 
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from out_of_core_models import ROWS, WIDTH, residuals, rows
+
 MIB = 1 << 20
 PLENTY = 1 << 40
-WIDTH, ROWS = 256, 1024  # a tensor of 1 MiB
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +37,6 @@ def one_thread():
     gc.collect()  # what tests before left would be freed at any time, as memory of this one
     yield
     torch.set_num_threads(threads)
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        return self.norm(x + self.second(torch.dropout(torch.relu(self.first(x)), 0.1, True)))
 
 
 class Cnn(nn.Module):
@@ -63,14 +57,18 @@ def make(kind):
     torch.manual_seed(0)
     if kind == "cnn":
         return Cnn(), torch.randn(16, 3, 32, 32)
-    model = nn.Sequential(*(Residual() for _ in range(4)))
-    return model, torch.randn(ROWS, WIDTH)
+    return residuals(), rows()
 
 
 def train(model, batch, steps, optimizer, after_step=lambda step: None):
     """Return digests of the gradients of every step; copies would count as memory of the step."""
+    return train_on(model, batch, range(steps), optimizer, after_step)
+
+
+def train_on(model, batch, steps, optimizer, after_step=lambda step: None):
+    """Go on with the steps of these numbers."""
     found = []
-    for step in range(steps):
+    for step in steps:
         torch.manual_seed(step)
         optimizer.zero_grad()
         model(batch(step) if callable(batch) else batch).square().mean().backward()
@@ -494,6 +492,48 @@ def test_a_budget_that_is_too_small_says_which_one_is_not(tmp_path):
 
 
 @contextlib.contextmanager
+def slow_device(file, bytes_per_s):
+    """Have each transfer of a spill file take the time of a device of this rate."""
+    write, read = file._write_all, file._read_all
+    never = threading.Event()
+
+    def slowly(transfer, size_bytes, *args):
+        transfer(*args)
+        never.wait(size_bytes / bytes_per_s)
+
+    file._write_all = lambda chunk, offset: slowly(write, chunk.nbytes, chunk, offset)
+    file._read_all = lambda into, offset: slowly(read, into.nbytes, into, offset)
+    try:
+        yield
+    finally:
+        file._write_all, file._read_all = write, read
+
+
+def test_a_disk_slower_than_planned_is_said_and_planned_again(tmp_path, monkeypatch):
+    model, batch = make("mlp")
+    twin = copy.deepcopy(model)
+    expected = train(model, batch, 12, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.Adam(twin.parameters())
+    lines = []
+    with OutOfCore(
+        twin, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path, recompute=False,
+        say=lines.append,
+    ) as out_of_core:  # fmt: skip
+        plan_for_half(out_of_core, monkeypatch)
+        found = train(twin, batch, 3, optimizer)
+        planned = out_of_core.to_json()["planned_write_bytes_per_s"]
+        with slow_device(out_of_core.session.file, planned / 20):
+            found += train_on(twin, batch, range(3, 12), optimizer)
+            outcome = out_of_core.to_json()
+    assert found == expected
+    assert outcome["corrected"] == 1
+    assert outcome["planned_write_bytes_per_s"] < planned / 10
+    assert outcome["plan"]["slowdown"] > 1
+    assert sum("steps are recorded and planned again" in line for line in lines) == 1
+    assert out_of_core.session.counters.diverged == 0
+
+
+@contextlib.contextmanager
 def files_up_to(size_bytes):
     """Let no file of this process grow beyond a size (`ulimit -f`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -603,3 +643,44 @@ def test_prepare_takes_a_memory_budget(tmp_path, monkeypatch):
     assert state.keys() == moments.keys()
     for name, values in state.items():
         assert torch.equal(values["exp_avg_sq"], moments[name]["exp_avg_sq"])
+
+
+def test_two_optimizers_and_several_backward_passes_are_a_step(tmp_path, monkeypatch):
+    """A generator and a critic: the critic's two passes come first, then the generator's."""
+
+    def train_both(models, optimizers):
+        generator, critic = models
+        found = []
+        for step in range(6):
+            torch.manual_seed(step)
+            noise, real = rows(), rows()
+            optimizers[1].zero_grad()
+            critic(real).square().mean().backward()
+            critic(generator(noise).detach()).square().mean().neg().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            critic(generator(noise)).square().mean().backward()
+            optimizers[0].step()
+            every = [*generator.parameters(), *critic.parameters()]
+            found.append([digest(parameter.grad) for parameter in every])
+        return found
+
+    models = nn.ModuleList([residuals(2), residuals(2)])
+    twins = copy.deepcopy(models)
+    expected = train_both(models, [torch.optim.Adam(model.parameters()) for model in models])
+    optimizers = [torch.optim.Adam(model.parameters()) for model in twins]
+    ends = []
+    # The generator's optimizer ends a step; the critic's keeps its state in memory.
+    with OutOfCore(
+        twins, optimizers[0], budget_bytes=PLENTY, spill_folder=tmp_path, recompute=False
+    ) as out_of_core:
+        optimizers[0].register_step_post_hook(
+            lambda *_: ends.append(out_of_core.session.file.size_bytes)
+        )
+        plan_for_half(out_of_core, monkeypatch)
+        found = train_both(twins, optimizers)
+        assert out_of_core.plan.spilled_bytes > 0
+        assert out_of_core.session.counters.diverged == 0
+        assert out_of_core.session.counters.steps == 4
+    assert found == expected
+    assert ends[-1] == ends[1]  # the file does not grow with the steps

@@ -161,4 +161,6 @@ def _memory_use(run: Path, rank: int) -> MemoryUse | None:
         spilled_bytes=plan["spilled_bytes"] if plan else 0,
         transfer_s=data["transfer_s"],
         exposed_s=data["exposed_s"],
+        page_faults=data["page_faults"],
+        corrected=data["corrected"],
     )

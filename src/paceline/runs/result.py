@@ -31,6 +31,8 @@ class MemoryUse(Record):
         spilled_bytes: written; as many are read.
         transfer_s: seconds that the disk was busy with them.
         exposed_s: the part of it that the step waited for.
+        page_faults: pages that the step took from the system.
+        corrected: how often the disk was slower than planned, and steps were planned again.
     """
 
     budget_bytes: int
@@ -39,6 +41,8 @@ class MemoryUse(Record):
     spilled_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
+    page_faults: float = 0.0
+    corrected: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,8 +192,17 @@ def _divided(
         for line in (*said, *lines_of(wrapped)):
             _say(line)
     kept: dict[str, Any] = {"steps": before_step}
+    out_of_core = _out_of_core(wrapped, optimizer, ranks, options)
     return Prepared(
-        wrapped, optimizer, options, before_step, ranks, parts.weight, kept, given.loss_fn
+        wrapped,
+        optimizer,
+        options,
+        before_step,
+        ranks,
+        parts.weight,
+        kept,
+        given.loss_fn,
+        out_of_core,
     )
 
 

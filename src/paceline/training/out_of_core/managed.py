@@ -122,7 +122,7 @@ class Managed:
             read = self._read.bytes
             assert read is not None
             self._read = None
-            storage, at = read.untyped_storage(), 0
+            storage, at = read.untyped_storage(), read.storage_offset()
             self._loaded = []
             for size in self.sizes:
                 self._loaded.append((storage, at))

@@ -5,25 +5,33 @@ kernel keeps the most that was resident since a mark (VmHWM), so that peaks betw
 cost two short system calls, and need no thread that samples.
 
 glibc keeps freed memory for itself: after a step of large tensors the process stays as large as it
-ever was, and is killed although most of its memory is free. `give_back_at_once` has it map each
-large block from the system, so that memory is what is in use, to the page: steps are recorded so.
-It costs a page fault for every 4 KiB that a step touches (a transformer's step took 1.4 times as
-long). `give_back_on_trim` keeps freed memory for the next tensors, and `trim` gives back what is
-free when the budget asks for it (malloc_trim(3) returns free pages inside the heap as well).
+ever was, and is killed although most of its memory is free. Mapping each large block from the
+system instead costs a page fault for every 4 KiB that a step touches (a transformer's step took 1.4
+times as long). So torch's tensors come from a pool of our own (`native/include/paceline/
+tensor_pool.hpp`), which keeps freed pages for the next tensors, of whatever size, up to a cap: none
+while steps are recorded, so that memory is what is in use, to the page; under a plan all that the
+budget leaves.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+import resource
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.core.errors import Missing, reason
+from paceline.native import redirect_allocations, use_pool
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
+_TORCH_LIBRARY = "libc10.so"  # has torch's allocator for the CPU
 THRESHOLD_BYTES = 1 << 18
 _MOST_MAPPINGS = 1 << 15  # half of what the kernel allows a process (vm.max_map_count)
-_NEVER = (1 << 31) - 1
+_FAULT_PROBES, _FAULT_PROBE_BYTES = 5, 4 << 20
 _RESET_PEAK = b"5"  # proc_pid_clear_refs(5)
 
 
@@ -74,34 +82,101 @@ class ProcessMemory:
         os.close(self._clear)
 
 
-class Allocator:
-    """The C library's allocator: when freed memory goes back to the system.
+def page_faults() -> int:
+    """Return how many pages this process has taken from the system so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-    Overrides what the environment says (``MALLOC_MMAP_THRESHOLD_`` and others). On another library
-    than glibc nothing happens: musl gives large blocks back at once.
+
+class PoolCounts(NamedTuple):
+    """Bytes of the pool of tensors; see `native/include/paceline/tensor_pool.hpp`."""
+
+    used_bytes: int
+    resident_bytes: int
+    cap_bytes: int
+    fresh_bytes: int
+    evicted_bytes: int
+
+
+class Allocator:
+    """Where tensors get their memory, and when freed memory goes back to the system.
+
+    Overrides what the environment says (``MALLOC_MMAP_THRESHOLD_`` and others) for what is not
+    pooled. Where torch's allocations cannot be redirected (`is_pooled`), every large block goes
+    back when it is freed, which is right, and slow.
     """
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
         self._mallopt: Any = getattr(library, "mallopt", _nothing)
         self._trim: Any = getattr(library, "malloc_trim", _nothing)
-        self._mallopt(_M_ARENA_MAX, 1)  # what threads free can be trimmed as well
+        self._pool = redirect_allocations(_TORCH_LIBRARY)
+        self._others_bytes = 0
 
-    def give_back_at_once(self) -> None:
-        """Give every large block back when it is freed."""
+    @property
+    def is_pooled(self) -> bool:
+        """Whether tensors come from the pool."""
+        return self._pool is not None
+
+    def begin(self) -> None:
+        """Have tensors come from the pool, which keeps nothing, and give back what is free."""
+        self._mallopt(_M_ARENA_MAX, 1)  # what threads free can be trimmed as well
         self._mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
         self._mallopt(_M_MMAP_THRESHOLD, THRESHOLD_BYTES)
         self._mallopt(_M_TRIM_THRESHOLD, THRESHOLD_BYTES)
-        self.trim()
-
-    def give_back_on_trim(self) -> None:
-        """Keep freed memory until `trim`."""
-        self._mallopt(_M_MMAP_MAX, 0)
-        self._mallopt(_M_TRIM_THRESHOLD, _NEVER)
-
-    def trim(self) -> None:
-        """Give all free pages back."""
         self._trim(0)
+        self.keep_nothing()
+        use_pool(is_used=True)
+
+    def end(self) -> None:
+        """Have new tensors come from the C library again."""
+        use_pool(is_used=False)
+        self.keep_nothing()
+
+    def keep_nothing(self) -> None:
+        """Give every large block back when it is freed."""
+        self._others_bytes = 0
+        if self._pool is not None:
+            self._pool.set_cap(0)
+
+    def keep_within(self, budget_bytes: int, now_bytes: int) -> None:
+        """Keep freed memory for the next tensors while the process stays below its budget.
+
+        Args:
+            budget_bytes: of the process.
+            now_bytes: memory of the process at this moment.
+        """
+        if self._pool is None:
+            return
+        counts = self.counts()
+        # A block that nobody has touched yet has no pages: the rest looks smaller for a while.
+        self._others_bytes = max(self._others_bytes, now_bytes - counts.resident_bytes)
+        cap = max(budget_bytes - self._others_bytes, 0)
+        if cap != counts.cap_bytes:
+            self._pool.set_cap(cap)
+
+    def page_fault_s(self) -> float:
+        """Return the processor time of a page that comes from the system, as measured now.
+
+        Of blocks that are filled when their pages are new, and filled again; the median of some.
+        """
+        found = []
+        for _ in range(_FAULT_PROBES):
+            block = torch.empty(_FAULT_PROBE_BYTES, dtype=torch.uint8)
+            begin, faults = time.thread_time(), page_faults()
+            _fill(block)
+            middle, faults = time.thread_time(), page_faults() - faults
+            _fill(block)
+            if faults:
+                found.append((2 * middle - begin - time.thread_time()) / faults)
+        return max(statistics.median(found), 0.0) if found else 0.0
+
+    def counts(self) -> PoolCounts:
+        """Return what the pool has and has done."""
+        return PoolCounts(*self._pool.counts()) if self._pool is not None else PoolCounts(*[0] * 5)
+
+
+def _fill(block: torch.Tensor) -> None:
+    ctypes.memset(block.data_ptr(), 1, block.numel())  # in this thread alone
 
 
 def _nothing(*_: object) -> int:

@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from paceline.schedules.memory import ManagedTensor, RecomputedModule, StepProfile
-from paceline.training.out_of_core.process_memory import ProcessMemory
+from paceline.training.out_of_core.process_memory import ProcessMemory, page_faults
+
+LEAST_PART = 0.25  # of an interval is computing, however many pages it took
 
 EventKind = Literal["saved", "needed", "state", "end"]
 
@@ -57,6 +59,14 @@ class ModuleRun:
     is_once: bool = True
 
 
+class AfterStep(NamedTuple):
+    """The interval between a step and the next one."""
+
+    compute_s: float = 0.0
+    faults: int = 0
+    peak_bytes: int = 0
+
+
 @dataclass(slots=True)
 class Recording:
     """What one recorded step showed; filled by the step's thread."""
@@ -65,7 +75,7 @@ class Recording:
     events: list[Event] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
-    begin_bytes: list[int] = field(default_factory=list)  # memory when an interval began
+    faults: list[int] = field(default_factory=list)  # pages that came from the system
     names: dict[int, str] = field(default_factory=dict)
     gone: dict[int, int] = field(
         default_factory=dict
@@ -74,13 +84,11 @@ class Recording:
     modules: dict[str, ModuleRun] = field(default_factory=dict)
     _watched: list[_Watched] = field(default_factory=list)
     _resumed_s: float | None = None
+    _faults_before: int = 0
 
     def enter(self, event: Event) -> None:
         """Note an event; what comes until `leave` is not of the step."""
-        if self._resumed_s is not None:
-            self.compute_s.append(time.monotonic() - self._resumed_s)
-            self.peak_bytes.append(self.memory.peak_bytes())
-            self._resumed_s = None
+        self.close_interval()
         at = len(self.events)
         self.events.append(event)
         self._poll(at)
@@ -88,15 +96,22 @@ class Recording:
     def leave(self) -> None:
         """Go on with the step."""
         self.memory.start()
-        self.begin_bytes.append(self.memory.now_bytes())
+        self._faults_before = page_faults()
         self._resumed_s = time.monotonic()
 
     def close_interval(self) -> None:
-        """End the interval after the last event, when the next step begins."""
+        """End the interval after the last event."""
         if self._resumed_s is not None:
             self.compute_s.append(time.monotonic() - self._resumed_s)
+            self.faults.append(page_faults() - self._faults_before)
             self.peak_bytes.append(self.memory.peak_bytes())
             self._resumed_s = None
+
+    def after_step(self) -> AfterStep:
+        """Return the interval that was closed last."""
+        if not self.peak_bytes:
+            return AfterStep()
+        return AfterStep(self.compute_s[-1], self.faults[-1], self.peak_bytes[-1])
 
     def watch(self, index: int, storage: torch.UntypedStorage) -> None:
         """Note when the memory of a saved tensor, which is written, is free."""
@@ -120,14 +135,15 @@ class Recording:
 
 
 def profile_of(
-    recording: Recording, state_bytes: dict[int, int], after_step: tuple[float, int]
+    recording: Recording, state_bytes: dict[int, int], after_step: AfterStep, fault_s: float
 ) -> tuple[StepProfile, dict[tuple[str, int], int]]:
     """Return the profile of a recorded step, and the index in it of each tensor by kind and index.
 
     Args:
         recording: of one step, complete.
         state_bytes: of the optimizer's state, by its index.
-        after_step: seconds and most memory of the interval before the next step.
+        after_step: the interval before the next step.
+        fault_s: seconds that a page took which came from the system; not counted as computing.
     """
     events = recording.events
     saved: dict[int, int] = {}
@@ -164,19 +180,30 @@ def profile_of(
                     at,
                 )
             )
-    compute_s = [*recording.compute_s[: len(events) - 1], after_step[0]]
-    floor = [*recording.peak_bytes[: len(events) - 1], after_step[1]]
+    last = len(events) - 1
+    compute_s = [
+        max(seconds - faults * fault_s, LEAST_PART * seconds)
+        for seconds, faults in zip(
+            [*recording.compute_s[:last], after_step.compute_s],
+            [*recording.faults[:last], after_step.faults],
+            strict=True,
+        )
+    ]
+    floor = [*recording.peak_bytes[:last], after_step.peak_bytes]
     profile = StepProfile(
         compute_s=tuple(compute_s),
         floor_bytes=tuple(floor),
         tensors=tuple(tensors),
-        modules=_recomputed_modules(recording, tensors, places),
+        modules=_recomputed_modules(recording, compute_s, tensors, places),
     )
     return profile, places
 
 
 def _recomputed_modules(
-    recording: Recording, tensors: list[ManagedTensor], places: dict[tuple[str, int], int]
+    recording: Recording,
+    compute_s: list[float],
+    tensors: list[ManagedTensor],
+    places: dict[tuple[str, int], int],
 ) -> tuple[RecomputedModule, ...]:
     """Return the modules that can be recomputed: they ran once, and saved something."""
     found = []
@@ -190,6 +217,6 @@ def _recomputed_modules(
             continue
         needed = min(tensors[place].needed for place in members)
         if all(tensors[place].idle <= needed for place in members):
-            seconds = sum(recording.compute_s[max(run.begin - 1, 0) : run.end])
+            seconds = sum(compute_s[max(run.begin - 1, 0) : run.end])
             found.append(RecomputedModule(name, seconds, needed, members))
     return tuple(found)

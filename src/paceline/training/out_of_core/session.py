@@ -19,15 +19,21 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from paceline.core.errors import MemoryExceeded
 from paceline.schedules.memory import SpillTier, least_budget_bytes, load_solver, plan_memory
 from paceline.training.out_of_core.managed import Managed, own_bytes, storage_bytes, version_of
-from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory
-from paceline.training.out_of_core.recording import Event, ModuleRun, Recording, profile_of
+from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory, page_faults
+from paceline.training.out_of_core.recording import (
+    AfterStep,
+    Event,
+    ModuleRun,
+    Recording,
+    profile_of,
+)
 from paceline.training.out_of_core.spill_file import SpillFile
 
 if TYPE_CHECKING:
@@ -38,13 +44,40 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
-GROWTH_MARGIN = 1.25  # holes between tensors that do not fit the next ones
-PLANNED_PART = 0.8  # of the budget beyond the least; the rest is for freed memory
+PLANNED_PART = 0.97  # of the budget; the rest is for freed memory between tensors
 SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
+SLOW_PART = 0.5  # of the planned rate: a disk below it is slower than planned
+SLOW_STEPS = 3  # in a row, after which steps are recorded with the disk as it is now
+LATE_PART = 0.1  # of a step that it must wait more than planned for a slow disk to matter
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
 
 Mode = Literal["record", "plan", "diverged", "unplanned"]
+
+
+class Moved(NamedTuple):
+    """What the spill file had done at a moment; bytes and seconds."""
+
+    written_bytes: int = 0
+    write_s: float = 0.0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it wrote, and in which it read."""
+        return self.write_s + self.read_s
+
+    def since(self, before: Moved) -> Moved:
+        """Return what was done after an earlier moment."""
+        return Moved(
+            self.written_bytes - before.written_bytes,
+            self.write_s - before.write_s,
+            self.read_bytes - before.read_bytes,
+            self.read_s - before.read_s,
+            self.cpu_s - before.cpu_s,
+        )
 
 
 @dataclass(slots=True)
@@ -55,7 +88,8 @@ class Counters:
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     diverged: int = 0
-    trims: int = 0
+    page_faults: int = 0
+    corrected: int = 0
 
 
 class Session:
@@ -77,7 +111,9 @@ class Session:
             self.memory.close()
             raise
         self.allocator = Allocator()
-        self.allocator.give_back_at_once()
+        self.allocator.begin()
+        if not self.allocator.is_pooled:
+            say("memory: torch's allocations cannot be pooled; page faults will make steps slower")
         self.plan: MemoryPlan | None = None
         self.profile: StepProfile | None = None
         self.counters = Counters()
@@ -86,7 +122,7 @@ class Session:
         self.say = say
         self._recording = Recording(self.memory)
         self._before: list[Event] | None = None  # the order of the recorded step before this one
-        self._after_step = (0.0, 0)
+        self._after_step = AfterStep()
         self._recorded = 0
         self._order: list[Event] = []
         self._places: dict[tuple[str, int], int] = {}
@@ -99,8 +135,12 @@ class Session:
         self._used: set[int] = set()  # saved tensors that were needed in this step
         self._diverged_in_a_row = 0
         self._begin_s: float | None = None
-        self._growth: list[int] = []  # of memory in each interval, with the tensors of the step
-        self._waited_s = self._moved_before_s = 0.0
+        self._waited_s = 0.0
+        self._moved_before = self._moved_recorded = Moved()  # before this step, these recorded ones
+        self._planned_tier: SpillTier | None = None
+        self._slow_in_a_row = 0
+        self._slow_steps = SLOW_STEPS  # doubled with each correction: a disk may be of all speeds
+        self._faults_before = 0
         self.recompute: Callable[[tuple[str, ...]], None] | None = None  # these modules, or none
         self._first_plan: MemoryPlan | None = None  # which chose the modules that are recomputed
         self._recomputed_s = 0.0
@@ -254,13 +294,9 @@ class Session:
             self._hold_budget()
 
     def _hold_budget(self) -> None:
-        """Give freed memory back where the coming interval would not fit beside it."""
-        at = self._at - 1
-        growth = self._growth[at] if at < len(self._growth) else 0
-        if self.memory.now_bytes() + growth > self.budget_bytes:
-            self.file.buffers.clear()
-            self.allocator.trim()
-            self.counters.trims += 1
+        """Keep as much freed memory as the budget leaves beside all else of the process."""
+        slack = int(self.budget_bytes * SLACK_PART)
+        self.allocator.keep_within(self.budget_bytes - slack, self.memory.now_bytes())
 
     def end_step(self) -> None:
         """End a step: the optimizer is done."""
@@ -270,13 +306,15 @@ class Session:
                 self._settle(at)
             if self.mode == "plan" and self._at != len(self._order):
                 self._diverge(f"the step has {self._at} events, {len(self._order)} before")
-        self._note_step()
+        waited_s = self._waited_s
+        moved = self._note_step()
         if self.mode == "record":
             self._end_recorded()
         elif self.mode == "diverged":
             self._end_diverged()
         else:
             self._diverged_in_a_row = 0
+            self._judge_disk(moved, waited_s)
         self._at = self._saved = 0
         self._current = {
             place: self._current[place]
@@ -291,8 +329,7 @@ class Session:
             # The interval from the step before to this one, which belongs to both.
             recording = self._recording
             recording.close_interval()
-            if recording.peak_bytes:
-                self._after_step = (recording.compute_s[-1], recording.peak_bytes[-1])
+            self._after_step = recording.after_step()
             recording.forget()
             self._recording = Recording(self.memory)
 
@@ -355,15 +392,18 @@ class Session:
             MemoryExceeded: no plan holds the budget.
         """
         sizes = {index: managed.bytes for index, managed in self.states.items()}
-        profile, places = profile_of(recording, sizes, self._after_step)
+        # A planned step keeps freed memory, where a recorded one takes it from the system again.
+        fault_s = self.allocator.page_fault_s() / torch.get_num_threads()
+        profile, places = profile_of(recording, sizes, self._after_step, fault_s)
         if self.recompute is None or self._first_plan is not None:
             profile = replace(profile, modules=())
         # Beside what is in use there is freed memory: without room for it, a step asks the system
         # for the same pages again and again.
         least = least_budget_bytes(profile)
-        target = min(least + int(PLANNED_PART * (self.budget_bytes - least)), self.budget_bytes)
+        target = min(max(least, int(PLANNED_PART * self.budget_bytes)), self.budget_bytes)
         try:
-            plan = plan_memory(profile, self.tier(), target)
+            tier = self.tier()
+            plan = plan_memory(profile, tier, target)
         except MemoryExceeded:
             if self._first_plan is None or self.recompute is None:
                 raise
@@ -372,6 +412,7 @@ class Session:
         if plan.recomputed:
             self._begin_recomputing(plan, profile)
             return
+        self._planned_tier = tier
         self.profile, self._places = profile, places
         self.plan = plan = self._compared(plan)
         self._order = recording.events
@@ -382,12 +423,6 @@ class Session:
                 self._due.setdefault(action.written_by % events, []).append(place)
                 self._starts.setdefault(action.read_at, []).append(place)
         self.mode = "plan"
-        pairs = zip(recording.peak_bytes, recording.begin_bytes, strict=False)
-        slack = int(self.budget_bytes * SLACK_PART)
-        self._growth = [int(GROWTH_MARGIN * (peak - begin)) + slack for peak, begin in pairs]
-        self._growth.append(max(self._growth, default=slack))  # until the next step's first event
-        self.allocator.give_back_on_trim()
-        self.file.buffers.is_kept = True
         self._load_kept_states()
         self.say(_summary(plan, self.budget_bytes))
 
@@ -435,14 +470,14 @@ class Session:
                     managed.load()
 
     def tier(self) -> SpillTier:
-        """Return what the spill file has shown so far."""
-        file = self.file
-        moved = file.written_bytes + file.read_bytes
+        """Return what the spill file has shown since steps are recorded."""
+        done = self._moved().since(self._moved_recorded)
+        moved = done.written_bytes + done.read_bytes
         return SpillTier(
-            name=str(file.folder),
-            write_bytes_per_s=file.written_bytes / file.write_s if file.write_s else 1e9,
-            read_bytes_per_s=file.read_bytes / file.read_s if file.read_s else 1e9,
-            cpu_s_per_byte=2 * file.cpu_s / moved if moved else 0.0,
+            name=str(self.file.folder),
+            write_bytes_per_s=done.written_bytes / done.write_s if done.write_s else 1e9,
+            read_bytes_per_s=done.read_bytes / done.read_s if done.read_s else 1e9,
+            cpu_s_per_byte=2 * done.cpu_s / moved if moved else 0.0,
             cores=torch.get_num_threads(),
         )
 
@@ -468,32 +503,68 @@ class Session:
         if self._diverged_in_a_row < DIVERGED_STEPS:
             self.mode = "plan"
             return
-        self._diverged_in_a_row = 0
+        self._record_again()
+
+    def _record_again(self) -> None:
+        """Put all away that can be, and record the steps that follow."""
+        for managed in self.states.values():
+            self._away(managed)
+            managed.drop()
+        if self.recompute is not None and self._first_plan is not None:
+            self.recompute(())  # the plan may choose others
+            self._first_plan = None
+        self._diverged_in_a_row = self._slow_in_a_row = 0
+        self._moved_recorded = self._moved()
         self.mode = "record"
-        self.allocator.give_back_at_once()
-        self.file.buffers.is_kept = False
-        self.file.buffers.clear()
+        self.allocator.keep_nothing()
         self.plan = None
         self._places, self._before, self._recorded = {}, None, 0
         self._recording = Recording(self.memory)
 
-    def _note_step(self) -> None:
+    def _judge_disk(self, moved: Moved, waited_s: float) -> None:
+        """Have steps recorded and planned again where the disk is slower than planned."""
+        plan, planned = self.plan, self._planned_tier
+        if plan is None or planned is None or not moved.written_bytes or not moved.read_bytes:
+            return
+        write = moved.written_bytes / moved.write_s
+        read = moved.read_bytes / moved.read_s
+        is_slow = min(write / planned.write_bytes_per_s, read / planned.read_bytes_per_s)
+        is_late = waited_s - plan.exposed_s > LATE_PART * plan.step_s
+        self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow < SLOW_PART and is_late else 0
+        if self._slow_in_a_row < self._slow_steps:
+            return
+        self.counters.corrected += 1
+        self._slow_steps *= 2
+        self.say(
+            f"memory: the disk of {self.file.folder} writes {write / 1e6:,.0f} and reads "
+            f"{read / 1e6:,.0f} MB/s, planned were {planned.write_bytes_per_s / 1e6:,.0f} and "
+            f"{planned.read_bytes_per_s / 1e6:,.0f}; steps are recorded and planned again"
+        )
+        self._record_again()
+
+    def _note_step(self) -> Moved:
+        """Count a step; return what moved in it."""
         now = time.monotonic()
+        moved = self._moved().since(self._moved_before)
         counters = self.counters
         if self.mode == "plan" and self._begin_s is not None:
             counters.steps += 1
             counters.exposed_s += self._waited_s
-            counters.transfer_s += self._moved_s() - self._moved_before_s
+            counters.transfer_s += moved.busy_s
+            counters.page_faults += page_faults() - self._faults_before
         self._waited_s = 0.0
-        self._moved_before_s = self._moved_s()
+        self._moved_before = self._moved()
+        self._faults_before = page_faults()
         self._begin_s = now
+        return moved
 
-    def _moved_s(self) -> float:
-        return self.file.write_s + self.file.read_s
+    def _moved(self) -> Moved:
+        file = self.file
+        return Moved(file.written_bytes, file.write_s, file.read_bytes, file.read_s, file.cpu_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the steps under a plan came to, per step, and the plan in short."""
-        counters, plan, file = self.counters, self.plan, self.file
+        counters, plan, file, tier = self.counters, self.plan, self.file, self._planned_tier
         steps = max(counters.steps, 1)
         names = (
             "method", "peak_bytes", "in_core_peak_bytes", "step_s", "in_core_step_s", "slowdown",
@@ -505,10 +576,13 @@ class Session:
             "spill_folder": str(file.folder),
             "is_direct": file.is_direct,
             "planned_steps": counters.steps,
+            "corrected": counters.corrected,
             "diverged_steps": counters.diverged,
             "transfer_s": counters.transfer_s / steps,
             "exposed_s": counters.exposed_s / steps,
-            "trims": counters.trims / steps,
+            "page_faults": counters.page_faults / steps,
+            "planned_write_bytes_per_s": tier and tier.write_bytes_per_s,
+            "planned_read_bytes_per_s": tier and tier.read_bytes_per_s,
             "write_bytes_per_s": file.written_bytes / file.write_s if file.write_s else None,
             "read_bytes_per_s": file.read_bytes / file.read_s if file.read_s else None,
             "plan": None if plan is None else {name: getattr(plan, name) for name in names},
@@ -523,7 +597,7 @@ class Session:
         self.forget_states()
         self.file.close()
         self.memory.close()
-        self.allocator.give_back_at_once()  # what was kept for the next step
+        self.allocator.end()
 
 
 class _Pause:

@@ -21,7 +21,6 @@ import queue
 import tempfile
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,35 +48,17 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Buffers:
-    """Aligned memory for what is read: kept for the next read when its tensor is gone.
+def aligned_memory(size_bytes: int) -> torch.Tensor:
+    """Return memory for direct transfers, shape (aligned size,), uint8.
 
-    Memory that the system hands out anew costs a page fault for every 4 KiB. Tensors may be freed
-    in any thread, hence the deque.
+    Blocks of the pool of tensors are aligned already.
     """
-
-    def __init__(self) -> None:
-        self.is_kept = False
-        self._free: dict[int, collections.deque[mmap.mmap]] = {}
-
-    def take(self, size_bytes: int) -> np.ndarray:
-        """Return memory as bytes, shape (aligned size,)."""
-        size = aligned(size_bytes)
-        try:
-            region = self._free[size].pop()
-        except (KeyError, IndexError):
-            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        array = np.frombuffer(region, dtype=np.uint8)
-        weakref.finalize(array, self._give_back, region).atexit = False
-        return array
-
-    def _give_back(self, region: mmap.mmap) -> None:
-        if self.is_kept:
-            self._free.setdefault(len(region), collections.deque()).append(region)
-
-    def clear(self) -> None:
-        """Give what is free back to the system."""
-        self._free = {}
+    size = aligned(size_bytes)
+    memory = torch.empty(size, dtype=torch.uint8)
+    if memory.data_ptr() % ALIGNMENT:
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        memory = memory.narrow(0, -memory.data_ptr() % ALIGNMENT, size)
+    return memory
 
 
 class SpillTransfer:
@@ -146,8 +127,7 @@ class SpillFile:
         self._released: collections.deque[tuple[int, int, SpillTransfer | None]] = (
             collections.deque()
         )
-        self.buffers = Buffers()
-        self._bounce = self.buffers.take(CHUNK_BYTES)
+        self._bounce = aligned_memory(CHUNK_BYTES).numpy()
         self._writes: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[SpillTransfer | None] = queue.SimpleQueue()
         self._threads = [
@@ -227,9 +207,9 @@ class SpillFile:
             if after is not None:
                 after.wait()
             begin, begin_cpu = time.monotonic(), time.thread_time()
-            array = self.buffers.take(size_bytes)
-            self._read_all(array, offset)
-            transfer.bytes = torch.from_numpy(array)
+            memory = aligned_memory(size_bytes)
+            self._read_all(memory.numpy(), offset)
+            transfer.bytes = memory
             self.read_bytes += size_bytes
             self.read_s += time.monotonic() - begin
             self.cpu_s += time.thread_time() - begin_cpu
@@ -237,6 +217,11 @@ class SpillFile:
         transfer = SpillTransfer(run)
         self._reads.put(transfer)
         return transfer
+
+    @property
+    def size_bytes(self) -> int:
+        """How large the file is; parts that are free again are used before it grows."""
+        return self._end
 
     def close(self) -> None:
         """End both threads after what they still have to do, and free the file."""
@@ -249,8 +234,6 @@ class SpillFile:
             thread.join(DEADLINE_S)
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self._descriptor)  # else a later file of this number would be written to
-        self.buffers.is_kept = False
-        self.buffers.clear()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -269,12 +252,13 @@ class SpillFile:
 
     def _write_piece(self, piece: np.ndarray, offset: int) -> None:
         is_aligned = piece.ctypes.data % ALIGNMENT == 0
-        for begin in range(0, piece.nbytes, CHUNK_BYTES):
+        whole = piece.nbytes // ALIGNMENT * ALIGNMENT if is_aligned else 0
+        if whole:
+            self._write_all(piece[:whole], offset)
+        for begin in range(whole, piece.nbytes, CHUNK_BYTES):
             chunk = piece[begin : begin + CHUNK_BYTES]
-            if not is_aligned or chunk.nbytes % ALIGNMENT:
-                np.copyto(self._bounce[: chunk.nbytes], chunk)
-                chunk = self._bounce[: aligned(chunk.nbytes)]
-            self._write_all(chunk, offset + begin)
+            np.copyto(self._bounce[: chunk.nbytes], chunk)
+            self._write_all(self._bounce[: aligned(chunk.nbytes)], offset + begin)
 
     def _write_all(self, chunk: np.ndarray, offset: int) -> None:
         view = memoryview(chunk)  # type: ignore[arg-type]  # an array of bytes is a buffer

@@ -135,7 +135,6 @@ def check_options(options: TrainingOptions) -> None:
         "engine": options.engine not in (None, "allreduce", "ddp"),
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
-        "memory_budget": options.memory_budget is not None,
     }
     for name, is_given in given.items():
         if is_given:
