@@ -136,6 +136,7 @@ def check_options(options: TrainingOptions) -> None:
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
         "memory_budget": options.memory_budget is not None,
+        "tensor_parallel": options.tensor_parallel is not None,
     }
     for name, is_given in given.items():
         if is_given:
