@@ -92,6 +92,8 @@ class TrainingOptions:
         split_points: names of submodules that make up the model, where its forward pass cannot be
             captured: each is called with the output of the one before.
         deadline_s: the longest wait for another rank of a pipeline, or of a divided layer.
+        sync_batch_norm: whether layers of batch normalisation take the statistics of all ranks'
+            batches, in stages those of all replicas' microbatches; SyncBatchNorm always does.
         tensor_parallel: names of linear layers whose weights are divided among the ranks, which
             exchange activations in place of their gradients; ``auto``: those that have more bytes
             of gradients. All other layers are data-parallel. None: all layers are.
@@ -119,6 +121,7 @@ class TrainingOptions:
     recompute: bool = False
     split_points: tuple[str, ...] = ()
     deadline_s: float = 300.0
+    sync_batch_norm: bool = False
     tensor_parallel: Literal["auto"] | tuple[str, ...] | None = None
     tensor_parallel_ranks: int | None = None
 
@@ -147,7 +150,7 @@ class TrainingOptions:
                 where="TrainingOptions(recompute=True, schedule='zero_bubble')",
                 fix="Use the schedule 1f1b, or do not recompute",
             )
-        self._check_divided_layers()
+        self._check_shared_layers()
         counts = ("partitions", "replicas", "microbatches", "stages_per_rank")
         for name in (*counts, "tensor_parallel_ranks"):
             value = getattr(self, name)
@@ -170,13 +173,20 @@ class TrainingOptions:
             schedule = replace(schedule, steps_per_stage=stage)
         return DGCOptions(density=schedule)
 
-    def _check_divided_layers(self) -> None:
+    def _check_shared_layers(self) -> None:
         chosen = self.tensor_parallel
         if isinstance(chosen, str) and chosen != "auto":
             raise UsageError(
                 f"tensor_parallel is {chosen!r}",
                 where="TrainingOptions",
                 fix=f"Give 'auto', or the names of linear layers in a list: [{chosen!r}]",
+            )
+        if self.sync_batch_norm and self.memory_budget is not None:
+            raise UsageError(
+                "a rank out of core may compute a layer again when others do not",
+                where="TrainingOptions(sync_batch_norm=True, memory_budget=...)",
+                why="the ranks share the statistics of their batches in each such layer",
+                fix="Leave one of both out, or use a normalisation without statistics of the batch",
             )
         if self.tensor_parallel_ranks is not None and chosen is None:
             raise UsageError(

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import PLAN_VARIABLE, Plan
+from paceline.training.batch_norm import BatchShare, batch_norms, synchronise
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
     DeepGradientCompression,
@@ -35,6 +36,7 @@ from paceline.training.compression import (
     register_hook,
 )
 from paceline.training.engine.data_parallel import DataParallel
+from paceline.training.engine.exchange import Exchange
 from paceline.training.engine.fully_sharded import shard_fully
 from paceline.training.engine.modes import CompressedAllReduce
 from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
@@ -129,6 +131,7 @@ def prepare(
         weight=Weight(is_required=chosen.scaling == "strong" and ranks.size > 1),
         divided=_tensor_parallel(given, chosen, ranks, check, said),
     )
+    _synchronise(model, chosen, ranks, parts.weight)
     before_step = BeforeStep(
         optimizer,
         ranks,
@@ -256,6 +259,22 @@ def _tensor_parallel(
     return TensorParallel(
         given.model, given.optimizer, agreed[0], ranks, options=options, check=check
     )
+
+
+def _synchronise(model: nn.Module, options: TrainingOptions, ranks: Ranks, weight: Weight) -> None:
+    """Have layers of batch normalisation take the statistics of all ranks' batches, if asked.
+
+    Those that are torch's SyncBatchNorm do on a CPU as well, where torch has none.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if ranks.size == 1 or not (options.sync_batch_norm or on_cpu):
+        return
+    layers = batch_norms(model, only_synchronised=not options.sync_batch_norm)
+    if layers:
+        exchange = Exchange(ranks, deadline_s=options.deadline_s)
+        synchronise(
+            layers, exchange, lambda: BatchShare(counts=not weight.is_used or weight.scale != 0)
+        )
 
 
 def _norms(options: TrainingOptions, ranks: Ranks, divided: TensorParallel | None) -> LayerNorms:

@@ -1,4 +1,7 @@
-"""A rank of a model with divided layers: STORE RANK RANKS BACKEND CASE ARGUMENTS. Prints JSON."""
+"""A rank of a model with divided layers: STORE RANK RANKS BACKEND CASE... Prints JSON by case.
+
+A case may have arguments: `equal:classifier,many`.
+"""
 
 import copy
 import json
@@ -18,7 +21,7 @@ from paceline.training import prepare
 from paceline.training.optimizers import LAMB, LARS, parameter_groups
 
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
-BACKEND, CASE, *ARGUMENTS = sys.argv[4:]
+BACKEND, *CASES = sys.argv[4:]
 SAMPLES = [5, 2, 4, 3][:RANKS]  # of each rank
 CLIP = 0.3
 
@@ -42,10 +45,9 @@ DIVIDED = {
     "many": ["middle", "left", "kind"],
 }
 OPTIMIZERS = {
-    "sgd": lambda model: torch.optim.SGD(
-        model.parameters(), 0.1, momentum=0.9, weight_decay=0.01
-    ),
-    "adam": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    # A gradient that is 0 but for rounding moves weights by its size / eps.
+    "adam": lambda model: torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4),
     "lars": lambda model: LARS(
         parameter_groups(model, weight_decay=0.01), 0.5, trust_coefficient=0.1
     ),
@@ -158,7 +160,7 @@ def case_state(folder):
             torch.save(state, path)
         again, *_ = prepared_for("classifier", kind)
         again.load_state_dict(state)
-        _, inputs, target, loss_fn = model_of("classifier", sum(SAMPLES), seed=9)
+        _, inputs, target, _ = model_of("classifier", sum(SAMPLES), seed=9)
         for trained in (prepared, again):
             trained.optimizer.zero_grad()
             trained.forward_backward(own_rows(inputs), own_rows(target))
@@ -339,16 +341,18 @@ def case_half():
 
 
 def main():
-    if RANKS > 1 or BACKEND != "none":
-        dist.init_process_group(
-            BACKEND,
-            store=dist.FileStore(sys.argv[1], RANKS),
-            rank=RANK,
-            world_size=RANKS,
-            timeout=timedelta(seconds=60),
-        )
+    dist.init_process_group(
+        BACKEND,
+        store=dist.FileStore(sys.argv[1], RANKS),
+        rank=RANK,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
     torch.set_num_threads(1)
-    found = globals()[f"case_{CASE}"](*ARGUMENTS)
+    found = {}
+    for case in CASES:
+        name, _, arguments = case.partition(":")
+        found[name] = globals()[f"case_{name}"](*filter(None, arguments.split(",")))
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(found))
