@@ -11,11 +11,14 @@
   replicas. The global batch is the same.
 - resnet110: the same for ResNet-110 (1.7 M parameters), whose gain is predicted from one process's
   passes, the schedule replayed with the link, and the gradients' bytes.
+- layers: the same hosts and ranks train AlexNet (61 M parameters): data-parallel, its linear layers
+  divided among all ranks (tensor_parallel="auto"), and among the ranks of each host.
 - deep: one step of ResNet-1001 on two ranks; ResNet-5000 cut into 64 stages and scheduled.
 
     python bench/pipeline.py --json [--quick] [--only SECTION ...]
 
-hybrid and resnet110 need root and iproute2. `--quick` is the chain alone, with fewer rounds.
+hybrid, resnet110 and layers need root and iproute2. `--quick` is the chain alone, with fewer
+rounds.
 """
 
 from __future__ import annotations
@@ -41,13 +44,14 @@ OWN_PIDS = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 CHAIN_LAYERS, CHAIN_WIDTH, CHAIN_BATCH, CHAIN_MICROBATCHES = 16, 512, 2048, 8
 CHAIN_FORMS = ("1f1b", "fill_drain", "torch")
 HOST_FORMS = ("ddp", "data", "hybrid")
+LAYER_FORMS = ("data", "tensor", "tensor_host")
 # global batch, microbatches of the hybrid form
-SHAPES = {"hybrid": (32, 8), "resnet110": (64, 8)}
+SHAPES = {"hybrid": (32, 8), "resnet110": (64, 8), "layers": (16, 1)}
 # depth, width, pixels of an image along a side
 MODELS = {"hybrid": (56, 80, 16), "resnet110": (110, 16, 32)}
 WARM, STEPS = 2, 3
 MAX_BUBBLE_ERROR = 0.1
-MIN_GAIN = 1.3
+MIN_GAIN, MIN_LAYERS_GAIN = 1.3, 2.0
 MAX_PREDICTION_ERROR = 0.1
 
 
@@ -99,13 +103,29 @@ def resnet110(report, quick):
     report.row(section="resnet110", gain=ratio)
 
 
-def between_hosts(section, report, quick):
+def layers(report, quick):
+    found = between_hosts("layers", report, quick, LAYER_FORMS)
+    if found is None:
+        return
+    for form in LAYER_FORMS[1:]:
+        report.row(
+            section="layers",
+            compared=f"{form} / data",
+            speedup=ratio_of(found, "data", form),
+            fewer_bytes=found["bytes"]["data"] / found["bytes"][form],
+        )
+    ratio = ratio_of(found, "data", "tensor")
+    name = "AlexNet, 2 hosts: linear layers divided / data parallel"
+    report.bar(name, ratio, MIN_LAYERS_GAIN, at_least=True)
+
+
+def between_hosts(section, report, quick, forms=HOST_FORMS):
     if why := emulated_hosts.available():
         tell(f"{section}: not measured: {why}")
         return None
     with emulated_hosts.network(2, RATE_BITS_PER_S):
-        found = run_ranks(section, HOST_FORMS, rounds=2 if quick else 5, hosts=2, ranks_per_host=2)
-    for form in HOST_FORMS:
+        found = run_ranks(section, forms, rounds=2 if quick else 5, hosts=2, ranks_per_host=2)
+    for form in forms:
         report.row(
             section=section,
             form=form,
@@ -120,7 +140,13 @@ def deep(report, quick):
     report.row(section="deep", model="ResNet-1001", ranks=2, step_ms=median_ms(found, "1f1b"))
 
 
-SECTIONS = {"chain": chain, "hybrid": hybrid, "resnet110": resnet110, "deep": deep}
+SECTIONS = {
+    "chain": chain,
+    "hybrid": hybrid,
+    "resnet110": resnet110,
+    "layers": layers,
+    "deep": deep,
+}
 
 
 def median_ms(found, form):
@@ -222,6 +248,14 @@ def make_form(section, form, rank, ranks):
         inputs, target = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
         loss_fn = nn.functional.cross_entropy
         shape = {"partitions": 2, "microbatches": 4}
+    elif section == "layers":
+        model = pipeline_models.alexnet()
+        samples = SHAPES[section][0] // ranks
+        inputs, target = torch.randn(samples, 3, 224, 224), torch.randint(1000, (samples,))
+        loss_fn = nn.functional.cross_entropy
+        shape = {} if form == "data" else {"tensor_parallel": "auto"}
+        if form == "tensor_host":
+            shape["tensor_parallel_ranks"] = 2
     else:
         depth, width, side = MODELS[section]
         model = pipeline_models.resnet(depth, width=width)
@@ -236,8 +270,9 @@ def make_form(section, form, rank, ranks):
         elif form == "ddp":
             shape = {"engine": "ddp"}
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    example = inputs if section == "layers" else inputs[:2]
     prepared = prepare(
-        model, optimizer, loss_fn=loss_fn, example_inputs=inputs[:2], alarm=False, **shape
+        model, optimizer, loss_fn=loss_fn, example_inputs=example, alarm=False, **shape
     )
 
     def run(count):

@@ -249,7 +249,11 @@ def _tensor_parallel(
         return None
     shared_by = options.tensor_parallel_ranks or ranks.size
     layers, line = choose_layers(
-        given.model, options.tensor_parallel, shared_by, given.example_inputs
+        given.model,
+        options.tensor_parallel,
+        shared_by,
+        given.example_inputs,
+        groups=ranks.size // shared_by,
     )
     said.append(line)
     agreed = [layers]

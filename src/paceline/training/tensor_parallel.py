@@ -94,7 +94,12 @@ class DividedLayer(NamedTuple):
 
 
 def choose_layers(
-    model: nn.Module, chosen: str | Sequence[str], ranks: int, example_inputs: Any
+    model: nn.Module,
+    chosen: str | Sequence[str],
+    ranks: int,
+    example_inputs: Any,
+    *,
+    groups: int = 1,
 ) -> tuple[list[DividedLayer], str]:
     """Return the layers to divide, and a line that says why.
 
@@ -104,6 +109,7 @@ def choose_layers(
             activations that are exchanged in their place.
         ranks: that share a layer.
         example_inputs: a batch as each rank gets it, for ``auto``.
+        groups: of so many ranks, which reduce the gradients of their parts.
 
     Raises:
         UsageError: a layer cannot be divided, or there is no example.
@@ -115,12 +121,12 @@ def choose_layers(
             if name not in can:
                 raise _not_divisible(model, name, why_not, can)
         layers = _arranged(model, [name for name in can if name in names], can, ranks)
-        return layers, _described(layers, can, ranks, None, "as asked")
+        return layers, _described(layers, can, ranks, groups, None, "as asked")
     rows = _rows_of(model, list(can), example_inputs)
     names = [name for name in can if rows.get(name)]
     while True:  # a layer that does not pay alone may leave a pair of one
         layers = _arranged(model, names, can, ranks)
-        keep = _paying(layers, can, rows, ranks)
+        keep = _paying(layers, can, rows, ranks, groups)
         if len(keep) == len(names):
             break
         names = [name for name in names if name in keep]
@@ -129,7 +135,7 @@ def choose_layers(
             "tensor_parallel auto: no linear layer has gradients of more bytes than the "
             "activations that would be exchanged in their place: none is divided"
         )
-    return layers, _described(layers, can, ranks, rows, "auto")
+    return layers, _described(layers, can, ranks, groups, rows, "auto")
 
 
 def _divisible(model: nn.Module, ranks: int) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -225,6 +231,7 @@ def _paying(
     layers: Mapping[str, nn.Linear],
     rows: Mapping[str, int],
     ranks: int,
+    groups: int,
 ) -> set[str]:
     """Return the layers for which less is exchanged than reduced."""
     units: dict[str, list[str]] = {}
@@ -232,19 +239,20 @@ def _paying(
         units.setdefault(layer.first or layer.name, []).append(layer.name)
     keep: set[str] = set()
     for members in units.values():
-        saved = sum(_gradient_bytes(layers[name], ranks) for name in members)
+        saved = sum(_gradient_bytes(layers[name], ranks, groups) for name in members)
         saved -= _activation_bytes([x for x in arranged if x.name in members], layers, rows, ranks)
         if saved >= _LEAST_SAVED_BYTES:
             keep.update(members)
     return keep
 
 
-def _gradient_bytes(layer: nn.Linear, ranks: int) -> float:
-    """Return the bytes that a rank sends to reduce the layer's gradients."""
+def _gradient_bytes(layer: nn.Linear, ranks: int, groups: int) -> float:
+    """Return the bytes of gradients that a rank sends for a whole layer, less those for a part."""
     size_bytes: int = sum(
         p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad
     )
-    return float(2 * (ranks - 1) / ranks * size_bytes)
+    every = ranks * groups
+    return 2 * size_bytes * ((every - 1) / every - (groups - 1) / groups / ranks)
 
 
 def _activation_bytes(
@@ -308,15 +316,18 @@ def _described(
     arranged: Sequence[DividedLayer],
     layers: Mapping[str, nn.Linear],
     ranks: int,
+    groups: int,
     rows: Mapping[str, int] | None,
     how: str,
 ) -> str:
     count = sum(p.numel() for name, *_ in arranged for p in layers[name].parameters())
     names = ", ".join(layer.name for layer in arranged)
     line = f"tensor_parallel {how}: {names} divided among {ranks} ranks, {count:,} parameters"
+    if groups > 1:
+        line += f", in {groups} groups"
     if rows is None:
         return line
-    reduced = sum(_gradient_bytes(layers[name], ranks) for name, *_ in arranged)
+    reduced = sum(_gradient_bytes(layers[name], ranks, groups) for name, *_ in arranged)
     exchanged = _activation_bytes(arranged, layers, rows, ranks)
     return (
         f"{line}; in a step each rank exchanges {exchanged / 1e6:.3g} MB of activations in place "
