@@ -12,11 +12,14 @@
 - resnet110: the same for ResNet-110 (1.7 M parameters). Its gain is predicted from the passes of
   the whole model and of each stage, timed on every rank without communication, the schedule
   replayed with the link, and the gradients' bytes.
+- layers: the same hosts and ranks train AlexNet (61 M parameters): data-parallel, its linear layers
+  divided among all ranks (tensor_parallel="auto"), and among the ranks of each host.
 - deep: one step of ResNet-1001 on two ranks; ResNet-5000 cut into 64 stages and scheduled.
 
     python bench/pipeline.py --json [--quick] [--only SECTION ...]
 
-hybrid and resnet110 need root and iproute2. `--quick` is the chain alone, with fewer rounds.
+hybrid, resnet110 and layers need root and iproute2. `--quick` is the chain alone, with fewer
+rounds.
 """
 
 from __future__ import annotations
@@ -42,8 +45,13 @@ OWN_PIDS = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 CHAIN_LAYERS, CHAIN_WIDTH, CHAIN_BATCH, CHAIN_MICROBATCHES = 16, 512, 2048, 8
 CHAIN_FORMS = ("1f1b", "fill_drain", "torch")
 HOST_FORMS = ("ddp", "silent", "data", "hybrid")
+LAYER_FORMS = ("data", "tensor", "tensor_host")
 # global batch; microbatches and schedule of the hybrid form
-SHAPES = {"hybrid": (16, 8, "zero_bubble"), "resnet110": (64, 8, "1f1b")}
+SHAPES = {
+    "hybrid": (16, 8, "zero_bubble"),
+    "resnet110": (64, 8, "1f1b"),
+    "layers": (16, 1, ""),
+}
 BLOCKS, WIDTH, WORDS, LENGTH = 12, 384, 256, 64  # of the transformer
 WARM, STEPS = 2, 3
 MAX_BUBBLE_ERROR = 0.1
@@ -82,6 +90,8 @@ def hybrid(report, quick):
     found = between_hosts("hybrid", report, quick)
     if found is None:
         return
+    share = 1 - 1 / ratio_of(found, "ddp", "silent")
+    report.row(section="hybrid", form="ddp", share_of_step_in_communication=share)
     ratio = min(ratio_of(found, form, "hybrid") for form in ("ddp", "data"))
     report.bar(
         "21 M parameters, 2 hosts: hybrid / the better data parallel",
@@ -107,21 +117,32 @@ def resnet110(report, quick):
     report.bar("ResNet-110: gain, predicted / measured - 1", error, MAX_PREDICTION_ERROR)
 
 
-def between_hosts(section, report, quick):
+def layers(report, quick):
+    found = between_hosts("layers", report, quick, LAYER_FORMS)
+    if found is None:
+        return
+    for form in LAYER_FORMS[1:]:
+        report.row(
+            section="layers",
+            compared=f"{form} / data",
+            speedup=ratio_of(found, "data", form),
+            fewer_bytes=found["bytes"]["data"] / found["bytes"][form],
+        )
+
+
+def between_hosts(section, report, quick, forms=HOST_FORMS):
     if why := emulated_hosts.available():
         tell(f"{section}: not measured: {why}")
         return None
     with emulated_hosts.network(2, RATE_BITS_PER_S):
-        found = run_ranks(section, HOST_FORMS, rounds=2 if quick else 5, hosts=2, ranks_per_host=2)
-    for form in HOST_FORMS:
+        found = run_ranks(section, forms, rounds=2 if quick else 5, hosts=2, ranks_per_host=2)
+    for form in forms:
         report.row(
             section=section,
             form=form,
             step_ms=median_ms(found, form),
             megabytes=found["bytes"][form] / 1e6,
         )
-    share = 1 - 1 / ratio_of(found, "ddp", "silent")
-    report.row(section=section, form="ddp", share_of_step_in_communication=share)
     return found
 
 
@@ -166,7 +187,13 @@ def schedule_deep(depth, stages):
     }
 
 
-SECTIONS = {"chain": chain, "hybrid": hybrid, "resnet110": resnet110, "deep": deep}
+SECTIONS = {
+    "chain": chain,
+    "hybrid": hybrid,
+    "resnet110": resnet110,
+    "layers": layers,
+    "deep": deep,
+}
 
 
 def median_ms(found, form):
@@ -271,6 +298,14 @@ def make_form(section, form, rank, ranks):
         inputs, target = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
         loss_fn = nn.functional.cross_entropy
         shape = {"partitions": 2, "microbatches": 4}
+    elif section == "layers":
+        model = pipeline_models.alexnet()
+        samples = SHAPES[section][0] // ranks
+        inputs, target = torch.randn(samples, 3, 224, 224), torch.randint(1000, (samples,))
+        loss_fn = nn.functional.cross_entropy
+        shape = {} if form == "data" else {"tensor_parallel": "auto"}
+        if form == "tensor_host":
+            shape["tensor_parallel_ranks"] = 2
     else:
         batch, microbatches, order = SHAPES[section]
         replicas = 2 if form == "hybrid" else ranks
@@ -282,8 +317,9 @@ def make_form(section, form, rank, ranks):
         elif form in ("ddp", "silent"):
             shape = {"engine": "ddp"}
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    example = inputs if section == "layers" else inputs[:2]
     prepared = prepare(
-        model, optimizer, loss_fn=loss_fn, example_inputs=inputs[:2], alarm=False, **shape
+        model, optimizer, loss_fn=loss_fn, example_inputs=example, alarm=False, **shape
     )
 
     if form == "silent":

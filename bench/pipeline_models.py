@@ -1,7 +1,8 @@
 """The models of pipeline.py: residual nets as HyPar-Flow trained, and a chain of equal layers.
 
 ResNet-110 is He et al., Deep Residual Learning (2016), section 4.2; ResNet-1001 has the
-pre-activation bottlenecks of He et al., Identity Mappings (2016). Both take 32 x 32 images.
+pre-activation bottlenecks of He et al., Identity Mappings (2016). Both take 32 x 32 images. AlexNet
+is that of Krizhevsky, One weird trick (2014): 61 M parameters, 59 M of them in three linear layers.
 """
 
 from __future__ import annotations
@@ -115,3 +116,17 @@ class Transposed(nn.Module):
 
     def forward(self, x):
         return x.transpose(1, 2)
+
+
+def alexnet(classes=1000):
+    """Return AlexNet for 224 x 224 images."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        nn.Flatten(),
+        *(nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU()),
+        *(nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, classes)),
+    )

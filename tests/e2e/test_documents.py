@@ -53,6 +53,7 @@ def test_every_page_can_be_found_from_the_readme():
         *("guides/load.md", "guides/node-reader.md", "guides/start.md", "guides/collectives.md"),
         "guides/data-parallel.md",
         "guides/pipeline.md",
+        "guides/tensor-parallel.md",
         "guides/decoding.md",
         "guides/compression.md",
         "guides/queue-local.md",

@@ -91,7 +91,14 @@ class TrainingOptions:
             no activations in between but their inputs.
         split_points: names of submodules that make up the model, where its forward pass cannot be
             captured: each is called with the output of the one before.
-        deadline_s: the longest wait for another rank of a pipeline.
+        deadline_s: the longest wait for another rank of a pipeline, or of a divided layer.
+        sync_batch_norm: whether layers of batch normalisation take the statistics of all ranks'
+            batches, in stages those of all replicas' microbatches; SyncBatchNorm always does.
+        tensor_parallel: names of linear layers whose weights are divided among the ranks, which
+            exchange activations in place of their gradients; ``auto``: those that have more bytes
+            of gradients. All other layers are data-parallel. None: all layers are.
+        tensor_parallel_ranks: that share a divided layer, a divisor of all ranks: neighbours, such
+            as those of a host; the groups of them are data-parallel. None: all ranks.
     """
 
     engine: Engine | None = None
@@ -114,6 +121,9 @@ class TrainingOptions:
     recompute: bool = False
     split_points: tuple[str, ...] = ()
     deadline_s: float = 300.0
+    sync_batch_norm: bool = False
+    tensor_parallel: Literal["auto"] | tuple[str, ...] | None = None
+    tensor_parallel_ranks: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -140,7 +150,9 @@ class TrainingOptions:
                 where="TrainingOptions(recompute=True, schedule='zero_bubble')",
                 fix="Use the schedule 1f1b, or do not recompute",
             )
-        for name in ("partitions", "replicas", "microbatches", "stages_per_rank"):
+        self._check_shared_layers()
+        counts = ("partitions", "replicas", "microbatches", "stages_per_rank")
+        for name in (*counts, "tensor_parallel_ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(
@@ -160,6 +172,28 @@ class TrainingOptions:
             stage = -(-self.compression_warmup // schedule.stages)
             schedule = replace(schedule, steps_per_stage=stage)
         return DGCOptions(density=schedule)
+
+    def _check_shared_layers(self) -> None:
+        chosen = self.tensor_parallel
+        if isinstance(chosen, str) and chosen != "auto":
+            raise UsageError(
+                f"tensor_parallel is {chosen!r}",
+                where="TrainingOptions",
+                fix=f"Give 'auto', or the names of linear layers in a list: [{chosen!r}]",
+            )
+        if self.sync_batch_norm and self.memory_budget is not None:
+            raise UsageError(
+                "a rank out of core may compute a layer again when others do not",
+                where="TrainingOptions(sync_batch_norm=True, memory_budget=...)",
+                why="the ranks share the statistics of their batches in each such layer",
+                fix="Leave one of both out, or use a normalisation without statistics of the batch",
+            )
+        if self.tensor_parallel_ranks is not None and chosen is None:
+            raise UsageError(
+                "tensor_parallel_ranks are those that share divided layers, and none is divided",
+                where="TrainingOptions",
+                fix="Give tensor_parallel too: 'auto', or the names of linear layers",
+            )
 
     def _check_warmup(self, steps: int) -> None:
         if steps < 0:
@@ -190,6 +224,8 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
                 where="prepare",
                 fix=f"The options are {', '.join(known)}",
             )
+    if isinstance(given.get("tensor_parallel"), list):
+        given = {**given, "tensor_parallel": tuple(given["tensor_parallel"])}
     options = TrainingOptions(**given)
     if options.strategy is None and options.partitions is None and options.replicas is None:
         config = resolve(TrainingConfig).config

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import PLAN_VARIABLE, Plan
+from paceline.training.batch_norm import BatchShare, batch_norms, synchronise
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
     DeepGradientCompression,
@@ -35,6 +36,7 @@ from paceline.training.compression import (
     register_hook,
 )
 from paceline.training.engine.data_parallel import DataParallel
+from paceline.training.engine.exchange import Exchange
 from paceline.training.engine.fully_sharded import shard_fully
 from paceline.training.engine.modes import CompressedAllReduce
 from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
@@ -52,6 +54,11 @@ from paceline.training.pipeline.preparation import (
 )
 from paceline.training.precision.scaling import LossScaler, scale_gradients
 from paceline.training.prepared import Prepared
+from paceline.training.tensor_parallel import (
+    TensorParallel,
+    check_tensor_parallel,
+    choose_layers,
+)
 from paceline.training.uneven import Weight
 
 if TYPE_CHECKING:
@@ -60,6 +67,7 @@ if TYPE_CHECKING:
     from paceline.training.compression import DGCOptions
     from paceline.training.compression.cost import CompressionEstimate
     from paceline.training.compression.hooks import Compressor
+    from paceline.training.optimizers.norms import LayerNorms
     from paceline.training.options import Precision, TrainingOptions
 
 
@@ -116,17 +124,20 @@ def prepare(
             said.append("gradients are compressed all the same; compression='auto' would not")
     if chosen.scaling == "weak":
         said += _scale_rates(optimizer, ranks.size)
+    check = GradientCheck([name for name, _ in trained])
     parts = _Parts(
         scaler=LossScaler(enabled=chosen.precision == "float16"),
-        check=GradientCheck([name for name, _ in trained]),
+        check=check,
         weight=Weight(is_required=chosen.scaling == "strong" and ranks.size > 1),
+        divided=_tensor_parallel(given, chosen, ranks, check, said),
     )
+    _synchronise(model, chosen, ranks, parts.weight)
     before_step = BeforeStep(
         optimizer,
         ranks,
         scaler=parts.scaler,
         check=parts.check,
-        norms=ShardedNorms(ranks.group) if chosen.engine == "sharded" else TensorNorms(),
+        norms=_norms(chosen, ranks, parts.divided),
         clip_norm=chosen.clip_norm,
         alarm=DivergenceAlarm() if chosen.alarm else None,
     )
@@ -149,7 +160,16 @@ def prepare(
         for line in (_described(chosen, ranks), *said):
             _say(line)
     return Prepared(
-        wrapped, optimizer, chosen, before_step, ranks, parts.weight, kept, loss_fn, out_of_core
+        wrapped,
+        optimizer,
+        chosen,
+        before_step,
+        ranks,
+        parts.weight,
+        kept,
+        loss_fn,
+        out_of_core,
+        parts.divided,
     )
 
 
@@ -213,12 +233,68 @@ class _Parts:
     scaler: LossScaler
     check: GradientCheck
     weight: Weight
+    divided: TensorParallel | None = None
 
     def scale_outputs(self, _model: nn.Module, _given: Any, outputs: Any) -> Any:
         """Return a model's outputs, whose gradients are those of the scaled and weighted loss."""
         self.weight.check_used()
         scaled = self.scaler.scale_outputs(outputs)
         return scale_gradients(scaled, self.weight) if self.weight.is_used else scaled
+
+
+def _tensor_parallel(
+    given: GivenModel,
+    options: TrainingOptions,
+    ranks: Ranks,
+    check: GradientCheck,
+    said: list[str],
+) -> TensorParallel | None:
+    """Divide the linear layers that rank 0 chooses; add what to say of it.
+
+    Raises:
+        UsageError: one cannot be divided.
+    """
+    if options.tensor_parallel is None or ranks.size == 1:
+        return None
+    shared_by = options.tensor_parallel_ranks or ranks.size
+    layers, line = choose_layers(
+        given.model,
+        options.tensor_parallel,
+        shared_by,
+        given.example_inputs,
+        groups=ranks.size // shared_by,
+    )
+    said.append(line)
+    agreed = [layers]
+    dist.broadcast_object_list(agreed, group=ranks.group, group_src=0)
+    if not agreed[0]:
+        return None
+    return TensorParallel(
+        given.model, given.optimizer, agreed[0], ranks, options=options, check=check
+    )
+
+
+def _synchronise(model: nn.Module, options: TrainingOptions, ranks: Ranks, weight: Weight) -> None:
+    """Have layers of batch normalisation take the statistics of all ranks' batches, if asked.
+
+    Those that are torch's SyncBatchNorm do on a CPU as well, where torch has none.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if ranks.size == 1 or not (options.sync_batch_norm or on_cpu):
+        return
+    layers = batch_norms(model, only_synchronised=not options.sync_batch_norm)
+    if layers:
+        exchange = Exchange(ranks, deadline_s=options.deadline_s)
+        synchronise(
+            layers, exchange, lambda: BatchShare(counts=not weight.is_used or weight.scale != 0)
+        )
+
+
+def _norms(options: TrainingOptions, ranks: Ranks, divided: TensorParallel | None) -> LayerNorms:
+    """Return what computes the norms of whole layers."""
+    if divided is not None:
+        return divided.norms
+    return ShardedNorms(ranks.group) if options.engine == "sharded" else TensorNorms()
 
 
 def _out_of_core(
@@ -262,6 +338,8 @@ def _check_options(options: TrainingOptions, plan: Plan | None, ranks: Ranks) ->
             why=f"{expected} on rank 0, {other} on rank {rank}",
             fix="Give all ranks the same options and the same plan",
         )
+    if options.tensor_parallel is not None and ranks.size > 1:
+        check_tensor_parallel(options, ranks)
 
 
 def _measured(
@@ -335,6 +413,7 @@ def _wrap(
             overlap_gradients=overlap and compressor is None,
             overlap_parameters=overlap,
             check=parts.check,
+            apart=parts.divided.names if parts.divided is not None else (),
             **sizes,
         )
     watch_gradients(trained, parts.check)

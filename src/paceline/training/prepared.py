@@ -21,6 +21,7 @@ from paceline.training.options import TrainingOptions
 from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.parallel import PipelineParallel
+from paceline.training.tensor_parallel import TensorParallel
 from paceline.training.uneven import Weight, samples_of, weighted_batches
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Prepared:
     _parts: dict[str, Any] = field(default_factory=dict)
     _loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     out_of_core: OutOfCore | None = None
+    _tensor_parallel: TensorParallel | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer))
@@ -171,6 +173,8 @@ class Prepared:
         state, groups = named_state(self.optimizer, self._names())
         if isinstance(self.model, DataParallel):
             state = self.model.mode.whole_state(state)
+        if self._tensor_parallel is not None:
+            state = self._tensor_parallel.whole_state(state)
         if isinstance(self.model, PipelineParallel):
             state, groups = self.model.whole_optimizer(state, groups)
         return {
@@ -206,6 +210,8 @@ class Prepared:
         parameters, groups = state["optimizer"]["state"], state["optimizer"]["groups"]
         if isinstance(self.model, DataParallel):
             parameters = self.model.mode.own_state(parameters)
+        if self._tensor_parallel is not None:
+            parameters = self._tensor_parallel.own_state(parameters)
         if isinstance(self.model, PipelineParallel):
             parameters, groups = self.model.own_optimizer(parameters, groups)
         load_named_state(self.optimizer, self._names(), parameters, groups)

@@ -33,7 +33,7 @@ from paceline.training.engine.shared_memory import SharedMemoryRoot, SharedMemor
 from paceline.training.precision.agreement import agree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from paceline.training.engine.modes import Mode, ModeName
     from paceline.training.engine.ranks import Ranks
@@ -62,12 +62,13 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         overlap_gradients: whether buckets are reduced during the backward pass.
         overlap_parameters: whether updated parameters are awaited layer by layer.
         check: sees the gradients of this rank before they are reduced.
+        apart: names of parameters that ranks do not have in common, and that are left alone.
 
     Raises:
         UsageError: the ranks' models differ; the error names the first difference.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # keywords, of which callers give few
         self,
         module: nn.Module,
         ranks: Ranks,
@@ -78,6 +79,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         overlap_gradients: bool = True,
         overlap_parameters: bool = True,
         check: GradientCheck | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.module = module
@@ -93,6 +95,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._sizes = (first_bucket_bytes, bucket_bytes)
         self._overlaps = (overlap_gradients, overlap_parameters)
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._named = [(name, p) for name, p in self._named if name not in apart]
         check_equal(self._named, ranks)
         self._synchronises = True
         self._begun = False
@@ -102,7 +105,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]  # torch has no types here
         self._order: list[str] | None = []  # of the first backward pass
         if ranks.size == 1:
             return
-        broadcast_values(module, ranks.group)
+        broadcast_values(module, ranks.group, apart)
         self._arrange(list(reversed(self._named)))
         for name, parameter in self._named:
             parameter.register_post_accumulate_grad_hook(self._hook_of(name))

@@ -25,7 +25,7 @@ from paceline.training.optimizers.layerwise import LayerwiseOptimizer
 from paceline.training.optimizers.norms import ShardedNorms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from paceline.training.compression.hooks import Compressor
     from paceline.training.engine.buckets import GradientBucket
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from paceline.training.precision.scaling import Scale
 
 # Torch renamed both after 2.12.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ModeName = Literal["allreduce", "sharded", "root"]
 
@@ -276,7 +276,7 @@ class Sharded:
             received = self._received[bucket.number]
             return dist.all_to_all_single(received, gradients, group=group, async_op=True)
         own = self._own_gradients[bucket.number]
-        return _reduce_scatter(own, gradients, group=group, async_op=True)
+        return reduce_scatter(own, gradients, group=group, async_op=True)
 
     def reduced(self, bucket: GradientBucket) -> None:
         """Give each slice of a parameter its average. What no rank used has zeros."""
@@ -293,7 +293,7 @@ class Sharded:
         flat = self._flat[bucket.number]
         length = flat.numel() // self._ranks.size
         own = flat[self._ranks.rank * length : (self._ranks.rank + 1) * length]
-        return _all_gather(flat, own, group=self._ranks.group, async_op=True)
+        return all_gather(flat, own, group=self._ranks.group, async_op=True)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer update this rank's slices, with the settings of their parameters.
@@ -403,9 +403,16 @@ def reduces_by_exchange(device: torch.device, group: Any) -> bool:
     return bool(getattr(group, "is_flat", dist.get_backend(group) == "gloo"))
 
 
-def broadcast_values(model: nn.Module, group: Any) -> None:
-    """Have all ranks of a group start from the parameters and buffers of rank 0."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+def broadcast_values(model: nn.Module, group: Any, apart: Collection[str] = ()) -> None:
+    """Have all ranks of a group start from the parameters and buffers of rank 0.
+
+    Args:
+        model: of the same structure on all ranks.
+        group: the ranks.
+        apart: names of parameters that stay as they are.
+    """
+    parameters = [p for name, p in model.named_parameters() if name not in apart]
+    for tensor in [*parameters, *model.buffers()]:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 

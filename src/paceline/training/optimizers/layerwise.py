@@ -106,7 +106,9 @@ class LayerwiseOptimizer(Optimizer):  # type: ignore[misc]  # torch is not typed
         if not pairs:
             return {}
         weights = [p for p, _ in pairs]
-        norms = self.layer_norms.squared([*weights, *(update for _, update in pairs)])
+        norms = self.layer_norms.squared(
+            [*weights, *(update for _, update in pairs)], [*weights, *weights]
+        )
         values: list[float] = norms.double().sqrt().tolist()
         return {p: (values[index], values[len(pairs) + index]) for index, p in enumerate(weights)}
 

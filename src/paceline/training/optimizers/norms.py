@@ -25,7 +25,7 @@ from paceline.core.errors import UsageError
 from paceline.training.local_tensors import local
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 class LayerNorms(Protocol):
     """Computes the norms of layers, whatever the part that this rank holds."""
 
-    def squared(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def squared(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the squared L2 norm of each whole layer.
 
         Args:
             tensors: what this rank holds of each layer: all ranks pass the same layers in the same
                 order. A rank without a part of a layer passes an empty tensor.
+            parameters: whose weights, gradients or updates they are.
 
         Returns:
             Shape (len(tensors),), float64, equal on all ranks.
@@ -60,7 +63,9 @@ class LayerNorms(Protocol):
 class TensorNorms:
     """Norms of ordinary tensors, and of DTensors (FSDP2, tensor parallel) over their mesh."""
 
-    def squared(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def squared(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the squared norm of each tensor; see `LayerNorms`.
 
         Cost: one all-reduce for each axis of a mesh that shards some tensor, none without DTensors.
@@ -68,6 +73,7 @@ class TensorNorms:
         Raises:
             UsageError: a DTensor holds partial sums, which have no norm yet.
         """
+        del parameters
         squares = squared_norms([local(tensor) for tensor in tensors])
         axes: dict[tuple[DeviceMesh, int], list[int]] = {}
         for index, tensor in enumerate(tensors):
@@ -83,8 +89,7 @@ class TensorNorms:
         self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return the squared norm of all layers; see `LayerNorms`."""
-        del parameters
-        return self.squared(tensors).sum()
+        return self.squared(tensors, parameters).sum()
 
 
 class ShardedNorms:
@@ -94,8 +99,11 @@ class ShardedNorms:
         """Add the squares over `group`; None is the default group, or one process without any."""
         self.group = group
 
-    def squared(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def squared(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the squared norm of each layer; see `LayerNorms`. Cost: one all-reduce."""
+        del parameters
         squares = squared_norms(tensors)
         if self.group is not None or dist.is_initialized():
             dist.all_reduce(squares, group=self.group)
@@ -105,8 +113,7 @@ class ShardedNorms:
         self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return the squared norm of all layers; see `LayerNorms`."""
-        del parameters
-        return self.squared(tensors).sum()
+        return self.squared(tensors, parameters).sum()
 
 
 class StageNorms:
@@ -122,8 +129,11 @@ class StageNorms:
         self.group = group
         self._holders = dict(holders)
 
-    def squared(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def squared(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the squared norm of each layer of this rank; see `LayerNorms`. No message."""
+        del parameters
         return squared_norms(tensors)
 
     def total(
@@ -137,6 +147,33 @@ class StageNorms:
         if self.group is not None or dist.is_initialized():
             dist.all_reduce(total, group=self.group)
         return total
+
+
+class DividedNorms:
+    """Norms where the ranks of a group have parts of some layers, and all of the others."""
+
+    def __init__(self, group: dist.ProcessGroup | None, divided: Collection[int]) -> None:
+        """Add over the ranks of `group` for the parameters whose `id` is in `divided`."""
+        self.group = group
+        self._divided = frozenset(divided)
+
+    def squared(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared norm of each layer; see `LayerNorms`. Cost: one all-reduce."""
+        squares = squared_norms(tensors)
+        parts = [n for n, parameter in enumerate(parameters) if id(parameter) in self._divided]
+        if parts:
+            sums = squares[parts]
+            dist.all_reduce(sums, group=self.group)
+            squares[parts] = sums
+        return squares
+
+    def total(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the squared norm of all layers; see `LayerNorms`."""
+        return self.squared(tensors, parameters).sum()
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -56,6 +56,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
 
     Attributes:
         own: this rank's parameters, by their names in the model.
+        samples: of the replica's batch that is computed, or was last.
         group_names: names of the parameters in each of the optimizer's groups, on all ranks.
     """
 
@@ -80,6 +81,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         self._schedules: dict[int, PipelineSchedule] = {}
         self.staged = staged = keep_own(model, staged, mesh.stages)
         stages = {number: staged.stages[number] for number in mesh.stages}
+        self.samples = 1
         self.group_names: list[list[str]] = []
         self.own = {name: p for stage in stages.values() for name, p in stage.parameters.items()}
         trained = {name: p for name, p in self.own.items() if p.requires_grad}
@@ -148,7 +150,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             RankLost: another rank ended, or does not answer; the error names it.
         """
         arguments = self._arguments(bind_inputs(self.module, inputs))
-        samples = samples_of(arguments)
+        self.samples = samples = samples_of(arguments)
         sizes = sizes_of(samples, self._microbatches)
         self._gradients.begin(samples)
         with torch.enable_grad():

@@ -19,7 +19,14 @@ from paceline.schedules.pipeline import (
     partition,
     zero_bubble,
 )
+from paceline.training.batch_norm import (
+    BatchShare,
+    batch_norms,
+    synchronise,
+    use_own_batch,
+)
 from paceline.training.engine.data_parallel import check_equal
+from paceline.training.engine.exchange import Exchange
 from paceline.training.engine.modes import broadcast_values, check_stateless
 from paceline.training.engine.ranks import find_ranks
 from paceline.training.pipeline.choice import (
@@ -135,6 +142,7 @@ def check_options(options: TrainingOptions) -> None:
         "engine": options.engine not in (None, "allreduce", "ddp"),
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
+        "tensor_parallel": options.tensor_parallel is not None,
     }
     for name, is_given in given.items():
         if is_given:
@@ -175,7 +183,8 @@ def in_stages(
             fix="Give loss_fn, for example torch.nn.functional.cross_entropy",
         )
     check_stateless(optimizer)
-    _check_layers(model)
+    use_own_batch(batch_norms(model, only_synchronised=True))
+    synchronised = batch_norms(model, only_synchronised=not options.sync_batch_norm)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     check_equal(list(model.named_parameters()), ranks)
     broadcast_values(model, ranks.group)
@@ -196,6 +205,7 @@ def in_stages(
         check=check,
         deadline_s=options.deadline_s,
     )
+    _synchronise(parallel, synchronised, options)
     own = {id(parameter) for parameter in parallel.own.values()}
     for group in optimizer.param_groups:
         parallel.group_names.append([names[id(parameter)] for parameter in group["params"]])
@@ -203,20 +213,18 @@ def in_stages(
     return parallel
 
 
-def _check_layers(model: nn.Module) -> None:
-    """Raise an error for a layer that would wait for ranks that do not have it.
-
-    Raises:
-        UsageError: the model has one.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise UsageError(
-                f"the layer {name} would wait for all ranks, of which only some have it",
-                where="torch.nn.SyncBatchNorm",
-                fix="Use BatchNorm, whose statistics are those of a microbatch, or another "
-                "normalisation",
-            )
+def _synchronise(
+    parallel: PipelineParallel, layers: list[nn.Module], options: TrainingOptions
+) -> None:
+    """Have layers take the statistics of the microbatches of all replicas of their stage."""
+    mesh = parallel.mesh
+    if not layers or mesh.replicas == 1:
+        return
+    places = range(mesh.ranks.size // mesh.replicas)
+    members = [[place * mesh.replicas + n for n in range(mesh.replicas)] for place in places]
+    exchange = Exchange(mesh.ranks, members, deadline_s=options.deadline_s)
+    # A replica's gradients are those of its own mean: all samples alike by its number of them.
+    synchronise(layers, exchange, lambda: BatchShare(factor=float(parallel.samples)))
 
 
 def _order(options: TrainingOptions, partitions: int) -> Callable[[int], PipelineSchedule]:

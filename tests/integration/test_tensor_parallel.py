@@ -1,0 +1,115 @@
+"""Layers divided among ranks: training is that of one process, on real ranks."""
+
+from pathlib import Path
+
+import pytest
+from process_groups import run_ranks
+
+SCRIPT = Path(__file__).parent / "scripts/tensor_parallel.py"
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """What two ranks on gloo found, in one process group."""
+    cases = ["equal:classifier,transformer,many", f"state:{folder}", "nan", "gone", "evaluates"]
+    return run_ranks(SCRIPT, folder, 2, "gloo", *cases, "auto", "refused", "half")
+
+
+@pytest.fixture(scope="module")
+def three(two, tmp_path_factory, folder):
+    """What three ranks on Paceline's backend found, with a state that two ranks saved."""
+    cases = [f"load:{folder}", "equal:classifier,many", "nan", "gone"]
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("three"), 3, "paceline", *cases)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What four ranks on gloo found, alone and in groups."""
+    folder = tmp_path_factory.mktemp("four")
+    return run_ranks(SCRIPT, folder, 4, "gloo", "equal:transformer", "groups:2")
+
+
+def test_training_equals_one_process_with_unequal_batches(two, three, four):
+    for found in (*two, *three, *four):
+        for case, result in found["equal"].items():
+            assert result["error"] < EXACT, case
+            assert result["loss"] < EXACT, case
+            assert result["kept"] < 1, case
+
+
+def test_groups_of_ranks_share_layers_and_are_data_parallel(four):
+    for found in four:
+        for kind, result in found["groups"].items():
+            assert result["error"] < EXACT, kind
+            assert result["parts"] == pytest.approx(2, rel=0.06), kind  # 37 rows
+
+
+def test_states_are_whole_and_go_on_with_other_numbers_of_ranks(two, three):
+    for found in two:
+        for result in found["state"].values():
+            assert result["names"]
+            assert result["same"] == 0
+            assert result["moments"] == [[37, 108]]
+    for found in three:
+        assert max(found["load"].values()) < EXACT
+
+
+def test_a_nan_is_that_of_the_rank_whose_sample_it_is(two, three):
+    for last, ranks in ((1, two), (2, three)):
+        for found in ranks:
+            result = found["nan"]
+            assert "is not finite" in result["text"]
+            assert f"rank {last}; step 1" in result["text"]
+            assert result["kept"] == 0
+            assert result["again"] == ""
+
+
+def test_ranks_that_leave_each_other_are_told(two, three):
+    for ranks in (two, three):
+        for found in ranks:
+            told = found["gone"]
+            assert "rank 1 computes without gradients while rank 0 computes with" in told["mode"]
+            assert "rank 1 computes head while rank 0 computes classifier.0" in told["layer"]
+            assert "while rank 0 saves its state" in told["state"]
+            assert "Have all ranks call the model equally often" in told["state"]
+
+
+def test_an_evaluation_takes_any_batches(two):
+    for found in two:
+        assert found["evaluates"]["error"] < EXACT
+        assert found["evaluates"]["shape"] == [2, 3, 37]
+
+
+def test_auto_divides_layers_of_more_gradients_than_activations(two):
+    for found in two:
+        # The third layer takes the columns of the second one: it saves an exchange.
+        assert found["auto"]["kept"] == [2304 * 600 // 2, 600 * 600 // 2, 600 * 2 // 2, 2 * 700]
+
+
+def test_what_does_not_work_is_refused(two):
+    for rank in two:
+        found = rank["refused"]
+        assert "has no engine 'sharded'" in found["engine"]
+        assert "has no compression" in found["compression"]
+        assert "has no memory_budget" in found["memory_budget"]
+        assert "a model in stages has no tensor_parallel" in found["partitions"]
+        assert "it is a GELU" in found["unknown"]
+        assert "Name linear layers, such as head" in found["misspelt"]
+        assert "Give 'auto', or the names of linear layers in a list" in found["text"]
+        assert "Give example_inputs" in found["no example"]
+        assert "2 ranks do not divide into groups of 3" in found["groups"]
+        assert "another layer uses its parameters too" in found["tied"]
+        assert "LBFGS updates whole matrices" in found["lbfgs"]
+
+
+def test_layers_compute_in_half_precision(two):
+    for found in two:
+        for result in found["half"].values():
+            assert result["error"] < 2e-3
+            assert result["types"] == ["torch.float32"]
