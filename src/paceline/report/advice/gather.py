@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.machine import Machine
+    from paceline.report.pipeline import Bubble
     from paceline.trace.analysis import Analysis
     from paceline.trace.analysis.blame import Straggler
     from paceline.trace.analysis.communication import Traffic
@@ -34,13 +35,20 @@ _EVALUATES = 0.5  # of the evaluation of the rank that evaluates longest, to be 
 _EACH_STEP = 0.9  # broadcasts per step from which they are repeated in each
 
 
-def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine | None) -> Facts:
+def gather_facts(
+    analysis: Analysis,
+    *,
+    config: dict[str, Any],
+    machine: Machine | None,
+    bubble: Bubble | None = None,
+) -> Facts:
     """Return what the rules of `advice` read.
 
     Args:
         analysis: of the run.
         config: the run's ``config.json``.
         machine: that it ran on.
+        bubble: why the ranks of a model in stages idled.
     """
     ranks, steps = analysis.phases, analysis.steps
     traces = analysis.trace.ranks
@@ -66,6 +74,8 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
         no_core_s=_no_core_s(analysis, step, threads),
         missing_ranks=bool(analysis.trace.missing_ranks),
+        pipeline=analysis.pipeline,
+        bubble=bubble,
         **_communication(analysis),
     )
 

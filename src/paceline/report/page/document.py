@@ -17,6 +17,7 @@ from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     memory,
     overview,
+    pipeline,
     prediction,
     provenance,
     skew,
@@ -63,6 +64,7 @@ def render_html(report: Report) -> str:
             overview.key_figures(report),
             times.by_phase(report),
             skew.skew_by_step(report),
+            pipeline.batches(report),
             times.by_step(report),
             times.host_work(report),
             prediction.typical_step(report),
