@@ -24,6 +24,13 @@ from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.delays import cut_words, shift_words
+from paceline.report.out_of_core import (
+    PlannedStep,
+    Spilling,
+    planned_step,
+    spilling,
+    spilling_words,
+)
 from paceline.report.pipeline import Bubble, bubble_of, pipeline_words
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
@@ -81,6 +88,8 @@ class Report:
         nan: the first value that was not a number when the script read it, if there was one.
         pipeline: how the ranks of a model in stages spent their batches; None without stages.
         bubble: why they idled.
+        spilling: what a memory budget took; None without one, and where all fits.
+        planned_step: of the rank with the budget's figures, if it left its plan.
     """
 
     run: Path
@@ -105,6 +114,8 @@ class Report:
     nan: NanValue | None = None
     pipeline: PipelineUse | None = None
     bubble: Bubble | None = None
+    spilling: Spilling | None = None
+    planned_step: PlannedStep | None = None
 
     @property
     def words(self) -> str:
@@ -215,10 +226,16 @@ def gather(run: Path) -> Report:
     # A run may do much after its last step and come to its end; a failure has its own sentence.
     was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
     hung = unfinished_words(trace.ranks, step_time_s(analysis.phases)) if was_ended else ""
-    sentences = [hung, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    spilled = spilling(result, None)
+    step = planned_step(folder, spilled.rank) if spilled else None
+    spilled = spilling(result, step)
+    sentences = [
+        *(hung, nan_words(analysis.nan), words, shift_words(analysis.shifts)),
+        *(spilling_words(spilled), *gaps, rule),
+    ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
-    facts = gather_facts(analysis, config=config, machine=machine, bubble=bubble)
+    facts = gather_facts(analysis, config=config, machine=machine, bubble=bubble, spilling=spilled)
     return Report(
         run=run,
         state=state,
@@ -243,6 +260,8 @@ def gather(run: Path) -> Report:
         nan=analysis.nan,
         pipeline=pipeline,
         bubble=bubble,
+        spilling=spilled,
+        planned_step=step,
     )
 
 
@@ -335,6 +354,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "nan": _plain(report.nan),
         "pipeline": _plain(report.pipeline),
         "bubble": _plain(report.bubble),
+        "spilling": _plain(report.spilling),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.breakdown import Breakdown
+from paceline.report.out_of_core import Spilling
 from paceline.report.pipeline import Bubble
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.pipeline import PipelineUse
@@ -88,6 +89,7 @@ class Facts:
         broadcast_share: the same of broadcasts that are repeated in each step.
         pipeline: how the ranks of a model in stages spend a batch; None without stages.
         bubble: why they idle.
+        spilling: what a memory budget takes; None without one.
     """
 
     steps: int
@@ -110,6 +112,7 @@ class Facts:
     missing_ranks: bool = False
     pipeline: PipelineUse | None = None
     bubble: Bubble | None = None
+    spilling: Spilling | None = None
 
     @property
     def loop_s(self) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.machine import Machine
+    from paceline.report.out_of_core import Spilling
     from paceline.report.pipeline import Bubble
     from paceline.trace.analysis import Analysis
     from paceline.trace.analysis.blame import Straggler
@@ -41,6 +42,7 @@ def gather_facts(
     config: dict[str, Any],
     machine: Machine | None,
     bubble: Bubble | None = None,
+    spilling: Spilling | None = None,
 ) -> Facts:
     """Return what the rules of `advice` read.
 
@@ -49,6 +51,7 @@ def gather_facts(
         config: the run's ``config.json``.
         machine: that it ran on.
         bubble: why the ranks of a model in stages idled.
+        spilling: what a memory budget took.
     """
     ranks, steps = analysis.phases, analysis.steps
     traces = analysis.trace.ranks
@@ -76,6 +79,7 @@ def gather_facts(
         missing_ranks=bool(analysis.trace.missing_ranks),
         pipeline=analysis.pipeline,
         bubble=bubble,
+        spilling=spilling,
         **_communication(analysis),
     )
 

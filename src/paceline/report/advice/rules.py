@@ -375,6 +375,32 @@ def even_stages(facts: Facts) -> Iterator[Advice]:
     )
 
 
+# --- memory -----------------------------------------------------------------------------------
+
+
+def faster_spilling(facts: Facts) -> Iterator[Advice]:
+    """Propose a larger budget or a faster disk, where steps wait for transfers to and from it."""
+    found = facts.spilling
+    if found is None or found.exposed_s <= 0:
+        return
+    worked_s = working_s(facts.step)
+    saving_s = min(found.exposed_s, worked_s)
+    enough = f" ({format_bytes(found.in_core_peak_bytes)} spill nothing)"
+    yield Advice(
+        rule="faster_spilling",
+        phase="computing",
+        saving_s=saving_s,
+        phase_s=worked_s,
+        share=facts.share_of_steps(saving_s),
+        action=f"A larger memory budget{enough if found.in_core_peak_bytes else ''}, a faster disk "
+        f"for --spill-folder or smaller batches would save up to {_of(saving_s, worked_s)} of "
+        "computing and waiting for spilled tensors.",
+        evidence=f"In each step rank {found.rank} writes {format_bytes(found.spilled_bytes)} and "
+        f"reads them back, and waits {format_seconds(found.exposed_s)} for it; "
+        f"{format_seconds(found.hidden_s)} of the transfers are hidden.",
+    )
+
+
 # --- communication ----------------------------------------------------------------------------
 
 
@@ -515,6 +541,7 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     more_microbatches,
     even_stages,
     share_evaluation,
+    faster_spilling,
     accumulate_gradients,
     no_buffer_broadcasts,
     rarer_checkpoints,

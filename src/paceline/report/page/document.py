@@ -16,6 +16,7 @@ from paceline import __version__
 from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     memory,
+    out_of_core,
     overview,
     pipeline,
     prediction,
@@ -70,6 +71,7 @@ def render_html(report: Report) -> str:
             prediction.typical_step(report),
             traffic.collectives(report),
             memory.peaks(report),
+            out_of_core.transfers(report),
             provenance.sources(report),
             "</main>",
         ]
