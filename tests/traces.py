@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.native import Recorder, crc32c
+from paceline.schedules.pipeline import StageEdge, replay
 from paceline.trace.format.events import COMMUNICATION, MAIN, NOT_RUNNING, Kind
 from paceline.trace.format.files import trace_name
 from paceline.trace.format.header import (
@@ -224,3 +225,105 @@ def data_parallel(
             ]
             at[rank] = end
     return by_rank
+
+
+def pipelined(
+    schedule,
+    costs,
+    *,
+    steps: int,
+    link=None,
+    amount: int = 1000,
+    step_ms: float = 1.0,
+    group: str = "group default",
+) -> list[list[Event]]:
+    """Return the events of a model in stages: a batch in each step, as its schedule is replayed.
+
+    Args:
+        schedule: of the batch; each stage sends one value to the next one.
+        costs: of the stages.
+        steps: of each rank.
+        link: between ranks.
+        amount: bytes of a value.
+        step_ms: of the optimizer after each batch.
+        group: of the messages.
+    """
+    edges = [StageEdge(stage, stage + 1, amount) for stage in range(schedule.stages - 1)]
+    found = replay(schedule, edges, costs, link)
+    ends = {
+        action: found.end_s[rank][place]
+        for rank, actions in enumerate(schedule.actions)
+        for place, action in enumerate(actions)
+    }
+    length_ns = round(found.makespan_s * 1e9) + round(step_ms * MS)
+    by_rank: list[list[Event]] = []
+    for rank, actions in enumerate(schedule.actions):
+        events = []
+        for step in range(steps):
+            begin = 10**12 + step * length_ns
+            now = begin
+            for place, action in enumerate(actions):
+                start, end = (
+                    begin + round(times[rank][place] * 1e9)
+                    for times in (found.start_s, found.end_s)
+                )
+                source = _needed(action, schedule.stages)
+                peer = schedule.rank_of[source.stage] if source else rank
+                message = {"name": "recv", "step": step, "group": group, "sequence": step + 1}
+                if source and peer != rank:
+                    sent = begin + round(ends[source] * 1e9)
+                    message |= {"peer": peer, "tag": _tag(source, schedule.microbatches)}
+                    events += [
+                        Event(Kind.WAIT, now, max(now, start), **message),
+                        Event(
+                            *(Kind.RECV, min(now, sent), max(now, start)),
+                            **message,
+                            amount=amount,
+                            location=COMMUNICATION,
+                        ),
+                    ]
+                events.append(
+                    Event(
+                        *(Kind.STAGE, now, end, action.kind, step, action.microbatch),
+                        sequence=step + 1,
+                        tag=action.stage,
+                    )
+                )
+                target = _user(action, schedule.stages)
+                peer = rank if target is None else schedule.rank_of[target]
+                if peer != rank:
+                    message |= {"peer": peer, "tag": _tag(action, schedule.microbatches)}
+                    message["name"] = "send"
+                    events.append(
+                        Event(Kind.SEND, end, end, **message, amount=amount, location=COMMUNICATION)
+                    )
+                now = end
+            last = begin + length_ns
+            events += [
+                Event(Kind.OPTIMIZER, last - round(step_ms * MS), last, "optimizer", step),
+                Event(Kind.STEP, begin, last, "step", step),
+            ]
+        by_rank.append(events)
+    return by_rank
+
+
+def _needed(action, stages: int):
+    """Return the action of another stage that brings what this one needs."""
+    if action.kind == "forward":
+        return action._replace(stage=action.stage - 1) if action.stage else None
+    if action.kind == "backward_weight" or action.stage == stages - 1:
+        return None
+    return action._replace(stage=action.stage + 1)
+
+
+def _user(action, stages: int) -> int | None:
+    """Return the stage that uses what an action brings."""
+    if action.kind == "backward_weight":
+        return None
+    other = action.stage + (1 if action.kind == "forward" else -1)
+    return other if 0 <= other < stages else None
+
+
+def _tag(action, microbatches: int) -> int:
+    number = action.stage * microbatches + action.microbatch
+    return 2 * number + (action.kind != "forward")

@@ -24,6 +24,14 @@ from paceline.report.advice.rules import Advice, advise
 from paceline.report.comparable import difference
 from paceline.report.compare import Comparison, compare
 from paceline.report.delays import cut_words, shift_words
+from paceline.report.out_of_core import (
+    PlannedStep,
+    Spilling,
+    planned_step,
+    spilling,
+    spilling_words,
+)
+from paceline.report.pipeline import Bubble, bubble_of, pipeline_words
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
@@ -41,6 +49,7 @@ from paceline.trace.analysis.communication import Traffic
 from paceline.trace.analysis.host import HostTime
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.phases import RankPhases, step_time_s
+from paceline.trace.analysis.pipeline import PipelineUse
 from paceline.trace.analysis.shifts import Shift
 from paceline.trace.format.events import RECV, SEND, SYNCHRONISING
 from paceline.trace.merge import Trace, load_run
@@ -77,6 +86,10 @@ class Report:
         versions: of what took part.
         config: values with their origins, the script and its arguments.
         nan: the first value that was not a number when the script read it, if there was one.
+        pipeline: how the ranks of a model in stages spent their batches; None without stages.
+        bubble: why they idled.
+        spilling: what a memory budget took; None without one, and where all fits.
+        planned_step: of the rank with the budget's figures, if it left its plan.
     """
 
     run: Path
@@ -99,6 +112,10 @@ class Report:
     versions: dict[str, Any]
     config: dict[str, Any]
     nan: NanValue | None = None
+    pipeline: PipelineUse | None = None
+    bubble: Bubble | None = None
+    spilling: Spilling | None = None
+    planned_step: PlannedStep | None = None
 
     @property
     def words(self) -> str:
@@ -190,6 +207,8 @@ def gather(run: Path) -> Report:
         if estimate
         else "",
     )
+    pipeline = analysis.pipeline
+    bubble = bubble_of(pipeline) if pipeline else None
     words = verdict(
         stragglers,
         world_size=trace.world_size,
@@ -199,6 +218,7 @@ def gather(run: Path) -> Report:
         place=_place(traffic, steps),
         most_late_rank=_most_late_rank(trace, skew_s),
         missing=trace.missing_ranks,
+        pipeline=pipeline_words(pipeline, bubble),
     )
     gaps = gap_words(analysis.untimed_count, analysis.matches.mismatch_count)
     cut = cut_words(trace.ranks, steps, failed=failure is not None)
@@ -206,10 +226,16 @@ def gather(run: Path) -> Report:
     # A run may do much after its last step and come to its end; a failure has its own sentence.
     was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
     hung = unfinished_words(trace.ranks, step_time_s(analysis.phases)) if was_ended else ""
-    sentences = [hung, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    spilled = spilling(result, None)
+    step = planned_step(folder, spilled.rank) if spilled else None
+    spilled = spilling(result, step)
+    sentences = [
+        *(hung, nan_words(analysis.nan), words, shift_words(analysis.shifts)),
+        *(spilling_words(spilled), *gaps, rule),
+    ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
-    facts = gather_facts(analysis, config=config, machine=machine)
+    facts = gather_facts(analysis, config=config, machine=machine, bubble=bubble, spilling=spilled)
     return Report(
         run=run,
         state=state,
@@ -232,6 +258,10 @@ def gather(run: Path) -> Report:
         versions=folder.read_versions(),
         config=config,
         nan=analysis.nan,
+        pipeline=pipeline,
+        bubble=bubble,
+        spilling=spilled,
+        planned_step=step,
     )
 
 
@@ -322,6 +352,9 @@ def to_json(report: Report) -> dict[str, Any]:
         "host_work": [_plain(work) for work in report.host_work],
         "step_rule": report.trace.step_rule,
         "nan": _plain(report.nan),
+        "pipeline": _plain(report.pipeline),
+        "bubble": _plain(report.bubble),
+        "spilling": _plain(report.spilling),
         "stragglers": [_plain(straggler) for straggler in report.stragglers],
         "shifts": [_plain(shift) for shift in report.shifts],
         "ranks": [

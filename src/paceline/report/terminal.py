@@ -16,6 +16,7 @@ from paceline.report.advice.gather import mean_times
 from paceline.report.compare import shown_cells, shown_phases
 from paceline.report.fitting_table import FittingTable
 from paceline.report.model import modelled_s
+from paceline.report.pipeline import cause_rows, rank_rows, transfer_words
 from paceline.report.stages import render_candidates, render_stages
 from paceline.report.units import (
     format_bytes,
@@ -66,6 +67,7 @@ def render_terminal(report: Report) -> Group:
         left = len(report.rank_phases) - _ROWS
         if left > 0:
             parts.append(Text(f"and {plural(left, 'rank')} more"))
+    parts += _pipeline(report)
     parts += _host_work(report.host_work, report.total.total_s, len(report.rank_phases))
     if report.comparison.predicted_step_s is not None:
         parts += [Text(), _comparison(report.comparison)]
@@ -103,6 +105,7 @@ def render_details(report: Report) -> Group:
         parts += [Text(), _stragglers(report)]
     if report.steps:
         parts += [Text(), _phases(report)]
+    parts += _pipeline(report)
     if report.loader_stages_s:
         parts += [Text(), _loader_stages(report.loader_stages_s, len(report.rank_phases))]
     return Group(
@@ -273,6 +276,29 @@ def _phases(report: Report) -> FittingTable:
         corner="share",
         bold=[i for i, rank in enumerate(ranks) if rank.rank in late],
     )
+
+
+def _pipeline(report: Report) -> list[RenderableType]:
+    use, bubble = report.pipeline, report.bubble
+    if use is None or bubble is None:
+        return []
+    heads, rows = rank_rows(use)
+    shown = rows[:_ROWS]
+    causes = cause_rows(use, bubble)
+    return [
+        Text(),
+        FittingTable(heads=("a batch", *heads[1:]), rows=tuple(map(tuple, shown)), names=2),
+        Text(),
+        _table(
+            "idle, all ranks",
+            ["of a batch", "of a step"],
+            [cause[0] for cause in causes],
+            [cause[1:] for cause in causes],
+            bold=[len(causes) - 1],
+        ),
+        Text(),
+        Text(transfer_words(use)),
+    ]
 
 
 def _loader_stages(stages_s: Mapping[str, float], ranks: int) -> FittingTable:

@@ -92,7 +92,7 @@ def mean_breakdown(result: RunResult) -> Breakdown:
     )
 
 
-def verdict(
+def verdict(  # noqa: PLR0913  # a keyword for each thing that a sentence is about
     stragglers: tuple[Straggler, ...],
     *,
     world_size: int,
@@ -102,6 +102,7 @@ def verdict(
     place: str = "at every all-reduce",
     most_late_rank: int | None = None,
     missing: tuple[int, ...] = (),
+    pipeline: str = "",
 ) -> str:
     """Return the verdict on a run: one or two sentences, preceded by its failure if it failed.
 
@@ -115,6 +116,7 @@ def verdict(
         most_late_rank: the rank with most of the skew, if one rank stands out.
         missing: ranks that left no trace; nothing is known about them, nor about ranks that waited
             for them.
+        pipeline: why the ranks of a model in stages idle, from `pipeline_words`.
     """
     sentences = [] if failure is None else [failure_words(failure)]
     if missing:
@@ -135,8 +137,12 @@ def verdict(
         present = world_size - len(missing)
         if present > 1 and not place:
             sentences.append(f"{_SEPARATE} In {plural(steps, 'step')} {_spent_words(total)}")
+        elif pipeline:
+            sentences.append(f"No rank was late in {plural(steps, 'step')}: {_spent_words(total)}")
         else:
             sentences.append(_even_words(present, steps, total, most_late_rank))
+    if steps and pipeline:
+        sentences.append(pipeline)
     return " ".join(sentences)
 
 

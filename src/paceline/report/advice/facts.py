@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.breakdown import Breakdown
+from paceline.report.out_of_core import Spilling
+from paceline.report.pipeline import Bubble
 from paceline.trace.analysis.host import HostTime
+from paceline.trace.analysis.pipeline import PipelineUse
 
 _WORKING = ("copy", "forward", "backward", "optimizer", "evaluation", "host", "other")
 
@@ -84,6 +87,9 @@ class Facts:
         reduced_share: of the transfers of all collectives that all-reduces take, 0 to 1.
         missing_ranks: whether some ranks left no trace: waiting for them counts as communication.
         broadcast_share: the same of broadcasts that are repeated in each step.
+        pipeline: how the ranks of a model in stages spend a batch; None without stages.
+        bubble: why they idle.
+        spilling: what a memory budget takes; None without one.
     """
 
     steps: int
@@ -104,6 +110,9 @@ class Facts:
     reduced_share: float = 0.0
     broadcast_share: float = 0.0
     missing_ranks: bool = False
+    pipeline: PipelineUse | None = None
+    bubble: Bubble | None = None
+    spilling: Spilling | None = None
 
     @property
     def loop_s(self) -> float:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.machine import Machine
+    from paceline.report.out_of_core import Spilling
+    from paceline.report.pipeline import Bubble
     from paceline.trace.analysis import Analysis
     from paceline.trace.analysis.blame import Straggler
     from paceline.trace.analysis.communication import Traffic
@@ -34,13 +36,22 @@ _EVALUATES = 0.5  # of the evaluation of the rank that evaluates longest, to be 
 _EACH_STEP = 0.9  # broadcasts per step from which they are repeated in each
 
 
-def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine | None) -> Facts:
+def gather_facts(
+    analysis: Analysis,
+    *,
+    config: dict[str, Any],
+    machine: Machine | None,
+    bubble: Bubble | None = None,
+    spilling: Spilling | None = None,
+) -> Facts:
     """Return what the rules of `advice` read.
 
     Args:
         analysis: of the run.
         config: the run's ``config.json``.
         machine: that it ran on.
+        bubble: why the ranks of a model in stages idled.
+        spilling: what a memory budget took.
     """
     ranks, steps = analysis.phases, analysis.steps
     traces = analysis.trace.ranks
@@ -66,6 +77,9 @@ def gather_facts(analysis: Analysis, *, config: dict[str, Any], machine: Machine
         cpu_s=max(by_node.values()) * _mean(rank.running_s[:steps] for rank in ranks),
         no_core_s=_no_core_s(analysis, step, threads),
         missing_ranks=bool(analysis.trace.missing_ranks),
+        pipeline=analysis.pipeline,
+        bubble=bubble,
+        spilling=spilling,
         **_communication(analysis),
     )
 

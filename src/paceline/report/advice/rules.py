@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.record import Record
 from paceline.report.advice.facts import working_s
+from paceline.report.pipeline import slowest_stage, with_more_share
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.report.words import NOTABLE_WAITING
 
@@ -243,6 +244,8 @@ def help_straggler(facts: Facts) -> Iterator[Advice]:
         others = late.scope.others
         if others is None or late.cause not in AGAINST_CAUSE or _evaluates(facts, late):
             continue
+        if late.cause == "compute" and facts.bubble is not None:  # for which `even_stages` is
+            continue
         saving_s = min(late.late_s, others.waiting)
         yield Advice(
             rule=f"straggler_{late.cause}",
@@ -274,6 +277,8 @@ def even_batches(facts: Facts) -> Iterator[Advice]:
     waiting_s = facts.step.waiting
     if facts.uneven_evaluation is not None:
         waiting_s = max(0.0, waiting_s - facts.uneven_evaluation.mean_waiting_s)
+    if facts.bubble is not None:  # its rules know for what the ranks of a pipeline wait
+        return
     if facts.stragglers or waiting_s < NOTABLE_WAITING * facts.step.total_s:
         return
     if facts.no_core_s > waiting_s / 2:
@@ -315,6 +320,84 @@ def share_evaluation(facts: Facts) -> Iterator[Advice]:
         f"{_of(saving_s * facts.steps, waited_s)} of waiting.",
         evidence=f"{who} while {whom} {format_seconds(waited_s)} "
         f"({format_share(facts.share(waited_s))} of the loop).",
+    )
+
+
+# --- a model in stages ------------------------------------------------------------------------
+
+
+def more_microbatches(facts: Facts) -> Iterator[Advice]:
+    """Propose twice as many microbatches, if warm-up and drain are shorter then.
+
+    Ranks compute as long as before, and idle for a smaller share `new` of a step in place of
+    `old`: of the step `s` that saves `s - s (1 - old) / (1 - new)`.
+    """
+    use, bubble = facts.pipeline, facts.bubble
+    if use is None or bubble is None or not bubble.more_microbatches:
+        return
+    new = with_more_share(use, bubble)
+    saving_s = facts.step.total_s * (1 - (1 - use.step_share) / (1 - new))
+    saving_s = min(max(0.0, saving_s), facts.step.waiting)
+    if saving_s <= 0:
+        return
+    yield Advice(
+        rule="more_microbatches",
+        phase="waiting",
+        saving_s=saving_s,
+        phase_s=facts.step.waiting,
+        share=facts.share_of_steps(saving_s),
+        action=f"{bubble.more_microbatches} microbatches (microbatches=) in place of "
+        f"{use.microbatches} would save {_of(saving_s, facts.step.waiting)} of waiting, if the "
+        "smaller ones take their part of the time.",
+        evidence=f"Warm-up and drain of the pipeline are {format_share(bubble.by_schedule)} of a "
+        f"batch, and {format_share(bubble.with_more)} with twice as many microbatches.",
+    )
+
+
+def even_stages(facts: Facts) -> Iterator[Advice]:
+    """Propose to move layers out of the slowest stage: the others stop waiting for it."""
+    use, bubble = facts.pipeline, facts.bubble
+    slowest = slowest_stage(use) if use is not None else None
+    if use is None or bubble is None or slowest is None:
+        return
+    stage, factor = slowest
+    saving_s = min(bubble.by_stages * use.batch_s, facts.step.waiting)
+    yield Advice(
+        rule="even_stages",
+        phase="waiting",
+        saving_s=saving_s,
+        phase_s=facts.step.waiting,
+        share=facts.share_of_steps(saving_s),
+        action=f"Fewer layers in stage {stage.stage} (layers=, or example_inputs of the size of a "
+        f"microbatch) would save up to {_of(saving_s, facts.step.waiting)} of waiting.",
+        evidence=f"Stage {stage.stage} computes {factor:.1f} times as long for a microbatch as "
+        f"{'the other' if len(use.stages) == 2 else 'the others on average'}.",
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def faster_spilling(facts: Facts) -> Iterator[Advice]:
+    """Propose a larger budget or a faster disk, where steps wait for transfers to and from it."""
+    found = facts.spilling
+    if found is None or found.exposed_s <= 0:
+        return
+    worked_s = working_s(facts.step)
+    saving_s = min(found.exposed_s, worked_s)
+    enough = f" ({format_bytes(found.in_core_peak_bytes)} spill nothing)"
+    yield Advice(
+        rule="faster_spilling",
+        phase="computing",
+        saving_s=saving_s,
+        phase_s=worked_s,
+        share=facts.share_of_steps(saving_s),
+        action=f"A larger memory budget{enough if found.in_core_peak_bytes else ''}, a faster disk "
+        f"for --spill-folder or smaller batches would save up to {_of(saving_s, worked_s)} of "
+        "computing and waiting for spilled tensors.",
+        evidence=f"In each step rank {found.rank} writes {format_bytes(found.spilled_bytes)} and "
+        f"reads them back, and waits {format_seconds(found.exposed_s)} for it; "
+        f"{format_seconds(found.hidden_s)} of the transfers are hidden.",
     )
 
 
@@ -455,7 +538,10 @@ RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     faster_stage,
     help_straggler,
     even_batches,
+    more_microbatches,
+    even_stages,
     share_evaluation,
+    faster_spilling,
     accumulate_gradients,
     no_buffer_broadcasts,
     rarer_checkpoints,

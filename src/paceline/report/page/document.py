@@ -16,7 +16,9 @@ from paceline import __version__
 from paceline.core.files import check_replaceable, commit_text
 from paceline.report.page import (
     memory,
+    out_of_core,
     overview,
+    pipeline,
     prediction,
     provenance,
     skew,
@@ -63,11 +65,13 @@ def render_html(report: Report) -> str:
             overview.key_figures(report),
             times.by_phase(report),
             skew.skew_by_step(report),
+            pipeline.batches(report),
             times.by_step(report),
             times.host_work(report),
             prediction.typical_step(report),
             traffic.collectives(report),
             memory.peaks(report),
+            out_of_core.transfers(report),
             provenance.sources(report),
             "</main>",
         ]

@@ -14,16 +14,18 @@ from paceline.schedules.memory.records import (
     TensorAction,
 )
 from paceline.schedules.memory.selection import least_budget_bytes, load_solver, plan_memory
-from paceline.schedules.memory.timeline import Replayed, replay
+from paceline.schedules.memory.timeline import Replayed, ReplayedInterval, TensorTransfer, replay
 
 __all__ = [
     "ManagedTensor",
     "MemoryPlan",
     "RecomputedModule",
     "Replayed",
+    "ReplayedInterval",
     "SpillTier",
     "StepProfile",
     "TensorAction",
+    "TensorTransfer",
     "least_budget_bytes",
     "load_solver",
     "plan_memory",

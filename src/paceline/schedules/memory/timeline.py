@@ -23,6 +23,29 @@ if TYPE_CHECKING:
 ROUNDS = 3  # replayed; the last is like all that follow
 
 
+class ReplayedInterval(NamedTuple):
+    """What follows an event of a step.
+
+    Attributes:
+        begin_s: when the step goes on after the event, from the begin of the step.
+        waited_s: seconds that it waited for transfers before that.
+        bytes: most memory until the next event.
+    """
+
+    begin_s: float
+    waited_s: float
+    bytes: int
+
+
+class TensorTransfer(NamedTuple):
+    """A tensor on its way to the tier or back, from the begin of the step; it may end after it."""
+
+    tensor: int
+    is_write: bool
+    begin_s: float
+    end_s: float
+
+
 class Replayed(NamedTuple):
     """A step as it is predicted.
 
@@ -30,11 +53,16 @@ class Replayed(NamedTuple):
         step_s: seconds of the step.
         exposed_s: seconds in which it waits for transfers.
         peak_bytes: most memory in any interval.
+        intervals: by event.
+        transfers: in the order in which they begin; those of the step before that end in this one
+            begin before 0.
     """
 
     step_s: float
     exposed_s: float
     peak_bytes: int
+    intervals: tuple[ReplayedInterval, ...] = ()
+    transfers: tuple[TensorTransfer, ...] = ()
 
 
 def resident_bytes(
@@ -166,14 +194,25 @@ class _Queues:
         self.tier = tier
         self.written_s = self.read_s = 0.0
         self.ends: dict[int, float] = {}  # of the last transfer of a tensor
+        self.transfers: list[TensorTransfer] = []
 
     def write(self, index: int, size_bytes: int, now_s: float) -> None:
-        self.written_s = max(self.written_s, now_s) + size_bytes / self.tier.write_bytes_per_s
-        self.ends[index] = self.written_s
+        begin = max(self.written_s, now_s)
+        self.written_s = self.ends[index] = begin + size_bytes / self.tier.write_bytes_per_s
+        self.transfers.append(TensorTransfer(index, True, begin, self.written_s))
 
     def read(self, index: int, size_bytes: int, now_s: float) -> None:
         begin = max(self.read_s, now_s, self.ends.get(index, 0.0))
         self.read_s = self.ends[index] = begin + size_bytes / self.tier.read_bytes_per_s
+        self.transfers.append(TensorTransfer(index, False, begin, self.read_s))
+
+    def transfers_from(self, begin_s: float) -> tuple[TensorTransfer, ...]:
+        """Return the transfers that end later than a time, from that time on."""
+        return tuple(
+            move._replace(begin_s=move.begin_s - begin_s, end_s=move.end_s - begin_s)
+            for move in self.transfers
+            if move.end_s > begin_s
+        )
 
 
 def replay(
@@ -217,8 +256,10 @@ def replay(
     peak = 0
     pending: set[int] = set()
     reading: set[int] = set()
+    intervals: list[ReplayedInterval] = []
     for _ in range(ROUNDS):
         begin, exposed, peak = now, 0.0, 0
+        intervals.clear()
         for event in range(events):
             for i in saved[event]:
                 queues.write(i, tensors[i].bytes, now)
@@ -230,7 +271,7 @@ def replay(
                 reading.add(i)
             waited = max([waited, *(queues.ends[i] for i in needed[event])])
             exposed += waited - now
-            now = waited
+            waited_s, now = waited - now, waited
             reading.difference_update(needed[event])
             pending = {i for i in pending if queues.ends[i] > now}
             # Before `idle` a tensor that waits to be written is in the floor already.
@@ -240,8 +281,9 @@ def replay(
                 if (event - tensors[i].idle) % events < (tensors[i].needed - tensors[i].idle)
             ) + sum(tensors[i].bytes for i in reading)
             peak = max(peak, int(base[event]) + moving)
+            intervals.append(ReplayedInterval(now - begin, waited_s, int(base[event]) + moving))
             now += (profile.compute_s[event] + again[event]) * slowed
-    return Replayed(now - begin, exposed, peak)
+    return Replayed(now - begin, exposed, peak, tuple(intervals), queues.transfers_from(begin))
 
 
 def _by_event(indices: Sequence[int], events: Sequence[int]) -> dict[int, list[int]]:

@@ -16,6 +16,7 @@ from paceline.trace.analysis.communication import Traffic, traffic
 from paceline.trace.analysis.counters import StepCounters, step_counters
 from paceline.trace.analysis.nans import NanValue, first_nan
 from paceline.trace.analysis.phases import RankPhases, rank_phases, step_time_s
+from paceline.trace.analysis.pipeline import PipelineUse, pipeline_use
 from paceline.trace.analysis.shifts import Shift, find_shifts
 from paceline.trace.analysis.skew import skew_s
 from paceline.trace.analysis.waits import wait_intervals
@@ -44,6 +45,7 @@ class Analysis:
         mismatches: up to 20 collectives on whose operation or size the ranks do not agree; all such
             collectives are left out of waits, skew and traffic.
         nan: the first value that was not a number when the script read it; None if there was none.
+        pipeline: how the ranks of a model in stages spent their batches; None without stages.
     """
 
     trace: Trace
@@ -56,6 +58,7 @@ class Analysis:
     traffic: tuple[Traffic, ...]
     mismatches: tuple[Mismatch, ...]
     nan: NanValue | None = None
+    pipeline: PipelineUse | None = None
 
     @property
     def matches(self) -> Matches:
@@ -112,4 +115,5 @@ def analyse(trace: Trace, rules: BlameRules | None = None) -> Analysis:
         traffic=traffic(trace.matches),
         mismatches=trace.matches.mismatches(),
         nan=first_nan(trace.ranks),
+        pipeline=pipeline_use(trace, waits, phases),
     )

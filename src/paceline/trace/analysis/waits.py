@@ -38,6 +38,7 @@ WAIT_INTERVAL = np.dtype(
         ("ready_ns", "<i8"),  # when the last rank on which this rank depends had entered
         ("end_ns", "<i8"),
         ("synchronises", "?"),  # whether its end shows that all ranks have entered
+        ("message", "<i8"),  # row of the message that it is for in `Matches.messages`, or `NONE`
     ]
 )
 
@@ -61,6 +62,7 @@ class _RankWaits:
         self.local_groups = self.matches.local_groups[trace_index]
         self.calls = self.matches.calls[self.matches.calls_of(trace_index)]
         self.synchronising = synchronising[self.matches.calls_of(trace_index)]
+        self.first_message = self.matches.messages_of(trace_index).start
         self.messages = self.matches.messages[self.matches.messages_of(trace_index)]
         self.events = self.rank.events_of(Kind.WAIT)
         self.found = np.zeros(len(self.events), WAIT_INTERVAL)
@@ -70,6 +72,7 @@ class _RankWaits:
         found["begin_ns"] = self.clock.to_run_ns(events["begin_ns"])
         found["end_ns"] = self.clock.to_run_ns(events["end_ns"])
         found["ready_ns"] = found["begin_ns"]
+        found["message"] = NONE
         if len(events):
             drains, messages = self._named(DRAIN), self._named(SEND, RECV)
             self._find_drains(np.flatnonzero(drains))
@@ -134,6 +137,8 @@ class _RankWaits:
         message_of = np.full(int(ids.max()) + 1, NONE)
         message_of[ids[: len(own)]] = np.arange(len(own))
         messages = message_of[ids[len(own) :]]
+        known = messages != NONE
+        self.found["message"][waits[known]] = self.first_message + messages[known]
         partners = np.where(messages == NONE, NONE, own["partner"][messages])
         waits, sends, partners = (column[partners != NONE] for column in (waits, sends, partners))
         entered_ns = self.matches.messages["enter_ns"][partners]

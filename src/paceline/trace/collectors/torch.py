@@ -4,7 +4,8 @@ Phases are seen where a script meets torch (`torch_phases`): the DataLoader's it
 outermost module call, `torch.autograd.backward`, `torch.save`, and optimizers (`torch_steps`).
 Where a step may end is marked (`torch_marks`). Other work of the script is seen by name
 (`torch_host`) or sampled (`sampler`).
-Collectives are seen at the dispatcher (`torch_collectives`), below every front end. What is not
+Collectives are seen at the dispatcher (`torch_collectives`), below every front end, and the actions
+of a model in stages where our own runtime performs them (`torch_pipeline`). What is not
 torch's public interface is in `torch_internals`. Nothing that the script can ask about changes.
 
 Forward lasts from the call of the outermost module until backward starts, so that it includes the
@@ -32,6 +33,7 @@ from paceline.trace.collectors.torch_in_flight import InFlight
 from paceline.trace.collectors.torch_internals import Capability
 from paceline.trace.collectors.torch_marks import StepMarks
 from paceline.trace.collectors.torch_phases import PhaseRecorder
+from paceline.trace.collectors.torch_pipeline import PipelineRecorder
 from paceline.trace.collectors.torch_python_groups import PythonGroupRecorder
 from paceline.trace.collectors.torch_steps import StepRecorder
 from paceline.trace.format.events import IDLE, MAIN, Kind
@@ -60,6 +62,7 @@ class TorchCollector:
             recorder, self.loop, self.in_flight, self.marks, self.available, self.hooks
         )
         self.host = HostRecorder(recorder, self.loop, self.phases)
+        self.pipeline = PipelineRecorder(recorder, self.hooks)
         self.sampler = StackSampler(recorder, self.loop)
         self.marks.on_first = self.sampler.start
 
@@ -83,6 +86,9 @@ class TorchCollector:
             "paceline.collectives.tensor_heap",
             self.python_groups.see_heap,
             self.collectives.collectives,
+        )
+        on_import(
+            "paceline.training.pipeline.runtime", self.pipeline.see_runtime, self.pipeline.actions
         )
         if Capability.WORKS in self.available:
             on_import(

@@ -35,6 +35,7 @@ class Kind(IntEnum):
     EVALUATION = 13
     HOST = 14
     SAMPLE = 15
+    STAGE = 16
 
 
 class LocationType(IntEnum):
@@ -85,7 +86,9 @@ MAIN, COMMUNICATION = 0, 1
 # messages of one (group, source, destination, tag). `peer` is the global rank of the root or of
 # the other side, -1 for none. `tag` is that of a message; of an optimizer's step, a loader's batch
 # and a forward pass it is the number of the optimizer, loader or module, from 1; of a collective it
-# is the name of the path that its bytes took (an index like `name`); 0 for none.
+# is the name of the path that its bytes took (an index like `name`); 0 for none. Of an action of a
+# pipeline (STAGE) `tag` is the stage, `amount` the microbatch, and `sequence` the number of the
+# batch on this rank.
 EVENT_DTYPE = np.dtype(
     [
         ("begin_ns", "<u8"),

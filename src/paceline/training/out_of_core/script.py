@@ -56,7 +56,9 @@ class ScriptMemory:
 
     def close(self) -> None:
         """Write the result. The session ends with the process: saved tensors may still be used."""
-        text = json.dumps({"version": 1, **self.session.to_json()}, indent=1) + "\n"
+        session = self.session
+        found = {"version": 1, **session.to_json(), "planned_step": session.planned_step()}
+        text = json.dumps(found) + "\n"
         self._result.parent.mkdir(parents=True, exist_ok=True)
         commit_bytes(self._result, text.encode())
 

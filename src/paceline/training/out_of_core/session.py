@@ -588,6 +588,13 @@ class Session:
             "plan": None if plan is None else {name: getattr(plan, name) for name in names},
         }
 
+    def planned_step(self) -> dict[str, Any] | None:
+        """Return what a report replays a step from: the recorded step, its plan and the tier."""
+        if self.plan is None or self.profile is None:
+            return None
+        parts = {"profile": self.profile, "plan": self.plan, "tier": self.tier()}
+        return {name: record.to_json() for name, record in parts.items()}
+
     def close(self) -> None:
         """End the I/O threads and free the spill file; saved tensors cannot be read any more."""
         if self._is_closed:

@@ -59,6 +59,7 @@ class _Step:
     weights: list[float]
     shapes: list[int]  # of each microbatch: 0 as the first one, 1 as the last one
     keys: list[Any]  # the two shapes
+    number: int = 0  # of the batch, from 1
     is_training: bool = True  # whether backward passes follow
     defers: bool = False  # whether they are split
     posted: dict[_Message, _Posted] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class PipelineRuntime:
         self._into = {n: self._numbers("destination", n) for n in stages}
         self._out_of = {n: self._numbers("source", n) for n in stages}
         self._forms: dict[tuple[int, bool, Any], ValueForm] = {}
+        self._batches = 0
 
     def _numbers(self, end: str, stage: int) -> list[int]:
         return [n for n, edge in enumerate(self._edges) if getattr(edge, end) == stage]
@@ -166,6 +168,7 @@ class PipelineRuntime:
     ) -> _Step:
         parts = split(inputs, sizes)
         keys = [shape_of(parts[0]), shape_of(parts[-1])]
+        self._batches += 1
         return _Step(
             schedule=schedule,
             inputs=parts,
@@ -173,13 +176,14 @@ class PipelineRuntime:
             weights=[size / sum(sizes) for size in sizes],
             shapes=[0 if shape_of(part) == keys[0] else 1 for part in parts],
             keys=keys,
+            number=self._batches,
         )
 
     def _perform_all(self, step: _Step, actions: Sequence[PipelineAction]) -> None:
         for place, action in enumerate(actions):
             for coming in actions[place : place + 1 + _AHEAD]:
                 self._post(step, coming)
-            self._perform(step, action)
+            self.perform(step, action)
         for message in list(step.sending):
             self._end_send(step, message)
 
@@ -189,7 +193,11 @@ class PipelineRuntime:
 
     # --- actions -----------------------------------------------------------------------------
 
-    def _perform(self, step: _Step, action: PipelineAction) -> None:
+    def perform(self, step: _Step, action: PipelineAction) -> None:
+        """Perform an action of this rank: wait for what it needs, compute, send what it brought.
+
+        A recorder sees actions here.
+        """
         if action.kind == "forward":
             self._forward(step, action.stage, action.microbatch)
         elif action.kind == "backward_weight":
