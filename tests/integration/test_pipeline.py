@@ -52,6 +52,40 @@ def test_a_model_that_decides_in_python_has_the_gradients_of_one_process(two):
             check_grid(case, ["library"])
 
 
+def test_batches_that_the_ranks_of_a_replica_do_not_have_alike_are_refused_on_all(two):
+    first, second = (found["refused"] for found in two)
+    other = "rank 1 has another batch than rank 0: the ranks of one replica have the same batches; "
+    for found in (first, second):
+        assert found["values"] == found["evaluation"] == other + "its values are others"
+        assert found["samples"] == other + "5 samples on rank 1, 6 on rank 0"
+        assert found["empty"].startswith("the batch has no samples")
+        assert found["error"] < 1e-10
+    assert first["arguments"].startswith("rank 1 cannot use its batch")
+    assert second["arguments"].startswith("the model does not take these inputs")
+
+
+def test_models_and_options_that_differ_or_have_no_effect_are_refused(two):
+    first, second = (found["refused"] for found in two)
+    assert first["models"] == second["models"]
+    assert first["models"].startswith(
+        "the model of rank 1 computes something else than that of rank 0: the first difference: "
+        "stage 0: _1 = 1(_0,), {}, ReLU on rank 0, stage 0: _1 = 1(_0,), {}, Tanh on rank 1"
+    )
+    assert first["order"].startswith("stages_per_rank has no effect on this schedule")
+    assert first["rank"].startswith("rank 1 trains with other options than rank 0")
+
+
+def test_after_a_failed_step_no_other_one_begins(tmp_path):
+    (first, then), (second, there) = run_ranks(SCRIPT, tmp_path, 2, "gloo", "fails")
+    assert first == "ValueError"
+    assert second in ("DeadlineExceeded", "RankLost")
+    assert then == (
+        "an earlier step of this model failed, and its ranks are not in step any more: "
+        "ValueError: a bug"
+    )
+    assert there.startswith("an earlier step of this model failed")
+
+
 @pytest.mark.campaign("torch")
 def test_stages_with_tied_weights_and_replicas_agree_on_their_groups(tmp_path):
     # 3 stages x 2 replicas: ranks are in different numbers of groups.

@@ -1,8 +1,11 @@
 """Capturing a model as a graph and cutting it into stages, without any rank."""
 
+import functools
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,91 @@ def test_the_modules_around_one_that_cannot_be_traced_are_divided():
     captured = capture(model)
     assert [layer.name for layer in captured.layers] == ["0", "1.0", "1.1"]
     assert list(captured.opaque) == ["1.0"]
+
+
+def without_gradients(function):
+    @functools.wraps(function)
+    def call(*args):
+        with torch.no_grad():
+            return function(*args)
+
+    return call
+
+
+def draws_python(x, _module):
+    return x * random.random()  # what is to be seen
+
+
+def draws_numpy(x, _module):
+    return x * float(np.random.random())
+
+
+def draws_torch(x, _module):
+    return x * torch.rand(4)
+
+
+def follows_mode(x, module):
+    return functional.dropout(x, 0.5, training=module.training)
+
+
+@without_gradients
+def detached(x, _module):
+    return x * 2
+
+
+def in_bfloat16(x, _module):
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(x, torch.eye(4))
+
+
+def asks_gradients(x, _module):
+    return x * 2 if torch.is_grad_enabled() else x
+
+
+HIDDEN = {
+    draws_python: "random numbers",
+    draws_numpy: "random numbers",
+    draws_torch: "random numbers",
+    follows_mode: "training",
+    detached: "no_grad",
+    in_bfloat16: "autocast",
+    asks_gradients: "is_grad_enabled",
+}
+
+
+class Calls(nn.Module):
+    """Its forward pass does nothing hidden by itself, but what it calls does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self)
+
+
+@pytest.mark.parametrize("function", HIDDEN)
+def test_what_a_graph_does_not_have_is_seen_in_functions_that_a_forward_pass_calls(function):
+    model = Holds(Calls(function))
+    states = random.getstate(), torch.get_rng_state()
+    captured = capture(model)
+    assert [layer.name for layer in captured.layers] == ["stem", "inner", "head"]
+    assert f"it uses {HIDDEN[function]}" in captured.opaque["inner"]
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert type(nn.Linear(1, 1).training) is bool
+    if function is not follows_mode:
+        with pytest.raises(UsageError, match=f"it uses {HIDDEN[function]}, which a graph"):
+            capture(Calls(function))
+
+
+def test_an_exported_model_that_draws_from_python_is_refused():
+    class Draws(Chooses):
+        def forward(self, x):
+            return self.low(x) * random.random() if x.shape[0] else x  # is seen
+
+    with pytest.raises(UsageError, match="draws from Python's random numbers"):
+        capture(Draws(), torch.randn(2, 4))
 
 
 def test_dropout_in_a_submodule_keeps_following_the_mode():

@@ -47,6 +47,7 @@ from paceline.training.out_of_core.training import OutOfCore
 from paceline.training.pipeline.preparation import (
     GivenModel,
     check_options,
+    check_undivided,
     choose_shape,
     divide_ranks,
     in_stages,
@@ -111,6 +112,7 @@ def prepare(
     shape = divide_ranks(chosen, plan, world)
     if shape[0] > 1:
         return _divided(given, plan, group, chosen, shape, said)
+    check_undivided(chosen)
     ranks = find_ranks(model if chosen.engine in MODES else None, group)
     _check_options(chosen, plan, ranks)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -89,7 +89,7 @@ def weighted_batches(
         entries = torch.zeros(2, ranks.size, dtype=torch.int64, device=device)
         samples = -1 if has_ended and last is None else 0 if has_ended else samples_of(batch)
         entries[0, ranks.rank] = samples
-        entries[1, ranks.rank] = 0 if has_ended or not divides else _checksum(batch)
+        entries[1, ranks.rank] = 0 if has_ended or not divides else checksum(batch)
         dist.all_reduce(entries, group=ranks.group)
         counts, checksums = entries.tolist()
         if min(counts) < 0:
@@ -148,12 +148,12 @@ def _divided(batch: Any, samples: int, ranks: Ranks) -> tuple[Any, list[int]]:
     return tree_map(own, batch), counts
 
 
-def _checksum(batch: Any) -> int:
-    """Return a number that differs where the first values of a batch's tensors do."""
+def checksum(batch: Any) -> int:
+    """Return a number of 32 bits that differs where the first values of a batch's tensors do."""
     total = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
-            values = leaf.reshape(-1)[:_COMPARED_ELEMENTS].cpu()
+            values = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].cpu()
             total = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), total)
     return total
 

@@ -356,6 +356,65 @@ def halves():
     return largest_error(prepared.model.own, dict(alone.named_parameters()))
 
 
+def said(call):
+    """Return what the error of a call says; None without one."""
+    try:
+        call()
+    except PacelineError as problem:
+        return f"{problem.what}: {problem.why}"
+    return None
+
+
+def refused():
+    """Batches that ranks do not have alike, and options and models that do not fit."""
+    model, inputs, target, loss_fn = make("residual", 6)
+    alone = copy.deepcopy(model)
+    run_alone(alone, inputs, target, loss_fn)
+    options = {"loss_fn": loss_fn, "example_inputs": inputs[:2], "deadline_s": 20.0}
+    prepared = prepare(model, torch.optim.SGD(model.parameters(), 0.1), partitions=RANKS, **options)
+    other = inputs + RANK
+    fewer = slice(0, 6 - RANK)
+    given = (inputs,) if RANK == 0 else (inputs, inputs)
+    found = {
+        "values": said(lambda: prepared.forward_backward(other, target)),
+        "samples": said(lambda: prepared.forward_backward(inputs[fewer], target[fewer])),
+        "arguments": said(lambda: prepared.forward_backward(given, target)),
+        "empty": said(lambda: prepared.forward_backward(inputs[:0], target[:0])),
+        "evaluation": said(lambda: prepared.model(other)),
+    }
+    prepared.forward_backward(inputs, target)  # nothing was computed, and so nothing is mixed up
+    found["error"] = largest_error(prepared.model.own, dict(alone.named_parameters()))
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
+    models[0][1] = (nn.ReLU, nn.Tanh)[RANK]()
+    for kind, model, extra in (
+        ("models", models[0], {}),
+        ("rank", models[1], {"split_points": ("0", "2") if RANK == 0 else ("0", "none")}),
+        ("order", models[1], {"stages_per_rank": 3}),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        settings = {"partitions": RANKS, "loss_fn": nn.functional.mse_loss, **extra}
+        found[kind] = said(lambda m=model, o=optimizer, s=settings: prepare(m, o, **s))
+    return found
+
+
+def fails():
+    """The forward pass of stage 0 raises an error; what each rank says to that and to the next."""
+    model, inputs, target, loss_fn = make("residual", 6)
+    options = {"loss_fn": loss_fn, "example_inputs": inputs[:2], "deadline_s": 3.0}
+    prepared = prepare(model, torch.optim.SGD(model.parameters(), 0.1), partitions=RANKS, **options)
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    if RANK == 0:
+        prepared.model.staged.stages[0].module.register_forward_hook(fail)
+    try:
+        prepared.forward_backward(inputs, target)
+    except (ValueError, PacelineError) as problem:
+        first = type(problem).__name__
+    return [first, said(lambda: prepared.forward_backward(inputs, target))]
+
+
 def dies(how, deadline_s):
     """Rank 1 gets a signal in its second step; the others say whom they miss."""
     model, inputs, target, loss_fn = make("residual", 6)
@@ -393,12 +452,13 @@ if CASE == "all":
         "outputs": outputs(),
         "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
         "splits": splits(),
+        "refused": refused(),
         "library": [library(2, 1, "3", 7), library(2, 1, "2", 5, schedule="zero_bubble")],
         "chosen": [chosen("auto"), chosen("data")],
     }
 else:
     result = globals()[CASE](*ARGUMENTS)
 print(json.dumps(result), flush=True)
-if CASE == "dies":
+if CASE in ("dies", "fails"):
     os._exit(0)  # no tidy end: the group cannot be used any more
 dist.destroy_process_group()

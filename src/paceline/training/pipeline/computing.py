@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from paceline.core.errors import UsageError
 from paceline.training.pipeline.deferred import DeferredGradients
 from paceline.training.pipeline.stages import ModelStage
 
@@ -95,7 +96,12 @@ class StageComputing:
         given = [inputs[name] for name in self.stage.inputs]
         given += [received[name] for name in self.stage.received]
         deferred = DeferredGradients()
-        with self.options.autocast(), deferred if defers else contextlib.nullcontext():
+        watched = {**received, **{name: inputs[name] for name in self.stage.shared_inputs}}
+        with (
+            _unchanged(watched, self.stage.number),
+            self.options.autocast(),
+            deferred if defers else contextlib.nullcontext(),
+        ):
             values = self._run(given)
         outputs = dict(zip(self.stage.outputs, values, strict=False))
         tensors = {name: _leaves(value) for name, value in outputs.items()}
@@ -160,6 +166,39 @@ class StageComputing:
             deferred.clear()
         self._live.clear()
         self._deferred.clear()
+
+
+@contextlib.contextmanager
+def _unchanged(values: Mapping[str, Any], stage: int) -> Iterator[None]:
+    """Refuse a change in place of what other stages have too: theirs would stay as it was.
+
+    Raises:
+        UsageError: a tensor was changed.
+    """
+    before = {name: _versions(value) for name, value in values.items()}
+
+    def error(names: str) -> UsageError:
+        return UsageError(
+            f"stage {stage} changes {names} in place, which another stage has too",
+            where=f"stage {stage}",
+            why="each stage has a copy of its own, and the other one would stay as it was",
+            fix="Change a clone, or choose other sizes of the partitions",
+        )
+
+    try:
+        yield
+    except RuntimeError as problem:
+        if "leaf Variable that requires grad" not in str(problem):
+            raise
+        raise error(" or ".join(values)) from problem
+    for name, value in values.items():
+        if _versions(value) != before[name]:
+            raise error(name)
+
+
+def _versions(value: Any) -> list[int]:
+    tensors = [leaf for leaf in _leaves(value) if not leaf.is_inference()]  # those count nothing
+    return [tensor._version for tensor in tensors]  # noqa: SLF001  # its only name
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:

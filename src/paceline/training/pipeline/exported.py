@@ -22,6 +22,8 @@ import functools
 import inspect
 import logging
 import operator
+import random
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -223,6 +225,7 @@ def export(model: nn.Module, given: inspect.BoundArguments) -> ExportedGraph:
     """
     given = _of_two_samples(given)
     modes = {module: module.training for module in model.modules()}
+    states = python_random_states()
     seen = _Seen()
     flat = _Flat(model, given, seen)
     try:
@@ -239,7 +242,15 @@ def export(model: nn.Module, given: inspect.BoundArguments) -> ExportedGraph:
             for module, own in modes.items():
                 module.training = own
             training, places = _operators(flat, given), {}
+        if python_random_states() != states:
+            raise UsageError(
+                "the forward pass of the model draws from Python's random numbers",
+                where=type(model).__name__,
+                why="its graph would have those of the example for ever",
+                fix="Draw from torch: torch.rand(()) in place of random.random()",
+            )
     finally:
+        set_python_random_states(states)
         for module, own in modes.items():
             module.training = own
     return _Builder(model, given, training, places).build(seen, mode)
@@ -486,6 +497,24 @@ def named_arguments(given: inspect.BoundArguments) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def python_random_states() -> list[Any]:
+    """Return the states of the generators that Python code draws from, which no graph has."""
+    states: list[Any] = [random.getstate()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states.append((name, keys.tobytes(), *rest))
+    return states
+
+
+def set_python_random_states(states: list[Any]) -> None:
+    """Set these generators back."""
+    random.setstate(states[0])
+    for name, keys, *rest in states[1:]:
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
 
 
 def reason(problem: Exception) -> str:

@@ -39,17 +39,25 @@ from paceline.training.pipeline.exported import (
     Example,
     ExportedGraph,
     export,
+    python_random_states,
     reason,
+    set_python_random_states,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# What a forward pass that uses these names does is not in the graph that tracing it would give.
-_HIDDEN_FROM_TRACE = frozenset(
-    {"training", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast"}
-    | {"checkpoint", "is_tensor", "is_grad_enabled"}
+# What a forward pass that uses these names does is not in the graph that tracing it would give, and
+# cannot be seen while it is traced. All else is seen when it happens, also in what is called.
+_HIDDEN_FROM_TRACE = frozenset({"checkpoint", "is_tensor"})
+_CONTEXTS = (
+    (torch.no_grad, "__enter__"),
+    (torch.enable_grad, "__enter__"),
+    (torch.inference_mode, "__enter__"),
+    (torch.set_grad_enabled, "__init__"),
+    (torch.autocast, "__enter__"),
 )
+_QUESTIONS = ("is_grad_enabled", "is_autocast_enabled")
 # They take no Proxy by themselves.
 _CONSTRUCTORS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 _TORCH_FOLDER = os.path.dirname(torch.__file__)  # noqa: PTH120  # compared with names of frames
@@ -202,9 +210,12 @@ def _traced(model: nn.Module, arguments: inspect.BoundArguments) -> CapturedGrap
     """
     _check_traceable(model)
     tracer = _Tracer(arguments)
+    before = _random_states()
     try:
-        with _constructors_take_proxies():
+        with _constructors_take_proxies(), _watched(tracer):
             graph = tracer.trace(model)
+        if _random_states() != before:
+            raise _Hidden("random numbers")
     except UsageError:
         raise
     except Exception as problem:
@@ -215,8 +226,60 @@ def _traced(model: nn.Module, arguments: inspect.BoundArguments) -> CapturedGrap
         inputs=_inputs_of(graph),
         layers=_layers_of(graph, model),
         opaque=tracer.opaque,
-        mode=model.training if "training" in _hidden_names(model) else None,
+        mode=model.training if tracer.asks_mode else None,
     )
+
+
+class _Hidden(Exception):
+    """A forward pass does what is not in its graph."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it uses {name}, which a graph does not have")
+
+
+def _random_states() -> tuple[Any, ...]:
+    return (*python_random_states(), torch.get_rng_state().numpy().tobytes())
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    *python, own = states
+    set_python_random_states(python)
+    torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+
+
+@contextlib.contextmanager
+def _watched(tracer: _Tracer) -> Iterator[None]:
+    """Raise `_Hidden` where what is traced, or what it calls, does what a graph does not have.
+
+    Only the outermost forward pass may ask for the mode of the model.
+    """
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise _Hidden(name)
+
+        return refused
+
+    def mode_of(module: nn.Module) -> bool:
+        if tracer.module_stack:
+            raise _Hidden("training")
+        tracer.asks_mode = True
+        return bool(module.__dict__["training"])
+
+    def set_mode(module: nn.Module, mode: bool) -> None:
+        module.__dict__["training"] = mode
+
+    changed: list[tuple[Any, str]] = [*_CONTEXTS, *((torch, name) for name in _QUESTIONS)]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in changed]
+    for owner, name in changed:
+        setattr(owner, name, refuse(name if owner is torch else owner.__name__))
+    nn.Module.training = property(mode_of, set_mode)
+    try:
+        yield
+    finally:
+        del nn.Module.training
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 def _exported(model: nn.Module, inputs: Any) -> CapturedGraph:
@@ -265,6 +328,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
         super().__init__()
         self.trace_asserts = True
         self.opaque: dict[str, str] = {}
+        self.asks_mode = False
         self._arguments = arguments
 
     def create_args_for_root(
@@ -301,14 +365,19 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]  # torch has no types here
         """Trace a submodule; where that fails, it becomes one node."""
         last = next(iter(reversed(self.graph.nodes)), None)
         stack: Any = self.module_stack.copy()
+        states = _random_states()
         try:
-            return super().call_module(m, forward, args, kwargs)
+            traced = super().call_module(m, forward, args, kwargs)
+            if _random_states() != states:
+                raise _Hidden("random numbers")  # as what a forward pass raises
+            return traced
         except Exception as problem:  # noqa: BLE001  # whatever a forward pass raises for a Proxy
             for node in list(reversed(self.graph.nodes)):
                 if node is last:
                     break
                 self.graph.erase_node(node)
             self.module_stack: Any = stack  # torch pops no module whose forward pass raises
+            _set_random_states(states)
             name = self.path_of_module(m)
             self.opaque[name] = f"{_place_of(problem)}: {first_line(problem)}"
             return self.create_proxy("call_module", name, args, kwargs)
@@ -341,7 +410,7 @@ def _hidden_names(module: nn.Module) -> list[str]:
 
 def _check_traceable(model: nn.Module) -> None:
     """Raise an error where a trace of the outermost forward pass would silently be wrong."""
-    hidden = [name for name in _hidden_names(model) if name != "training"]
+    hidden = _hidden_names(model)
     if hidden:
         code = inspect.unwrap(type(model).forward).__code__
         raise UsageError(

@@ -12,6 +12,7 @@ stages; those of other stages become tensors without memory (device ``meta``).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import UsageError, first_line
 from paceline.schedules.pipeline import StageEdge, check_pipeline
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
 from paceline.training.pipeline.exported import named_arguments
@@ -29,7 +30,7 @@ from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.microbatches import joined, sizes_of
 from paceline.training.pipeline.runtime import PipelineRuntime
 from paceline.training.pipeline.transfers import Transfers
-from paceline.training.uneven import samples_of
+from paceline.training.uneven import checksum, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -77,6 +78,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         self._device = next(model.parameters()).device
         self.ranks, self.mesh = mesh.ranks, mesh
         self._order, self._microbatches = order, microbatches
+        self._failure: str | None = None
         self.edges = staged.edges
         self._schedules: dict[int, PipelineSchedule] = {}
         self.staged = staged = keep_own(model, staged, mesh.stages)
@@ -127,9 +129,9 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                 fix="Use layers that follow the mode, such as nn.Dropout, or move this into one",
             )
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        arguments = self._arguments(bound)
-        sizes = sizes_of(samples_of(arguments), self._microbatches)
-        with torch.no_grad():
+        arguments, samples = self._agreed(lambda: self._arguments(bound), None)
+        sizes = sizes_of(samples, self._microbatches)
+        with self._step(), torch.no_grad():
             parts = self._runtime.run_forward(self.schedule_of(len(sizes)), arguments, sizes)
         return joined(parts, sizes) if parts else None
 
@@ -149,8 +151,14 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             UsageError: the model does not take the inputs.
             RankLost: another rank ended, or does not answer; the error names it.
         """
-        arguments = self._arguments(bind_inputs(self.module, inputs))
-        self.samples = samples = samples_of(arguments)
+        arguments, samples = self._agreed(
+            lambda: self._arguments(bind_inputs(self.module, inputs)), target
+        )
+        self.samples = samples
+        with self._step():
+            return self._mean_loss(arguments, target, samples)
+
+    def _mean_loss(self, arguments: dict[str, Any], target: Any, samples: int) -> torch.Tensor:
         sizes = sizes_of(samples, self._microbatches)
         self._gradients.begin(samples)
         with torch.enable_grad():
@@ -166,6 +174,64 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         else:
             loss_sum, count = totals.tolist()
         return torch.tensor(loss_sum / count, device=self._device)
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Note that a step failed: its messages are on their way, and would meet those of others.
+
+        Raises:
+            UsageError: an earlier step failed.
+        """
+        self._check_usable()
+        try:
+            yield
+        except BaseException as problem:
+            self._failure = f"{type(problem).__name__}: {first_line(problem)}"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise UsageError(
+                "an earlier step of this model failed, and its ranks are not in step any more",
+                where=f"rank {self.ranks.rank}",
+                why=self._failure,
+                fix="End the job, and start it again from its last checkpoint",
+            )
+
+    def _agreed(
+        self, arguments_of: Callable[[], dict[str, Any]], target: Any
+    ) -> tuple[dict[str, Any], int]:
+        """Return the arguments and their samples, which all ranks of the pipeline have alike.
+
+        Raises:
+            UsageError: this or another rank cannot use its batch, or has another one than the
+                first; the error is raised on all of them, before anything is computed.
+        """
+        self._check_usable()
+        problem: UsageError | None = None
+        arguments: dict[str, Any] = {}
+        samples, digest = -1, 0
+        try:
+            arguments = arguments_of()
+            samples = samples_of(arguments)
+            if samples == 0:
+                raise UsageError(
+                    "the batch has no samples",
+                    where=f"rank {self.ranks.rank}",
+                    fix="Leave empty batches out, on all ranks alike",
+                )
+            digest = checksum([arguments, target])
+        except UsageError as own:
+            problem, samples = own, -1
+        if self._transfers is not None:
+            own_numbers = (samples, digest)
+            every = self._transfers.agree(own_numbers, self.mesh.pipeline, "the batch's checksum")
+            problem = problem or _disagreement(every, self.mesh.pipeline)
+        if problem is not None:
+            if self.mesh.replicas > 1:  # other replicas have begun the step
+                self._failure = problem.what
+            raise problem
+        return arguments, samples
 
     def _arguments(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """Return the arguments by name.
@@ -275,6 +341,32 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
         dist.gather_object(own, found, group=self.ranks.group, group_dst=0)
         return found or []
+
+
+def _disagreement(every: list[list[int]], ranks: list[int]) -> UsageError | None:
+    """Return what to say where the ranks of a pipeline have not the same batch."""
+    first = every[0]
+    for rank, found in zip(ranks, every, strict=True):
+        if found[0] < 0:
+            return UsageError(
+                f"rank {rank} cannot use its batch",
+                where="forward_backward",
+                why="its own error says why",
+                fix=f"Look at the end of the log of rank {rank}",
+            )
+    for rank, found in zip(ranks, every, strict=True):
+        if found != first:
+            why = "its values are others"
+            if found[0] != first[0]:
+                why = f"{found[0]} samples on rank {rank}, {first[0]} on rank {ranks[0]}"
+            return UsageError(
+                f"rank {rank} has another batch than rank {ranks[0]}",
+                where="forward_backward",
+                why=f"the ranks of one replica have the same batches; {why}",
+                fix="Use DistributedSampler(data, num_replicas=prepared.replicas, "
+                "rank=prepared.replica), and seed shuffling and augmentation by the replica",
+            )
+    return None
 
 
 def _other_arguments(what: str) -> UsageError:

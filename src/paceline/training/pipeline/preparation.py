@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.core.errors import UsageError
@@ -28,7 +31,7 @@ from paceline.training.batch_norm import (
 from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.exchange import Exchange
 from paceline.training.engine.modes import broadcast_values, check_stateless
-from paceline.training.engine.ranks import find_ranks
+from paceline.training.engine.ranks import find_ranks, first_difference
 from paceline.training.pipeline.choice import (
     estimate_layouts,
     measure_rates,
@@ -132,6 +135,26 @@ def choose_shape(
     return chosen, ["strategy auto, partitions x replicas: " + ", ".join(map(str, found))]
 
 
+def check_undivided(options: TrainingOptions) -> None:
+    """Raise an error for options of stages where nothing asks for stages.
+
+    Raises:
+        UsageError: it has one of them.
+    """
+    if options.partitions is not None or options.replicas is not None:
+        return  # one partition of a script that tries several
+    for name in (
+        *("microbatches", "schedule", "stages_per_rank", "layers", "recompute", "split_points"),
+    ):
+        value = getattr(options, name)
+        if value not in (None, False, ()) and options.strategy in (None, "data"):
+            raise UsageError(
+                f"{name} has no effect on a model that is not divided",
+                where=f"prepare({name}={value!r})",
+                fix="Give partitions=N or a strategy that divides layers, or leave it out",
+            )
+
+
 def check_options(options: TrainingOptions) -> None:
     """Raise an error for options that a model in stages does not have.
 
@@ -144,6 +167,13 @@ def check_options(options: TrainingOptions) -> None:
         "scaling": options.scaling is not None,
         "tensor_parallel": options.tensor_parallel is not None,
     }
+    if options.stages_per_rank is not None and options.schedule != "interleaved":
+        raise UsageError(
+            "stages_per_rank has no effect on this schedule",
+            where=f"prepare(stages_per_rank={options.stages_per_rank}, "
+            f"schedule={options.schedule or '1f1b'!r})",
+            fix="Give schedule='interleaved', or leave it out",
+        )
     for name, is_given in given.items():
         if is_given:
             raise UsageError(
@@ -192,7 +222,7 @@ def in_stages(
     order = _order(options, partitions)
     parallel = PipelineParallel(
         model,
-        stage(model, options, order(1).stages, example_inputs),
+        _agreed_stages(model, options, order(1).stages, example_inputs, ranks),
         StageMesh(ranks, order(1).rank_of, replicas),
         order=order,
         microbatches=options.microbatches or MICROBATCHES_PER_STAGE * partitions,
@@ -240,6 +270,49 @@ def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
     if precision in (None, "float32"):
         return contextlib.nullcontext
     return functools.partial(torch.autocast, kind, getattr(torch, str(precision)))
+
+
+def _agreed_stages(
+    model: nn.Module, options: TrainingOptions, stages: int, example_inputs: Any, ranks: Ranks
+) -> StagedModel:
+    """Return a model in stages, which are the same on all ranks.
+
+    Raises:
+        UsageError: this or another rank cannot divide the model, or divides another one.
+    """
+    staged: StagedModel | None = None
+    problem: UsageError | None = None
+    try:
+        staged = stage(model, options, stages, example_inputs)
+    except UsageError as own:
+        problem = own
+    lines = staged.lines if staged is not None else ()
+    text = problem.what if problem is not None else zlib.crc32("\n".join(lines).encode())
+    difference = first_difference(text, ranks)
+    if problem is not None:
+        raise problem
+    assert staged is not None
+    if difference is None:
+        return staged
+    rank, expected, other = difference
+    for at, said in ((0, expected), (rank, other)):
+        if isinstance(said, str):
+            raise UsageError(
+                f"rank {at} could not divide the model",
+                where="prepare",
+                why=said,
+                fix=f"Look at the end of the log of rank {at}",
+            )
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, lines, group=ranks.group)
+    pairs = itertools.zip_longest(every[0], every[rank], fillvalue="nothing more")
+    expected, other = next(pair for pair in pairs if pair[0] != pair[1])
+    raise UsageError(
+        f"the model of rank {rank} computes something else than that of rank 0",
+        where="prepare",
+        why=f"the first difference: {expected} on rank 0, {other} on rank {rank}",
+        fix="Build the same model on all ranks, and give them the same example_inputs",
+    )
 
 
 def stage(

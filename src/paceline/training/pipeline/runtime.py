@@ -19,7 +19,7 @@ import torch
 from paceline.core.errors import UsageError
 from paceline.schedules.pipeline import PipelineAction, PipelineSchedule
 from paceline.training.pipeline.microbatches import shape_of, split
-from paceline.training.pipeline.transfers import Tags, ValueForm, form_of
+from paceline.training.pipeline.transfers import Tags, TensorForm, ValueForm, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -252,8 +252,21 @@ class PipelineRuntime:
                 self._end_send(step, _Message(number, microbatch, False))
         brought = self._stages[stage].backward(microbatch, gradients)
         for number in self._into[stage]:
-            form, tensors = form_of(brought[self._edges[number].value], self._edges[number].value)
-            self._hand(step, _Message(number, microbatch, True), form, tensors)
+            message, value = _Message(number, microbatch, True), self._edges[number].value
+            gradients_of = self._filled(brought[value], self._known(step, message))
+            form, tensors = form_of(gradients_of, value)
+            self._hand(step, message, form, tensors)
+
+    def _filled(self, gradients: list[Any], known: ValueForm | None) -> list[Any]:
+        """Return gradients with zeros where there is none, and other microbatches had one."""
+        if known is None or len(known.leaves) != len(gradients):
+            return gradients
+        return [
+            form.empty(self._device).zero_()
+            if gradient is None and isinstance(form, TensorForm)
+            else gradient
+            for gradient, form in zip(gradients, known.leaves, strict=True)
+        ]
 
     # --- messages ----------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ parameter that several stages use (tied weights) is a parameter of each.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx, nn
@@ -55,6 +56,7 @@ class ModelStage:
         layers: names of its layers.
         parameters: by their names in the model.
         is_last: whether it returns what the model returns.
+        shared_inputs: those of `inputs` that other stages use too.
     """
 
     number: int
@@ -65,6 +67,7 @@ class ModelStage:
     layers: tuple[str, ...]
     parameters: dict[str, nn.Parameter]
     is_last: bool
+    shared_inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +79,7 @@ class StagedModel:
         edges: between them, sorted.
         stages_of: for each parameter's name, the stages that hold it: several for tied weights.
         mode, inputs, example: as those of the graph.
+        lines: what is computed, a line for each node; equal on ranks whose models are.
     """
 
     stages: tuple[ModelStage, ...]
@@ -84,6 +88,7 @@ class StagedModel:
     mode: bool | None = None
     inputs: tuple[str, ...] = ()
     example: Example | None = None
+    lines: tuple[str, ...] = ()
 
 
 def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
@@ -108,6 +113,11 @@ def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
         _build(captured, number, layers, edges, names, is_last=number == last)
         for number, layers in enumerate(groups)
     )
+    users = Counter(name for stage in stages for name in stage.inputs)
+    stages = tuple(
+        replace(stage, shared_inputs=tuple(name for name in stage.inputs if users[name] > 1))
+        for stage in stages
+    )
     used = {name for stage in stages for name in stage.parameters}
     for name, parameter in captured.root.named_parameters():
         if name not in used:  # the forward pass does not use it: it only has to be saved
@@ -117,7 +127,23 @@ def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:
         for name in stage.parameters:
             holders.setdefault(name, []).append(stage.number)
     stages_of = {name: tuple(numbers) for name, numbers in holders.items()}
-    return StagedModel(stages, edges, stages_of, captured.mode, captured.inputs, captured.example)
+    return StagedModel(
+        stages,
+        edges,
+        stages_of,
+        captured.mode,
+        captured.inputs,
+        captured.example,
+        _lines(captured, stage_of),
+    )
+
+
+def _lines(captured: CapturedGraph, stage_of: dict[fx.Node, int]) -> tuple[str, ...]:
+    return tuple(
+        f"stage {stage}: {node.name} = {getattr(node.target, '__name__', node.target)}"
+        f"{node.args}, {node.kwargs}, {type(captured.attribute(node)).__name__}"
+        for node, stage in stage_of.items()
+    )
 
 
 def _edges_of(graph: fx.Graph, stage_of: dict[fx.Node, int], last: int) -> tuple[ValueEdge, ...]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _MOST_TENSORS = 32  # of one value
-_KINDS = ("length", "description", "tensor")
+_KINDS = ("length", "description", "tensor", "agreement")
 _calls = itertools.count()  # all ranks make equally many: each has keys of its own
 _GRACE_S = 3.0  # for another rank to write whom it waited for
 
@@ -218,6 +218,41 @@ class Transfers:
         data = torch.zeros(int(length), dtype=torch.uint8)
         self.wait(self.receive(data, peer, tags[1], what), peer, what)
         return ValueForm.from_bytes(data.numpy().tobytes())
+
+    def agree(self, own: Sequence[int], peers: Sequence[int], what: str) -> list[list[int]]:
+        """Return the numbers of all ranks of a pipeline; all of them call this.
+
+        Not by a collective: an error names the rank that is missing.
+        Cost: a message to the first rank, and one back.
+
+        Args:
+            own: numbers of this rank, as many as others have.
+            peers: the ranks of the pipeline, by their places.
+            what: it is for.
+
+        Raises:
+            DeadlineExceeded, RankLost: as for `wait`.
+        """
+        up, down = (n * len(_KINDS) + _KINDS.index("agreement") for n in (0, 1))
+        every = torch.zeros(len(peers), len(own), dtype=torch.int64)
+        first = peers[0]
+        if self._rank != first:
+            sent = torch.tensor(own)
+            works = [self.send(sent, first, up, what), self.receive(every, first, down, what)]
+            for work in works:
+                self.wait(work, first, what)
+        else:
+            every[0] = torch.tensor(own)
+            coming = [
+                (peer, self.receive(every[place + 1], peer, up, what))
+                for place, peer in enumerate(peers[1:])
+            ]
+            for peer, work in coming:
+                self.wait(work, peer, what)
+            for peer, work in [(peer, self.send(every, peer, down, what)) for peer in peers[1:]]:
+                self.wait(work, peer, what)
+        numbers: list[list[int]] = every.tolist()
+        return numbers
 
     @contextlib.contextmanager
     def _naming(self, peer: int | None, what: str) -> Iterator[None]:
