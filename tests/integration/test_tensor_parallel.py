@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from process_groups import run_ranks
 
+from paceline.core.plan import Mesh, Plan
+from paceline.training.options import options_of
+
 SCRIPT = Path(__file__).parent / "scripts/tensor_parallel.py"
 EXACT = 1e-12
 
@@ -119,3 +122,11 @@ def test_layers_compute_in_half_precision(two):
         for result in found["half"].values():
             assert result["error"] < 2e-3
             assert result["types"] == ["torch.float32"]
+
+
+def test_the_axis_tensor_of_a_plan_divides_layers():
+    plan = Plan(mesh=Mesh(data=2, tensor=2), engine="allreduce")
+    options = options_of({}, plan)
+    assert (options.tensor_parallel, options.tensor_parallel_ranks) == ("auto", 2)
+    named = options_of({"tensor_parallel": ["head"]}, plan)
+    assert (named.tensor_parallel, named.tensor_parallel_ranks) == (("head",), None)
