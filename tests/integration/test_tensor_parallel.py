@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from process_groups import run_ranks
 
+from paceline.core.plan import Mesh, Plan
+from paceline.training.options import options_of
+
 SCRIPT = Path(__file__).parent / "scripts/tensor_parallel.py"
 EXACT = 1e-12
 
@@ -32,11 +35,11 @@ def three(two, tmp_path_factory, folder):
 def four(tmp_path_factory):
     """What four ranks on gloo found, alone and in groups."""
     folder = tmp_path_factory.mktemp("four")
-    return run_ranks(SCRIPT, folder, 4, "gloo", "equal:transformer", "groups:2")
+    return run_ranks(SCRIPT, folder, 4, "gloo", "equal:transformer", "groups:2", "lost")
 
 
 def test_training_equals_one_process_with_unequal_batches(two, three, four):
-    for found in (*two, *three, *four):
+    for found in (*two, *three, *four[:-1]):
         for case, result in found["equal"].items():
             assert result["error"] < EXACT, case
             assert result["loss"] < EXACT, case
@@ -44,10 +47,16 @@ def test_training_equals_one_process_with_unequal_batches(two, three, four):
 
 
 def test_groups_of_ranks_share_layers_and_are_data_parallel(four):
-    for found in four:
+    for found in four[:-1]:
         for kind, result in found["groups"].items():
             assert result["error"] < EXACT, kind
             assert result["parts"] == pytest.approx(2, rel=0.06), kind  # 37 rows
+
+
+def test_the_ranks_of_a_layer_end_where_one_is_lost(four):
+    for number, found in enumerate(four[:-1]):
+        assert "a rank ended" in found["lost"]
+        assert f"rank {number}; " in found["lost"]
 
 
 def test_states_are_whole_and_go_on_with_other_numbers_of_ranks(two, three):
@@ -113,3 +122,11 @@ def test_layers_compute_in_half_precision(two):
         for result in found["half"].values():
             assert result["error"] < 2e-3
             assert result["types"] == ["torch.float32"]
+
+
+def test_the_axis_tensor_of_a_plan_divides_layers():
+    plan = Plan(mesh=Mesh(data=2, tensor=2), engine="allreduce")
+    options = options_of({}, plan)
+    assert (options.tensor_parallel, options.tensor_parallel_ranks) == ("auto", 2)
+    named = options_of({"tensor_parallel": ["head"]}, plan)
+    assert (named.tensor_parallel, named.tensor_parallel_ranks) == (("head",), None)

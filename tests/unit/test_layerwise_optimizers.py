@@ -318,7 +318,7 @@ def test_norms_are_asked_for_once_in_a_step():
     calls = []
 
     class Norms:
-        def squared(self, tensors):
+        def squared(self, tensors, parameters):
             calls.append(len(tensors))
             return squared_norms(tensors)
 

@@ -30,7 +30,7 @@ from paceline.training.engine.modes import all_gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from paceline.training.engine.exchange import Exchange
+    from paceline.training.engine.exchange import RowExchange
 
 
 class BatchShare(NamedTuple):
@@ -64,7 +64,7 @@ def use_own_batch(layers: Iterable[nn.Module]) -> None:
 
 
 def synchronise(
-    layers: Iterable[nn.Module], exchange: Exchange, share: Callable[[], BatchShare]
+    layers: Iterable[nn.Module], exchange: RowExchange, share: Callable[[], BatchShare]
 ) -> None:
     """Have layers take the statistics of all ranks' batches in training; evaluation stays local.
 
@@ -81,7 +81,7 @@ def synchronise(
 def _normalised(
     layer: Any,
     local: Callable[[torch.Tensor], torch.Tensor],
-    exchange: Exchange,
+    exchange: RowExchange,
     share: Callable[[], BatchShare],
     x: torch.Tensor,
 ) -> torch.Tensor:
@@ -120,7 +120,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        exchange: Exchange,
+        exchange: RowExchange,
         share: BatchShare,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -169,7 +169,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
 
 
 def _combined(
-    own: torch.Tensor, channels: int, exchange: Exchange
+    own: torch.Tensor, channels: int, exchange: RowExchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean and variance of each channel, and the number of samples, of all ranks.
 
@@ -192,7 +192,7 @@ def _combined(
     return mean, variance, total
 
 
-def _gathered(own: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def _gathered(own: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """Return the values of all ranks, a row for each."""
     if exchange.size == 1:
         return own.view(1, -1)

@@ -239,6 +239,8 @@ def options_of(given: dict[str, Any], plan: Plan | None) -> TrainingOptions:
     engine: Engine = options.engine or (plan.engine if plan else "allreduce")
     precision: Precision = options.precision or (plan.precision if plan else "float32")
     options = replace(options, engine=engine, precision=precision)
+    if plan is not None and plan.mesh.tensor > 1 and options.tensor_parallel is None:
+        options = replace(options, tensor_parallel="auto", tensor_parallel_ranks=plan.mesh.tensor)
     shape = (options.strategy, options.partitions, options.replicas)
     if plan is None or plan.mesh.pipeline == 1:
         return options

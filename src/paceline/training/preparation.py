@@ -36,7 +36,7 @@ from paceline.training.compression import (
     register_hook,
 )
 from paceline.training.engine.data_parallel import DataParallel
-from paceline.training.engine.exchange import Exchange
+from paceline.training.engine.exchange import RowExchange
 from paceline.training.engine.fully_sharded import shard_fully
 from paceline.training.engine.modes import CompressedAllReduce
 from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
@@ -286,7 +286,7 @@ def _synchronise(model: nn.Module, options: TrainingOptions, ranks: Ranks, weigh
         return
     layers = batch_norms(model, only_synchronised=not options.sync_batch_norm)
     if layers:
-        exchange = Exchange(ranks, deadline_s=options.deadline_s)
+        exchange = RowExchange(ranks, deadline_s=options.deadline_s)
         synchronise(
             layers, exchange, lambda: BatchShare(counts=not weight.is_used or weight.scale != 0)
         )

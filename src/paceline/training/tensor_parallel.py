@@ -45,8 +45,8 @@ from paceline.training.engine.exchange import (
     EVALUATING,
     SAVING,
     TRAINING,
-    Exchange,
     GatherRows,
+    RowExchange,
     SumRows,
     ToColumns,
     ToRows,
@@ -446,10 +446,10 @@ class TensorParallel:
         groups = [
             list(range(begin, begin + shared_by)) for begin in range(0, ranks.size, shared_by)
         ]
-        self._exchange = Exchange(ranks, groups, deadline_s=options.deadline_s)
+        self._exchange = RowExchange(ranks, groups, deadline_s=options.deadline_s)
         replicas = [list(range(place, ranks.size, shared_by)) for place in range(shared_by)]
         self._replicas = (
-            Exchange(ranks, replicas, deadline_s=options.deadline_s) if len(groups) > 1 else None
+            RowExchange(ranks, replicas, deadline_s=options.deadline_s) if len(groups) > 1 else None
         )
         self._check = check
         self._names = [layer.name for layer in layers]

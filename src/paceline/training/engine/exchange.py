@@ -38,7 +38,7 @@ _KINDS = ("saves its state", "computes without gradients", "computes with gradie
 SAVING, EVALUATING, TRAINING = range(len(_KINDS))
 
 
-class Exchange:
+class RowExchange:
     """The ranks that exchange rows and columns; all of them make this object together.
 
     Args:
@@ -219,7 +219,7 @@ class GatherRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, exchange: Exchange, rows: Sequence[int]
+        ctx: Any, own: torch.Tensor, exchange: RowExchange, rows: Sequence[int]
     ) -> torch.Tensor:
         """Exchange the values."""
         ctx.exchange, ctx.rows = exchange, rows
@@ -237,7 +237,7 @@ class SumRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no ty
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, exchange: Exchange, rows: Sequence[int]
+        ctx: Any, whole: torch.Tensor, exchange: RowExchange, rows: Sequence[int]
     ) -> torch.Tensor:
         """Exchange the values."""
         ctx.exchange, ctx.rows = exchange, rows
@@ -257,7 +257,7 @@ class ToColumns(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
     def forward(
         ctx: Any,
         own: torch.Tensor,
-        exchange: Exchange,
+        exchange: RowExchange,
         rows: Sequence[int],
         widths: Sequence[int],
     ) -> torch.Tensor:
@@ -279,7 +279,7 @@ class ToRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no typ
     def forward(
         ctx: Any,
         whole: torch.Tensor,
-        exchange: Exchange,
+        exchange: RowExchange,
         rows: Sequence[int],
         widths: Sequence[int],
     ) -> torch.Tensor:

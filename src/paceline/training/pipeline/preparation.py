@@ -29,7 +29,7 @@ from paceline.training.batch_norm import (
     use_own_batch,
 )
 from paceline.training.engine.data_parallel import check_equal
-from paceline.training.engine.exchange import Exchange
+from paceline.training.engine.exchange import RowExchange
 from paceline.training.engine.modes import broadcast_values, check_stateless
 from paceline.training.engine.ranks import find_ranks, first_difference
 from paceline.training.pipeline.choice import (
@@ -252,7 +252,7 @@ def _synchronise(
         return
     places = range(mesh.ranks.size // mesh.replicas)
     members = [[place * mesh.replicas + n for n in range(mesh.replicas)] for place in places]
-    exchange = Exchange(mesh.ranks, members, deadline_s=options.deadline_s)
+    exchange = RowExchange(mesh.ranks, members, deadline_s=options.deadline_s)
     # A replica's gradients are those of its own mean: all samples alike by its number of them.
     synchronise(layers, exchange, lambda: BatchShare(factor=float(parallel.samples)))
 
