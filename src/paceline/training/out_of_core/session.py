@@ -19,12 +19,13 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from paceline.core.errors import MemoryExceeded
 from paceline.schedules.memory import SpillTier, least_budget_bytes, load_solver, plan_memory
+from paceline.training.out_of_core.following import Following, Moved
 from paceline.training.out_of_core.managed import Managed, own_bytes, storage_bytes, version_of
 from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory, page_faults
 from paceline.training.out_of_core.recording import (
@@ -47,37 +48,13 @@ VIEW_PART = 8  # a view of less than this part of its storage belongs to a large
 PLANNED_PART = 0.97  # of the budget; the rest is for freed memory between tensors
 SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
-SLOW_PART = 0.5  # of the planned rate: a disk below it is slower than planned
-SLOW_STEPS = 3  # in a row, after which steps are recorded with the disk as it is now
-LATE_PART = 0.1  # of a step that it must wait more than planned for a slow disk to matter
+LATE_STEPS = (
+    3  # in a row for a slow disk, after which steps are recorded with the disk as it is now
+)
+UNKNOWN_BYTES_PER_S = 1e9  # of a disk that nothing was written to
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
 
 Mode = Literal["record", "plan", "diverged", "unplanned"]
-
-
-class Moved(NamedTuple):
-    """What the spill file had done at a moment; bytes and seconds."""
-
-    written_bytes: int = 0
-    write_s: float = 0.0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    cpu_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which it wrote, and in which it read."""
-        return self.write_s + self.read_s
-
-    def since(self, before: Moved) -> Moved:
-        """Return what was done after an earlier moment."""
-        return Moved(
-            self.written_bytes - before.written_bytes,
-            self.write_s - before.write_s,
-            self.read_bytes - before.read_bytes,
-            self.read_s - before.read_s,
-            self.cpu_s - before.cpu_s,
-        )
 
 
 @dataclass(slots=True)
@@ -114,7 +91,6 @@ class Session:
         self.allocator.begin()
         if not self.allocator.is_pooled:
             say("memory: torch's allocations cannot be pooled; page faults will make steps slower")
-        self.plan: MemoryPlan | None = None
         self.profile: StepProfile | None = None
         self.counters = Counters()
         self.mode: Mode = "record"
@@ -124,22 +100,16 @@ class Session:
         self._before: list[Event] | None = None  # the order of the recorded step before this one
         self._after_step = AfterStep()
         self._recorded = 0
-        self._order: list[Event] = []
-        self._places: dict[tuple[str, int], int] = {}
-        self._due: dict[int, list[int]] = {}
-        self._starts: dict[int, list[int]] = {}
+        self._following: Following | None = None
         self._at = 0
         self._saved = 0
-        self._current: dict[int, weakref.ref[Managed]] = {}  # by index in the profile
         self._by_storage: dict[tuple[int, int | None], weakref.ref[Managed]] = {}
         self._used: set[int] = set()  # saved tensors that were needed in this step
         self._diverged_in_a_row = 0
         self._begin_s: float | None = None
         self._waited_s = 0.0
         self._moved_before = self._moved_recorded = Moved()  # before this step, these recorded ones
-        self._planned_tier: SpillTier | None = None
-        self._slow_in_a_row = 0
-        self._slow_steps = SLOW_STEPS  # doubled with each correction: a disk may be of all speeds
+        self._late_steps = LATE_STEPS  # doubled with each correction: a disk may be of all speeds
         self._faults_before = 0
         self.recompute: Callable[[tuple[str, ...]], None] | None = None  # these modules, or none
         self._first_plan: MemoryPlan | None = None  # which chose the modules that are recomputed
@@ -149,6 +119,11 @@ class Session:
         self._pid = os.getpid()
         self._is_closed = False
         self._updated: Managed | None = None
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan in use; None while steps are recorded."""
+        return self._following.plan if self._following is not None else None
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -180,11 +155,9 @@ class Session:
         managed = Managed(self.file, index, [storage_bytes(tensor)], tensor.detach())
         self._by_storage[key, version] = weakref.ref(managed)
         with _Pause(self, Event("saved", index, size)) as at:
-            if self.mode == "plan":
-                place = self._places.get(("activation", index))
-                if place is not None:
-                    self._follow(place, managed)
-                self._settle(at)
+            if (plan := self._planned()) is not None:
+                plan.take("activation", managed)
+                self._waited_s += plan.settle(at)
             else:
                 if self.mode == "record":
                     self._recording.names[index] = _named(tensor)
@@ -200,8 +173,8 @@ class Session:
             return managed.load()[0]
         self._used.add(managed.index)
         with _Pause(self, Event("needed", managed.index, managed.bytes)) as at:
-            if self.mode == "plan":
-                self._settle(at)
+            if (plan := self._planned()) is not None:
+                self._waited_s += plan.settle(at)
             return self._load(managed)[0]
 
     def _load(self, managed: Managed) -> list[tuple[torch.UntypedStorage, int]]:
@@ -217,8 +190,8 @@ class Session:
         managed = self.states.get(index)
         with _Pause(self, Event("state", index, 0)) as at:
             self._put_away_states()
-            if self.mode == "plan":
-                self._settle(at)
+            if (plan := self._planned()) is not None:
+                self._waited_s += plan.settle(at)
             return self._load(managed) if managed is not None else []
 
     def hand_back_state(self, index: int, tensors: list[torch.Tensor]) -> None:
@@ -247,10 +220,8 @@ class Session:
         managed, self._updated = self._updated, None
         if managed is None:
             return
-        if self.mode == "plan":
-            place = self._places.get(("optimizer", managed.index))
-            if place is not None:
-                self._follow(place, managed)
+        if (plan := self._planned()) is not None:
+            plan.take("optimizer", managed)
         else:
             self._away(managed)
 
@@ -264,8 +235,8 @@ class Session:
             self._begin_step()
         if self.mode == "record":
             self._recording.enter(event)
-        elif self.mode == "plan" and (at >= len(self._order) or self._order[at] != event):
-            self._diverge(f"event {at} is {_said(event)}, {self._expected(at)} before")
+        elif (plan := self._planned()) is not None and (expected := plan.expected(at)) != event:
+            self._diverge(plan, f"event {at} is {_said(event)}, {_said(expected)} before")
         return at
 
     def enter_module(self, name: str, inputs: list[torch.Tensor]) -> None:
@@ -302,25 +273,24 @@ class Session:
         """End a step: the optimizer is done."""
         with _Pause(self, Event("end", 0, 0)) as at:
             self._put_away_states()
-            if self.mode == "plan":
-                self._settle(at)
-            if self.mode == "plan" and self._at != len(self._order):
-                self._diverge(f"the step has {self._at} events, {len(self._order)} before")
+            if (plan := self._planned()) is not None:
+                self._waited_s += plan.settle(at)
+            if (plan := self._planned()) is not None and self._at != plan.events:
+                self._diverge(plan, f"the step has {self._at} events, {plan.events} before")
         waited_s = self._waited_s
         moved = self._note_step()
         if self.mode == "record":
             self._end_recorded()
         elif self.mode == "diverged":
             self._end_diverged()
-        else:
+        elif (plan := self._planned()) is not None:
             self._diverged_in_a_row = 0
-            self._judge_disk(moved, waited_s)
+            plan.judge(moved, waited_s)
+            if plan.late_steps >= self._late_steps:
+                self._correct(plan, moved)
         self._at = self._saved = 0
-        self._current = {
-            place: self._current[place]
-            for (kind, _), place in self._places.items()
-            if kind == "optimizer" and place in self._current
-        }
+        if self._following is not None:
+            self._following.end_step()
         self._by_storage.clear()
         self._used.clear()
 
@@ -333,34 +303,9 @@ class Session:
             recording.forget()
             self._recording = Recording(self.memory)
 
-    def _expected(self, at: int) -> str:
-        return _said(self._order[at]) if at < len(self._order) else "the step was over"
-
-    def _follow(self, place: int, managed: Managed) -> None:
-        """Begin what the plan has for a tensor that is there."""
-        assert self.plan is not None
-        self._current[place] = weakref.ref(managed)
-        if self.plan.actions[place].action == "spill":
-            managed.spill()
-
-    def _settle(self, at: int) -> None:
-        """Await the writes and start the reads that the plan has at an event."""
-        begin = None
-        for place in self._due.get(at, ()):
-            managed = self._find(place)
-            if managed is not None:
-                begin = begin or time.monotonic()
-                managed.wait_written()
-        if begin is not None:
-            self._waited_s += time.monotonic() - begin
-        for place in self._starts.get(at, ()):
-            managed = self._find(place)
-            if managed is not None:
-                managed.start_reading()
-
-    def _find(self, place: int) -> Managed | None:
-        found = self._current.get(place)
-        return found() if found is not None else None
+    def _planned(self) -> Following | None:
+        """Return the plan that this step follows so far, if it does."""
+        return self._following if self.mode == "plan" else None
 
     def _away(self, managed: Managed) -> None:
         managed.spill()
@@ -412,18 +357,11 @@ class Session:
         if plan.recomputed:
             self._begin_recomputing(plan, profile)
             return
-        self._planned_tier = tier
-        self.profile, self._places = profile, places
-        self.plan = plan = self._compared(plan)
-        self._order = recording.events
-        self._due, self._starts = {}, {}
-        events = self.profile.events
-        for place, action in enumerate(plan.actions):
-            if action.action == "spill":
-                self._due.setdefault(action.written_by % events, []).append(place)
-                self._starts.setdefault(action.read_at, []).append(place)
+        self.profile = profile
+        plan = self._compared(plan)
+        self._following = Following(plan, profile, places, recording.events, tier)
+        self._following.load_kept(self.states)
         self.mode = "plan"
-        self._load_kept_states()
         self.say(_summary(plan, self.budget_bytes))
 
     def _begin_recomputing(self, plan: MemoryPlan, profile: StepProfile) -> None:
@@ -459,31 +397,21 @@ class Session:
             in_core_step_s=max(plan.in_core_step_s - self._recomputed_s, 1e-9),
         )
 
-    def _load_kept_states(self) -> None:
-        """Bring the state back that stays from now on, and remember where all of it is."""
-        assert self.plan is not None
-        for (kind, index), place in self._places.items():
-            if kind == "optimizer" and index in self.states:
-                managed = self.states[index]
-                self._current[place] = weakref.ref(managed)
-                if self.plan.actions[place].action == "keep":
-                    managed.load()
-
     def tier(self) -> SpillTier:
         """Return what the spill file has shown since steps are recorded."""
-        done = self._moved().since(self._moved_recorded)
+        done = Moved.by(self.file).since(self._moved_recorded)
         moved = done.written_bytes + done.read_bytes
         return SpillTier(
             name=str(self.file.folder),
-            write_bytes_per_s=done.written_bytes / done.write_s if done.write_s else 1e9,
-            read_bytes_per_s=done.read_bytes / done.read_s if done.read_s else 1e9,
+            write_bytes_per_s=done.write_bytes_per_s or UNKNOWN_BYTES_PER_S,
+            read_bytes_per_s=done.read_bytes_per_s or UNKNOWN_BYTES_PER_S,
             cpu_s_per_byte=2 * done.cpu_s / moved if moved else 0.0,
             cores=torch.get_num_threads(),
         )
 
     # --- another order ---------------------------------------------------------------------------
 
-    def _diverge(self, why: str) -> None:
+    def _diverge(self, plan: Following, why: str) -> None:
         """Go on without a plan until the step ends: whatever is in memory and may go, goes."""
         self.mode = "diverged"
         self.counters.diverged += 1
@@ -492,7 +420,7 @@ class Session:
                 f"a step took another order ({why}); all of its tensors are written at once and "
                 "read when they are needed. Two such steps in a row are recorded again"
             )
-        held = [managed for ref in self._current.values() if (managed := ref()) is not None]
+        held = plan.held()
         for managed in held:
             managed.spill()
         for managed in held:
@@ -513,39 +441,30 @@ class Session:
         if self.recompute is not None and self._first_plan is not None:
             self.recompute(())  # the plan may choose others
             self._first_plan = None
-        self._diverged_in_a_row = self._slow_in_a_row = 0
-        self._moved_recorded = self._moved()
+        self._diverged_in_a_row = 0
+        self._moved_recorded = Moved.by(self.file)
         self.mode = "record"
         self.allocator.keep_nothing()
-        self.plan = None
-        self._places, self._before, self._recorded = {}, None, 0
+        self._following, self._before, self._recorded = None, None, 0
         self._recording = Recording(self.memory)
 
-    def _judge_disk(self, moved: Moved, waited_s: float) -> None:
-        """Have steps recorded and planned again where the disk is slower than planned."""
-        plan, planned = self.plan, self._planned_tier
-        if plan is None or planned is None or not moved.written_bytes or not moved.read_bytes:
-            return
-        write = moved.written_bytes / moved.write_s
-        read = moved.read_bytes / moved.read_s
-        is_slow = min(write / planned.write_bytes_per_s, read / planned.read_bytes_per_s)
-        is_late = waited_s - plan.exposed_s > LATE_PART * plan.step_s
-        self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow < SLOW_PART and is_late else 0
-        if self._slow_in_a_row < self._slow_steps:
-            return
+    def _correct(self, plan: Following, moved: Moved) -> None:
+        """Have steps recorded and planned again with the disk as it is now."""
         self.counters.corrected += 1
-        self._slow_steps *= 2
+        self._late_steps *= 2
+        now = [moved.write_bytes_per_s or 0.0, moved.read_bytes_per_s or 0.0]
+        planned = [plan.tier.write_bytes_per_s, plan.tier.read_bytes_per_s]
         self.say(
-            f"memory: the disk of {self.file.folder} writes {write / 1e6:,.0f} and reads "
-            f"{read / 1e6:,.0f} MB/s, planned were {planned.write_bytes_per_s / 1e6:,.0f} and "
-            f"{planned.read_bytes_per_s / 1e6:,.0f}; steps are recorded and planned again"
+            f"memory: the disk of {self.file.folder} writes {now[0] / 1e6:,.0f} and reads "
+            f"{now[1] / 1e6:,.0f} MB/s, planned were {planned[0] / 1e6:,.0f} and "
+            f"{planned[1] / 1e6:,.0f}; steps are recorded and planned again"
         )
         self._record_again()
 
     def _note_step(self) -> Moved:
         """Count a step; return what moved in it."""
         now = time.monotonic()
-        moved = self._moved().since(self._moved_before)
+        moved = Moved.by(self.file).since(self._moved_before)
         counters = self.counters
         if self.mode == "plan" and self._begin_s is not None:
             counters.steps += 1
@@ -553,18 +472,16 @@ class Session:
             counters.transfer_s += moved.busy_s
             counters.page_faults += page_faults() - self._faults_before
         self._waited_s = 0.0
-        self._moved_before = self._moved()
+        self._moved_before = Moved.by(self.file)
         self._faults_before = page_faults()
         self._begin_s = now
         return moved
 
-    def _moved(self) -> Moved:
-        file = self.file
-        return Moved(file.written_bytes, file.write_s, file.read_bytes, file.read_s, file.cpu_s)
-
     def to_json(self) -> dict[str, Any]:
         """Return what the steps under a plan came to, per step, and the plan in short."""
-        counters, plan, file, tier = self.counters, self.plan, self.file, self._planned_tier
+        counters, plan, file = self.counters, self.plan, self.file
+        tier = self._following.tier if self._following is not None else None
+        done = Moved.by(file)
         steps = max(counters.steps, 1)
         names = (
             "method", "peak_bytes", "in_core_peak_bytes", "step_s", "in_core_step_s", "slowdown",
@@ -583,8 +500,8 @@ class Session:
             "page_faults": counters.page_faults / steps,
             "planned_write_bytes_per_s": tier and tier.write_bytes_per_s,
             "planned_read_bytes_per_s": tier and tier.read_bytes_per_s,
-            "write_bytes_per_s": file.written_bytes / file.write_s if file.write_s else None,
-            "read_bytes_per_s": file.read_bytes / file.read_s if file.read_s else None,
+            "write_bytes_per_s": done.write_bytes_per_s,
+            "read_bytes_per_s": done.read_bytes_per_s,
             "plan": None if plan is None else {name: getattr(plan, name) for name in names},
         }
 
@@ -643,7 +560,9 @@ def _named(tensor: torch.Tensor) -> str:
     return f"{node} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _said(event: Event) -> str:
+def _said(event: Event | None) -> str:
+    if event is None:
+        return "the step was over"
     if event.kind == "saved":
         return f"a saved tensor of {event.bytes:,} bytes"
     return {"needed": "a use of a saved tensor", "state": "an update", "end": "the end"}[event.kind]
