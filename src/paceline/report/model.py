@@ -27,6 +27,7 @@ from paceline.report.delays import cut_words, shift_words
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
+    disk_words,
     failure_words,
     gap_words,
     nan_words,
@@ -206,7 +207,8 @@ def gather(run: Path) -> Report:
     # A run may do much after its last step and come to its end; a failure has its own sentence.
     was_ended = state in (RunState.STOPPED, RunState.LAUNCHER_KILLED)
     hung = unfinished_words(trace.ranks, step_time_s(analysis.phases)) if was_ended else ""
-    sentences = [hung, nan_words(analysis.nan), words, shift_words(analysis.shifts), *gaps, rule]
+    seen = [words, shift_words(analysis.shifts), disk_words(result)]
+    sentences = [hung, nan_words(analysis.nan), *seen, *gaps, rule]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)
     facts = gather_facts(analysis, config=config, machine=machine)
