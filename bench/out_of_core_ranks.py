@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.training import OutOfCore
-from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory, page_faults
+from paceline.training.out_of_core.process_memory import ProcessMemory, page_faults
 
 
 class MappedFile:
@@ -61,8 +61,6 @@ def main():
         out_of_core = OutOfCore(
             model, optimizer, budget_bytes=asked.get("budget"), spill_folder=asked["folder"]
         )
-    elif mode in ("mapped", "checkpointing"):
-        Allocator().begin()  # without it they do not fit either
     mapped = MappedFile(asked["folder"])
     memory = ProcessMemory()
     times, cpu, digests, peaks, faults = [], [], [], [], []

@@ -4,11 +4,13 @@ import contextlib
 import copy
 import gc
 import hashlib
+import os
 import resource
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from paceline.training import prepare
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
+from paceline.training.out_of_core.spill_file import SpillFile, aligned, aligned_memory
 from paceline.training.out_of_core.training import OutOfCore
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
@@ -501,7 +504,9 @@ def slow_device(file, bytes_per_s):
         transfer(*args)
         never.wait(size_bytes / bytes_per_s)
 
-    file._write_all = lambda chunk, offset: slowly(write, chunk.nbytes, chunk, offset)
+    file._write_all = lambda chunks, begin: slowly(
+        write, sum(chunk.nbytes for chunk in chunks), chunks, begin
+    )
     file._read_all = lambda into, offset: slowly(read, into.nbytes, into, offset)
     try:
         yield
@@ -684,3 +689,33 @@ def test_two_optimizers_and_several_backward_passes_are_a_step(tmp_path, monkeyp
         assert out_of_core.session.counters.steps == 4
     assert found == expected
     assert ends[-1] == ends[1]  # the file does not grow with the steps
+
+
+def test_pieces_that_lie_beside_each_other_are_written_at_once(tmp_path, monkeypatch):
+    """Whole pages in one system call, and whatever has another size or address as well."""
+    calls = []
+    pwritev = os.pwritev
+
+    def counted(descriptor, views, offset):
+        calls.append(len(views))
+        # A disk may take less than all: part of the first pieces.
+        return pwritev(descriptor, [views[0][: len(views[0]) // 2 // 4096 * 4096 or None]], offset)
+
+    file = SpillFile(tmp_path)
+    pages = aligned_memory(9 * 4096).numpy()
+    pages[:] = np.arange(pages.nbytes, dtype=np.uint64).astype(np.uint8)
+    pieces = [pages[:8192], pages[8192:16384], pages[16385:20000], pages[20480:28672]]
+    extent = sum(aligned(piece.nbytes) for piece in pieces)
+    for write in (pwritev, counted):
+        monkeypatch.setattr("os.pwritev", write)
+        offset = file.allocate(extent)
+        transfer = file.write(pieces, offset, lambda: None)
+        transfer.wait()
+        read = file.read(offset, extent, transfer)
+        read.wait()
+        found, at = read.bytes.numpy(), 0
+        for piece in pieces:
+            assert np.array_equal(found[at : at + piece.nbytes], piece)
+            at += aligned(piece.nbytes)
+    assert calls[0] == 2
+    file.close()

@@ -17,8 +17,15 @@ import paceline.report.words
 import paceline.trace.analysis.communication
 from paceline.core.breakdown import Breakdown
 from paceline.report.delays import cut_words, shift_words
-from paceline.report.words import STEP_RULES, nan_words, summary_line, sync_place, verdict
-from paceline.runs.result import Failure, PhaseTime, RankResult, RunResult
+from paceline.report.words import (
+    STEP_RULES,
+    disk_words,
+    nan_words,
+    summary_line,
+    sync_place,
+    verdict,
+)
+from paceline.runs.result import Failure, MemoryUse, PhaseTime, RankResult, RunResult
 from paceline.trace.analysis.blame import Straggler
 from paceline.trace.analysis.nans import NanValue
 from paceline.trace.analysis.shifts import Shift
@@ -278,6 +285,23 @@ def test_the_summary_is_one_line():
     failed = summary_line(_result(failure=failure), Path("runs/one"))
     assert failed.startswith("Rank 1 failed before the end of its first step: RuntimeError")
     assert "\n" not in failed
+
+
+def test_a_disk_slower_than_planned_is_said():
+    ranks = tuple(
+        RankResult(
+            rank=rank,
+            steps=40,
+            loop_wall_s=4.0,
+            peak_memory_bytes=1,
+            phases=(),
+            memory=MemoryUse(budget_bytes=1 << 30, corrected=rank),
+        )
+        for rank in (0, 1)
+    )
+    words = "The disk for spilled tensors was slower than planned on rank 1: planned again"
+    assert words in summary_line(_result(ranks=ranks), Path("runs/one"))
+    assert disk_words(_result()) == disk_words(None) == ""
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from paceline.report.pipeline import Bubble, bubble_of, pipeline_words
 from paceline.report.unfinished import unfinished_words
 from paceline.report.words import (
     STEP_RULES,
+    disk_words,
     failure_words,
     gap_words,
     nan_words,
@@ -231,7 +232,7 @@ def gather(run: Path) -> Report:
     spilled = spilling(result, step)
     sentences = [
         *(hung, nan_words(analysis.nan), words, shift_words(analysis.shifts)),
-        *(spilling_words(spilled), *gaps, rule),
+        *(spilling_words(spilled), disk_words(result), *gaps, rule),
     ]
     machine = folder.read_record(Machine, "machine.json")
     ended_badly = failure is not None or (result is not None and result.exit_code != 0)

@@ -76,10 +76,21 @@ def summary_line(result: RunResult, run: Path) -> str:
         parts.append("no step recorded")
     if result.nan is not None:
         parts.append(f"a value was NaN in step {result.nan.step} on rank {result.nan.rank}")
+    parts += filter(None, [disk_words(result).rstrip(".")])
     if result.straggler is not None:
         late = result.straggler
         parts.append(f"rank {late.rank} was late {brief_steps(late)}")
     return f"{', '.join(parts)}; folder: {run}"
+
+
+def disk_words(result: RunResult | None) -> str:
+    """Return which ranks' disks were slower than their memory plans; empty if none was."""
+    ranks = result.ranks if result is not None else ()
+    slow = [rank.rank for rank in ranks if rank.memory is not None and rank.memory.corrected]
+    if not slow:
+        return ""
+    whose = ", ".join(map(str, slow))
+    return f"The disk for spilled tensors was slower than planned on rank {whose}: planned again."
 
 
 def mean_breakdown(result: RunResult) -> Breakdown:

@@ -13,7 +13,6 @@ from torch import nn
 from paceline.training import prepare
 
 RANK, RANKS, FOLDER = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-MIB = 1 << 20
 PLENTY = 1 << 40
 STEPS = 5
 
@@ -47,6 +46,7 @@ def train(model, budget):
     if prepared.out_of_core is None:
         return digests, None
     found = prepared.out_of_core.to_json()
+    found["least_bytes"] = max(prepared.out_of_core.session.profile.floor_bytes)
     prepared.out_of_core.close()
     return digests, found
 
@@ -59,8 +59,9 @@ torch.manual_seed(0)
 model = residuals(8)
 expected, _ = train(model, None)
 _, wide = train(model, PLENTY)
-peaks = [None] * RANKS
-dist.all_gather_object(peaks, wide["predicted_peak_bytes"])
-found, tight = train(model, min(peaks) - 6 * MIB)  # one budget for all ranks
+every = [None] * RANKS
+dist.all_gather_object(every, (wide["least_bytes"], wide["predicted_peak_bytes"]))
+least, most = max(least for least, _ in every), min(most for _, most in every)
+found, tight = train(model, (least + most) // 2)  # one budget for all ranks
 print(json.dumps({"expected": expected, "found": found, "tight": tight}))
 dist.destroy_process_group()

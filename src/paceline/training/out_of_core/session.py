@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
-PLANNED_PART = 0.97  # of the budget; the rest is for freed memory between tensors
-SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
+SLACK_PART = 1 / 32  # of the budget, for objects of Python, small blocks, and freed memory
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
 LATE_STEPS = (
     3  # in a row for a slow disk, after which steps are recorded with the disk as it is now
@@ -266,7 +265,7 @@ class Session:
 
     def _hold_budget(self) -> None:
         """Keep as much freed memory as the budget leaves beside all else of the process."""
-        slack = int(self.budget_bytes * SLACK_PART)
+        slack = int(self.budget_bytes * SLACK_PART) // 2
         self.allocator.keep_within(self.budget_bytes - slack, self.memory.now_bytes())
 
     def end_step(self) -> None:
@@ -345,7 +344,8 @@ class Session:
         # Beside what is in use there is freed memory: without room for it, a step asks the system
         # for the same pages again and again.
         least = least_budget_bytes(profile)
-        target = min(max(least, int(PLANNED_PART * self.budget_bytes)), self.budget_bytes)
+        slack = min(int(SLACK_PART * self.budget_bytes), (self.budget_bytes - least) // 2)
+        target = self.budget_bytes - max(slack, 0)
         try:
             tier = self.tier()
             plan = plan_memory(profile, tier, target)

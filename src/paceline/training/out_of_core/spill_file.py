@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
 ALIGNMENT = 4096  # of memory, offsets and lengths: at least what any block device asks for
 CHUNK_BYTES = 4 << 20
+JOINED_PIECES = 64  # in one system call, which takes 1,024 at most (IOV_MAX)
 DEADLINE_S = 300.0  # of one transfer; a disk that takes longer does not answer
 
 
@@ -174,13 +175,11 @@ class SpillFile:
         pieces = list(pieces)
 
         def run(_transfer: SpillTransfer) -> None:
-            begin, begin_cpu, at = time.monotonic(), time.thread_time(), offset
+            begin, begin_cpu = time.monotonic(), time.thread_time()
             try:
-                while pieces:
-                    self._write_piece(pieces[0], at)
-                    at += aligned(pieces[0].nbytes)
-                    self.written_bytes += pieces[0].nbytes
-                    del pieces[0]
+                self._write_pieces(pieces, offset)
+                self.written_bytes += sum(piece.nbytes for piece in pieces)
+                pieces.clear()
                 finish()  # frees the memory, before the step goes on
             finally:
                 pieces.clear()
@@ -250,22 +249,41 @@ class SpillFile:
         """
         return mmap.mmap(self._descriptor, aligned(size_bytes), prot=mmap.PROT_READ, offset=offset)
 
+    def _write_pieces(self, pieces: Sequence[np.ndarray], offset: int) -> None:
+        """Write pieces that lie one after the other in the file; whole pages of many at once."""
+        joined: list[np.ndarray] = []
+        begin = at = offset
+        for piece in pieces:
+            if _is_whole(piece) and len(joined) < JOINED_PIECES:
+                joined.append(piece)
+            else:
+                self._write_all(joined, begin)
+                self._write_piece(piece, at)
+                joined, begin = [], at + aligned(piece.nbytes)
+            at += aligned(piece.nbytes)
+        self._write_all(joined, begin)
+
     def _write_piece(self, piece: np.ndarray, offset: int) -> None:
         is_aligned = piece.ctypes.data % ALIGNMENT == 0
         whole = piece.nbytes // ALIGNMENT * ALIGNMENT if is_aligned else 0
         if whole:
-            self._write_all(piece[:whole], offset)
+            self._write_all([piece[:whole]], offset)
         for begin in range(whole, piece.nbytes, CHUNK_BYTES):
             chunk = piece[begin : begin + CHUNK_BYTES]
             np.copyto(self._bounce[: chunk.nbytes], chunk)
-            self._write_all(self._bounce[: aligned(chunk.nbytes)], offset + begin)
+            self._write_all([self._bounce[: aligned(chunk.nbytes)]], offset + begin)
 
-    def _write_all(self, chunk: np.ndarray, offset: int) -> None:
-        view = memoryview(chunk)  # type: ignore[arg-type]  # an array of bytes is a buffer
+    def _write_all(self, chunks: Sequence[np.ndarray], begin: int) -> None:
+        views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]  # arrays of bytes are buffers
+        offset = begin
         try:
-            while view:
-                count = os.pwritev(self._descriptor, [view], offset)
-                view, offset = view[count:], offset + count
+            while views:
+                count = os.pwritev(self._descriptor, views, offset)
+                offset += count
+                while views and count >= len(views[0]):
+                    count -= len(views.pop(0))
+                if count:
+                    views[0] = views[0][count:]
         except OSError as problem:
             fix = "Free space" if problem.errno == errno.ENOSPC else "Check the disk"
             raise StorageError(
@@ -274,7 +292,7 @@ class SpillFile:
                 why=reason(problem),
                 fix=f"{fix}, or choose another folder with spill_folder",
             ) from problem
-        self._drop_pages(offset - chunk.nbytes, chunk.nbytes)
+        self._drop_pages(begin, offset - begin)
 
     def _read_all(self, into: np.ndarray, offset: int) -> None:
         begin, view = offset, memoryview(into)  # type: ignore[arg-type]  # as above
@@ -298,6 +316,11 @@ class SpillFile:
         if not self.is_direct:
             os.fdatasync(self._descriptor)  # pages that are not written yet cannot be dropped
             os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+def _is_whole(piece: np.ndarray) -> bool:
+    """Whether a piece is whole pages, which need no copy to be written."""
+    return piece.ctypes.data % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0
 
 
 def _serve(transfers: queue.SimpleQueue[SpillTransfer | None]) -> None:
