@@ -123,6 +123,7 @@ EXPORTS = {
         "Replayed",
         "ReplayedInterval",
         "SpillTier",
+        "StepEvents",
         "StepProfile",
         "TensorAction",
         "TensorTransfer",
@@ -130,6 +131,7 @@ EXPORTS = {
         "load_solver",
         "plan_memory",
         "replay",
+        "target_budget_bytes",
     ],
     "store": [
         "Archives",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.core.errors import MemoryExceeded
-from paceline.schedules.memory import SpillTier, least_budget_bytes, load_solver, plan_memory
+from paceline.schedules.memory import SpillTier, load_solver, plan_memory, target_budget_bytes
 from paceline.training.out_of_core.managed import Managed, own_bytes, storage_bytes, version_of
 from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory
 from paceline.training.out_of_core.recording import Event, ModuleRun, Recording, profile_of
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
 GROWTH_MARGIN = 1.25  # holes between tensors that do not fit the next ones
-PLANNED_PART = 0.8  # of the budget beyond the least; the rest is for freed memory
 SLACK_PART = 1 / 64  # of the budget, for objects of Python and small blocks
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
@@ -358,10 +357,7 @@ class Session:
         profile, places = profile_of(recording, sizes, self._after_step)
         if self.recompute is None or self._first_plan is not None:
             profile = replace(profile, modules=())
-        # Beside what is in use there is freed memory: without room for it, a step asks the system
-        # for the same pages again and again.
-        least = least_budget_bytes(profile)
-        target = min(least + int(PLANNED_PART * (self.budget_bytes - least)), self.budget_bytes)
+        target = target_budget_bytes(profile, self.budget_bytes)
         try:
             plan = plan_memory(profile, self.tier(), target)
         except MemoryExceeded:
