@@ -117,12 +117,14 @@ EXPORTS = {
         "zero_bubble",
     ],
     "schedules.memory": [
+        "SLACK_PART",
         "ManagedTensor",
         "MemoryPlan",
         "RecomputedModule",
         "Replayed",
         "ReplayedInterval",
         "SpillTier",
+        "StepEvents",
         "StepProfile",
         "TensorAction",
         "TensorTransfer",
@@ -130,6 +132,7 @@ EXPORTS = {
         "load_solver",
         "plan_memory",
         "replay",
+        "target_budget_bytes",
     ],
     "store": [
         "Archives",

@@ -71,6 +71,12 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "with --strategy auto each rank].",
 )
 @click.option(
+    "--fit",
+    "budget",
+    metavar="BYTES",
+    help="Plan for a memory budget of each rank, as 8GiB: what is kept, computed again, spilled.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="File to write the plan to, for paceline run --plan; an older plan there is replaced.",
@@ -89,6 +95,7 @@ def plan(
     microbatches: int | None,
     schedule: PipelineChoice,
     batch: int | None,
+    budget: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -103,6 +110,7 @@ def plan(
     prediction less certain: too little memory, operators whose rate was not measured, a machine
     that was busy while it was probed, an extrapolation.
     """
+    from paceline.core.config import parse_size
     from paceline.core.file_kind import FileKind, prepare_output
     from paceline.core.files import commit_text
     from paceline.studies.predict import StrategyOptions, predict
@@ -123,6 +131,7 @@ def plan(
             microbatches=microbatches,
             schedule=schedule,
             batch=batch,
+            fit_bytes=parse_size(budget) if budget else None,
         ),
     )
     assert planned.estimate is not None

@@ -90,6 +90,44 @@ class PlanCandidate(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFit(Record):
+    """What of a step is kept, computed again and spilled, so that it stays within a budget.
+
+    Attributes:
+        budget_bytes: of a rank's process.
+        least_bytes: the smallest budget that there is a plan for.
+        peak_bytes: of the process under the plan, without freed memory that it keeps.
+        in_core_peak_bytes: of a process that keeps everything.
+        step_s: predicted.
+        in_core_step_s: of a step that keeps everything.
+        exposed_s: seconds of a step in which it waits for transfers.
+        spilled_bytes: written in a step; as many are read.
+        recomputed: names of the modules that are computed again.
+        kinds: bytes by kind of tensor, and by ``keep``, ``recompute`` or ``spill``.
+        disk_bytes_per_s: rate of the disk.
+        disk_source: where that rate is from.
+    """
+
+    budget_bytes: int
+    least_bytes: int
+    peak_bytes: int
+    in_core_peak_bytes: int
+    step_s: float
+    in_core_step_s: float
+    exposed_s: float
+    spilled_bytes: int
+    recomputed: tuple[str, ...] = ()
+    kinds: dict[str, dict[str, int]]
+    disk_bytes_per_s: float
+    disk_source: str
+
+    @property
+    def slowdown(self) -> float:
+        """The predicted time of a step, over that of a step which keeps everything."""
+        return self.step_s / self.in_core_step_s if self.in_core_step_s else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate(Record):
     """A predicted step of one rank.
 
@@ -121,6 +159,7 @@ class Estimate(Record):
         warnings: sentences that say what makes the prediction less certain: too little memory, a
             machine that was busy while it was probed, operators whose rate was not measured, an
             extrapolation.
+        memory_fit: with a memory budget, what goes where; None without one.
     """
 
     version: ClassVar[int] = 2
@@ -147,6 +186,7 @@ class Estimate(Record):
     candidates: tuple[PlanCandidate, ...] = ()
     unpriced: tuple[UnpricedOperator, ...] = ()
     warnings: tuple[str, ...] = ()
+    memory_fit: MemoryFit | None = None
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from paceline.core.estimate import Estimate
+    from paceline.core.estimate import Estimate, MemoryFit
     from paceline.perf.calibrate import Calibration
     from paceline.report.compare import Comparison
     from paceline.report.model import Report
@@ -216,7 +216,37 @@ def render_estimate(estimate: Estimate) -> Group:
         phases,
         Text(),
         memory,
+        *_memory_fit(estimate.memory_fit),
     )
+
+
+def _memory_fit(found: MemoryFit | None) -> list[RenderableType]:
+    """Return what goes where within a memory budget."""
+    if found is None:
+        return []
+    actions = ("keep", "recompute", "spill")
+    rows = [
+        [format_bytes(counts.get(action, 0)) for action in actions]
+        for counts in found.kinds.values()
+    ]
+    again = f", computed again: {', '.join(found.recomputed)}" if found.recomputed else ""
+    return [
+        Text(),
+        Text(
+            f"within {format_bytes(found.budget_bytes)}: peak {format_bytes(found.peak_bytes)} of "
+            f"a process (in core {format_bytes(found.in_core_peak_bytes)}), a step of "
+            f"{format_seconds(found.step_s)}, {found.slowdown:.2f} times as long; "
+            f"{format_bytes(found.spilled_bytes)} spilled, {format_seconds(found.exposed_s)} of "
+            f"the transfers exposed{printable(again)}",
+            style="bold",
+        ),
+        Text(
+            f"smallest budget: {format_bytes(found.least_bytes)}; disk: "
+            f"{format_rate(found.disk_bytes_per_s)} ({printable(found.disk_source)})"
+        ),
+        Text(),
+        _table("tensors", ["kept", "recomputed", "spilled"], list(found.kinds), rows),
+    ]
 
 
 def render_calibration(calibration: Calibration) -> Group:

@@ -10,8 +10,9 @@ from paceline.core.estimate import PlanCandidate
 from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
 from paceline.perf import divide, estimate
+from paceline.perf.out_of_core import fit
 from paceline.probe.machine_file import load_machine
-from paceline.training.capture_process import BatchDivision, capture_file, capture_splits
+from paceline.training.capture_process import BatchDivision, capture_splits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,7 @@ class StrategyOptions:
         schedule: order in which the stages compute.
         batch: samples of a step on all replicas together; None: each replica has the batch of the
             user's function, with ``auto`` each rank.
+        fit_bytes: memory budget of each rank that has the whole model; None: none.
     """
 
     strategy: StrategyChoice | None = None
@@ -46,6 +48,7 @@ class StrategyOptions:
     microbatches: int | None = None
     schedule: PipelineChoice = "1f1b"
     batch: int | None = None
+    fit_bytes: int | None = None
 
     @property
     def resolved(self) -> StrategyChoice:
@@ -89,6 +92,7 @@ def predict(
         strategy: how they share model and batch; None: data-parallel.
 
     Raises:
+        MemoryExceeded: no memory plan holds the budget.
         NotFound: there is no such file, or no machine was probed.
         UsageError: the model cannot be captured or divided, or the plan not predicted.
         PacelineError: the capture failed, see `capture_splits`.
@@ -104,8 +108,19 @@ def predict(
     )
     options = strategy or StrategyOptions()
     if options.resolved == "data" and options.batch is None and options.partitions in (None, 1):
-        workload = capture_file(target)
-        return PlanFile(plan=plan, estimate=estimate(machine, workload, plan), workload=workload)
+        captured = capture_splits(target, (), memory=options.fit_bytes is not None)
+        workload = captured.workload
+        predicted = estimate(machine, workload, plan)
+        if options.fit_bytes is not None and captured.events is not None:
+            found = fit(machine, workload, plan, captured.events, options.fit_bytes)
+            predicted = replace(predicted, memory_fit=found)
+        return PlanFile(plan=plan, estimate=predicted, workload=workload)
+    if options.fit_bytes is not None:
+        raise UsageError(
+            "a memory budget is planned for ranks that have the whole model",
+            where="paceline plan --fit",
+            fix="Leave out --strategy, --partitions and --batch",
+        )
     shapes = _shapes(options, ranks)
     is_auto = options.resolved == "auto"
     captured = capture_splits(

@@ -83,8 +83,8 @@ def capture(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        module = _fake_copy(step.module, fake)
-        inputs, target = _fake_values(step.inputs, fake), _fake_values(step.target, fake)
+        module = fake_copy(step.module, fake)
+        inputs, target = fake_values(step.inputs, fake), fake_values(step.target, fake)
         recorder = record(module, inputs) if record else OperatorRecorder(module)
         with fake, recorder.watching():
             optimizer = _run(recorder, module, inputs, target, step)
@@ -129,7 +129,7 @@ def _run(
     recorder.phase = "forward"
     output = recorder.call(inputs)
     if step.loss_fn is None:
-        loss = _loss_in(output)
+        loss = loss_in(output)
     else:
         loss = step.loss_fn(output) if target is None else step.loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -150,7 +150,7 @@ def _run(
     return optimizer
 
 
-def _arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(module: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments with which a batch calls the module.
 
     A dict is taken apart where its keys are names of arguments, as of models whose batches come as
@@ -174,7 +174,7 @@ def _accepts(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return True
 
 
-def _loss_in(output: Any) -> Any:
+def loss_in(output: Any) -> Any:
     """Return what an output names its loss, as models do that were given labels; else its sum."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
@@ -199,22 +199,24 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+def fake_copy(module: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+    """Return a copy of a module whose tensors have shapes without data."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = fake.from_tensor(tensor)
     return copy.deepcopy(module, memo)
 
 
-def _fake_values(values: Any, fake: FakeTensorMode) -> Any:
+def fake_values(values: Any, fake: FakeTensorMode) -> Any:
+    """Return values whose tensors have shapes without data, as deep as they are nested."""
     if isinstance(values, torch.Tensor):
         return fake.from_tensor(values)
     if isinstance(values, Mapping):  # also what only behaves like a dict, as tokenizers return
-        return {key: _fake_values(value, fake) for key, value in values.items()}
+        return {key: fake_values(value, fake) for key, value in values.items()}
     if isinstance(values, tuple) and hasattr(values, "_fields"):  # a NamedTuple takes them singly
-        return type(values)(*(_fake_values(value, fake) for value in values))
+        return type(values)(*(fake_values(value, fake) for value in values))
     if isinstance(values, (tuple, list)):
-        return type(values)(_fake_values(value, fake) for value in values)
+        return type(values)(fake_values(value, fake) for value in values)
     return values
 
 
@@ -258,7 +260,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch."""
-        arguments, keywords = _arguments(self._module, inputs)
+        arguments, keywords = call_arguments(self._module, inputs)
         return self._module(*arguments, **keywords)
 
     @contextlib.contextmanager

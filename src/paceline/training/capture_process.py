@@ -11,6 +11,7 @@ from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError, WorkerFailed
 from paceline.core.worker_process import WorkerCall, WorkerMessage, call
 from paceline.core.workload import Workload
+from paceline.schedules.memory import StepEvents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,7 @@ class CaptureRequest(WorkerMessage):
         batch: samples of all replicas together; 0: the function's batch times `copies`.
         copies: how often the function's batch is in that batch.
         splits: how to divide that batch, in addition to the function's own step.
+        memory: whether to capture the order in which the step's tensors are needed, too.
     """
 
     path: str
@@ -55,6 +57,7 @@ class CaptureRequest(WorkerMessage):
     batch: int = 0
     copies: int = 1
     splits: tuple[BatchDivision, ...] = ()
+    memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +69,13 @@ class CapturedStep(WorkerMessage):
         batch: that was divided.
         splits: a Workload for each of the request's, with the largest microbatch; with edges
             between layers where the model is cut into stages.
+        events: of the function's own step, if they were asked for.
     """
 
     workload: Workload
     batch: int
     splits: tuple[Workload, ...] = ()
+    events: StepEvents | None = None
 
 
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
@@ -91,6 +96,7 @@ def capture_splits(
     *,
     batch: int = 0,
     copies: int = 1,
+    memory: bool = False,
     deadline_s: float = CAPTURE_DEADLINE_S,
 ) -> CapturedStep:
     """Return the Workloads of the training step of ``FILE.py:FUNCTION``, its batch divided.
@@ -100,6 +106,7 @@ def capture_splits(
         splits: how to divide the batch.
         batch: samples of all replicas together; 0: the function's batch times `copies`.
         copies: how often the function's batch is in that batch.
+        memory: whether to capture the events of the function's own step, too.
         deadline_s: for the import of torch, the user's function and all captures together.
 
     Raises:
@@ -120,7 +127,12 @@ def capture_splits(
     work = WorkerCall(
         module=_WORKER,
         request=CaptureRequest(
-            path=str(path), function=function, batch=batch, copies=copies, splits=tuple(splits)
+            path=str(path),
+            function=function,
+            batch=batch,
+            copies=copies,
+            splits=tuple(splits),
+            memory=memory,
         ),
         answer=CapturedStep,
         name=f"capture of {target}",

@@ -19,6 +19,7 @@ from paceline.core.record import nearest
 from paceline.core.worker_process import serve
 from paceline.training.capture import TrainingStep, capture
 from paceline.training.capture_process import CapturedStep, CaptureRequest
+from paceline.training.out_of_core.capturing import capture_events
 from paceline.training.pipeline.workload import capture_layers, resized
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def run(request: CaptureRequest) -> CapturedStep:
 
 def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
     workload = capture(step, name=request.function)
+    events = capture_events(step) if request.memory else None
     batch = request.batch or workload.batch * request.copies
     splits: dict[tuple[int, bool], Workload] = {}
     keys = [(split.sizes(batch)[1], split.microbatches > 0) for split in request.splits]
@@ -107,7 +109,9 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
         if (size, in_stages) not in splits:
             divide = capture_layers if in_stages else capture
             splits[size, in_stages] = divide(resized(step, size), name=request.function)
-    return CapturedStep(workload=workload, batch=batch, splits=tuple(splits[key] for key in keys))
+    return CapturedStep(
+        workload=workload, batch=batch, splits=tuple(splits[key] for key in keys), events=events
+    )
 
 
 if __name__ == "__main__":

@@ -10,19 +10,28 @@ from paceline.schedules.memory.records import (
     MemoryPlan,
     RecomputedModule,
     SpillTier,
+    StepEvents,
     StepProfile,
     TensorAction,
 )
-from paceline.schedules.memory.selection import least_budget_bytes, load_solver, plan_memory
+from paceline.schedules.memory.selection import (
+    SLACK_PART,
+    least_budget_bytes,
+    load_solver,
+    plan_memory,
+    target_budget_bytes,
+)
 from paceline.schedules.memory.timeline import Replayed, ReplayedInterval, TensorTransfer, replay
 
 __all__ = [
+    "SLACK_PART",
     "ManagedTensor",
     "MemoryPlan",
     "RecomputedModule",
     "Replayed",
     "ReplayedInterval",
     "SpillTier",
+    "StepEvents",
     "StepProfile",
     "TensorAction",
     "TensorTransfer",
@@ -30,4 +39,5 @@ __all__ = [
     "load_solver",
     "plan_memory",
     "replay",
+    "target_budget_bytes",
 ]

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.core.record import Record
+from paceline.core.workload import Operation
 
 Action = Literal["keep", "spill", "recompute"]
 TensorKind = Literal["activation", "optimizer"]
@@ -152,6 +153,27 @@ class StepProfile(Record):
     def step_s(self) -> float:
         """Seconds of a step in which nothing is spilled."""
         return sum(self.compute_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvents(Record):
+    """A training step as it was captured: what `StepProfile` has, with work in place of seconds.
+
+    Attributes:
+        profile: of the step, without seconds; memory is that of tensors alone.
+        work: the operators of each interval.
+        modules: of each module of the profile: events at which its forward pass begins and ends.
+        process_bytes: that a process has beside its tensors.
+        parameter_bytes: of all parameters.
+        gradient_bytes: of all gradients.
+    """
+
+    profile: StepProfile
+    work: tuple[tuple[Operation, ...], ...]
+    modules: tuple[tuple[int, int], ...] = ()
+    process_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,9 @@ MILP_TIME_LIMIT_S = 2.0
 RESERVES = (0.0, 0.02, 0.05, 0.1)
 
 
+SLACK_PART = 1 / 32  # of the budget, for objects of Python, small blocks, and freed memory
+
+
 class Choice(NamedTuple):
     """Which tensors are kept, and which modules are recomputed; by index in the profile."""
 
@@ -48,6 +51,16 @@ class _Judged(NamedTuple):
 def least_budget_bytes(profile: StepProfile) -> int:
     """Return the smallest budget that a plan exists for: everything away that can be."""
     return max(profile.floor_bytes, default=0)
+
+
+def target_budget_bytes(profile: StepProfile, budget_bytes: int) -> int:
+    """Return what a plan may use of a process's budget.
+
+    Beside what is in use there is freed memory: without room for it, a step asks the system for the
+    same pages again and again.
+    """
+    slack = min(int(SLACK_PART * budget_bytes), (budget_bytes - least_budget_bytes(profile)) // 2)
+    return budget_bytes - max(slack, 0)
 
 
 def plan_memory(

@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.core.errors import MemoryExceeded
-from paceline.schedules.memory import SpillTier, least_budget_bytes, load_solver, plan_memory
+from paceline.schedules.memory import (
+    SLACK_PART,
+    SpillTier,
+    load_solver,
+    plan_memory,
+    target_budget_bytes,
+)
 from paceline.training.out_of_core.following import Following, Moved
 from paceline.training.out_of_core.managed import Managed, own_bytes, storage_bytes, version_of
 from paceline.training.out_of_core.process_memory import Allocator, ProcessMemory, page_faults
@@ -45,11 +51,8 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 1 << 16  # smaller tensors stay: a transfer would cost more than they free
 VIEW_PART = 8  # a view of less than this part of its storage belongs to a larger thing, a data set
-SLACK_PART = 1 / 32  # of the budget, for objects of Python, small blocks, and freed memory
 DIVERGED_STEPS = 2  # in a row, after which the order is recorded again
-LATE_STEPS = (
-    3  # in a row for a slow disk, after which steps are recorded with the disk as it is now
-)
+LATE_STEPS = 3  # in a row for a slow disk, after which steps are recorded with it as it is now
 UNKNOWN_BYTES_PER_S = 1e9  # of a disk that nothing was written to
 RECORDED_STEPS = 12  # without two of the same order: planning is given up
 
@@ -341,11 +344,7 @@ class Session:
         profile, places = profile_of(recording, sizes, self._after_step, fault_s)
         if self.recompute is None or self._first_plan is not None:
             profile = replace(profile, modules=())
-        # Beside what is in use there is freed memory: without room for it, a step asks the system
-        # for the same pages again and again.
-        least = least_budget_bytes(profile)
-        slack = min(int(SLACK_PART * self.budget_bytes), (self.budget_bytes - least) // 2)
-        target = self.budget_bytes - max(slack, 0)
+        target = target_budget_bytes(profile, self.budget_bytes)
         try:
             tier = self.tier()
             plan = plan_memory(profile, tier, target)
