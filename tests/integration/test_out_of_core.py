@@ -17,7 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
-from paceline.schedules.memory import SpillTier, least_budget_bytes, plan_memory
+from paceline.schedules.memory import (
+    SpillTier,
+    least_budget_bytes,
+    plan_memory,
+    target_budget_bytes,
+)
 from paceline.training import prepare
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
@@ -93,15 +98,16 @@ def plan_for_half(out_of_core, monkeypatch):
     """
     session = out_of_core.session
 
-    def least_of(profile):
+    def target_of(profile, budget_bytes):
+        assert budget_bytes == session.budget_bytes
         least = least_budget_bytes(profile)
         if session.budget_bytes == PLENTY or least >= session.budget_bytes:
             most = plan_memory(profile, session.tier(), PLENTY).in_core_peak_bytes
             assert most - least > 5 * MIB
             session.budget_bytes = least + (most - least) // 2
-        return least
+        return target_budget_bytes(profile, session.budget_bytes)
 
-    monkeypatch.setattr("paceline.training.out_of_core.session.least_budget_bytes", least_of)
+    monkeypatch.setattr("paceline.training.out_of_core.session.target_budget_bytes", target_of)
 
 
 @pytest.mark.parametrize(

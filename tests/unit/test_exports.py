@@ -117,12 +117,12 @@ EXPORTS = {
         "zero_bubble",
     ],
     "schedules.memory": [
-        "SLACK_PART",
         "ManagedTensor",
         "MemoryPlan",
         "RecomputedModule",
         "Replayed",
         "ReplayedInterval",
+        "SLACK_PART",
         "SpillTier",
         "StepEvents",
         "StepProfile",

@@ -35,7 +35,13 @@ from paceline.training.operators import tensors_in, works_of
 from paceline.training.out_of_core.optimizer_files import SUPPORTED
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
-from paceline.training.out_of_core.recording import Event, ModuleRun, Recording, profile_of
+from paceline.training.out_of_core.recording import (
+    AfterStep,
+    Event,
+    ModuleRun,
+    Recording,
+    profile_of,
+)
 from paceline.training.out_of_core.session import LEAST_BYTES, VIEW_PART
 from paceline.training.out_of_core.training import OutOfCore
 
@@ -209,7 +215,10 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         """Return what the step showed."""
         recording = self._recording
         profile, _ = profile_of(
-            recording, self._state_bytes, (0.0, recording.peak_bytes[len(recording.events) - 1])
+            recording,
+            self._state_bytes,
+            AfterStep(peak_bytes=recording.peak_bytes[len(recording.events) - 1]),
+            fault_s=0.0,
         )
         recording.forget()
         self._memory.close()
