@@ -24,13 +24,15 @@ namespace paceline {
 namespace {
 
 constexpr std::size_t page = 4096;
-constexpr std::size_t range_bytes = std::size_t{1} << 42;  // of addresses, not of memory
+// Of addresses, not of memory; fewer where a process may not have so many (RLIMIT_AS).
+constexpr std::size_t most_range_bytes = std::size_t{1} << 42;
+constexpr std::size_t least_range_bytes = std::size_t{1} << 36;
 
 std::atomic<TensorPool*> pool{nullptr};
 std::atomic<bool> is_pool_used{false};
 
 int pooled_memalign(void** out, std::size_t alignment, std::size_t bytes) {
-  if (bytes >= pooled_bytes && alignment <= page && is_pool_used.load(std::memory_order_relaxed)) {
+  if (bytes >= pooled_bytes && alignment <= page && is_pool_used.load(std::memory_order_acquire)) {
     if (std::byte* const block = pool.load(std::memory_order_acquire)->allocate(bytes)) {
       *out = block;
       return 0;
@@ -40,14 +42,15 @@ int pooled_memalign(void** out, std::size_t alignment, std::size_t bytes) {
 }
 
 void pooled_free(void* block) {
-  TensorPool* const all = pool.load(std::memory_order_acquire);
-  if (all == nullptr || !all->contains(block)) return std::free(block);
-  if (!all->release(block)) std::abort();  // freed twice, as the C library's free aborts
+  TensorPool* const tensor_pool = pool.load(std::memory_order_acquire);
+  if (tensor_pool == nullptr || !tensor_pool->contains(block)) return std::free(block);
+  if (!tensor_pool->release(block)) std::abort();  // freed twice, as the C library's free aborts
 }
 
 struct Redirection {
   const char* library;
-  int slots = 0;  // of posix_memalign
+  int memalign_slots = 0;
+  int free_slots = 0;
   bool is_failed = false;
 };
 
@@ -70,9 +73,10 @@ void redirect_table(const dl_phdr_info& info, const ElfW(Rela) * relocations, st
     auto** const slot = reinterpret_cast<void**>(info.dlpi_addr + relocations[i].r_offset);
     if (is_free && name == "free") {
       write_slot(slot, reinterpret_cast<void*>(&pooled_free), redirection);
+      ++redirection.free_slots;
     } else if (!is_free && name == "posix_memalign") {
       write_slot(slot, reinterpret_cast<void*>(&pooled_memalign), redirection);
-      ++redirection.slots;
+      ++redirection.memalign_slots;
     }
   }
 }
@@ -112,20 +116,31 @@ int redirect_library(dl_phdr_info* info, std::size_t, void* data) {
   return 1;
 }
 
+TensorPool* new_pool() {
+  if (sysconf(_SC_PAGESIZE) != page) return nullptr;
+  for (std::size_t bytes = most_range_bytes; bytes >= least_range_bytes; bytes /= 2) {
+    try {
+      return new TensorPool(bytes);
+    } catch (const std::bad_alloc&) {  // the next one is smaller
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 TensorPool* redirect_allocations(const char* library) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  if (TensorPool* const made = pool.load()) return made;
-  auto* const all = new (std::nothrow) TensorPool(range_bytes);
-  if (all == nullptr) return nullptr;
-  pool.store(all);
+  if (TensorPool* const tensor_pool = pool.load()) return tensor_pool;
+  TensorPool* const tensor_pool = new_pool();
+  if (tensor_pool == nullptr) return nullptr;
+  pool.store(tensor_pool);
   Redirection redirection{library};
   dl_iterate_phdr(&redirect_library, &redirection);
-  if (redirection.slots == 0 || redirection.is_failed) {
+  if (redirection.memalign_slots == 0 || redirection.free_slots == 0 || redirection.is_failed) {
     pool.store(nullptr);  // no block was handed out: is_pool_used is false
-    delete all;
+    delete tensor_pool;
     return nullptr;
   }
   pthread_atfork([] { pool.load()->lock(); }, [] { pool.load()->unlock(); },
@@ -133,7 +148,7 @@ TensorPool* redirect_allocations(const char* library) {
                    pool.load()->unlock();
                    use_pool(false);  // a worker of a loader has no budget
                  });
-  return all;
+  return tensor_pool;
 }
 
 void use_pool(bool is_used) noexcept { is_pool_used.store(is_used && pool.load() != nullptr); }

@@ -4,8 +4,10 @@ import contextlib
 import copy
 import gc
 import hashlib
+import json
 import os
 import resource
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -230,6 +232,51 @@ def test_a_change_in_place_is_refused_as_autograd_refuses_it(tmp_path):
         step(False)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(True)
+
+
+def test_a_change_of_a_small_tensor_is_refused_too(tmp_path):
+    scale = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([scale], lr=0.1)
+    with OutOfCore(nn.ParameterList([scale]), optimizer, spill_folder=tmp_path):
+        loss = (scale * scale).sum()
+        with torch.no_grad():
+            scale.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_graph_without_a_backward_pass_leaves_nothing_in_the_file(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
+        sizes = []
+        for _ in range(3):  # an evaluation without no_grad, whose last operators save small outputs
+            outputs = model(batch)
+            outputs.mean(1).log_softmax(0).sum()
+            del outputs
+            sizes.append(os.fstat(out_of_core.session.file._descriptor).st_size)
+        assert 0 < sizes[1] == sizes[2]
+
+
+def test_a_refused_second_budget_leaves_the_first_its_pool(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, spill_folder=tmp_path) as first:
+        with pytest.raises(UsageError, match="this thread has a memory budget already"):
+            OutOfCore(model, optimizer, spill_folder=tmp_path)
+        before = first.session.allocator.counts().used_bytes
+        held = torch.empty(64 * MIB, dtype=torch.uint8)
+        assert first.session.allocator.counts().used_bytes >= before + held.nbytes
+        train(model, batch, 1, optimizer)
+
+
+def test_a_process_of_few_addresses_trains_without_a_pool(tmp_path):
+    script = Path(__file__).parent / "scripts" / "few_addresses.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"is_pooled": False, "steps": 3}
 
 
 def test_the_state_goes_on_from_a_state_dict(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from paceline.core.errors import UsageError
 from paceline.training import prepare
+from paceline.training.batch_norm import batch_norms
 from paceline.training.pipeline.costs import layer_costs
 from paceline.training.pipeline.graph import bind_inputs, capture
 from paceline.training.pipeline.microbatches import joined, sizes_of, split
@@ -400,6 +401,45 @@ def test_a_batch_that_an_exported_graph_is_not_made_for_is_refused(library):
         example.check({**given, "mask": torch.ones(3, 1, 5)})
     with pytest.raises(UsageError, match="captured for another tokens"):
         example.check({"mask": given["mask"], "is_causal": False})
+
+
+def test_a_tensor_that_is_given_twice_is_two_arguments():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Linear(4, 4)
+
+        def forward(self, x, target):
+            if x.shape[0] > 0:
+                return self.low(x) - target
+            return x
+
+    same = torch.randn(3, 4)
+    model = Loss()
+    captured = capture(model, {"x": same, "target": same})
+    other = {"x": torch.randn(5, 4), "target": torch.randn(5, 4)}
+    captured.example.check(other)
+    assert torch.allclose(run_stages(cut(captured, []), **other), model(**other))
+
+
+def test_a_dict_may_be_the_only_argument_beside_others_by_name():
+    class Takes(nn.Module):
+        def forward(self, features, **options):
+            return features["tokens"]
+
+    batch = {"tokens": torch.zeros(2, 3)}
+    assert bind_inputs(Takes(), batch).arguments == {"features": batch}
+    assert set(bind_inputs(Takes(), {"features": 1, "scale": 2}).kwargs) == {"scale"}
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_is_not_synchronised():
+    class Activated(nn.BatchNorm2d):
+        def forward(self, x):
+            return torch.relu(super().forward(x))
+
+    assert len(batch_norms(nn.Sequential(nn.BatchNorm2d(2), nn.SyncBatchNorm(2)))) == 2
+    with pytest.raises(UsageError, match="the layer 1 has a forward pass of its own"):
+        batch_norms(nn.Sequential(nn.Conv2d(1, 2, 1), Activated(2)))
 
 
 def test_a_model_that_returns_an_object_cannot_be_exported():

@@ -23,6 +23,7 @@ from paceline.schedules.pipeline import (
     zero_bubble,
 )
 from paceline.trace.analysis import analyse
+from paceline.trace.format.events import Kind
 from paceline.trace.merge import load_run
 
 STEPS = 24
@@ -45,6 +46,17 @@ def link(latency_s):
     fast = Quantity(value=1e12, source="datasheet")
     latency = Quantity(value=latency_s, source="datasheet")
     return Link(level="loopback", sharing="pair", latency_s=latency, bandwidth_bytes_per_s=fast)
+
+
+def test_a_batch_that_a_killed_rank_has_a_part_of_is_left_out(tmp_path):
+    schedule = one_forward_one_backward(2, 4)
+    by_rank = pipelined(schedule, EVEN, steps=3)
+    batches = [event.sequence for event in by_rank[1] if event.kind is Kind.STAGE]
+    last = max(place for place, event in enumerate(by_rank[1]) if event.kind is Kind.STAGE)
+    by_rank[1] = by_rank[1][: last - 2]
+    report = gather(write_run(tmp_path, by_rank))
+    assert max(batches) == 3
+    assert report.pipeline.batches == 1  # the second: the first makes what is made once
 
 
 @pytest.mark.parametrize("schedule", ORDERS, ids=lambda order: f"{order.name}-{order.stages}")

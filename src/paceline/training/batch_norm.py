@@ -46,12 +46,29 @@ class BatchShare(NamedTuple):
 
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FORWARDS = {layer.forward for layer in _LAYERS}
 
 
 def batch_norms(model: nn.Module, *, only_synchronised: bool = False) -> list[nn.Module]:
-    """Return a model's layers of batch normalisation, or only those that are SyncBatchNorm."""
+    """Return a model's layers of batch normalisation, or only those that are SyncBatchNorm.
+
+    Raises:
+        UsageError: a layer of a class derived from these computes something else.
+    """
     wanted = nn.SyncBatchNorm if only_synchronised else _LAYERS
-    return [module for module in model.modules() if isinstance(module, wanted)]
+    layers = []
+    for name, module in model.named_modules():
+        if not isinstance(module, wanted):
+            continue
+        if type(module).forward not in _FORWARDS:
+            raise UsageError(
+                f"the layer {name} has a forward pass of its own, which synchronising would replace",
+                where=f"{type(module).__module__}.{type(module).__qualname__}",
+                fix="Use torch's BatchNorm and a module of its own for what follows, or do not "
+                "synchronise",
+            )
+        layers.append(module)
+    return layers
 
 
 def use_own_batch(layers: Iterable[nn.Module]) -> None:
@@ -86,14 +103,13 @@ def _normalised(
     x: torch.Tensor,
 ) -> torch.Tensor:
     """Return what the layer returns for this rank's part of all samples."""
-    is_of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
-    if not is_of_batch:
+    if not layer.training:
         return local(x)
     layer._check_input_dim(x)  # noqa: SLF001  # as its own forward pass
     y, mean, variance, count = _Normalise.apply(
         x, layer.weight, layer.bias, layer.eps, exchange, share()
     )
-    if layer.training and layer.track_running_stats and layer.running_mean is not None:
+    if layer.track_running_stats and layer.running_mean is not None:
         _track(layer, mean, variance, count)
     return y
 

@@ -95,7 +95,9 @@ class Prepared:
             loss.backward()
         if self.ranks.size == 1:
             return loss.detach()
-        totals = torch.stack([loss.detach().double() * samples, loss.new_tensor(samples).double()])
+        # The mean over no samples is not a number.
+        value = loss.detach().double() * samples if samples else loss.new_zeros(()).double()
+        totals = torch.stack([value, loss.new_tensor(samples).double()])
         dist.all_reduce(totals, group=self.ranks.group)
         return (totals[0] / totals[1]).to(loss.dtype)
 

@@ -340,15 +340,16 @@ def _common_batches(ranks: Sequence[_RankActions]) -> np.ndarray:
 
     The first one also sends what tensors look like, and waits for what is made once.
     """
-    batches, counts = np.unique(ranks[0].batch, return_counts=True)
-    common = batches > 1
-    for rank in ranks[1:]:
-        common &= np.isin(batches, rank.batch)
-    batches, counts = batches[common], counts[common]
-    if not len(batches):
-        return batches
-    values, times = np.unique(counts, return_counts=True)
-    return np.asarray(batches[counts == values[times.argmax()]])
+    common: np.ndarray | None = None
+    for rank in ranks:  # of each rank alone: one that was killed has only a part of its last batch
+        batches, counts = np.unique(rank.batch[rank.batch > 1], return_counts=True)
+        if not len(batches):
+            return batches
+        values, times = np.unique(counts, return_counts=True)
+        usual = batches[counts == values[times.argmax()]]
+        common = usual if common is None else np.intersect1d(common, usual)
+    assert common is not None
+    return common
 
 
 def _window(pipeline: Sequence[_RankActions], batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -408,7 +409,8 @@ def _transfers(trace: Trace, ranks: Sequence[_RankActions], batches: np.ndarray)
         seen = exposed[same & (is_whole > 0)]
         typical[same] = np.median(seen) if len(seen) else 0.0
     hidden = np.maximum(0.0, typical - exposed)
-    shares = np.where(typical > 0, hidden / np.maximum(typical, 1.0), 1.0)
+    unknown = exposed <= 0  # of a size that nobody waited for from its begin: hidden or not
+    shares = np.where(typical > 0, hidden / np.maximum(typical, 1.0), unknown)
     count = len(batches)
     return StageTransfers(
         hidden_bytes=round(float((shares * amount).sum()) / count),

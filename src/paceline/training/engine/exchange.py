@@ -141,7 +141,7 @@ class RowExchange:
             whole = torch.cat([_padded(part, most) for part in whole.split(list(rows))])
         own = whole.new_empty(most, whole.shape[1])
         self.run(reduce_scatter, own, whole.contiguous(), what=what)
-        return own[:count]
+        return own if count == len(own) else own[:count].clone()
 
     def columns(
         self, own: torch.Tensor, rows: Sequence[int], widths: Sequence[int]

@@ -151,6 +151,7 @@ class Following:
         """Count a step whose transfers took longer than planned, and that waited for them."""
         write, read = moved.write_bytes_per_s, moved.read_bytes_per_s
         if write is None or read is None:
+            self.late_steps = 0
             return
         rate = min(write / self.tier.write_bytes_per_s, read / self.tier.read_bytes_per_s)
         is_late = waited_s - self.plan.exposed_s > LATE_PART * self.plan.step_s

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from paceline.training.out_of_core.spill_file import SpillFile, SpillTransfer
 
 
+CHANGED_IN_PLACE = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation, after it was saved for the backward pass"
+)
+
+
 class Managed:
     """Bytes that are away together: of one storage, or the state of one parameter.
 
@@ -109,10 +115,7 @@ class Managed:
         if sources is not None and version_of(self._watched) not in (None, self._version):
             self._is_stale = True
         if self._is_stale:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation, after it was saved for the backward pass"
-            )
+            raise RuntimeError(CHANGED_IN_PLACE)
         if sources is not None:
             return _places(sources)
         if self._loaded is None:

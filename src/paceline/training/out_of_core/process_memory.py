@@ -27,6 +27,7 @@ import torch
 from paceline.core.errors import Missing, reason
 from paceline.native import redirect_allocations, use_pool
 
+_END_THRESHOLD_BYTES = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
 _TORCH_LIBRARY = "libc10.so"  # has torch's allocator for the CPU
 THRESHOLD_BYTES = 1 << 18
@@ -131,6 +132,9 @@ class Allocator:
         """Have new tensors come from the C library again."""
         use_pool(is_used=False)
         self.keep_nothing()
+        # To what glibc's own rule comes to in a process with large tensors (mallopt(3)).
+        self._mallopt(_M_MMAP_THRESHOLD, _END_THRESHOLD_BYTES)
+        self._mallopt(_M_TRIM_THRESHOLD, 2 * _END_THRESHOLD_BYTES)
 
     def keep_nothing(self) -> None:
         """Give every large block back when it is freed."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline.core.errors import UsageError
+from paceline.training.out_of_core.managed import CHANGED_IN_PLACE, version_of
 
 if TYPE_CHECKING:
     from paceline.training.out_of_core.managed import Managed
@@ -27,6 +28,33 @@ class View(NamedTuple):
     offset: int
 
 
+def check_no_budget() -> None:
+    """Raise an error where a session has its hooks in this thread.
+
+    Raises:
+        UsageError: it has.
+    """
+    if getattr(_thread, "installed", None) is not None:
+        raise UsageError(
+            "this thread has a memory budget already",
+            where="SavedTensors",
+            fix="Leave out memory_budget where the script runs under paceline run "
+            "--memory-budget, or close the first one",
+        )
+
+
+class Kept(NamedTuple):
+    """A saved tensor that stays in memory.
+
+    It has no graph: autograd would hold itself by it, and the memory of a graph that no backward
+    pass goes through would never be free. Its version is compared, which torch does not do for
+    what hooks return.
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+
+
 class SavedTensors:
     """The hooks of a session; they hold for the thread that installs them."""
 
@@ -40,13 +68,7 @@ class SavedTensors:
         Raises:
             UsageError: another session has its hooks in this thread.
         """
-        if getattr(_thread, "installed", None) is not None:
-            raise UsageError(
-                "this thread has a memory budget already",
-                where="SavedTensors",
-                fix="Leave out memory_budget where the script runs under paceline run "
-                "--memory-budget, or close the first one",
-            )
+        check_no_budget()
         self._hooks.__enter__()
         _thread.installed = self
 
@@ -60,14 +82,15 @@ class SavedTensors:
         """Return what autograd saves in place of a tensor."""
         managed = self._session.save(tensor)
         if managed is None:
-            return tensor
+            return Kept(tensor.detach(), version_of(tensor))
         return View(managed, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that `pack` got."""
-        if not isinstance(saved, View):
-            tensor: torch.Tensor = saved
-            return tensor
+        if isinstance(saved, Kept):
+            if version_of(saved.tensor) != saved.version:
+                raise RuntimeError(CHANGED_IN_PLACE)
+            return saved.tensor
         storage, shift = self._session.need(saved.managed)
         empty = torch.empty(0, dtype=saved.dtype)
         offset = saved.offset + shift // empty.element_size()

@@ -103,6 +103,7 @@ class Session:
         self._after_step = AfterStep()
         self._recorded = 0
         self._following: Following | None = None
+        self._last: Following | None = None  # the plan in use, or before steps are recorded again
         self._at = 0
         self._saved = 0
         self._by_storage: dict[tuple[int, int | None], weakref.ref[Managed]] = {}
@@ -358,7 +359,7 @@ class Session:
             return
         self.profile = profile
         plan = self._compared(plan)
-        self._following = Following(plan, profile, places, recording.events, tier)
+        self._following = self._last = Following(plan, profile, places, recording.events, tier)
         self._following.load_kept(self.states)
         self.mode = "plan"
         self.say(_summary(plan, self.budget_bytes))
@@ -463,7 +464,8 @@ class Session:
     def _note_step(self) -> Moved:
         """Count a step; return what moved in it."""
         now = time.monotonic()
-        moved = Moved.by(self.file).since(self._moved_before)
+        done = Moved.by(self.file)
+        moved = done.since(self._moved_before)
         counters = self.counters
         if self.mode == "plan" and self._begin_s is not None:
             counters.steps += 1
@@ -471,15 +473,15 @@ class Session:
             counters.transfer_s += moved.busy_s
             counters.page_faults += page_faults() - self._faults_before
         self._waited_s = 0.0
-        self._moved_before = Moved.by(self.file)
+        self._moved_before = done
         self._faults_before = page_faults()
         self._begin_s = now
         return moved
 
     def to_json(self) -> dict[str, Any]:
         """Return what the steps under a plan came to, per step, and the plan in short."""
-        counters, plan, file = self.counters, self.plan, self.file
-        tier = self._following.tier if self._following is not None else None
+        counters, file = self.counters, self.file
+        plan, tier = (self._last.plan, self._last.tier) if self._last is not None else (None, None)
         done = Moved.by(file)
         steps = max(counters.steps, 1)
         names = (
@@ -506,9 +508,9 @@ class Session:
 
     def planned_step(self) -> dict[str, Any] | None:
         """Return what a report replays a step from: the recorded step, its plan and the tier."""
-        if self.plan is None or self.profile is None:
+        if self._last is None or self.profile is None:
             return None
-        parts = {"profile": self.profile, "plan": self.plan, "tier": self.tier()}
+        parts = {"profile": self.profile, "plan": self._last.plan, "tier": self._last.tier}
         return {name: record.to_json() for name, record in parts.items()}
 
     def close(self) -> None:

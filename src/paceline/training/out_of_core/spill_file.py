@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import mmap
 import os
 import queue
 import tempfile
@@ -242,13 +241,6 @@ class SpillFile:
                 fix="Run the backward pass before close",
             )
 
-    def map_part(self, offset: int, size_bytes: int) -> mmap.mmap:
-        """Return a part as memory that the kernel reads when it is used, and may drop again.
-
-        It shows what is written there later.
-        """
-        return mmap.mmap(self._descriptor, aligned(size_bytes), prot=mmap.PROT_READ, offset=offset)
-
     def _write_pieces(self, pieces: Sequence[np.ndarray], offset: int) -> None:
         """Write pieces that lie one after the other in the file; whole pages of many at once."""
         joined: list[np.ndarray] = []
@@ -274,6 +266,8 @@ class SpillFile:
             self._write_all([self._bounce[: aligned(chunk.nbytes)]], offset + begin)
 
     def _write_all(self, chunks: Sequence[np.ndarray], begin: int) -> None:
+        if not chunks:
+            return
         views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]  # arrays of bytes are buffers
         offset = begin
         try:

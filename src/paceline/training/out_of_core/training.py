@@ -11,7 +11,7 @@ from paceline.core.errors import UsageError
 from paceline.core.node import memory_bytes
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.recompute import Recomputing
-from paceline.training.out_of_core.saved_tensors import SavedTensors
+from paceline.training.out_of_core.saved_tensors import SavedTensors, check_no_budget
 from paceline.training.out_of_core.session import Session
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class OutOfCore:
             raise UsageError(
                 "the model is not on CPU", where="OutOfCore", fix="Train without a memory budget"
             )
+        check_no_budget()  # a second session would take the first one's pool
         folder = Path(spill_folder or tempfile.gettempdir())
         self.session = Session(budget_bytes, folder, say or _nothing)
         self._is_closed = False

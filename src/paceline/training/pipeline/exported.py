@@ -408,12 +408,15 @@ class _Builder:
         named = named_arguments(self._given)
         paths, _ = pytree.tree_flatten_with_path(named)
         order = list(pytree.tree_leaves((self._given.args, self._given.kwargs)))
-        at = {id(leaf): path for path, leaf in paths if isinstance(leaf, torch.Tensor)}
+        at: dict[int, list[Any]] = {}  # several paths where a tensor is given twice
+        for path, leaf in paths:
+            if isinstance(leaf, torch.Tensor):
+                at.setdefault(id(leaf), []).append(path)
         heads = {name: self._graph.placeholder(name) for name in named}
         coming, found = iter(placeholders), {}
         for leaf in order:
             if isinstance(leaf, torch.Tensor):
-                node, path = next(coming), at[id(leaf)]
+                node, path = next(coming), at[id(leaf)].pop(0)
                 value = heads[path[0].key]
                 for key in path[1:]:
                     step = getattr(key, "idx", getattr(key, "key", None))

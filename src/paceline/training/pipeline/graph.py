@@ -145,10 +145,12 @@ def bind_inputs(model: nn.Module, inputs: Any) -> inspect.BoundArguments:
     """
     signature = inspect.signature(model.forward)
     names = set(signature.parameters)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     try:
-        if isinstance(inputs, dict) and inputs and (set(inputs) <= names or takes_any):
+        if isinstance(inputs, dict) and inputs and set(inputs) <= names:
             return signature.bind(**inputs)
+        if isinstance(inputs, dict) and inputs:
+            with contextlib.suppress(TypeError):  # **kwargs takes them, or the dict is one argument
+                return signature.bind(**inputs)
         if isinstance(inputs, tuple | list):
             return signature.bind(*inputs)
         return signature.bind(inputs)

@@ -121,13 +121,6 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             UsageError: the model does not take these arguments, or was captured in another mode.
             RankLost: another rank ended, or does not answer; the error names it.
         """
-        if self.staged.mode not in (None, self.module.training):
-            raise UsageError(
-                "the model was captured in another mode",
-                where=f"training={self.staged.mode}",
-                why="its outermost forward pass asks for self.training",
-                fix="Use layers that follow the mode, such as nn.Dropout, or move this into one",
-            )
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments, samples = self._agreed(lambda: self._arguments(bound), None)
         sizes = sizes_of(samples, self._microbatches)
@@ -237,8 +230,15 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         """Return the arguments by name.
 
         Raises:
-            UsageError: they are not those that the model was captured with.
+            UsageError: they are not those that the model was captured with, or its mode is not.
         """
+        if self.staged.mode not in (None, self.module.training):
+            raise UsageError(
+                "the model was captured in another mode",
+                where=f"training={self.staged.mode}",
+                why="its forward pass is another one in the other mode",
+                fix="Call prepare in the mode in which the model is used, or use split_points",
+            )
         arguments = named_arguments(bound)
         if self.staged.example is not None:
             self.staged.example.check(arguments)

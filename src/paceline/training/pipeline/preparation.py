@@ -250,6 +250,13 @@ def _synchronise(
     mesh = parallel.mesh
     if not layers or mesh.replicas == 1:
         return
+    if parallel.staged.example is not None:
+        raise UsageError(
+            "batch normalisation cannot be synchronised in a model that is captured by torch.export",
+            where="prepare(partitions=..., replicas=...)",
+            why="its graph has operators in place of these layers",
+            fix="Give split_points, or use a normalisation without statistics of the batch",
+        )
     places = range(mesh.ranks.size // mesh.replicas)
     members = [[place * mesh.replicas + n for n in range(mesh.replicas)] for place in places]
     exchange = RowExchange(mesh.ranks, members, deadline_s=options.deadline_s)
