@@ -92,10 +92,8 @@ class Bench:
             return {**outcome, "group_peak_bytes": group.peak_bytes()}
 
     def _await(self, mode, processes, limit_bytes):
-        said = []
         try:
-            for process in processes:
-                said.append(process.communicate(timeout=DEADLINE_S)[0])
+            said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
             codes = [process.returncode for process in processes]
             if -signal.SIGKILL in codes:  # the other rank fails for want of it
                 raise Killed(f"{mode} was killed under {limit_bytes / 1e6:,.0f} MB")

@@ -62,7 +62,7 @@ def batch_norms(model: nn.Module, *, only_synchronised: bool = False) -> list[nn
             continue
         if type(module).forward not in _FORWARDS:
             raise UsageError(
-                f"the layer {name} has a forward pass of its own, which synchronising would replace",
+                f"the layer {name} has a forward pass of its own, which would be replaced",
                 where=f"{type(module).__module__}.{type(module).__qualname__}",
                 fix="Use torch's BatchNorm and a module of its own for what follows, or do not "
                 "synchronise",

@@ -252,7 +252,7 @@ def _synchronise(
         return
     if parallel.staged.example is not None:
         raise UsageError(
-            "batch normalisation cannot be synchronised in a model that is captured by torch.export",
+            "batch normalisation cannot be synchronised in a model that torch.export captured",
             where="prepare(partitions=..., replicas=...)",
             why="its graph has operators in place of these layers",
             fix="Give split_points, or use a normalisation without statistics of the batch",
