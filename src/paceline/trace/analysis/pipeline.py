@@ -346,7 +346,7 @@ def _common_batches(ranks: Sequence[_RankActions]) -> np.ndarray:
         if not len(batches):
             return batches
         values, times = np.unique(counts, return_counts=True)
-        usual = batches[counts == values[times.argmax()]]
+        usual = batches[counts == values[::-1][times[::-1].argmax()]]  # of equally many the whole
         common = usual if common is None else np.intersect1d(common, usual)
     assert common is not None
     return common

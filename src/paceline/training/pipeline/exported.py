@@ -223,7 +223,7 @@ def export(model: nn.Module, given: inspect.BoundArguments) -> ExportedGraph:
         UsageError: the model returns something that is no tensor, or has no containers of it.
         Exception: whatever torch.export raises for a model that it cannot export.
     """
-    given = _of_two_samples(given)
+    given = _without_repeats(_of_two_samples(given))
     modes = {module: module.training for module in model.modules()}
     states = python_random_states()
     seen = _Seen()
@@ -268,6 +268,20 @@ def _of_two_samples(given: inspect.BoundArguments) -> inspect.BoundArguments:
         return torch.cat([leaf, leaf]) if has_one else leaf
 
     return inspect.BoundArguments(given.signature, pytree.tree_map(two, given.arguments))
+
+
+def _without_repeats(given: inspect.BoundArguments) -> inspect.BoundArguments:
+    """Return the arguments, with copies of tensors given twice, which export takes for one."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_repeated = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.clone() if is_repeated else leaf
+
+    return inspect.BoundArguments(given.signature, pytree.tree_map(own, given.arguments))
 
 
 def _operators(flat: _Flat, given: inspect.BoundArguments) -> fx.GraphModule:
@@ -408,15 +422,12 @@ class _Builder:
         named = named_arguments(self._given)
         paths, _ = pytree.tree_flatten_with_path(named)
         order = list(pytree.tree_leaves((self._given.args, self._given.kwargs)))
-        at: dict[int, list[Any]] = {}  # several paths where a tensor is given twice
-        for path, leaf in paths:
-            if isinstance(leaf, torch.Tensor):
-                at.setdefault(id(leaf), []).append(path)
+        at = {id(leaf): path for path, leaf in paths if isinstance(leaf, torch.Tensor)}
         heads = {name: self._graph.placeholder(name) for name in named}
         coming, found = iter(placeholders), {}
         for leaf in order:
             if isinstance(leaf, torch.Tensor):
-                node, path = next(coming), at[id(leaf)].pop(0)
+                node, path = next(coming), at[id(leaf)]
                 value = heads[path[0].key]
                 for key in path[1:]:
                     step = getattr(key, "idx", getattr(key, "key", None))
@@ -494,7 +505,7 @@ def named_arguments(given: inspect.BoundArguments) -> dict[str, Any]:
     for name, value in given.arguments.items():
         kind = given.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}_{place}": one for place, one in enumerate(value)}
+            found |= {f"{name}_{place}": item for place, one in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
             found |= value
         else:
