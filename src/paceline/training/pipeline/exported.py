@@ -505,7 +505,7 @@ def named_arguments(given: inspect.BoundArguments) -> dict[str, Any]:
     for name, value in given.arguments.items():
         kind = given.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}_{place}": item for place, one in enumerate(value)}
+            found |= {f"{name}_{place}": item for place, item in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
             found |= value
         else:
