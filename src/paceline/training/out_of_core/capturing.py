@@ -32,6 +32,7 @@ from paceline.training.capture import (
     operations_of,
 )
 from paceline.training.operators import tensors_in, works_of
+from paceline.training.out_of_core.managed import version_of
 from paceline.training.out_of_core.optimizer_files import SUPPORTED
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
@@ -166,12 +167,12 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         self._work: list[Counter[tuple[Any, ...]]] = []
         self._phase: Phase | None = None
         self._is_recorded = self._is_over = False
-        self._by_storage: dict[tuple[int, int], weakref.ref[_Saved]] = {}
+        self._by_storage: dict[tuple[int, int | None], weakref.ref[_Saved]] = {}
         self._saved = 0
         self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}  # noqa: SLF001  # as above
         self._run: ModuleRun | None = None
         self._inputs: set[int] = set()
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self._state_bytes: dict[int, int] = {}
         for tensor in [*module.parameters(), *module.buffers(), *batch]:
             self._memory.add(tensor)
@@ -306,7 +307,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
                 return
             self._run = runs[name] = ModuleRun(len(self._recording.events))
             self._inputs = {x.untyped_storage()._cdata for x in tensors_in(args)}  # noqa: SLF001  # as above
-            self._versions = [buffer._version for buffer in module.buffers()]  # noqa: SLF001  # as above
+            self._versions = [version_of(buffer) for buffer in module.buffers()]
 
         return enter
 
@@ -314,7 +315,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         run, self._run = self._run, None
         if run is not None:
             run.end = len(self._recording.events)
-            versions = [buffer._version for buffer in module.buffers()]  # noqa: SLF001  # as above
+            versions = [version_of(buffer) for buffer in module.buffers()]
             run.is_once = run.is_once and versions == self._versions
 
     # --- saved tensors ---------------------------------------------------------------------------
@@ -324,7 +325,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # as above
         if size < LEAST_BYTES or key in self._parameters or tensor.nbytes * VIEW_PART < size:
             return tensor.detach()
-        version = tensor._version  # noqa: SLF001  # as in `managed.version_of`
+        version = version_of(tensor)
         known = self._by_storage.get((key, version))
         saved = known() if known is not None else None
         if saved is None:
