@@ -66,7 +66,10 @@ class Campaign:
 
 
 FULL = Campaign(
-    batches={"images": tuple(2**k for k in range(6, 16)), "text": (16, 128, 1024, 4096)},
+    batches={
+        "images": (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768),
+        "text": (16, 128, 1024, 4096),
+    },
     epochs={"images": 10, "text": 4},
     width=8,
 )

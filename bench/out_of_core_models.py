@@ -28,7 +28,7 @@ class Transformer(nn.Module):
 
 
 class Cnn(nn.Module):
-    def __init__(self, is_checkpointed, channels=64, blocks=6):
+    def __init__(self, is_checkpointed, channels=64, blocks=10):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.blocks = nn.ModuleList(

@@ -8,10 +8,11 @@
 - hybrid: two emulated hosts (network namespaces, links of 1 Gbit/s), two ranks and a core each,
   train a transformer of 21 M parameters: on all four ranks data-parallel
   (DistributedDataParallel, the same with a hook that communicates nothing, and Paceline's engine),
-  and in two stages, one on each host, of two replicas. The global batch is the same.
+  and in two stages, one on each host, of two replicas. The global batch is the same: the one at
+  which communication takes a third of the step of the better data-parallel form, found first.
 - resnet110: the same for ResNet-110 (1.7 M parameters). Its gain is predicted from the passes of
   the whole model and of each stage, timed on every rank without communication, the schedule
-  replayed with the link, and the gradients' bytes.
+  replayed with the link, and the gradients' bytes; before each round, of which the median counts.
 - layers: the same hosts and ranks train AlexNet (61 M parameters): data-parallel, its linear layers
   divided among all ranks (tensor_parallel="auto"), and among the ranks of each host.
 - deep: one step of ResNet-1001 on two ranks; ResNet-5000 cut into 64 stages and scheduled.
@@ -48,7 +49,7 @@ HOST_FORMS = ("ddp", "silent", "data", "hybrid")
 LAYER_FORMS = ("data", "tensor", "tensor_host")
 # global batch; microbatches and schedule of the hybrid form
 SHAPES = {
-    "hybrid": (16, 8, "zero_bubble"),
+    "hybrid": (16, 4, "zero_bubble"),
     "resnet110": (64, 8, "1f1b"),
     "layers": (16, 1, ""),
 }
@@ -56,13 +57,18 @@ BLOCKS, WIDTH, WORDS, LENGTH = 12, 384, 256, 64  # of the transformer
 WARM, STEPS = 2, 3
 MAX_BUBBLE_ERROR = 0.1
 MIN_GAIN = 1.3
+SHARE_IN_COMMUNICATION = 1 / 3  # of a step of the better data-parallel form
+BATCHES = (16, 32)  # at which the share is measured first
+SMALLEST, LARGEST = 8, 64
 MAX_PREDICTION_ERROR = 0.1
 
 
 def main():
     given = options(__doc__, "--only", "--rank")
     if given.rank:
-        section, rank, folder, rounds, *forms = given.rank
+        section, rank, folder, rounds, batch, *forms = given.rank
+        if int(batch):
+            SHAPES[section] = (int(batch), *SHAPES[section][1:])
         return train(section, int(rank), Path(folder), int(rounds), forms)
     report = Report("pipeline", given.json)
     names = given.only or (("chain",) if given.quick else tuple(SECTIONS))
@@ -87,11 +93,13 @@ def chain(report, quick):
 
 
 def hybrid(report, quick):
-    found = between_hosts("hybrid", report, quick)
-    if found is None:
+    if why := emulated_hosts.available():
+        tell(f"hybrid: not measured: {why}")
         return
-    share = 1 - 1 / ratio_of(found, "ddp", "silent")
-    report.row(section="hybrid", form="ddp", share_of_step_in_communication=share)
+    batch = batch_for_share(SHARE_IN_COMMUNICATION)
+    report.row(section="hybrid", global_batch=batch)
+    found = between_hosts("hybrid", report, quick, batch=batch)
+    report.row(section="hybrid", share_of_step_in_communication=share_in_communication(found))
     ratio = min(ratio_of(found, form, "hybrid") for form in ("ddp", "data"))
     report.bar(
         "21 M parameters, 2 hosts: hybrid / the better data parallel",
@@ -99,6 +107,28 @@ def hybrid(report, quick):
         MIN_GAIN,
         at_least=True,
     )
+
+
+def batch_for_share(share):
+    """Return the batch at which the better data-parallel form communicates for a share of its step.
+
+    The share falls with the batch, nearly in proportion between two batches that are measured.
+    """
+    forms = ("ddp", "data", "silent")
+    shares = []
+    with emulated_hosts.network(2, RATE_BITS_PER_S):
+        for batch in BATCHES:
+            found = run_ranks("hybrid", forms, rounds=2, hosts=2, ranks_per_host=2, batch=batch)
+            shares.append(share_in_communication(found))
+            tell(f"hybrid: communication takes {shares[-1]:.0%} of a step at batch {batch}")
+    slope = (shares[1] - shares[0]) / (BATCHES[1] - BATCHES[0])
+    wanted = BATCHES[0] + (share - shares[0]) / slope if slope < 0 else BATCHES[1]
+    unit = 4  # ranks
+    return min(LARGEST, max(SMALLEST, unit * round(wanted / unit)))
+
+
+def share_in_communication(found):
+    return 1 - 1 / min(ratio_of(found, form, "silent") for form in ("ddp", "data"))
 
 
 def resnet110(report, quick):
@@ -130,12 +160,13 @@ def layers(report, quick):
         )
 
 
-def between_hosts(section, report, quick, forms=HOST_FORMS):
+def between_hosts(section, report, quick, forms=HOST_FORMS, batch=0):
     if why := emulated_hosts.available():
         tell(f"{section}: not measured: {why}")
         return None
     with emulated_hosts.network(2, RATE_BITS_PER_S):
-        found = run_ranks(section, forms, rounds=2 if quick else 5, hosts=2, ranks_per_host=2)
+        rounds = 2 if quick else 5
+        found = run_ranks(section, forms, rounds=rounds, hosts=2, ranks_per_host=2, batch=batch)
     for form in forms:
         report.row(
             section=section,
@@ -209,8 +240,11 @@ def ratio_of(found, slow, fast):
 # --- the ranks -----------------------------------------------------------------------------------
 
 
-def run_ranks(section, forms, *, rounds, hosts, ranks_per_host):
-    """Train a section's forms on all ranks; return what rank 0 measured."""
+def run_ranks(section, forms, *, rounds, hosts, ranks_per_host, batch=0):
+    """Train a section's forms on all ranks; return what rank 0 measured.
+
+    `batch` is the global one; 0: that of `SHAPES`.
+    """
     environ = {**os.environ, **KEEP, "OMP_NUM_THREADS": "1"}
     if hosts > 1:
         environ["GLOO_SOCKET_IFNAME"] = "eth0"
@@ -218,6 +252,7 @@ def run_ranks(section, forms, *, rounds, hosts, ranks_per_host):
         started = []
         for rank in range(hosts * ranks_per_host):
             command = [sys.executable, __file__, "--rank", section, str(rank), folder, str(rounds)]
+            command.append(str(batch))
             place = [*emulated_hosts.inside(rank // ranks_per_host), *OWN_PIDS] if hosts > 1 else []
             started.append(subprocess.Popen([*place, *command, *forms], env=environ))
         await_ranks(started, DEADLINE_S)
@@ -246,9 +281,10 @@ def train(section, rank, folder, rounds, forms):
     for run in steps.values():
         run(WARM)
     found = {"seconds": {form: [] for form in forms}, "bytes": {}, "bubbles": {}}
-    if section == "resnet110":
-        found["predicted"] = predict(section, rank, ranks)
+    predicted = []
     for number in range(rounds):
+        if section == "resnet110":
+            predicted.append(predict(section, rank, ranks))
         for form, run in steps.items():
             dist.barrier()
             before, begin = sent_bytes(section), time.perf_counter()
@@ -262,6 +298,10 @@ def train(section, rank, folder, rounds, forms):
             found["bytes"][form] = float(measured[1])
         if rank == 0:
             tell(f"{section}: round {number + 1} of {rounds}")
+    if predicted:
+        found["predicted"] = {
+            form: statistics.median(said[form] for said in predicted) for form in predicted[0]
+        }
     for form in forms:
         if section == "chain" and form != "torch":
             found["bubbles"][form] = bubbles_of(steps[form])

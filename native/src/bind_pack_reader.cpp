@@ -346,7 +346,7 @@ Array<T> values_of(const PackReader& reader, const Ids& array, Get get) {
 }
 
 void open(PackReader* self, const nb::bytes& place, const std::string& policy, unsigned threads,
-          bool direct, bool index_only) {
+          bool direct, bool index_only, bool lazy) {
   ReadOptions options;
   options.verify = policy == "always"  ? Verify::always
                    : policy == "never" ? Verify::never
@@ -354,6 +354,7 @@ void open(PackReader* self, const nb::bytes& place, const std::string& policy, u
   options.threads = threads;
   options.direct = direct;
   options.index_only = index_only;
+  options.lazy = lazy;
   const std::string path(place.c_str(), place.size());
   nb::gil_scoped_release released;
   new (self) PackReader(path, options);
@@ -394,7 +395,7 @@ void bind_pack_reader(nb::module_& module) {
   };
   nb::class_<PackReader>(module, "PackReader")
       .def("__init__", &open, "place"_a, "verify"_a = "first", "threads"_a = 1,
-           "direct"_a = false, "index_only"_a = false)
+           "direct"_a = false, "index_only"_a = false, "lazy"_a = false)
       .def_prop_ro("version", count(&PackIndex::version))
       .def_prop_ro("sample_count", count(&PackIndex::sample_count))
       .def_prop_ro("extent_count", count(&PackIndex::extent_count))

@@ -17,7 +17,7 @@ namespace {
 nb::tuple counts(const TensorPool& pool) {
   const TensorPoolCounts all = pool.counts();
   return nb::make_tuple(all.used_bytes, all.resident_bytes, all.cap_bytes, all.fresh_bytes,
-                        all.evicted_bytes);
+                        all.evicted_bytes, all.peak_used_bytes);
 }
 
 }  // namespace
@@ -41,7 +41,8 @@ void bind_tensor_pool(nb::module_& module) {
           "block"_a)
       .def("set_cap", &TensorPool::set_cap, "cap_bytes"_a,
            nb::call_guard<nb::gil_scoped_release>())
-      .def("counts", &counts, nb::sig("def counts(self) -> tuple[int, int, int, int, int]"));
+      .def("restart_peak", &TensorPool::restart_peak)
+      .def("counts", &counts, nb::sig("def counts(self) -> tuple[int, int, int, int, int, int]"));
   module.def(
       "redirect_allocations",
       [](const std::string& library) { return redirect_allocations(library.c_str()); },

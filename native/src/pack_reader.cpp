@@ -137,7 +137,7 @@ PackReader::ShardTable::~ShardTable() {
 
 void PackReader::open_shards() {
   const bool is_lmdb = index_.is_in_place() && index_.sources().kind == SourceKind::lmdb;
-  if (index_.is_in_place() && !is_lmdb) return;
+  if ((index_.is_in_place() && !is_lmdb) || options_.lazy) return;
   for (std::uint32_t number = 0; number < shards_.size(); ++number) static_cast<void>(shard(number));
   check_transaction();
 }

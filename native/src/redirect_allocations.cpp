@@ -28,11 +28,22 @@ constexpr std::size_t page = 4096;
 constexpr std::size_t most_range_bytes = std::size_t{1} << 42;
 constexpr std::size_t least_range_bytes = std::size_t{1} << 36;
 
+// Addresses cost nothing, so that the pool would hand out blocks that no machine has memory for: the
+// process would be killed where it writes to them. The C library refuses them, and torch says so.
+std::size_t machine_bytes() {
+  static const std::size_t bytes = [] {
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    return pages > 0 ? static_cast<std::size_t>(pages) * page : most_range_bytes;
+  }();
+  return bytes;
+}
+
 std::atomic<TensorPool*> pool{nullptr};
 std::atomic<bool> is_pool_used{false};
 
 int pooled_memalign(void** out, std::size_t alignment, std::size_t bytes) {
-  if (bytes >= pooled_bytes && alignment <= page && is_pool_used.load(std::memory_order_acquire)) {
+  if (bytes >= pooled_bytes && bytes <= machine_bytes() && alignment <= page &&
+      is_pool_used.load(std::memory_order_acquire)) {
     if (std::byte* const block = pool.load(std::memory_order_acquire)->allocate(bytes)) {
       *out = block;
       return 0;

@@ -74,6 +74,7 @@ std::byte* TensorPool::allocate(std::size_t bytes) {
   if (resident > counts_.cap_bytes) evict(resident - counts_.cap_bytes);
   used_[place.offset] = bytes;
   counts_.used_bytes += bytes;
+  counts_.peak_used_bytes = std::max(counts_.peak_used_bytes, counts_.used_bytes);
   counts_.resident_bytes += fresh;
   counts_.fresh_bytes += fresh;
   return range_ + place.offset;
@@ -102,6 +103,11 @@ void TensorPool::set_cap(std::size_t bytes) {
 TensorPoolCounts TensorPool::counts() const {
   const std::lock_guard lock(mutex_);
   return counts_;
+}
+
+void TensorPool::restart_peak() {
+  const std::lock_guard lock(mutex_);
+  counts_.peak_used_bytes = counts_.used_bytes;
 }
 
 // The place with the most pages; of equal ones that in the smallest hole.

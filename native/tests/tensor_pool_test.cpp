@@ -37,6 +37,10 @@ void reuses_pages() {
   CHECK(pool.allocate(16 * page - 1) != nullptr);  // two smaller ones fit into its pages
   CHECK(pool.allocate(16 * page) != nullptr);
   CHECK(pool.counts().fresh_bytes == 32 * page);
+  CHECK(pool.counts().peak_used_bytes == 32 * page);
+  pool.restart_peak();
+  CHECK(pool.allocate(page) != nullptr);
+  CHECK(pool.counts().peak_used_bytes == 33 * page);
 }
 
 void gives_back_only_what_it_must() {

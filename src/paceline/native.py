@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import (
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
 _OF_A_PACK = re.compile(r"index\.pace|(shard|parity)-\d+\.pace")
 
 PACK_FORMAT_VERSION = _native.PACK_FORMAT_VERSION
+ExtentPlan = _native.ExtentPlan
 HostGroup = _native.HostGroup
 HostMessage = _native.HostMessage
 HostSegment = _native.HostSegment
+PeerLink = _native.PeerLink
 Recorder = _native.Recorder
 SharedWords = _native.SharedWords
 SortedPlan = _native.SortedPlan
@@ -80,6 +83,7 @@ __all__ = [
     "BadSample",
     "EncodedSamples",
     "Extent",
+    "ExtentPlan",
     "FileProblem",
     "FilesRead",
     "FolderListing",
@@ -93,6 +97,9 @@ __all__ = [
     "NameMerger",
     "PackEntry",
     "PackReader",
+    "PeerLink",
+    "PeerServer",
+    "PeerStats",
     "Recorder",
     "SampleEncoding",
     "SharedWords",
@@ -118,6 +125,7 @@ __all__ = [
     "missing_library",
     "monotonic_ns",
     "name_hashes",
+    "posix_library",
     "read_files",
     "require_codec",
     "scatter_add",
@@ -125,6 +133,11 @@ __all__ = [
     "start_writeback",
     "train_dictionary",
 ]
+
+
+def posix_library() -> Path:
+    """Return the path of the library that is preloaded into programs with mounts (native/posix)."""
+    return Path(_native.__file__).with_name("libpaceline_posix.so")
 
 
 # Reading packs (pack_reader.hpp)
@@ -579,3 +592,64 @@ def _group_error(kind: str, rank: int, text: str) -> PacelineError:
 
 
 _native.set_group_error_maker(_group_error)
+
+
+# Nodes that serve shards of a pack (peer_server.hpp, peer_link.hpp)
+
+_PEER_ERRORS: dict[str, tuple[type[PacelineError], str, str]] = {
+    "lost": (
+        RankLost,
+        "a node of the store cannot be reached",
+        "Start it again: paceline store serve",
+    ),
+    "deadline": (
+        DeadlineExceeded,
+        "a node of the store did not answer before its deadline",
+        "Look at that node's load and network, or give a longer wait",
+    ),
+    "token": (
+        UsageError,
+        "a node of the store refused this client",
+        "Give the token that the node was started with",
+    ),
+    "pack": (
+        UsageError,
+        "a node of the store serves another pack",
+        "Give the index of the pack that the node serves",
+    ),
+    "protocol": (
+        RankLost,
+        "a node of the store cannot be understood",
+        "Check the address, and that all nodes run the same Paceline",
+    ),
+}
+
+
+def peer_error(kind: str, why: str, node: str) -> PacelineError:
+    """Return our error for a problem with a node that serves shards.
+
+    Args:
+        kind: as PeerLink returned it.
+        why: likewise.
+        node: its name and address.
+    """
+    error_class, what, fix = _PEER_ERRORS[kind]
+    return error_class(what, where=node, why=why, fix=fix)
+
+
+class PeerStats(NamedTuple):
+    """What a node served so far."""
+
+    connections: int
+    refused_connections: int  # malformed, without the token, too many, or silent
+    reads: int
+    ranges: int
+    bytes: int
+
+
+class PeerServer(_native.PeerServer):
+    """Serves byte ranges of shards over TCP from threads of its own."""
+
+    def stats(self) -> PeerStats:
+        """Return what was served so far."""
+        return PeerStats(*super().stats())

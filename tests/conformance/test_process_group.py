@@ -117,6 +117,17 @@ def test_a_group_on_several_hosts_over_mpi_does_what_gloo_does(tmp_path):
         assert results == dict.fromkeys(cases, "")
 
 
+@pytest.mark.campaign("mpi")
+def test_pipelines_send_over_mpi_what_they_send_over_gloo(tmp_path):
+    cases = ("case_pipelines", "case_stages_of_prepare")
+    given = (PRETENDED_HOSTS, tmp_path, 2, "0/1", "mpi", FRAMEWORK_CASES, tmp_path, *cases)
+    for results in run_mpi_ranks(MPIEXEC, *given):
+        assert set(results) == set(cases)
+        for case, numbers in results.items():
+            assert isinstance(numbers, list), numbers
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-7), case
+
+
 def test_mpi_is_refused_where_its_launcher_did_not_start_the_ranks(tmp_path):
     given = ("0/1", "mpi", GROUP_CASES, "paceline", "case_barrier")
     with pytest.raises(AssertionError, match="rank 1 of torch is rank 0 of MPI") as raised:

@@ -62,8 +62,10 @@ def test_every_page_can_be_found_from_the_readme():
         "guides/mixed-precision.md",
         "guides/in-place.md",
         "guides/codecs.md",
+        "guides/posix.md",
         "guides/pipeline-schedules.md",
         "guides/out-of-core.md",
+        "guides/store-nodes.md",
     ],
 )
 def test_what_a_page_tells_to_run_runs(tmp_path, name):

@@ -12,13 +12,15 @@ EXACT = 1e-10
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
-    cases = ("data", "synchronised", "ended", "offset", "single")
+    cases = ("data", "synchronised", "ended", "offset", "single", "wide", "parted")
     return run_ranks(SCRIPT, folder, 3, "paceline", *cases)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_ranks(SCRIPT, tmp_path_factory.mktemp("four"), 4, "gloo", "data", "stages")
+    return run_ranks(
+        SCRIPT, tmp_path_factory.mktemp("four"), 4, "gloo", "data", "stages", "parted", "refused"
+    )
 
 
 def test_unequal_batches_of_all_ranks_are_one_batch(three, four):
@@ -43,6 +45,27 @@ def test_replicas_of_stages_share_statistics(four):
     for found in four:
         for form, result in found["stages"].items():
             assert result["error"] < EXACT, form
+
+
+def test_layers_of_many_channels_share_all_of_them(three):
+    assert max(found["wide"]["error"] for found in three) < EXACT
+
+
+def test_ranks_that_call_other_layers_are_told(three, four):
+    for found in (*three, *four):
+        told = found["parted"]
+        assert (
+            "rank 1 computes second.1 with gradients while rank 0 computes first.1" in told["layer"]
+        )
+        assert "computes first.1 with gradients while rank 0 computes the gradient" in told["back"]
+
+
+def test_options_that_synchronised_layers_do_not_go_with_are_refused(four):
+    for found in four:
+        told = found["refused"]
+        assert "may compute a layer again when others do not" in told["budget"]
+        assert "does not go with overlap within a host" in told["overlap"]
+        assert "none on rank 1, 1 on rank 0" in told["other"]
 
 
 def test_one_sample_has_no_variance(three):

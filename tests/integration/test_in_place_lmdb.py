@@ -360,6 +360,22 @@ def test_one_process_indexes_and_the_others_open_what_it_made(tmp_path):
     assert not list(tmp_path.glob(".x.mdb*"))
 
 
+def test_an_index_that_is_made_while_one_looks_for_it_is_opened(tmp_path, monkeypatch):
+    path = written(tmp_path / "x.mdb", [(b"1", b"a")])
+    late, look = SharedData(path, threading.Barrier(1)), side_file_module._open_if_current
+
+    def look_late(data, place, options):
+        found = look(data, place, options)
+        monkeypatch.setattr(side_file_module, "_open_if_current", look)
+        open_data(LmdbData(path, str(path)), read_options()).close()
+        return found
+
+    monkeypatch.setattr(side_file_module, "_open_if_current", look_late)
+    with open_data(late, read_options()) as pack:
+        assert pack.read(0) == b"a"
+    assert not late.passes
+
+
 def test_waiting_for_another_process_ends(tmp_path):
     with IndexingLock(tmp_path / "x.mdb.pace") as held:
         held.wait()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import hashlib
 import json
 import os
 import resource
@@ -15,28 +14,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from out_of_core_cases import (
+    PLENTY,
+    ROWS,
+    WIDTH,
+    digest,
+    make,
+    plan_for_half,
+    residuals,
+    rows,
+    train,
+    train_on,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import MemoryExceeded, StorageError, UsageError
-from paceline.schedules.memory import (
-    SpillTier,
-    least_budget_bytes,
-    plan_memory,
-    target_budget_bytes,
-)
+from paceline.schedules.memory import SpillTier
 from paceline.training import prepare
+from paceline.training.capture import TrainingStep
+from paceline.training.out_of_core.capturing import capture_events
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
 from paceline.training.out_of_core.process_memory import ProcessMemory
 from paceline.training.out_of_core.recompute import candidates
-from paceline.training.out_of_core.spill_file import SpillFile, aligned, aligned_memory
+from paceline.training.out_of_core.spill_file import SpillFile
 from paceline.training.out_of_core.training import OutOfCore
-
-sys.path.insert(0, str(Path(__file__).parent / "scripts"))
-from out_of_core_models import ROWS, WIDTH, residuals, rows
+from paceline.training.out_of_core.transfers import aligned, aligned_memory
 
 MIB = 1 << 20
-PLENTY = 1 << 40
 
 
 @pytest.fixture(autouse=True)
@@ -47,69 +52,6 @@ def one_thread():
     gc.collect()  # what tests before left would be freed at any time, as memory of this one
     yield
     torch.set_num_threads(threads)
-
-
-class Cnn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = []
-        for inputs in (3, 32, 32, 32, 32):
-            layers += [nn.Conv2d(inputs, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(True)]
-        self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x):
-        return self.head(self.body(x).mean(dim=(2, 3)))
-
-
-def make(kind):
-    """Return a model and a batch."""
-    torch.manual_seed(0)
-    if kind == "cnn":
-        return Cnn(), torch.randn(16, 3, 32, 32)
-    return residuals(), rows()
-
-
-def train(model, batch, steps, optimizer, after_step=lambda step: None):
-    """Return digests of the gradients of every step; copies would count as memory of the step."""
-    return train_on(model, batch, range(steps), optimizer, after_step)
-
-
-def train_on(model, batch, steps, optimizer, after_step=lambda step: None):
-    """Go on with the steps of these numbers."""
-    found = []
-    for step in steps:
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        model(batch(step) if callable(batch) else batch).square().mean().backward()
-        found.append([digest(parameter.grad) for parameter in model.parameters()])
-        optimizer.step()
-        after_step(step)
-    return found
-
-
-def digest(tensor):
-    return hashlib.sha256(tensor.detach().contiguous().numpy()).hexdigest()
-
-
-def plan_for_half(out_of_core, monkeypatch):
-    """Have a budget of `PLENTY` become one that needs most tensors to be away, for this step.
-
-    It is known no earlier, and chosen again where a later step is recorded: what else the process
-    holds, as other tests left it, changes meanwhile by more than these models take.
-    """
-    session = out_of_core.session
-
-    def target_of(profile, budget_bytes):
-        assert budget_bytes == session.budget_bytes
-        least = least_budget_bytes(profile)
-        if session.budget_bytes == PLENTY or least >= session.budget_bytes:
-            most = plan_memory(profile, session.tier(), PLENTY).in_core_peak_bytes
-            assert most - least > 5 * MIB
-            session.budget_bytes = least + (most - least) // 2
-        return target_budget_bytes(profile, session.budget_bytes)
-
-    monkeypatch.setattr("paceline.training.out_of_core.session.target_budget_bytes", target_of)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +112,23 @@ def test_memory_stays_under_the_budget(tmp_path, monkeypatch):
         memory.start()
         train(model, batch, 3, optimizer, note)
         assert out_of_core.plan.spilled_bytes > 0
+        used = out_of_core.to_json()["peak_used_bytes"]
     assert max(peaks) <= out_of_core.session.budget_bytes
+    assert used == pytest.approx(out_of_core.plan.peak_bytes, rel=0.05)
+
+
+def test_memory_that_others_have_freed_is_used_again(tmp_path):
+    model, batch = make("mlp")
+    optimizer = torch.optim.Adam(model.parameters())
+    with OutOfCore(model, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path) as out_of_core:
+        train(model, batch, 2, optimizer)
+        held = [np.ones(64 * MIB, dtype=np.uint8)]  # not torch's: another part of the process
+        train(model, batch, 1, optimizer, lambda _: held.clear())
+        caps = []
+        for _ in range(3):
+            train(model, batch, 1, optimizer)
+            caps.append(out_of_core.session.allocator.counts().cap_bytes)
+    assert caps[-1] - caps[0] > 60 * MIB
 
 
 def test_a_step_of_another_order_is_trained_right(tmp_path, monkeypatch):
@@ -207,10 +165,10 @@ def test_what_fits_is_left_in_memory(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     with OutOfCore(model, optimizer, budget_bytes=1 << 40, spill_folder=tmp_path) as out_of_core:
         train(model, batch, 2, optimizer)
-        before = out_of_core.session.file.written_bytes
+        before = out_of_core.session.target.moved().written_bytes
         train(model, batch, 2, optimizer)
         assert out_of_core.plan.method == "fits"
-        assert out_of_core.session.file.written_bytes == before
+        assert out_of_core.session.target.moved().written_bytes == before
 
 
 def test_a_change_in_place_is_refused_as_autograd_refuses_it(tmp_path):
@@ -254,7 +212,7 @@ def test_a_graph_without_a_backward_pass_leaves_nothing_in_the_file(tmp_path):
             outputs = model(batch)
             outputs.mean(1).log_softmax(0).sum()
             del outputs
-            sizes.append(os.fstat(out_of_core.session.file._descriptor).st_size)
+            sizes.append(os.fstat(out_of_core.session.target.disk._descriptor).st_size)
         assert 0 < sizes[1] == sizes[2]
 
 
@@ -491,10 +449,10 @@ def test_parameters_are_left_to_autograd(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     with OutOfCore(model, optimizer, spill_folder=tmp_path) as out_of_core:
-        before = out_of_core.session.file.written_bytes
+        before = out_of_core.session.target.moved().written_bytes
         hidden = torch.randn(1, WIDTH)  # too small to move
         (hidden @ weight.t() @ weight @ weight[:, :WIDTH]).sum().backward()
-        assert out_of_core.session.file.written_bytes == before
+        assert out_of_core.session.target.moved().written_bytes == before
 
 
 def test_shared_memory_counts_now_and_at_the_peak():
@@ -547,24 +505,67 @@ def test_a_budget_that_is_too_small_says_which_one_is_not(tmp_path):
     assert int(found.value.fix.split()[3].replace(",", "")) > 100 * MIB
 
 
+class Layers(nn.Module):
+    """Layers in a list, one of them twice; a small parameter, and one without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(256))
+        self.unused = nn.Parameter(torch.ones(256, 256))
+
+    def forward(self, x):
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, AnotherAdam])
+def test_a_captured_step_has_the_events_of_a_recorded_one(make_optimizer, tmp_path):
+    torch.manual_seed(0)
+    model, batch = Layers(), torch.randn(512, 256)
+    step = TrainingStep(
+        module=model, inputs=batch, loss_fn=lambda x: x.mean(), optimizer=make_optimizer
+    )
+    captured = capture_events(step).profile
+    optimizer = make_optimizer(model.parameters())
+    with OutOfCore(model, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path) as out_of_core:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+        recorded = out_of_core.session.profile
+    assert captured.events == recorded.events
+    assert captured.tensors
+    assert any(tensor.kind == "optimizer" for tensor in captured.tensors) == (
+        make_optimizer is torch.optim.Adam
+    )
+    assert captured.tensors == recorded.tensors
+    # The first layer ran twice, the first time before any event of its step.
+    assert [module.name for module in recorded.modules] == ["layers.1", "layers.2"]
+    assert {module.name: module.tensors for module in captured.modules} == {
+        module.name: module.tensors for module in recorded.modules
+    }
+
+
 @contextlib.contextmanager
 def slow_device(file, bytes_per_s):
     """Have each transfer of a spill file take the time of a device of this rate."""
-    write, read = file._write_all, file._read_all
+    write, read = file.disk.write, file.disk.read
     never = threading.Event()
 
     def slowly(transfer, size_bytes, *args):
         transfer(*args)
         never.wait(size_bytes / bytes_per_s)
 
-    file._write_all = lambda chunks, begin: slowly(
+    file.disk.write = lambda chunks, begin: slowly(
         write, sum(chunk.nbytes for chunk in chunks), chunks, begin
     )
-    file._read_all = lambda into, offset: slowly(read, into.nbytes, into, offset)
+    file.disk.read = lambda into, offset: slowly(read, into.nbytes, into, offset)
     try:
         yield
     finally:
-        file._write_all, file._read_all = write, read
+        file.disk.write, file.disk.read = write, read
 
 
 def test_a_disk_slower_than_planned_is_said_and_planned_again(tmp_path, monkeypatch):
@@ -580,7 +581,7 @@ def test_a_disk_slower_than_planned_is_said_and_planned_again(tmp_path, monkeypa
         plan_for_half(out_of_core, monkeypatch)
         found = train(twin, batch, 3, optimizer)
         planned = out_of_core.to_json()["planned_write_bytes_per_s"]
-        with slow_device(out_of_core.session.file, planned / 20):
+        with slow_device(out_of_core.session.target, planned / 20):
             found += train_on(twin, batch, range(3, 12), optimizer)
             outcome = out_of_core.to_json()
     assert found == expected
@@ -650,7 +651,7 @@ def test_modules_are_recomputed_where_the_disk_is_slow(tmp_path, monkeypatch):
     with OutOfCore(twin, optimizer, budget_bytes=PLENTY, spill_folder=tmp_path) as out_of_core:
         plan_for_half(out_of_core, monkeypatch)
         slow = SpillTier(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
-        out_of_core.session.tier = lambda: slow
+        out_of_core.session.planning.tier = lambda: slow
         found = train(twin, batch, 7, optimizer)
         plan = out_of_core.plan
     # Dropout drops the same elements when it is computed again.
@@ -688,7 +689,7 @@ def test_prepare_takes_a_memory_budget(tmp_path, monkeypatch):
         alarm=False,
     )
     plan_for_half(prepared.out_of_core, monkeypatch)
-    prepared.out_of_core.session.recompute = None  # what is chosen depends on the disk
+    prepared.out_of_core.session.planning.recompute = None  # what is chosen depends on the disk
     try:
         found = train(prepared.model, batch, 4, prepared.optimizer)
         assert prepared.out_of_core.plan.spilled_bytes > 0
@@ -733,7 +734,7 @@ def test_two_optimizers_and_several_backward_passes_are_a_step(tmp_path, monkeyp
         twins, optimizers[0], budget_bytes=PLENTY, spill_folder=tmp_path, recompute=False
     ) as out_of_core:
         optimizers[0].register_step_post_hook(
-            lambda *_: ends.append(out_of_core.session.file.size_bytes)
+            lambda *_: ends.append(out_of_core.session.target.size_bytes)
         )
         plan_for_half(out_of_core, monkeypatch)
         found = train_both(twins, optimizers)
@@ -755,8 +756,8 @@ def test_pieces_that_lie_beside_each_other_are_written_at_once(tmp_path, monkeyp
         return pwritev(descriptor, [views[0][: len(views[0]) // 2 // 4096 * 4096 or None]], offset)
 
     file = SpillFile(tmp_path)
-    pages = aligned_memory(9 * 4096).numpy()
-    pages[:] = np.arange(pages.nbytes, dtype=np.uint64).astype(np.uint8)
+    pages = torch.arange(9 * 4096).to(torch.uint8)
+    pages = aligned_memory(9 * 4096).copy_(pages)
     pieces = [pages[:8192], pages[8192:16384], pages[16385:20000], pages[20480:28672]]
     extent = sum(aligned(piece.nbytes) for piece in pieces)
     for write in (pwritev, counted):
@@ -768,7 +769,7 @@ def test_pieces_that_lie_beside_each_other_are_written_at_once(tmp_path, monkeyp
         read.wait()
         found, at = read.bytes.numpy(), 0
         for piece in pieces:
-            assert np.array_equal(found[at : at + piece.nbytes], piece)
+            assert np.array_equal(found[at : at + piece.nbytes], piece.numpy())
             at += aligned(piece.nbytes)
     assert calls[0] == 2
     file.close()

@@ -46,6 +46,44 @@ def test_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
     check_replicas(tmp_path, 2, 2, "3")
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What 2 partitions x 2 replicas found whose stages FSDP2 shards, by rank."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return run_ranks(SCRIPT, folder, 4, "gloo", "sharded", deadline_s=300)
+
+
+def test_gradients_of_sharded_stages_are_those_of_one_process_in_every_order(sharded):
+    for found in sharded:
+        assert set(found["grid"]) == {
+            "1f1b",
+            "fill_drain",
+            "interleaved",
+            "zero_bubble",
+            "recompute",
+        }
+        for case in found["grid"].values():
+            check_grid(case)
+        check_grid(found["library"], ["library"])
+        assert found["accumulated"] < 1e-10
+
+
+def test_training_of_sharded_stages_and_its_state_are_those_of_one_process(sharded):
+    for found in sharded:
+        for kind, (error, resumed, *_) in found["steps"].items():
+            assert error < 1e-9, kind
+            assert resumed < 1e-9, kind
+    assert sharded[0]["steps"]["sgd"][2]  # the names of the model
+
+
+def test_sharded_stages_keep_a_part_of_parameters_gradients_and_state(sharded):
+    for found in sharded:
+        whole, parts = found["memory"]
+        steps_bytes = 2 * 2 * 2 * 4  # Adam counts the steps of each of 2 x 2 tensors, 8 bytes
+        assert parts[:2] == [size / 2 for size in whole[:2]]
+        assert whole[2] / 2 <= parts[2] <= whole[2] / 2 + steps_bytes
+
+
 def test_a_model_that_decides_in_python_has_the_gradients_of_one_process(two):
     for found in two:
         for case in found["library"]:
@@ -118,6 +156,11 @@ def test_stages_may_use_shared_layers_in_different_orders(two):
 def test_a_model_of_split_points_trains(two):
     for found in two:
         assert found["splits"] < 1e-10
+
+
+def test_inputs_for_all_samples_are_not_cut_where_they_have_as_many_rows(two):
+    for found in two:
+        assert max(found["masked"]) < 1e-10
 
 
 def test_blocking_collectives_of_shared_layers_come_in_one_order(tmp_path):
@@ -193,18 +236,21 @@ def test_the_same_call_trains_replicas_with_unequal_batches(two):
 
 
 @pytest.mark.parametrize(
-    ("backend", "how", "kind", "deadline_s"),
+    ("backend", "how", "kind", "deadline_s", "engine"),
     [
-        ("gloo", "SIGKILL", "RankLost", 60),
-        pytest.param("paceline", "SIGKILL", "RankLost", 60, marks=FAULTS),
-        pytest.param("gloo", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
-        pytest.param("paceline", "SIGSTOP", "DeadlineExceeded", 5, marks=FAULTS),
+        ("gloo", "SIGKILL", "RankLost", 60, "allreduce"),
+        pytest.param("gloo", "SIGKILL", "RankLost", 60, "fsdp2", marks=FAULTS),
+        pytest.param("paceline", "SIGKILL", "RankLost", 60, "allreduce", marks=FAULTS),
+        pytest.param("gloo", "SIGSTOP", "DeadlineExceeded", 5, "allreduce", marks=FAULTS),
+        pytest.param("paceline", "SIGSTOP", "DeadlineExceeded", 5, "allreduce", marks=FAULTS),
     ],
 )
-def test_the_ranks_that_are_left_name_the_one_that_is_not(tmp_path, backend, how, kind, deadline_s):
-    store, ranks = tmp_path / "store", 3
+def test_the_ranks_that_are_left_name_the_one_that_is_not(
+    tmp_path, backend, how, kind, deadline_s, engine
+):
+    store, ranks = tmp_path / "store", 4 if engine == "fsdp2" else 3
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [str(ranks), backend, "dies", how, str(deadline_s)]
+    arguments = [str(ranks), backend, "dies", how, str(deadline_s), engine]
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(store), str(rank), *arguments],

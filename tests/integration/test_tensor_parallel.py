@@ -21,7 +21,9 @@ def folder(tmp_path_factory):
 def two(folder):
     """What two ranks on gloo found, in one process group."""
     cases = ["equal:classifier,transformer,many", f"state:{folder}", "nan", "gone", "evaluates"]
-    return run_ranks(SCRIPT, folder, 2, "gloo", *cases, "auto", "refused", "half")
+    return run_ranks(
+        SCRIPT, folder, 2, "gloo", *cases, "auto", "refused", "differ", "clipped", "half"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def three(two, tmp_path_factory, folder):
 def four(tmp_path_factory):
     """What four ranks on gloo found, alone and in groups."""
     folder = tmp_path_factory.mktemp("four")
-    return run_ranks(SCRIPT, folder, 4, "gloo", "equal:transformer", "groups:2", "lost")
+    return run_ranks(SCRIPT, folder, 4, "gloo", "equal:transformer", "groups:2", "part:2", "lost")
 
 
 def test_training_equals_one_process_with_unequal_batches(two, three, four):
@@ -83,9 +85,13 @@ def test_ranks_that_leave_each_other_are_told(two, three):
     for ranks in (two, three):
         for found in ranks:
             told = found["gone"]
-            assert "rank 1 computes without gradients while rank 0 computes with" in told["mode"]
-            assert "rank 1 computes head while rank 0 computes classifier.0" in told["layer"]
-            assert "while rank 0 saves its state" in told["state"]
+            first = "classifier.0 without gradients while rank 0 computes classifier.0 with"
+            assert f"rank 1 computes {first}" in told["mode"]
+            assert "rank 1 computes head without gradients while rank 0" in told["layer"]
+            assert "rank 0 computes classifier.0 without gradients" in told["layer"]
+            assert "while rank 0 saves head" in told["state"]
+            assert "computes classifier.0 with gradients while rank 0" in told["backward"]
+            assert "computes the gradient of head" in told["backward"]
             assert "Have all ranks call the model equally often" in told["state"]
 
 
@@ -111,10 +117,34 @@ def test_what_does_not_work_is_refused(two):
         assert "it is a GELU" in found["unknown"]
         assert "Name linear layers, such as head" in found["misspelt"]
         assert "Give 'auto', or the names of linear layers in a list" in found["text"]
+        assert "tensor_parallel names no layer" in found["none"]
         assert "Give example_inputs" in found["no example"]
         assert "2 ranks do not divide into groups of 3" in found["groups"]
         assert "another layer uses its parameters too" in found["tied"]
         assert "LBFGS updates whole matrices" in found["lbfgs"]
+
+
+def test_an_error_of_one_rank_is_that_of_all(two):
+    for found in two:
+        told = found["differ"]
+        assert "rank 0 failed while the others waited for it" in told["example"]
+        assert "to have 2 channels, but got 3" in told["example"]
+        assert "LBFGS updates whole matrices" in told["optimizer"]
+        assert "the layer head of rank 1 cannot be divided as that of rank 0" in told["frozen"]
+        assert "with nothing to train, and divided by its inputs, with weight" in told["frozen"]
+
+
+def test_clipping_by_hand_which_sees_parts_only_is_an_error(two):
+    for found in two:
+        assert found["clipped"]["1e+09"] == ""
+        text = found["clipped"]["0.001"]
+        assert "the ranks changed the gradient of features.0.bias in different ways" in text
+        assert "Give prepare clip_norm=" in text
+
+
+def test_a_part_of_the_job_divides_layers_where_a_rank_is_in_more_groups(four):
+    for found in four[:2]:
+        assert found["part"] < EXACT
 
 
 def test_layers_compute_in_half_precision(two):

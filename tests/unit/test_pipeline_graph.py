@@ -403,6 +403,101 @@ def test_a_batch_that_an_exported_graph_is_not_made_for_is_refused(library):
         example.check({"mask": given["mask"], "is_causal": False})
 
 
+class Asking(nn.Module):
+    """Computes something else where a question about its inputs' sizes has another answer."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.low = nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        y = self.low(x) + mask
+        return y * 2 if self.question(x) else y
+
+
+@pytest.mark.parametrize(
+    ("question", "sizes", "said"),
+    [
+        (lambda x: x.shape[1] > 8, (3, 9), r"x.shape\[1\] is 9; .* for x.shape\[1\] <= 8 only"),
+        (lambda x: x.shape[1] == 1, (3, 1), r"x.shape\[1\] is 1; .* for x.shape\[1\] != 1 only"),
+        (
+            lambda x: x.shape[0] % 2 == 0,
+            (3, 6),
+            r"shape\[0\] is 3; .* for Mod\(.*shape\[0\], 2\) == 0 only",
+        ),
+        (lambda x: len(x) == 6, (3, 6), r"shape\[0\] is 3; .*shape\[0\] == 6 only"),
+    ],
+)
+def test_sizes_for_which_a_model_computes_something_else_are_refused(question, sizes, said):
+    inputs = {"x": torch.randn(6, 5, 4), "mask": torch.ones(6, 1, 4)}
+    model = Asking(question)
+    example = capture(model, inputs).example
+    example.check(inputs)
+    more = {"x": torch.randn(6, 7, 4), "mask": torch.ones(6, 1, 4)}
+    example.check(more)
+    assert torch.equal(run_stages(cut(capture(model, inputs), []), **more), model(**more))
+    other = {"x": torch.randn(*sizes, 4), "mask": torch.ones(sizes[0], 1, 4)}
+    with pytest.raises(UsageError, match=said):
+        example.check(other)
+    with pytest.raises(UsageError, match=r"x.shape\[2\] is 3; .* x.shape\[2\] == 4 only|any, 4"):
+        example.check({**more, "x": torch.randn(6, 7, 3)})
+
+
+def test_the_sizes_of_microbatches_are_those_that_are_asked_for():
+    inputs = {"x": torch.randn(6, 5, 4), "mask": torch.ones(6, 1, 4)}
+    example = capture(Asking(lambda x: x.shape[0] >= 4), inputs).example
+    whole = {"x": torch.randn(12, 5, 4), "mask": torch.ones(12, 1, 4)}
+    for _ in range(2):
+        example.check(whole, 3)
+    with pytest.raises(UsageError, match=r"in a microbatch mask.shape\[0\] is 3"):
+        example.check(whole, 4)
+    with pytest.raises(UsageError, match=r"in a microbatch mask.shape\[0\] is 3"):
+        example.check({key: value[:10] for key, value in whole.items()}, 3)
+    fixed = capture(Asking(lambda x: len(x) == 6), inputs).example
+    fixed.check(whole, 2)
+    with pytest.raises(UsageError, match=r"shape\[0\] is 12; .*shape\[0\] == 6 only"):
+        fixed.check(whole)
+
+
+def test_operators_that_ask_for_sizes_themselves_take_one_sample():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x):
+            if x.shape[2] != 8:
+                return x
+            mixed, _ = self.mix(x, x, x, need_weights=False)
+            return self.out(mixed).reshape(x.shape[0] * x.shape[1], -1)
+
+    model = Attention()
+    captured = capture(model, {"x": torch.randn(4, 5, 8)})
+    assert captured.example is not None
+    for samples, length in ((1, 5), (3, 7), (1, 2)):
+        x = torch.randn(samples, length, 8)
+        captured.example.check({"x": x})
+        assert torch.allclose(run_stages(cut(captured, []), x=x), model(x), atol=1e-6)
+
+
+def test_an_operator_that_removes_dims_of_one_element_takes_no_single_sample():
+    class Squeezed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.low(x).squeeze()
+            return y[0] if y.dim() < 2 else y[:, 0]
+
+    captured = capture(Squeezed(), {"x": torch.randn(6, 5, 4)})
+    captured.example.check({"x": torch.randn(2, 3, 4)})
+    with pytest.raises(UsageError, match=r"x.shape\[0\] is 1"):
+        captured.example.check({"x": torch.randn(1, 5, 4)})
+
+
 def test_a_tensor_that_is_given_twice_is_two_arguments():
     class Loss(nn.Module):
         def __init__(self):

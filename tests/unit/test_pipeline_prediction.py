@@ -208,6 +208,20 @@ def test_what_holds_for_every_model_and_plan(sizes, stages, microbatches, replic
     assert [stage.last for stage in result.stages] == [str(end - 1) for end in bounds]
 
 
+def test_replicas_that_shard_their_stage_keep_a_part_of_its_state():
+    model = workload_of(
+        [layer(str(n), optimizer_s=1e-3) for n in range(4)], optimizer_bytes=8 * MIB
+    )
+    machine = dataclasses.replace(FREE, collectives=(collective("all_reduce"),))
+    whole, parts = (
+        estimate(machine, model, staged(2, 2, engine=engine)) for engine in ("allreduce", "fsdp2")
+    )
+    assert parts.memory_bytes["optimizer"] == whole.memory_bytes["optimizer"] // 2 == 2 * MIB
+    assert parts.memory_bytes["gradients"] == whole.memory_bytes["gradients"] * 3 // 2
+    assert parts.breakdown.optimizer < whole.breakdown.optimizer
+    assert parts.warnings == whole.warnings
+
+
 def test_a_shared_parameter_is_held_by_each_of_its_stages():
     layers = [layer("embedding", parameters=(MIB,)), layer("body"), layer("head", parameters=())]
     shared = (SharedParameter((0, 2), MIB),)

@@ -106,3 +106,18 @@ def test_what_cannot_be_captured_as_a_graph_is_captured_with_split_points():
         module=Branches(), inputs=torch.zeros(2, 3), split_points=("first", "second")
     )
     assert [layer.name for layer in capture_layers(cut).layers] == ["first", "second"]
+
+
+def test_a_step_of_another_size_has_the_same_mask():
+    inputs = pipeline_models.masked_inputs(5, 5)
+    step = TrainingStep(
+        module=pipeline_models.Masked(),
+        inputs=inputs,
+        target=torch.zeros(5, 2),
+        loss_fn=nn.functional.mse_loss,
+    )
+    smaller = resized(step, 2)
+    assert smaller.inputs["x"].shape == (2, 5, 4)
+    assert smaller.inputs["mask"] is inputs["mask"]
+    assert smaller.inputs["places"] is inputs["places"]
+    assert smaller.target.shape == (2, 2)

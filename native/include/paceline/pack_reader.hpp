@@ -51,6 +51,7 @@ struct ReadOptions {
   Verify verify = Verify::first;
   unsigned threads = 1;     // that share a large batch, the caller included
   bool index_only = false;  // open no shard, as repairing them needs it
+  bool lazy = false;        // map a shard when it is first read: a node may hold only some of them
   bool direct = false;      // past the page cache (O_DIRECT), for data that is larger than memory
   ResidencyMaker residency = &trust_page_table;
   // For how long a verified page is trusted at most. A set that fits into memory is read at the speed

@@ -24,6 +24,7 @@ struct TensorPoolCounts {
   std::size_t cap_bytes = 0;
   std::uint64_t fresh_bytes = 0;    // handed out without pages, since the beginning
   std::uint64_t evicted_bytes = 0;  // whose pages went back, since the beginning
+  std::size_t peak_used_bytes = 0;  // the most of blocks, since `restart_peak`
 };
 
 // Thread-safe. Owns its range, and all blocks are gone with it.
@@ -46,6 +47,7 @@ class TensorPool {
   // Gives pages of free memory back until the cap holds.
   void set_cap(std::size_t bytes);
   TensorPoolCounts counts() const;
+  void restart_peak();
 
   // Around a fork: the child would find the lock taken for ever.
   void lock() { mutex_.lock(); }
@@ -73,7 +75,8 @@ class TensorPool {
 };
 
 // The pool of this process for what `library` ("libc10.so") allocates from now on: its calls of
-// posix_memalign and free come here, for blocks of at least `pooled_bytes` while the cap is set.
+// posix_memalign and free come here, for blocks of at least `pooled_bytes` and at most the machine's
+// memory, while the pool is used; whatever is smaller or larger is the C library's.
 // Null where the library is not loaded or its calls cannot be redirected. Never destroyed: tensors
 // outlive everything.
 constexpr std::size_t pooled_bytes = std::size_t{64} << 10;

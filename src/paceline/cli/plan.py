@@ -74,7 +74,8 @@ Example: paceline plan examples/digits_step.py:step -n 2
     "--fit",
     "budget",
     metavar="BYTES",
-    help="Plan for a memory budget of each rank, as 8GiB: what is kept, computed again, spilled.",
+    help="Plan for a memory budget of each rank, as 8GiB: what is kept, computed again, spilled; "
+    "with --partitions, of each stage.",
 )
 @click.option(
     "--out",

@@ -87,6 +87,13 @@ Example: paceline run -n 2 examples/ddp_digits.py --epochs 5
     help="Folder of that file, on a disk of each node [default: that for temporary files].",
 )
 @click.option(
+    "--mount",
+    "mounts",
+    metavar="PACK:/PATH",
+    multiple=True,
+    help="Ranks see the samples of PACK as files below /PATH; may be repeated.",
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path),
     help="Machine file (from paceline probe) to store in the run's folder, for comparison with "
@@ -121,6 +128,7 @@ def run(
     microbatches: int | None,
     memory_budget: str | None,
     spill_folder: str | None,
+    mounts: tuple[str, ...],
     tag_output: bool | None,
     nnodes: str | None,
     node_rank: int | None,
@@ -170,6 +178,7 @@ def run(
         "microbatches": microbatches,
         "memory_budget_bytes": parse_size(memory_budget) if memory_budget else None,
         "spill_folder": spill_folder,
+        "mounts": list(mounts) or None,
         "tag_output": tag_output,
         "nnodes": parse_nnodes(nnodes) if nnodes is not None else None,
         "node_rank": node_rank,

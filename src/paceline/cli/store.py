@@ -1,14 +1,16 @@
-"""``paceline store``: inspect packs, extract samples, verify packs, repair packs."""
+"""``paceline store``: inspect packs, extract samples, verify packs, repair packs; exec."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.store_exec import exec_program
 from paceline.report.units import format_bytes, format_rate, plural
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ def store() -> None:
     PACK may also be data in place: an LMDB database, tar archives, TFRecord files or a folder. An
     index is then made beside it, once. They cannot be repaired.
     """
+
+
+store.add_command(exec_program)
 
 
 @store.command(epilog="Example: paceline store stat train.pack cats/0001.jpg")
@@ -262,6 +267,58 @@ def repair(
             print("  fix: give --source FOLDER or --replica COPY", file=sys.stderr)
     if report.lost:
         sys.exit(CorruptPack.exit_code)
+
+
+@store.command(epilog="Example: paceline store serve train.pack --listen 127.0.0.1:7420")
+@click.argument("path", metavar="PACK")
+@click.option("--listen", default="127.0.0.1:0", help="ADDRESS:PORT; port 0: any free one.")
+@click.option("--peers", default="", help="HOST:PORT of the other nodes, separated by commas.")
+@click.option("--local", type=click.Path(path_type=Path), help="Folder for this node's shards.")
+@click.option("--replicas", default=1, help="Copies of each shard; the same on all nodes.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File with the nodes' secret.")
+@click.option("--source-rate", default=0.0, help="Most bytes/s read of PACK; 0: no limit.")
+@click.option("--threads", default=1, help="Threads that send.")
+@click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)
+def serve(
+    path: str,
+    listen: str,
+    peers: str,
+    local: Path | None,
+    replicas: int,
+    token_file: Path | None,
+    source_rate: float,
+    threads: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Serve shards of PACK to other nodes, until interrupted.
+
+    Without --local all shards are served from where PACK lies. With it, this node copies its share
+    of the shards there, in the background, and serves those. --listen is the name by which peers
+    and clients know this node. An address that other machines can reach needs --token-file.
+    """
+    from paceline.core.files import read_text
+    from paceline.store.serve.card import NodeAddress
+    from paceline.store.serve.node import NodeOptions, StoreNode
+
+    options = NodeOptions(
+        listen=NodeAddress.parse(listen),
+        peers=tuple(NodeAddress.parse(peer) for peer in peers.split(",") if peer),
+        local=local,
+        replicas=replicas,
+        token=read_text(token_file).strip() if token_file else "",
+        source_bytes_per_s=source_rate,
+        threads=threads,
+    )
+    with StoreNode(path, options) as node:
+        node.start()
+        if as_json:
+            _print_json({"node": node.name, "pack": node.pack.identity})
+        else:
+            print(f"serving {_safe(path)} at {node.name}")
+        sys.stdout.flush()
+        while not node.wait(3600.0):
+            pass
 
 
 def _origin(recovered_from: str) -> str:

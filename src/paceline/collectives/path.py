@@ -99,7 +99,10 @@ def two_levels(
     cross = None
     if is_even or place.local_rank == 0:
         cross = _exchange(store, place, members, timeout_s, settings.config)
-    return (ShardedPath if is_even else LeaderPath)(place, group, members, cross, settings)
+    path = (ShardedPath if is_even else LeaderPath)(place, group, members, cross, settings)
+    if settings.config.between_hosts == "mpi":
+        path.messages = _mpi("messages").MpiMessages(members)
+    return path
 
 
 def _exchange(
@@ -112,7 +115,7 @@ def _exchange(
     """Return what exchanges data between the ranks with this rank's index on their hosts."""
     index = place.local_rank
     if config.between_hosts == "mpi":
-        return _mpi().MpiExchange([members[ranks[index]] for ranks in place.hosts])
+        return _mpi("exchange").MpiExchange([members[ranks[index]] for ranks in place.hosts])
     own = dist.PrefixStore(f"index {index}/", store)
     wait = timedelta(seconds=timeout_s)
     return c10d.ProcessGroupGloo(own, place.host, len(place.hosts), wait)
@@ -126,7 +129,7 @@ def _require_mpi(store: Any, rank: int, members: tuple[int, ...], timeout_s: flo
         DeadlineExceeded: a rank did not come.
     """
     try:
-        problem = str(_mpi().problem_of_mpi(members[rank]))
+        problem = str(_mpi("exchange").problem_of_mpi(members[rank]))
     except Missing as missing:
         problem = f"{missing.what}: {missing.why}"
     problems = exchange(store, "mpi", rank, len(members), problem.encode(), timeout_s)
@@ -140,6 +143,6 @@ def _require_mpi(store: Any, rank: int, members: tuple[int, ...], timeout_s: flo
             )
 
 
-def _mpi() -> ModuleType:
-    """Return the module that loads MPI; importlib, because most jobs have none."""
-    return importlib.import_module("paceline.collectives.transports.mpi_exchange")
+def _mpi(part: str) -> ModuleType:
+    """Return a module that loads MPI; importlib, because most jobs have none."""
+    return importlib.import_module(f"paceline.collectives.transports.mpi_{part}")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from paceline.collectives.host_group import HostGroup
     from paceline.collectives.settings import GroupSettings
+    from paceline.collectives.transports.mpi_messages import MpiMessages, MpiMessageWork
 
 REDUCTIONS = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -108,6 +109,9 @@ class TwoLevelPath(ABC):
         members: the numbers of the group's ranks in the job, for errors.
         cross: gloo between ranks of different hosts, by host; none on a rank that has none.
         settings: sizes, data types on the wire, and which calls run here.
+
+    Attributes:
+        messages: what carries those between two ranks; None: the backend's gloo.
     """
 
     reduced: ClassVar[frozenset[str]] = frozenset({"all_reduce", "reduce"})
@@ -130,6 +134,7 @@ class TwoLevelPath(ABC):
         self._choice = settings.choice
         self._size = sum(map(len, place.hosts))
         self._thread = CommunicationThread("paceline-collectives")
+        self.messages: MpiMessages | None = None
 
     def run(self, result: list[Any], call: Callable[..., None], *args: Any) -> Any:
         """Have the communication thread run a call; return its work."""
@@ -152,6 +157,8 @@ class TwoLevelPath(ABC):
 
     def moves(self, call: str, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether a copy of tensors like these runs here; the same on all ranks."""
+        if call == "message":
+            return self.messages is not None and all(map(is_plain, tensors))
         return call == "barrier" or (
             call in self.moved
             and self._choice.takes_two_levels(call, decisive_bytes(call, tensors))
@@ -159,6 +166,18 @@ class TwoLevelPath(ABC):
         )
 
     # --- calls ------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> MpiMessageWork:
+        """Start to send a tensor to a rank; only where `moves` says so."""
+        assert self.messages is not None
+        return self.messages.send(tensor, peer, tag, timeout_s)
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float
+    ) -> MpiMessageWork:
+        """Start to receive a tensor from a rank, or with `peer` None from any."""
+        assert self.messages is not None
+        return self.messages.receive(tensor, peer, tag, timeout_s)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, timeout_s: float) -> None:
         """Reduce each tensor over the ranks, in place.
@@ -329,12 +348,16 @@ class TwoLevelPath(ABC):
         self._group.abort(reason)
         if self._cross is not None:
             self._cross.abort()
+        if self.messages is not None:
+            self.messages.abort(reason)
 
     def close(self) -> None:
         """End the thread, and give the memory back."""
         self._thread.close()
         if self._cross is not None:
             self._cross.shutdown()
+        if self.messages is not None:
+            self.messages.close()
         self._group.close()
 
 

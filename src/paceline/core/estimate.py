@@ -31,65 +31,6 @@ class UnpricedOperator(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageEstimate(Record):
-    """A stage of a pipeline, on each of the ranks that hold a replica of it.
-
-    Attributes:
-        layers: how many it has.
-        first: name of its first layer.
-        last: name of its last layer.
-        parameter_bytes: of its parameters.
-        trained_bytes: of those that get a gradient.
-        forward_s: seconds for one microbatch.
-        backward_s: the same of the backward pass.
-        reduce_s: of reducing its gradients over the replicas, once per step.
-        optimizer_s: of the update, once per step.
-        live_microbatches: whose activations it keeps at the same time, at most.
-        memory_bytes: that the rank needs at its peak.
-    """
-
-    layers: int
-    first: str
-    last: str
-    parameter_bytes: int
-    trained_bytes: int
-    forward_s: float
-    backward_s: float
-    reduce_s: float
-    optimizer_s: float
-    live_microbatches: int
-    memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanCandidate(Record):
-    """One of the plans that were compared.
-
-    Attributes:
-        mesh: ranks per axis.
-        microbatches: of a pipeline's batch; 1 without a pipeline.
-        batch: samples of a step on all ranks together.
-        step_time_s: predicted.
-        memory_bytes: that a rank needs, the fullest one.
-        fits: whether the ranks of a node fit into the memory of the machine's device.
-        limit: the bottleneck of the step, in words.
-    """
-
-    mesh: Mesh
-    microbatches: int
-    batch: int
-    step_time_s: float
-    memory_bytes: int
-    fits: bool
-    limit: str
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples that all ranks together train on per second."""
-        return self.batch / self.step_time_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFit(Record):
     """What of a step is kept, computed again and spilled, so that it stays within a budget.
 
@@ -128,6 +69,67 @@ class MemoryFit(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageEstimate(Record):
+    """A stage of a pipeline, on each of the ranks that hold a replica of it.
+
+    Attributes:
+        layers: how many it has.
+        first: name of its first layer.
+        last: name of its last layer.
+        parameter_bytes: of its parameters.
+        trained_bytes: of those that get a gradient.
+        forward_s: seconds for one microbatch.
+        backward_s: the same of the backward pass.
+        reduce_s: of reducing its gradients over the replicas, once per step.
+        optimizer_s: of the update, once per step.
+        live_microbatches: whose activations it keeps at the same time, at most.
+        memory_bytes: that the rank needs at its peak.
+        memory_fit: with a memory budget, what goes where in a step of its own passes; None without.
+    """
+
+    layers: int
+    first: str
+    last: str
+    parameter_bytes: int
+    trained_bytes: int
+    forward_s: float
+    backward_s: float
+    reduce_s: float
+    optimizer_s: float
+    live_microbatches: int
+    memory_bytes: int
+    memory_fit: MemoryFit | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCandidate(Record):
+    """One of the plans that were compared.
+
+    Attributes:
+        mesh: ranks per axis.
+        microbatches: of a pipeline's batch; 1 without a pipeline.
+        batch: samples of a step on all ranks together.
+        step_time_s: predicted.
+        memory_bytes: that a rank needs, the fullest one.
+        fits: whether the ranks of a node fit into the memory of the machine's device.
+        limit: the bottleneck of the step, in words.
+    """
+
+    mesh: Mesh
+    microbatches: int
+    batch: int
+    step_time_s: float
+    memory_bytes: int
+    fits: bool
+    limit: str
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that all ranks together train on per second."""
+        return self.batch / self.step_time_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate(Record):
     """A predicted step of one rank.
 
@@ -160,6 +162,7 @@ class Estimate(Record):
             machine that was busy while it was probed, operators whose rate was not measured, an
             extrapolation.
         memory_fit: with a memory budget, what goes where; None without one.
+        fitted_step_s: of a pipeline with a memory budget: the step of stages that keep it; else 0.
     """
 
     version: ClassVar[int] = 2
@@ -187,6 +190,7 @@ class Estimate(Record):
     unpriced: tuple[UnpricedOperator, ...] = ()
     warnings: tuple[str, ...] = ()
     memory_fit: MemoryFit | None = None
+    fitted_step_s: float = 0.0
 
     @classmethod
     def upgrade(cls, data: dict[str, Any], from_version: int) -> dict[str, Any]:

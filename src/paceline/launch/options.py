@@ -45,6 +45,7 @@ class RunConfig(Configuration):
         memory_budget_bytes: that each rank's process stays under: tensors that a step does not need
             for a while are spilled to a file (docs/guides/out-of-core.md); None: without limit.
         spill_folder: of that file, on a disk of each node; empty: the folder for temporary files.
+        mounts: packs that the ranks see as folders, each ``PACK:/path`` (docs/guides/posix.md).
         tag_output: whether each line that a rank prints carries its rank.
         nnodes: number of nodes, each with a launcher of its own and `ranks` ranks.
         node_rank: number of this node, 0 to nnodes - 1; None is the task's rank in a Slurm step
@@ -70,6 +71,7 @@ class RunConfig(Configuration):
     microbatches: int | None = None
     memory_budget_bytes: int | None = None
     spill_folder: str = ""
+    mounts: tuple[str, ...] = ()
     tag_output: bool = False
     nnodes: int = 1
     node_rank: int | None = None

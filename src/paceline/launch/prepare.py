@@ -23,6 +23,7 @@ from paceline.launch.program import Program, ProgramKind
 from paceline.launch.ranks import RankIds
 from paceline.launch.recordable import find_obstacle, script_line
 from paceline.launch.task_placement import TaskPlacement, check_world, detect
+from paceline.store.posix.mounts import PackMount, parse_mounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ class PreparedJob:
         plan: the plan that the run follows; None without one.
         machine: the machine file that the user named, for the ranks' collectives; None without.
         is_default_name: the user gave no --out; if the name is taken, Paceline takes another.
+        mounts: packs that the ranks see as folders.
     """
 
     program: Program
@@ -59,6 +61,7 @@ class PreparedJob:
     collectives_settings: Resolved[CollectivesConfig]
     plan: PlanFile | None = None
     machine: Path | None = None
+    mounts: tuple[PackMount, ...] = ()
     is_default_name: bool = False
 
     @property
@@ -196,6 +199,7 @@ def prepare(
         task=task,
         warnings=warnings,
         plan=plan,
+        mounts=parse_mounts(config.mounts),
         machine=machine.resolve() if machine else None,
         is_default_name=is_default_name,
         collectives_settings=collectives_settings,

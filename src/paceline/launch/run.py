@@ -48,6 +48,7 @@ from paceline.launch.watcher import StatusWatcher
 from paceline.runs.folder import PLAN_NAME
 from paceline.runs.launcher import this_launcher
 from paceline.runs.result import RunResult
+from paceline.store.posix.mounts import variables as mount_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,7 +254,8 @@ class _Starter:
         training = {**plan, **self.job.resolved.config.training}
         # The allocator's variables are settings of glibc's malloc.
         allocator = self.job.allocator.variables
-        return {**allocator, **unbuffered, **replaced, **table, **reader, **training}
+        mounted = mount_variables(self.job.mounts, environment())
+        return {**allocator, **unbuffered, **replaced, **table, **reader, **training, **mounted}
 
 
 def _plan_options(plan: PlanFile | None) -> list[str]:

@@ -95,6 +95,8 @@ def warnings(
 def _engine(plan: Plan) -> list[str]:
     if plan.mesh.data == 1 or plan.engine not in ("fsdp2", "sharded"):
         return []
+    if plan.engine == "fsdp2" and plan.mesh.pipeline > 1:
+        return []
     known = "DistributedDataParallel" if plan.engine == "fsdp2" else "the engine 'allreduce'"
     return [
         f"the engine '{plan.engine}' is predicted as {known}: memory and update of a rank's part, "

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from paceline.core.errors import MemoryExceeded
 from paceline.core.estimate import MemoryFit
 from paceline.perf.compute import COMPUTE_PHASES, cost_model
+from paceline.perf.pipeline import slowed_step_s, stage_workloads
 from paceline.schedules.memory import (
+    ASSUMED_BYTES_PER_S,
     SpillTier,
     least_budget_bytes,
     plan_memory,
@@ -21,12 +25,13 @@ from paceline.schedules.memory import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.estimate import Estimate
     from paceline.core.machine import Machine
     from paceline.core.plan import Plan
     from paceline.core.workload import Workload
     from paceline.schedules.memory import StepEvents, StepProfile
-
-ASSUMED_BYTES_PER_S = 1e9  # of a disk that was not measured
 
 
 def fit(
@@ -69,6 +74,50 @@ def fit(
         disk_bytes_per_s=tier.read_bytes_per_s,
         disk_source=source,
     )
+
+
+def fit_stages(
+    machine: Machine,
+    workload: Workload,
+    predicted: Estimate,
+    events: Sequence[StepEvents],
+    budget_bytes: int,
+) -> Estimate:
+    """Return the estimate of a model in stages, with what goes where on a rank of each stage.
+
+    A stage's plan is that of its own passes: that a rank also waits for others, in which time it
+    could transfer, is left out.
+
+    Args:
+        machine: on which ranks train; see `fit`.
+        workload: of one microbatch, with edges.
+        predicted: of the stages, without a budget.
+        events: of a step of each stage, as captured.
+        budget_bytes: of a rank's process.
+
+    Raises:
+        MemoryExceeded: no plan of a stage fits; the error has the smallest budget that one fits.
+        UsageError: the machine has no rates.
+    """
+    plan = predicted.plan
+    works = stage_workloads(workload, list(accumulate(plan.layers))[:-1])
+    fits = []
+    for number, (work, found) in enumerate(zip(works, events, strict=True)):
+        own = found
+        if plan.mesh.data > 1:  # the buckets in which gradients are reduced
+            own = replace(found, process_bytes=found.process_bytes + found.gradient_bytes)
+        try:
+            fits.append(fit(machine, work, plan, own, budget_bytes))
+        except MemoryExceeded as problem:
+            raise MemoryExceeded(
+                problem.what, where=f"stage {number}", why=problem.why, fix=problem.fix
+            ) from None
+    step_s = slowed_step_s(machine, workload, plan, [found.slowdown for found in fits])
+    stages = tuple(
+        replace(stage, memory_fit=found)
+        for stage, found in zip(predicted.stages, fits, strict=True)
+    )
+    return replace(predicted, stages=stages, fitted_step_s=step_s)
 
 
 def _profile(machine: Machine, workload: Workload, plan: Plan, events: StepEvents) -> StepProfile:

@@ -4,14 +4,12 @@
     Machine links, nodes          -> seconds of the messages between them (replay)
     collectives over R replicas   -> seconds of reducing a stage's gradients
 
-A stage's gradients are reduced from the end of its last backward pass, while other stages still
-compute; the loss of the batch is known to all ranks when the last pass of any stage has ended; then
-each rank updates its own parameters::
-
-    rank   |-- forward, backward, waiting --|-- waiting --|-- all-reduce left --|-- optimizer --|
-           0                       end of its passes   makespan          reduced
+`schedules.pipeline.step` puts these together, as it does for the runtime's ``auto``.
 
 The ranks follow the same PipelineSchedule as `paceline.training` runs.
+
+Under ``fsdp2`` the replicas of a stage gather its parameters and reduce-scatter its gradients. That
+sends as much as an all-reduce, and all of it is counted where gradients are reduced.
 
 Limits: where a schedule splits backward passes, both parts take half of them; transfers take no
 cores from compute; all microbatches have the size of the largest one; the update of a shared
@@ -25,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from paceline.core.breakdown import Breakdown
-from paceline.core.errors import MemoryExceeded, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.estimate import StageEstimate
 from paceline.core.machine import Quantity
 from paceline.core.workload import Layer, Workload
@@ -46,32 +44,33 @@ from paceline.perf.compute import (
     step_compute,
 )
 from paceline.schedules.pipeline import (
+    ORDERS,
     LayerCosts,
     StageCosts,
-    fill_drain,
+    fastest_partition,
     live_microbatches,
-    one_forward_one_backward,
-    partition,
+    pipeline_ends,
     replay,
     stage_edges,
-    zero_bubble,
 )
 from paceline.schedules.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from paceline.core.machine import CollectiveCost, Link, Machine
-    from paceline.core.plan import PipelineChoice, Plan
-    from paceline.schedules.pipeline import PipelineReplay, PipelineSchedule, StageEdge
+    from paceline.core.plan import Plan
+    from paceline.schedules.pipeline import (
+        PipelineEnds,
+        PipelineReplay,
+        PipelineSchedule,
+        StageEdge,
+        StagePartition,
+    )
 
-ORDERS: dict[PipelineChoice, Callable[[int, int], PipelineSchedule]] = {
-    "1f1b": one_forward_one_backward,
-    "fill_drain": fill_drain,
-    "zero_bubble": zero_bubble,
-}
 # The runtime reduces gradients in buckets of these sizes, whatever the plan's are.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
+_UNITS_IN_FLIGHT = 2  # of a bucket's size, of a stage that its replicas shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,27 +93,34 @@ class _Stage:
         return self.compute.phases[phase].total_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RankEnds:
-    """When the ranks of a pipeline end.
+def slowed_step_s(
+    machine: Machine, workload: Workload, plan: Plan, slowdowns: Sequence[float]
+) -> float:
+    """Return the seconds of a step whose stages take longer than predicted.
 
-    Attributes:
-        computed_s: each rank's last backward pass.
-        reduced_s: the reduction of its gradients, which begins then.
-        makespan_s: the last backward pass of any rank.
-        end_s: each rank's update.
+    Args:
+        machine: on which ranks train.
+        workload: one microbatch of a replica's batch; its layers with their edges.
+        plan: with the number of layers of each stage.
+        slowdowns: the time of each stage's passes and update, over the predicted one.
     """
+    schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
+    edges = stage_edges(workload.edges, _cuts(plan))
+    stages = [
+        replace(stage, compute=_slowed(stage.compute, factor))
+        for stage, factor in zip(
+            _stages(machine, workload, plan, schedule, edges), slowdowns, strict=True
+        )
+    ]
+    replayed = _replay(machine, plan, schedule, edges, stages)
+    times = _times(replayed, stages)
+    slowest = stages[times.slowest]
+    return _breakdown(machine, workload, plan, slowest, replayed, times).total_s
 
-    computed_s: tuple[float, ...]
-    reduced_s: tuple[float, ...]
-    makespan_s: float
-    end_s: tuple[float, ...]
 
-    @property
-    def slowest(self) -> int:
-        """The rank that ends last; among equals the one that computes longest."""
-        ranks = range(len(self.end_s))
-        return max(ranks, key=lambda rank: (self.end_s[rank], self.computed_s[rank]))
+def _slowed(compute: StepCompute, factor: float) -> StepCompute:
+    phases = {phase: cost.times(factor) for phase, cost in compute.phases.items()}
+    return replace(compute, phases=phases)
 
 
 def predict_pipeline(machine: Machine, workload: Workload, plan: Plan) -> StepPrediction:
@@ -184,24 +190,27 @@ def divide(machine: Machine, workload: Workload, plan: Plan) -> Plan:
     live = live_microbatches(schedule)
     device = machine.devices[0]
     bound = int(device.memory_bytes.value) // ranks_per_device(device, plan)
-    divided = []
-    for exposed in (0.0, 1.0):
-        try:
-            found = partition(
-                costs, stages, bound_bytes=[bound] * stages, live=live, link=link, exposed=exposed
-            )
-        except MemoryExceeded:
-            found = partition(costs, stages, link=link, exposed=exposed)
+
+    def divided(found: StagePartition) -> Plan:
         ends = [0, *found.cuts, costs.layers]
-        divided.append(replace(plan, layers=tuple(end - begin for begin, end in pairwise(ends))))
-    return min(divided, key=lambda candidate: _step_s(machine, workload, candidate))
+        return replace(plan, layers=tuple(end - begin for begin, end in pairwise(ends)))
+
+    found = fastest_partition(
+        costs,
+        [bound] * stages,
+        live,
+        link,
+        step_s=lambda found: _step_s(machine, workload, divided(found)),
+        is_bound=False,
+    )
+    return divided(found)
 
 
 def _step_s(machine: Machine, workload: Workload, plan: Plan) -> float:
     schedule = ORDERS[plan.schedule](plan.mesh.pipeline, plan.microbatch_count)
     edges = stage_edges(workload.edges, _cuts(plan))
     stages = _stages(machine, workload, plan, schedule, edges)
-    return max(_times(_replay(machine, plan, schedule, edges, stages), stages).end_s)
+    return _times(_replay(machine, plan, schedule, edges, stages), stages).step_s
 
 
 def _check(workload: Workload, plan: Plan) -> None:
@@ -231,12 +240,14 @@ def _layer_costs(machine: Machine, workload: Workload, plan: Plan) -> LayerCosts
     model = cost_model(machine, workload, plan)
     scale = DTYPE_BYTES[plan.precision] / DTYPE_BYTES["float32"]
     seconds = [layer_costs(model, layer) for layer in workload.layers]
-    copies = 2 if plan.mesh.data > 1 else 1  # of gradients: buckets
     trained = max(1, workload.trained_bytes)
+    memory = _memory_bytes(workload, plan)
+    of_trained = memory["gradients"] + memory["buckets"] + memory["optimizer"]
+    whole = max(1, workload.parameter_bytes)
     kept = [
-        sum(layer.parameter_bytes)
+        sum(layer.parameter_bytes) * memory["parameters"] // whole
         + layer.buffer_bytes
-        + sum(layer.trained_bytes) * (copies * trained + workload.optimizer_bytes) // trained
+        + sum(layer.trained_bytes) * of_trained // trained
         for layer in workload.layers
     ]
 
@@ -295,7 +306,14 @@ def _stages(
     for stage, live, size in zip(works, live_microbatches(schedule), received, strict=True):
         model = cost_model(machine, stage, plan)
         compute = step_compute(model, machine.devices[0], stage, unwrapped)
-        memory = memory_bytes(stage, plan)
+        if _is_sharded(plan):
+            update = compute.phases["optimizer"]
+            parts = plan.mesh.data
+            update = replace(
+                update, compute_s=update.compute_s / parts, memory_s=update.memory_s / parts
+            )
+            compute = replace(compute, phases={**compute.phases, "optimizer": update})
+        memory = _memory_bytes(stage, plan)
         memory["activations"] = live * (memory["activations"] + int(size * scale))
         memory["input"] *= plan.microbatch_count
         stages.append(
@@ -307,6 +325,25 @@ def _stages(
             )
         )
     return stages
+
+
+def _is_sharded(plan: Plan) -> bool:
+    """Return whether each stage's parameters and state are divided among its replicas."""
+    return plan.engine == "fsdp2" and plan.mesh.data > 1
+
+
+def _memory_bytes(stage: Workload, plan: Plan) -> dict[str, int]:
+    """Return the bytes that a rank needs for a stage and one microbatch, by kind.
+
+    Of a stage that its replicas shard: their parts, and in a batch parameters and gradients whole.
+    """
+    memory = memory_bytes(stage, plan)
+    if _is_sharded(plan):
+        for kind in ("parameters", "gradients"):
+            memory[kind] += memory[kind] // plan.mesh.data
+        memory["optimizer"] //= plan.mesh.data
+        memory["buckets"] = min(memory["buckets"], _UNITS_IN_FLIGHT * _BUCKET_BYTES)
+    return memory
 
 
 def _described(stage: _Stage, live: int, layers: int) -> StageEstimate:
@@ -437,18 +474,11 @@ def _reduce_s(machine: Machine, plan: Plan, compute: StepCompute) -> float:
 # --- the step ------------------------------------------------------------------------------------
 
 
-def _times(replayed: PipelineReplay, stages: Sequence[_Stage]) -> _RankEnds:
-    computed = tuple(ends[-1] for ends in replayed.end_s)
-    reduced = tuple(end_s + stage.reduce_s for end_s, stage in zip(computed, stages, strict=True))
-    makespan_s = replayed.makespan_s
-    return _RankEnds(
-        computed_s=computed,
-        reduced_s=reduced,
-        makespan_s=makespan_s,
-        end_s=tuple(
-            max(makespan_s, reduced_s) + stage.seconds("optimizer")
-            for reduced_s, stage in zip(reduced, stages, strict=True)
-        ),
+def _times(replayed: PipelineReplay, stages: Sequence[_Stage]) -> PipelineEnds:
+    return pipeline_ends(
+        replayed,
+        [stage.reduce_s for stage in stages],
+        [stage.seconds("optimizer") for stage in stages],
     )
 
 
@@ -458,7 +488,7 @@ def _breakdown(
     plan: Plan,
     stage: _Stage,
     replayed: PipelineReplay,
-    times: _RankEnds,
+    times: PipelineEnds,
 ) -> Breakdown:
     """Return the seconds of the slowest rank by phase."""
     rank, count = times.slowest, plan.microbatch_count

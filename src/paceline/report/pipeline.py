@@ -10,6 +10,7 @@ The order that is replayed is the recorded one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,15 +18,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 from paceline.report.units import format_bytes, format_seconds, format_share, plural
 from paceline.schedules.pipeline import (
+    ORDERS,
     PipelineAction,
     PipelineSchedule,
     StageCosts,
     StageEdge,
-    fill_drain,
     interleaved,
-    one_forward_one_backward,
     replay,
-    zero_bubble,
 )
 
 if TYPE_CHECKING:
@@ -112,9 +111,7 @@ def bubble_of(use: PipelineUse) -> Bubble:
 def _recognised(recorded: PipelineSchedule) -> tuple[str, PipelineSchedule | None]:
     """Return the name of a recorded order, and the same order of twice as many microbatches."""
     orders: dict[str, Callable[[int], PipelineSchedule]] = {
-        "1f1b": lambda count: one_forward_one_backward(recorded.stages, count),
-        "fill_drain": lambda count: fill_drain(recorded.stages, count),
-        "zero_bubble": lambda count: zero_bubble(recorded.stages, count),
+        **{name: functools.partial(order, recorded.stages) for name, order in ORDERS.items()},
         "interleaved": lambda count: interleaved(
             recorded.ranks, recorded.stages // recorded.ranks, count
         ),

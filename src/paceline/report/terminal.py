@@ -217,6 +217,7 @@ def render_estimate(estimate: Estimate) -> Group:
         Text(),
         memory,
         *_memory_fit(estimate.memory_fit),
+        *_stage_fits(estimate),
     )
 
 
@@ -246,6 +247,45 @@ def _memory_fit(found: MemoryFit | None) -> list[RenderableType]:
         ),
         Text(),
         _table("tensors", ["kept", "recomputed", "spilled"], list(found.kinds), rows),
+    ]
+
+
+def _stage_fits(estimate: Estimate) -> list[RenderableType]:
+    """Return what goes where on a rank of each stage, within a memory budget."""
+    fits = [stage.memory_fit for stage in estimate.stages if stage.memory_fit is not None]
+    if not fits:
+        return []
+    slowdown = estimate.fitted_step_s / estimate.step_time_s
+    rows = [
+        [
+            format_bytes(found.peak_bytes),
+            format_bytes(found.in_core_peak_bytes),
+            format_bytes(found.least_bytes),
+            *(
+                format_bytes(found.kinds[kind].get("spill", 0))
+                for kind in ("activations", "optimizer state")
+            ),
+            format_seconds(found.exposed_s),
+            f"{found.slowdown:.2f}",
+        ]
+        for found in fits
+    ]
+    heads = ["peak", "in core", "smallest budget", "activations spilled", "optimizer state spilled"]
+    return [
+        Text(),
+        Text(
+            f"within {format_bytes(fits[0].budget_bytes)} of each rank's process: a step of "
+            f"{format_seconds(estimate.fitted_step_s)}, {slowdown:.2f} times as long",
+            style="bold",
+        ),
+        Text(f"disk: {format_rate(fits[0].disk_bytes_per_s)} ({printable(fits[0].disk_source)})"),
+        Text(),
+        _table(
+            "stage",
+            [*heads, "waits for the disk", "times as long"],
+            [str(number) for number in range(len(fits))],
+            rows,
+        ),
     ]
 
 

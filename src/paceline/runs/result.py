@@ -25,8 +25,8 @@ class MemoryUse(Record):
     """What holding a rank's memory budget took; per step, of the steps under a plan.
 
     Attributes:
-        budget_bytes: that the process was to stay under.
-        predicted_peak_bytes: of the process; None where no plan was made.
+        budget_bytes: that the process was to stay under; freed memory that is kept may fill it.
+        predicted_peak_bytes: of the memory in use, as planned; None without a plan.
         planned_steps: number of steps under a plan.
         spilled_bytes: written; as many are read.
         transfer_s: seconds that the disk was busy with them.

@@ -1,9 +1,9 @@
 """Packs a folder of small files into one checksummed data set, and feeds training from it.
 
-Six sub-packages, with imports in one direction (an import contract checks it):
+Seven sub-packages, with imports in one direction (an import contract checks it):
 
-      feed    care      order, batches, loader | damage, repair
-        '--.---'
+      feed    care    posix     order, batches, loader | damage, repair | mounts for programs
+        '------.-------'
         in_place        open packs, and data as they are: LMDB, tar, TFRecord, folders
            |
          write          pack, append

@@ -10,9 +10,9 @@ from paceline.core.estimate import PlanCandidate
 from paceline.core.plan import Mesh, PipelineChoice, Plan, StrategyChoice
 from paceline.core.plan_file import PlanFile
 from paceline.perf import divide, estimate
-from paceline.perf.out_of_core import fit
+from paceline.perf.out_of_core import fit, fit_stages
 from paceline.probe.machine_file import load_machine
-from paceline.training.capture_process import BatchDivision, capture_splits
+from paceline.training.capture_process import BatchDivision, StageDivision, capture_splits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ class StrategyOptions:
         schedule: order in which the stages compute.
         batch: samples of a step on all replicas together; None: each replica has the batch of the
             user's function, with ``auto`` each rank.
-        fit_bytes: memory budget of each rank that has the whole model; None: none.
+        fit_bytes: memory budget of each rank; None: none.
     """
 
     strategy: StrategyChoice | None = None
@@ -116,11 +116,7 @@ def predict(
             predicted = replace(predicted, memory_fit=found)
         return PlanFile(plan=plan, estimate=predicted, workload=workload)
     if options.fit_bytes is not None:
-        raise UsageError(
-            "a memory budget is planned for ranks that have the whole model",
-            where="paceline plan --fit",
-            fix="Leave out --strategy, --partitions and --batch",
-        )
+        _check_fit(options, engine)
     shapes = _shapes(options, ranks)
     is_auto = options.resolved == "auto"
     captured = capture_splits(
@@ -130,7 +126,47 @@ def predict(
         copies=ranks if is_auto else shapes[0].mesh.data,
     )
     plan = replace(plan, schedule=options.schedule)
-    return _fastest(machine, plan, shapes, captured, compare=is_auto)
+    file = _fastest(machine, plan, shapes, captured, compare=is_auto)
+    if options.fit_bytes is None:
+        return file
+    return _fitted(machine, target, file, captured.batch, options.fit_bytes)
+
+
+def _check_fit(options: StrategyOptions, engine: EngineChoice) -> None:
+    """Raise an error for what cannot be planned within a memory budget.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    is_undivided = options.resolved == "data" or options.partitions == 1
+    if options.resolved == "auto" or is_undivided:
+        raise UsageError(
+            "a memory budget is planned for ranks that have the whole model and the function's "
+            "batch, or for given stages",
+            where=f"paceline plan --fit --strategy {options.resolved}",
+            fix="Leave out --batch, or give --partitions N of 2 or more without --strategy auto",
+        )
+    if engine == "fsdp2":
+        raise UsageError(
+            "a rank that has parts of its parameters cannot spill them",
+            where="paceline plan --fit --engine fsdp2",
+            fix="Leave one of both out",
+        )
+
+
+def _fitted(machine: Machine, target: str, file: PlanFile, batch: int, fit_bytes: int) -> PlanFile:
+    """Return the plan of a model in stages with what goes where within a memory budget."""
+    plan, workload = file.plan, file.workload
+    assert workload is not None
+    division = StageDivision(
+        layers=plan.layers,
+        batch=-(-batch // plan.mesh.data),
+        microbatches=plan.microbatch_count,
+        schedule=plan.schedule,
+    )
+    captured = capture_splits(target, (), stages=division)
+    predicted = fit_stages(machine, workload, _estimate(file), captured.stage_events, fit_bytes)
+    return replace(file, estimate=predicted)
 
 
 def _shapes(options: StrategyOptions, ranks: int) -> list[_RankShape]:

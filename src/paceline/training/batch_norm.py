@@ -25,12 +25,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from paceline.core.errors import UsageError
-from paceline.training.engine.modes import all_gather
+from paceline.training.engine.exchange import BACKWARD, TRAINING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping, Sequence
 
     from paceline.training.engine.exchange import RowExchange
+    from paceline.training.options import TrainingOptions
 
 
 class BatchShare(NamedTuple):
@@ -49,14 +50,14 @@ _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FORWARDS = {layer.forward for layer in _LAYERS}
 
 
-def batch_norms(model: nn.Module, *, only_synchronised: bool = False) -> list[nn.Module]:
-    """Return a model's layers of batch normalisation, or only those that are SyncBatchNorm.
+def batch_norms(model: nn.Module, *, only_synchronised: bool = False) -> dict[str, nn.Module]:
+    """Return a model's layers of batch normalisation by name, or only those of SyncBatchNorm.
 
     Raises:
         UsageError: a layer of a class derived from these computes something else.
     """
     wanted = nn.SyncBatchNorm if only_synchronised else _LAYERS
-    layers = []
+    layers = {}
     for name, module in model.named_modules():
         if not isinstance(module, wanted):
             continue
@@ -67,38 +68,70 @@ def batch_norms(model: nn.Module, *, only_synchronised: bool = False) -> list[nn
                 fix="Use torch's BatchNorm and a module of its own for what follows, or do not "
                 "synchronise",
             )
-        layers.append(module)
+        layers[name] = module
     return layers
 
 
-def use_own_batch(layers: Iterable[nn.Module]) -> None:
+def check_synchronised(options: TrainingOptions) -> None:
+    """Raise an error for options that synchronised layers do not go with.
+
+    Raises:
+        UsageError: one is given.
+    """
+    if options.memory_budget is not None:
+        raise UsageError(
+            "a rank out of core may compute a layer again when others do not",
+            where="prepare(memory_budget=...), with synchronised batch normalisation",
+            why="the ranks share the statistics of their batches in each such layer",
+            fix="Leave the budget out, or use a normalisation without statistics of all ranks",
+        )
+
+
+def use_own_batch(layers: Mapping[str, nn.Module]) -> None:
     """Have layers take the statistics of this process's batch, for a capture of the model.
 
     SyncBatchNorm does not run on a CPU, and on a GPU waits for other ranks.
     """
-    for layer in layers:
+    for layer in layers.values():
         layer.forward = functools.partial(nn.modules.batchnorm._BatchNorm.forward, layer)  # noqa: SLF001  # of SyncBatchNorm's base class
 
 
+class _Place(NamedTuple):
+    """A layer among those that ranks share."""
+
+    exchange: RowExchange
+    number: int
+    names: Sequence[str]
+
+    def of_all(self, own: torch.Tensor, kind: int) -> torch.Tensor:
+        """Return the values of all ranks, a row for each; see `RowExchange.values`."""
+        every: torch.Tensor = self.exchange.values(own, (self.number, kind), self.names)
+        return every
+
+
 def synchronise(
-    layers: Iterable[nn.Module], exchange: RowExchange, share: Callable[[], BatchShare]
+    layers: Mapping[str, nn.Module], exchange: RowExchange, share: Callable[[], BatchShare]
 ) -> None:
     """Have layers take the statistics of all ranks' batches in training; evaluation stays local.
+
+    Ranks that call different layers, or go backwards while others do not, all get an error.
 
     Args:
         layers: of `batch_norms`, the same on all ranks, and called equally often by all.
         exchange: between these ranks.
         share: returns what the batch of this step is among those of all ranks.
     """
-    for layer in layers:
+    names = list(layers)
+    for number, layer in enumerate(layers.values()):
         local = functools.partial(nn.modules.batchnorm._BatchNorm.forward, layer)  # noqa: SLF001  # of the base class of all of them
-        layer.forward = functools.partial(_normalised, layer, local, exchange, share)
+        place = _Place(exchange, number, names)
+        layer.forward = functools.partial(_normalised, layer, local, place, share)
 
 
 def _normalised(
     layer: Any,
     local: Callable[[torch.Tensor], torch.Tensor],
-    exchange: RowExchange,
+    place: _Place,
     share: Callable[[], BatchShare],
     x: torch.Tensor,
 ) -> torch.Tensor:
@@ -107,7 +140,7 @@ def _normalised(
         return local(x)
     layer._check_input_dim(x)  # noqa: SLF001  # as its own forward pass
     y, mean, variance, count = _Normalise.apply(
-        x, layer.weight, layer.bias, layer.eps, exchange, share()
+        x, layer.weight, layer.bias, layer.eps, place, share()
     )
     if layer.track_running_stats and layer.running_mean is not None:
         _track(layer, mean, variance, count)
@@ -136,7 +169,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        exchange: RowExchange,
+        place: _Place,
         share: BatchShare,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -149,7 +182,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
         if number:
             variance, mean = torch.var_mean(values, dims, correction=0)
             own[:channels], own[channels:-1] = mean, variance * number
-        mean, variance, total = _combined(own, channels, exchange)
+        mean, variance, total = _combined(place.of_all(own, TRAINING), channels)
         inverse = (variance + eps).rsqrt()
         normalised = (values - mean.view(shape)) * inverse.view(shape)
         y = normalised
@@ -158,7 +191,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
         if bias is not None:
             y = y + bias.to(wide).view(shape)
         ctx.save_for_backward(normalised, weight, inverse, total)
-        ctx.exchange, ctx.has_bias, ctx.dims, ctx.shape = exchange, bias is not None, dims, shape
+        ctx.place, ctx.has_bias, ctx.dims, ctx.shape = place, bias is not None, dims, shape
         ctx.dtype, ctx.share = x.dtype, share
         ctx.mark_non_differentiable(mean, variance, total)
         return y.to(x.dtype), mean, variance, total
@@ -175,7 +208,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
         if ctx.needs_input_grad[0]:
             factor, counts = ctx.share
             # The same factor for each sample of all ranks, and afterwards this rank's own again.
-            sums = _gathered(own.reshape(-1) * factor, ctx.exchange).sum(0).view(2, -1)
+            sums = ctx.place.of_all(own.reshape(-1) * factor, BACKWARD).sum(0).view(2, -1)
             sums = sums / (total * factor) * counts
             first, second = (value.view(ctx.shape) for value in sums)
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
@@ -185,14 +218,13 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]  # torch has no
 
 
 def _combined(
-    own: torch.Tensor, channels: int, exchange: RowExchange
+    every: torch.Tensor, channels: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean and variance of each channel, and the number of samples, of all ranks.
 
     Raises:
         UsageError: there is one sample, which has no variance.
     """
-    every = _gathered(own, exchange)
     counts = every[:, -1:]
     total = counts.sum()
     if float(total) <= 1:
@@ -206,12 +238,3 @@ def _combined(
     mean = (means * (counts / total)).sum(0)
     variance = (squares + counts * (means - mean).square()).sum(0) / total
     return mean, variance, total
-
-
-def _gathered(own: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
-    """Return the values of all ranks, a row for each."""
-    if exchange.size == 1:
-        return own.view(1, -1)
-    every = own.new_empty(exchange.size * len(own))
-    exchange.run(all_gather, every, own, what="statistics of a batch normalisation")
-    return every.view(exchange.size, -1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.core.allocator import allocator_setting
 from paceline.core.config import environment
 from paceline.core.errors import DeadlineExceeded, NotFound, ScriptFailed, UsageError, WorkerFailed
+from paceline.core.plan import PipelineChoice
 from paceline.core.worker_process import WorkerCall, WorkerMessage, call
 from paceline.core.workload import Workload
 from paceline.schedules.memory import StepEvents
@@ -40,6 +41,23 @@ class BatchDivision(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageDivision(WorkerMessage):
+    """How a model's layers, and the batch of a replica, are divided.
+
+    Attributes:
+        layers: number of layers of each stage.
+        batch: samples of the replica's batch.
+        microbatches: of that batch.
+        schedule: order in which the stages compute them.
+    """
+
+    layers: tuple[int, ...]
+    batch: int
+    microbatches: int
+    schedule: PipelineChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRequest(WorkerMessage):
     """Which function to call: it returns what a training step needs.
 
@@ -50,6 +68,7 @@ class CaptureRequest(WorkerMessage):
         copies: how often the function's batch is in that batch.
         splits: how to divide that batch, in addition to the function's own step.
         memory: whether to capture the order in which the step's tensors are needed, too.
+        stages: whose order is captured in place of the step's; None: no stages.
     """
 
     path: str
@@ -58,6 +77,7 @@ class CaptureRequest(WorkerMessage):
     copies: int = 1
     splits: tuple[BatchDivision, ...] = ()
     memory: bool = False
+    stages: StageDivision | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +90,14 @@ class CapturedStep(WorkerMessage):
         splits: a Workload for each of the request's, with the largest microbatch; with edges
             between layers where the model is cut into stages.
         events: of the function's own step, if they were asked for.
+        stage_events: of a step of each stage, likewise.
     """
 
     workload: Workload
     batch: int
     splits: tuple[Workload, ...] = ()
     events: StepEvents | None = None
+    stage_events: tuple[StepEvents, ...] = ()
 
 
 def capture_file(target: str, *, deadline_s: float = CAPTURE_DEADLINE_S) -> Workload:
@@ -97,6 +119,7 @@ def capture_splits(
     batch: int = 0,
     copies: int = 1,
     memory: bool = False,
+    stages: StageDivision | None = None,
     deadline_s: float = CAPTURE_DEADLINE_S,
 ) -> CapturedStep:
     """Return the Workloads of the training step of ``FILE.py:FUNCTION``, its batch divided.
@@ -107,6 +130,7 @@ def capture_splits(
         batch: samples of all replicas together; 0: the function's batch times `copies`.
         copies: how often the function's batch is in that batch.
         memory: whether to capture the events of the function's own step, too.
+        stages: whose events to capture, too.
         deadline_s: for the import of torch, the user's function and all captures together.
 
     Raises:
@@ -133,6 +157,7 @@ def capture_splits(
             copies=copies,
             splits=tuple(splits),
             memory=memory,
+            stages=stages,
         ),
         answer=CapturedStep,
         name=f"capture of {target}",

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ from paceline.core.errors import PacelineError, ScriptFailed, UsageError
 from paceline.core.record import nearest
 from paceline.core.worker_process import serve
 from paceline.training.capture import TrainingStep, capture
-from paceline.training.capture_process import CapturedStep, CaptureRequest
+from paceline.training.capture_process import CapturedStep, CaptureRequest, StageDivision
 from paceline.training.out_of_core.capturing import capture_events
+from paceline.training.pipeline.stage_memory import capture_stages
 from paceline.training.pipeline.workload import capture_layers, resized
 
 if TYPE_CHECKING:
     from paceline.core.workload import Workload
+    from paceline.schedules.memory import StepEvents
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainingStep))
 
@@ -110,7 +113,20 @@ def _capture(step: TrainingStep, request: CaptureRequest) -> CapturedStep:
             divide = capture_layers if in_stages else capture
             splits[size, in_stages] = divide(resized(step, size), name=request.function)
     return CapturedStep(
-        workload=workload, batch=batch, splits=tuple(splits[key] for key in keys), events=events
+        workload=workload,
+        batch=batch,
+        splits=tuple(splits[key] for key in keys),
+        events=events,
+        stage_events=_stage_events(step, request.stages) if request.stages else (),
+    )
+
+
+def _stage_events(step: TrainingStep, division: StageDivision) -> tuple[StepEvents, ...]:
+    return capture_stages(
+        resized(step, division.batch),
+        list(accumulate(division.layers))[:-1],
+        microbatches=division.microbatches,
+        schedule=division.schedule,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,4 +25,23 @@ def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
+    )
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch has no types here
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; of a DTensor gathered from the ranks of its mesh, which all call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch has no types here
+def part_of(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole that every rank has, laid out as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(
+        values.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,  # no message: all have the same
     )

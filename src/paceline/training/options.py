@@ -55,8 +55,8 @@ class TrainingOptions:
 
     Attributes:
         engine: ``ddp`` is torch's DistributedDataParallel, ``fsdp2`` its fully_shard (by the layers
-            of each nn.Sequential and nn.ModuleList); the others are modes of Paceline's. None: as
-            the plan says, or ``allreduce``.
+            of each nn.Sequential and nn.ModuleList, in stages by stage); the others are modes of
+            Paceline's. None: as the plan says, or ``allreduce``.
         precision: dtype of the computing (torch.autocast); weights and updates stay float32.
             With ``float16`` the loss is scaled. None: as the plan says, or float32.
         scaling: ``weak``: each rank trains on whole batches of its loader, and the learning rates
@@ -70,7 +70,8 @@ class TrainingOptions:
         compression_warmup: steps in which ``dgc`` sends fewer and fewer entries, before it sends
             0.1 %; 0: none. The published warm-up is 4 epochs of 90. None: 1,000.
         overlap: whether communication overlaps computing; None: between hosts it does.
-        memory_budget: bytes that each rank's process stays under, by spilling tensors to a file
+        memory_budget: bytes that each rank's process stays under, by spilling tensors to a file, or
+            that its tensors on a GPU stay under, by offloading them to the memory of the host
             (`paceline.training.OutOfCore`); None: without limit.
         spill_folder: of that file, on a local disk; None: the folder for temporary files.
         alarm: whether rank 0 says when gradients or the loss grow as those of a training that
@@ -96,7 +97,8 @@ class TrainingOptions:
             batches, in stages those of all replicas' microbatches; SyncBatchNorm always does.
         tensor_parallel: names of linear layers whose weights are divided among the ranks, which
             exchange activations in place of their gradients; ``auto``: those that have more bytes
-            of gradients. All other layers are data-parallel. None: all layers are.
+            of gradients. All other layers are data-parallel. None: all layers are; a list of no
+            names is refused.
         tensor_parallel_ranks: that share a divided layer, a divisor of all ranks: neighbours, such
             as those of a host; the groups of them are data-parallel. None: all ranks.
     """
@@ -180,6 +182,13 @@ class TrainingOptions:
                 f"tensor_parallel is {chosen!r}",
                 where="TrainingOptions",
                 fix=f"Give 'auto', or the names of linear layers in a list: [{chosen!r}]",
+            )
+        if chosen == ():
+            raise UsageError(
+                "tensor_parallel names no layer",
+                where="TrainingOptions(tensor_parallel=[])",
+                why="nothing would be divided, although a list of names asks for it",
+                fix="Name linear layers, give 'auto', or leave it out to divide none",
             )
         if self.sync_batch_norm and self.memory_budget is not None:
             raise UsageError(

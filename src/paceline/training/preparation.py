@@ -26,7 +26,12 @@ from torch.utils._pytree import tree_map
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import PLAN_VARIABLE, Plan
-from paceline.training.batch_norm import BatchShare, batch_norms, synchronise
+from paceline.training.batch_norm import (
+    BatchShare,
+    batch_norms,
+    check_synchronised,
+    synchronise,
+)
 from paceline.training.before_step import BeforeStep, watch_gradients
 from paceline.training.compression import (
     DeepGradientCompression,
@@ -39,7 +44,12 @@ from paceline.training.engine.data_parallel import DataParallel
 from paceline.training.engine.exchange import RowExchange
 from paceline.training.engine.fully_sharded import shard_fully
 from paceline.training.engine.modes import CompressedAllReduce
-from paceline.training.engine.ranks import Ranks, find_ranks, first_difference
+from paceline.training.engine.ranks import (
+    Ranks,
+    computed_by_all,
+    find_ranks,
+    first_difference,
+)
 from paceline.training.health import DivergenceAlarm, GradientCheck
 from paceline.training.optimizers.norms import ShardedNorms, StageNorms, TensorNorms
 from paceline.training.options import MODES, options_of
@@ -56,6 +66,7 @@ from paceline.training.pipeline.preparation import (
 from paceline.training.precision.scaling import LossScaler, scale_gradients
 from paceline.training.prepared import Prepared
 from paceline.training.tensor_parallel import (
+    DividedLayer,
     TensorParallel,
     check_tensor_parallel,
     choose_layers,
@@ -254,42 +265,73 @@ def _tensor_parallel(
     """Divide the linear layers that rank 0 chooses; add what to say of it.
 
     Raises:
-        UsageError: one cannot be divided.
+        UsageError: one cannot be divided; on all ranks the same error.
     """
     if options.tensor_parallel is None or ranks.size == 1:
         return None
     shared_by = options.tensor_parallel_ranks or ranks.size
-    layers, line = choose_layers(
-        given.model,
-        options.tensor_parallel,
-        shared_by,
-        given.example_inputs,
-        groups=ranks.size // shared_by,
-    )
+    chosen = options.tensor_parallel
+
+    def choose() -> tuple[list[DividedLayer], str] | None:
+        if ranks.rank:
+            return None
+        return choose_layers(
+            given.model,
+            chosen,
+            shared_by,
+            given.example_inputs,
+            groups=ranks.size // shared_by,
+        )
+
+    agreed = computed_by_all(choose, ranks, "prepare(tensor_parallel=...)")[0]
+    assert agreed is not None
+    layers, line = agreed
     said.append(line)
-    agreed = [layers]
-    dist.broadcast_object_list(agreed, group=ranks.group, group_src=0)
-    if not agreed[0]:
+    if not layers:
         return None
-    return TensorParallel(
-        given.model, given.optimizer, agreed[0], ranks, options=options, check=check
-    )
+    return TensorParallel(given.model, given.optimizer, layers, ranks, options=options, check=check)
 
 
 def _synchronise(model: nn.Module, options: TrainingOptions, ranks: Ranks, weight: Weight) -> None:
     """Have layers of batch normalisation take the statistics of all ranks' batches, if asked.
 
     Those that are torch's SyncBatchNorm do on a CPU as well, where torch has none.
+
+    Raises:
+        UsageError: the ranks have other such layers, or an option does not go with them.
     """
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if ranks.size == 1 or not (options.sync_batch_norm or on_cpu):
+    if ranks.size == 1:
         return
-    layers = batch_norms(model, only_synchronised=not options.sync_batch_norm)
-    if layers:
-        exchange = RowExchange(ranks, deadline_s=options.deadline_s)
-        synchronise(
-            layers, exchange, lambda: BatchShare(counts=not weight.is_used or weight.scale != 0)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+    def own() -> dict[str, nn.Module]:
+        if not (options.sync_batch_norm or on_cpu):
+            return {}
+        return batch_norms(model, only_synchronised=not options.sync_batch_norm)
+
+    names = computed_by_all(lambda: list(own()), ranks, "prepare")
+    for rank, others in enumerate(names):
+        if others != names[0]:
+            first, other = (", ".join(some) or "none" for some in (names[0], others))
+            raise UsageError(
+                f"rank {rank} has other layers of batch normalisation to synchronise than rank 0",
+                where="prepare",
+                why=f"{other} on rank {rank}, {first} on rank 0",
+                fix="Build the same model on all ranks",
+            )
+    if not names[0]:
+        return
+    check_synchronised(options)
+    if options.overlap and ranks.heap is not None:
+        raise UsageError(
+            "synchronised batch normalisation does not go with overlap within a host",
+            where="prepare(overlap=True)",
+            why="a rank would wait in the reduction of a gradient that another one does not have "
+            "yet, while that one waits for it in a batch normalisation",
+            fix="Leave overlap out: within a host it is off, and gradients are reduced afterwards",
         )
+    exchange = RowExchange(ranks, deadline_s=options.deadline_s)
+    synchronise(own(), exchange, lambda: BatchShare(counts=not weight.is_used or weight.scale != 0))
 
 
 def _norms(options: TrainingOptions, ranks: Ranks, divided: TensorParallel | None) -> LayerNorms:

@@ -176,7 +176,7 @@ class Prepared:
         if isinstance(self.model, DataParallel):
             state = self.model.mode.whole_state(state)
         if self._tensor_parallel is not None:
-            state = self._tensor_parallel.whole_state(state)
+            state = self._tensor_parallel.states.whole_state(state)
         if isinstance(self.model, PipelineParallel):
             state, groups = self.model.whole_optimizer(state, groups)
         return {
@@ -213,7 +213,7 @@ class Prepared:
         if isinstance(self.model, DataParallel):
             parameters = self.model.mode.own_state(parameters)
         if self._tensor_parallel is not None:
-            parameters = self._tensor_parallel.own_state(parameters)
+            parameters = self._tensor_parallel.states.own_state(parameters)
         if isinstance(self.model, PipelineParallel):
             parameters, groups = self.model.own_optimizer(parameters, groups)
         load_named_state(self.optimizer, self._names(), parameters, groups)

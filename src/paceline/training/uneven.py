@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from paceline.training.engine.ranks import Ranks
 
-_COMPARED_ELEMENTS = 1024
+_COMPARED_ELEMENTS = 1024  # of a tensor
+_COMPARED_WHOLE = 4096  # elements of a tensor of integers, such as labels and tokens
 
 
 @dataclass(slots=True)
@@ -149,13 +150,31 @@ def _divided(batch: Any, samples: int, ranks: Ranks) -> tuple[Any, list[int]]:
 
 
 def checksum(batch: Any) -> int:
-    """Return a number of 32 bits that differs where the first values of a batch's tensors do."""
+    """Return a number of 32 bits that differs, in all likelihood, where the batch's tensors do.
+
+    Of each tensor shape and type count, and the first and last values and those at equal distances
+    between. Small tensors of integers count whole: two batches may differ in one label only.
+    """
     total = 0
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
-            values = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].cpu()
+        if isinstance(leaf, torch.Tensor):
+            total = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), total)
+            values = _compared(leaf.detach()).cpu().contiguous()
             total = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), total)
     return total
+
+
+def _compared(tensor: torch.Tensor) -> torch.Tensor:
+    """Return values of all parts of a tensor, flat; no copy of a large one."""
+    count = tensor.numel()
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    if count <= (_COMPARED_WHOLE if is_exact else _COMPARED_ELEMENTS):
+        return tensor.reshape(-1)
+    places = torch.arange(_COMPARED_ELEMENTS, device=tensor.device) * (count - 1)
+    places = places.div_(_COMPARED_ELEMENTS - 1, rounding_mode="floor")
+    if tensor.is_contiguous():
+        return tensor.view(-1)[places]
+    return tensor[torch.unravel_index(places, tensor.shape)]
 
 
 _ENDED = object()

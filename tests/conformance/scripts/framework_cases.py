@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline.collectives.horovod as hvd
+from paceline.training import prepare
 
 warnings.simplefilter("ignore")
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
@@ -188,6 +189,23 @@ def case_pipelines(group):
             run.step(target=wanted, losses=reported)
         losses += [float(loss) for loss in reported]
         losses += [float(parameter.grad.sum()) for parameter in part.parameters()]
+    return losses
+
+
+def case_stages_of_prepare(group):
+    model, losses = mlp(), []
+    prepared = prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        group=group,
+        loss_fn=nn.functional.mse_loss,
+        partitions=RANKS,
+        microbatches=4,
+    )
+    for given, wanted in batches(rank=0):
+        prepared.optimizer.zero_grad()
+        losses.append(float(prepared.forward_backward(given, wanted)))
+        prepared.optimizer.step()
     return losses
 
 

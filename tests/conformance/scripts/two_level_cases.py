@@ -203,13 +203,19 @@ def case_works_say_their_path():
         "reduce_scatter": dist.reduce_scatter_tensor(row.clone(), rows.clone(), async_op=True),
         "all_to_all": dist.all_to_all_single(rows.clone(), rows, async_op=True),
     }
+    message = dist.isend if RANK == 0 else dist.irecv
+    if RANK < 2:
+        works["message"] = message(row.clone(), 1 - RANK)
     for work in works.values():
         work.wait()
     said = {call: getattr(work, "path", "gloo") for call, work in works.items()}
     two_levels = {"all_reduce", "broadcast", "barrier"}
     if hosts.are_even:
         two_levels |= {"all_gather", "all_gather of a list", "reduce_scatter"}
-    assert said == {call: "two levels" if call in two_levels else "gloo" for call in works}, said
+    expected = {call: "two levels" if call in two_levels else "gloo" for call in works}
+    if RANK < 2 and WIRE == "mpi":
+        expected["message"] = "mpi"
+    assert said == expected, said
 
 
 def case_all_of_it_on_tensors_of_inference_mode():

@@ -180,6 +180,63 @@ def case_offset():
     return {"error": float((model.running_var - alone.running_var).abs().max())}
 
 
+def error_of(call):
+    try:
+        call()
+    except PacelineError as problem:
+        return f"{problem} {problem.where}"
+    return ""
+
+
+def case_wide():
+    """More channels than the first message has room for, with gradients."""
+    whole = torch.randn(sum(SAMPLES), 300, generator=torch.Generator().manual_seed(1))
+    layer, alone = nn.BatchNorm1d(300), nn.BatchNorm1d(300)
+    prepared = prepare(layer, sgd(layer), sync_batch_norm=True)
+    own, other = whole.chunk(RANKS)[RANK].clone(), whole.clone()
+    prepared.model(own.requires_grad_()).pow(3).sum().backward()
+    alone(other.requires_grad_()).pow(3).sum().backward()
+    error = (own.grad - other.grad.chunk(RANKS)[RANK]).abs().max()
+    return {"error": float(error)}
+
+
+def case_parted():
+    """Ranks call other layers, of other sizes, and one goes backwards while others do not."""
+    model = net()
+    prepared = prepare(model, sgd(model), sync_batch_norm=True)
+    images = batch(2, RANK)[0]
+
+    def other_layer():
+        if RANK == 1:
+            model.second[1](torch.zeros(2, 4, 3, 3))
+        else:
+            model.first[1](torch.zeros(2, 3, 3, 3))
+
+    def goes_back():
+        outputs = prepared.model(images)
+        if RANK == 1:
+            prepared.model(images)
+        else:
+            outputs.sum().backward()
+
+    return {"layer": error_of(other_layer), "back": error_of(goes_back)}
+
+
+def case_refused():
+    """What layers that are synchronised without an option do not go with."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    found = {
+        name: error_of(lambda given=given: prepare(model, sgd(model), **given))
+        for name, given in {
+            "budget": {"memory_budget": 1 << 30},
+            "overlap": {"overlap": True},
+        }.items()
+    }
+    other = nn.Sequential(nn.Linear(3, 3), nn.Identity()) if RANK == 1 else model
+    found["other"] = error_of(lambda: prepare(other, sgd(other)))
+    return found
+
+
 def case_single():
     """One sample on one rank: there is no variance; and an option that does not go with it."""
     layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()

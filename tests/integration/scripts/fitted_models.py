@@ -61,14 +61,51 @@ def transformer():
     return Language(), tokens, target, functional.cross_entropy, torch.optim.Adam
 
 
-if __name__ == "__main__":
+def alone(name):
+    """Return the peak of a session with the whole model."""
     from paceline.training import OutOfCore
 
-    module, inputs, target, loss_fn, make_optimizer = globals()[sys.argv[1]]()
+    module, inputs, target, loss_fn, make_optimizer = globals()[name]()
     optimizer = make_optimizer(module.parameters())
     with OutOfCore(module, optimizer, budget_bytes=1 << 40, recompute=False) as out_of_core:
         while out_of_core.plan is None:
             optimizer.zero_grad()
             loss_fn(module(inputs), target).backward()
             optimizer.step()
-        print(json.dumps({"peak_bytes": out_of_core.plan.in_core_peak_bytes}))
+        return out_of_core.plan.in_core_peak_bytes
+
+
+def in_stages(store, rank, ranks, name, schedule):
+    """Return the peak of a session of a rank that has a stage."""
+    import torch.distributed as dist
+
+    from paceline.training import prepare
+
+    files = dist.FileStore(store, int(ranks))
+    dist.init_process_group("gloo", store=files, rank=int(rank), world_size=int(ranks))
+    torch.manual_seed(0)  # the ranks of a replica have the same batch
+    module, inputs, target, loss_fn, make_optimizer = globals()[name]()
+    prepared = prepare(
+        module,
+        make_optimizer(module.parameters()),
+        partitions=int(ranks),
+        microbatches=4,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        example_inputs=inputs[:4],
+        memory_budget=1 << 40,
+        alarm=False,
+    )
+    while prepared.out_of_core.plan is None:
+        prepared.optimizer.zero_grad()
+        prepared.forward_backward(inputs, target)
+        prepared.optimizer.step()
+    peak = prepared.out_of_core.plan.in_core_peak_bytes
+    prepared.out_of_core.close()
+    dist.destroy_process_group()
+    return peak
+
+
+if __name__ == "__main__":
+    peak_bytes = alone(sys.argv[1]) if len(sys.argv) == 2 else in_stages(*sys.argv[1:])
+    print(json.dumps({"peak_bytes": peak_bytes}))

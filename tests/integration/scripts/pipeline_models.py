@@ -193,6 +193,29 @@ class Repeats(nn.Module):
         return x
 
 
+class Masked(nn.Module):
+    """Two of its inputs are for all samples: the mask of the places, and their numbers."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+        self.places, self.head = nn.Embedding(8, width), nn.Linear(width, 2)
+
+    def forward(self, mask, x, places):
+        x = x + self.places(places)
+        for layer in (self.first, self.second):
+            query, key, value = layer(x).chunk(3, dim=-1)
+            scores = query @ key.transpose(1, 2) + mask
+            x = x + torch.softmax(scores, -1) @ value
+        return self.head(x).mean(1)
+
+
+def masked_inputs(samples, length):
+    """Return what `Masked` takes."""
+    mask = torch.full((length, length), -torch.inf).triu(1)
+    return {"mask": mask, "x": torch.randn(samples, length, 4), "places": torch.arange(length)}
+
+
 class Chooses(Repeats):
     """Its control flow depends on values."""
 

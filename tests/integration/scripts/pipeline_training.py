@@ -11,12 +11,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pipeline_models import MODELS, Chooses, RandomGraph, Repeats, graph_loss, make
+from pipeline_models import (
+    MODELS,
+    Chooses,
+    Masked,
+    RandomGraph,
+    Repeats,
+    ResidualNet,
+    graph_loss,
+    make,
+    masked_inputs,
+)
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import PacelineError
 from paceline.training import Trainer, prepare
+from paceline.training.local_tensors import local, whole
 from paceline.training.optimizers import LARS, parameter_groups
 from paceline.training.pipeline.graph import capture
 
@@ -59,7 +70,7 @@ def largest_error(own, expected):
         gradient = expected[name].grad
         assert (parameter.grad is None) == (gradient is None), name
         if gradient is not None:
-            errors.append(float((parameter.grad - gradient).norm() / gradient.norm()))
+            errors.append(float((whole(parameter.grad) - gradient).norm() / gradient.norm()))
     return max(errors, default=0.0)
 
 
@@ -131,6 +142,67 @@ def graphs(seeds):
     return found
 
 
+def sharded():
+    """The same where FSDP2 shards each stage over its replicas, in every order; and its memory."""
+    found = {name: grid(2, 2, "3", 11, engine="fsdp2", **options) for name, options in SHARDED}
+    return {
+        "grid": found,
+        "library": library(2, 2, "3", 11, engine="fsdp2"),
+        "steps": steps(2, 2, engine="fsdp2"),
+        "memory": memory(),
+        "accumulated": accumulated(),
+    }
+
+
+def memory():
+    """Return the bytes that this rank keeps between steps, whole and sharded."""
+    found = []
+    for engine in ("allreduce", "fsdp2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        optimizer = torch.optim.Adam(model.parameters())
+        given = {"loss_fn": nn.functional.mse_loss, "partitions": 2, "engine": engine}
+        prepared = prepare(model, optimizer, **given)
+        prepared.forward_backward(torch.randn(8, 64), torch.randn(8, 64))
+        optimizer.step()
+        kept = [local(p) for p in model.parameters() if not p.is_meta]
+        state = [local(value) for values in optimizer.state.values() for value in values.values()]
+        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        found.append([sum(x.nbytes for x in part) for part in (kept, gradients, state)])
+    return found
+
+
+class Scaled(ResidualNet):
+    """Has a parameter without a dimension that could be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def accumulated():
+    """Return the error of gradients of two batches with an evaluation between them."""
+    _, inputs, target, loss_fn = make("residual", 11)
+    model = Scaled()
+    alone = copy.deepcopy(model)
+    expected = [run_alone(alone, inputs, target, loss_fn) for _ in range(2)]
+    given = {"loss_fn": loss_fn, "example_inputs": inputs[:2], "microbatches": 2}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = prepare(model, optimizer, partitions=2, engine="fsdp2", **given)
+    own = own_rows(prepared, 2, 11, inputs, target)
+    losses = [prepared.forward_backward(*own)]
+    outputs = prepared.model(own[0])
+    losses.append(prepared.forward_backward(*own))
+    errors = [float((a - b).abs()) for a, b in zip(losses, expected, strict=True)]
+    with torch.no_grad():
+        if outputs is not None:
+            errors.append(float((outputs - alone(own[0])).abs().max()))
+    return max(*errors, largest_error(prepared.model.own, dict(alone.named_parameters())))
+
+
 def library(partitions, replicas, microbatches, samples, **options):
     """The same for a model that decides in Python."""
     return grid(partitions, replicas, microbatches, samples, ["library"], **options)
@@ -142,6 +214,9 @@ ORDERS = {
     "zero_bubble": {"schedule": "zero_bubble"},
     "recompute": {"recompute": True},
 }
+
+
+SHARDED = [("1f1b", {}), *ORDERS.items()]
 
 
 def orders(partitions, replicas, microbatches, samples):
@@ -194,6 +269,31 @@ def repeats(schedule, *layers):
     return largest_error(prepared.model.own, dict(alone.named_parameters()))
 
 
+def masked():
+    """Return the errors of gradients where inputs for all samples have as many rows as there are.
+
+    The example is the batch itself, or has fewer samples.
+    """
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for seen in (6, 2):
+        torch.manual_seed(0)
+        model, inputs, target = Masked(), masked_inputs(6, 6), torch.randn(6, 2)
+        alone = copy.deepcopy(model)
+        run_alone(alone, inputs, target, nn.functional.mse_loss)
+        prepared = prepare(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            partitions=2,
+            microbatches=6,
+            loss_fn=nn.functional.mse_loss,
+            example_inputs={**inputs, "x": inputs["x"][:seen]},
+        )
+        prepared.forward_backward(inputs, target)
+        found.append(largest_error(prepared.model.own, dict(alone.named_parameters())))
+    return found
+
+
 def splits():
     """Return the error of the gradients of a model that only split points can divide."""
     torch.manual_seed(0)
@@ -230,7 +330,7 @@ def chosen(strategy):
     return [prepared.is_divided, error]
 
 
-def steps(partitions, replicas):
+def steps(partitions, replicas, **options):
     """Train with clipping, momentum and LARS; compare the whole state with one process's."""
     found = {}
     for kind in ("sgd", "lars"):
@@ -251,6 +351,7 @@ def steps(partitions, replicas):
             clip_norm=0.5,
             loss_fn=loss_fn,
             example_inputs=inputs[:2],
+            **options,
         )
         optimizer = optimizer_of(alone)
         own = own_rows(prepared, int(replicas), 7, inputs, target)
@@ -415,13 +516,14 @@ def fails():
     return [first, said(lambda: prepared.forward_backward(inputs, target))]
 
 
-def dies(how, deadline_s):
+def dies(how, deadline_s, engine="allreduce"):
     """Rank 1 gets a signal in its second step; the others say whom they miss."""
     model, inputs, target, loss_fn = make("residual", 6)
     prepared = prepare(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
-        partitions=RANKS,
+        partitions=2 if engine == "fsdp2" else RANKS,
+        engine=engine,
         microbatches=3,
         loss_fn=loss_fn,
         example_inputs=inputs[:2],
@@ -429,7 +531,7 @@ def dies(how, deadline_s):
     )
     prepared.forward_backward(inputs, target)
     if RANK == 1:
-        stage = prepared.model.staged.stages[1].module
+        stage = prepared.model.staged.stages[prepared.model.mesh.place].module
         stage.register_forward_hook(lambda *_: os.kill(os.getpid(), getattr(signal, how)))
     try:
         prepared.forward_backward(inputs, target)
@@ -452,6 +554,7 @@ if CASE == "all":
         "outputs": outputs(),
         "repeats": [repeats("1f1b", 3, 2), repeats("interleaved", 2, 1, 1, 1)],
         "splits": splits(),
+        "masked": masked(),
         "refused": refused(),
         "library": [library(2, 1, "3", 7), library(2, 1, "2", 5, schedule="zero_bubble")],
         "chosen": [chosen("auto"), chosen("data")],

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 import weakref
 from datetime import timedelta
@@ -385,7 +386,8 @@ def main():
     dist.destroy_process_group()
     found["group_ended"] = group() is None
     del prepared  # DistributedDataParallel must not outlive its group
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # threads of torch abort the process, rarely, while the interpreter ends
 
 
 main()

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.schedules.memory import least_budget_bytes, plan_memory, target_budget_bytes
 from paceline.training import prepare
-from paceline.training.out_of_core import session as out_of_core_session
+from paceline.training.out_of_core import planning
 
 RANK, RANKS, FOLDER = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 PLENTY = 1 << 40
@@ -28,11 +28,11 @@ def halve_budget(session):
     def target_of(profile, _budget_bytes):
         least = least_budget_bytes(profile)
         if session.budget_bytes == PLENTY or least >= session.budget_bytes:
-            most = plan_memory(profile, session.tier(), PLENTY).in_core_peak_bytes
+            most = plan_memory(profile, session.planning.tier(), PLENTY).in_core_peak_bytes
             session.budget_bytes = (least + most) // 2
         return target_budget_bytes(profile, session.budget_bytes)
 
-    out_of_core_session.target_budget_bytes = target_of
+    planning.target_budget_bytes = target_of
 
 
 def train(model, budget):

@@ -226,6 +226,18 @@ def case_nan():
     return {"text": text, "kept": kept, "again": error_of(step)}
 
 
+def case_clipped():
+    """Clip by hand: a bound that clips is an error, and one that does not is none."""
+    found = {}
+    for most in (1e9, 1e-3):
+        prepared, _, _ = prepared_for("classifier")
+        _, inputs, target, _ = model_of("classifier", sum(SAMPLES))
+        prepared.forward_backward(own_rows(inputs), own_rows(target))
+        nn.utils.clip_grad_norm_(prepared.model.parameters(), most)
+        found[f"{most:g}"] = error_of(prepared.optimizer.step)
+    return found
+
+
 def case_gone():
     """Rank 1 evaluates while the others train; then layers are called in other orders."""
     prepared, *_ = prepared_for("classifier", steps=1)
@@ -238,7 +250,8 @@ def case_gone():
     def other_layer():
         module = prepared.model.module
         layer = module.head if RANK == 1 else module.classifier[0]
-        layer(torch.zeros(2, layer.in_features))
+        with torch.no_grad():
+            layer(torch.zeros(2, layer.in_features))
 
     def saves():
         if RANK == 1:
@@ -246,7 +259,15 @@ def case_gone():
         else:
             prepared.model.module.head.state_dict()
 
+    def forwards():
+        outputs = prepared.model(own_rows(inputs))
+        if RANK == 1:
+            prepared.model(own_rows(inputs))
+        else:
+            outputs.sum().backward()
+
     return {
+        "backward": error_of(forwards),
         "mode": error_of(differ),
         "layer": error_of(other_layer),
         "state": error_of(saves),
@@ -300,6 +321,7 @@ def case_refused():
         "unknown": {"tensor_parallel": ["classifier.1"]},
         "misspelt": {"tensor_parallel": ["heat"]},
         "text": {"tensor_parallel": "head"},
+        "none": {"tensor_parallel": []},
         "no example": {"tensor_parallel": "auto"},
         "groups": {"tensor_parallel_ranks": 3},
     }
@@ -312,6 +334,49 @@ def case_refused():
     optimizer = torch.optim.LBFGS(model.parameters())
     found["lbfgs"] = error_of(lambda: prepare(model, optimizer, tensor_parallel=["head"]))
     return found
+
+
+def case_differ():
+    """One rank has what the others have not: all ranks raise the same error, and none waits."""
+    found = {}
+    model, *_ = model_of("classifier", 4)
+    # The example is rank 0's: the error of its forward pass is that of all ranks.
+    example = torch.randn(2, 3, 8, 8) if RANK == 0 else torch.randn(2, 2, 8, 8)
+    optimizer = OPTIMIZERS["sgd"](model)
+    found["example"] = error_of(
+        lambda: prepare(model, optimizer, tensor_parallel="auto", example_inputs=example)
+    )
+    kind = torch.optim.LBFGS if RANK == 1 else torch.optim.SGD
+    found["optimizer"] = error_of(
+        lambda: prepare(model, kind(model.parameters()), tensor_parallel=["head"])
+    )
+    model.head.weight.requires_grad_(RANK != 1)
+    found["frozen"] = error_of(lambda: prepare(model, optimizer, tensor_parallel=["head"]))
+    return found
+
+
+def case_part(size):
+    """The first ranks of the job train, in groups of two; rank 0 is in more groups than they."""
+    chosen = list(range(int(size)))
+    group = dist.new_group(chosen)
+    dist.new_group([0], use_local_synchronization=True)
+    if RANK not in chosen:
+        return None
+    model, inputs, target, loss_fn = model_of("classifier", 3)
+    alone = copy.deepcopy(model)
+    step_alone(alone, OPTIMIZERS["sgd"](alone), inputs, target, loss_fn)
+    prepared = prepare(
+        model,
+        OPTIMIZERS["sgd"](model),
+        group=group,
+        loss_fn=loss_fn,
+        deadline_s=20.0,
+        tensor_parallel=DIVIDED["classifier"],
+        tensor_parallel_ranks=2,
+    )
+    prepared.forward_backward(inputs, target)
+    prepared.optimizer.step()
+    return far(prepared.model.state_dict(), alone.state_dict())
 
 
 def case_half():

@@ -6,6 +6,7 @@ memory it has at its peak. `paceline.training.out_of_core` records and runs thes
 """
 
 from paceline.schedules.memory.records import (
+    ASSUMED_BYTES_PER_S,
     ManagedTensor,
     MemoryPlan,
     RecomputedModule,
@@ -24,6 +25,7 @@ from paceline.schedules.memory.selection import (
 from paceline.schedules.memory.timeline import Replayed, ReplayedInterval, TensorTransfer, replay
 
 __all__ = [
+    "ASSUMED_BYTES_PER_S",
     "SLACK_PART",
     "ManagedTensor",
     "MemoryPlan",

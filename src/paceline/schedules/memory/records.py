@@ -23,6 +23,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.record import Record
 from paceline.core.workload import Operation
 
+ASSUMED_BYTES_PER_S = 1e9  # of a disk that was not measured, or that nothing was moved to
+
 Action = Literal["keep", "spill", "recompute"]
 TensorKind = Literal["activation", "optimizer"]
 

@@ -14,6 +14,9 @@ in the order.
 `partition` cuts the layers of a model into stages.
 """
 
+from collections.abc import Callable
+
+from paceline.core.plan import PipelineChoice
 from paceline.core.workload import LayerEdge
 from paceline.schedules.pipeline.check import check_pipeline
 from paceline.schedules.pipeline.costs import StageCosts
@@ -29,25 +32,37 @@ from paceline.schedules.pipeline.schedule import (
     PipelineSchedule,
     StageEdge,
 )
+from paceline.schedules.pipeline.step import PipelineEnds, fastest_partition, pipeline_ends
 from paceline.schedules.pipeline.zero_bubble import zero_bubble
 
+# Orders with one stage on each rank, by their names in plans.
+ORDERS: dict[PipelineChoice, Callable[[int, int], PipelineSchedule]] = {
+    "1f1b": one_forward_one_backward,
+    "fill_drain": fill_drain,
+    "zero_bubble": zero_bubble,
+}
+
 __all__ = [
+    "ORDERS",
     "ActionKind",
     "LayerCosts",
     "LayerEdge",
     "PipelineAction",
+    "PipelineEnds",
     "PipelineReplay",
     "PipelineSchedule",
     "StageCosts",
     "StageEdge",
     "StagePartition",
     "check_pipeline",
+    "fastest_partition",
     "fill_drain",
     "interleaved",
     "live_microbatches",
     "one_forward_one_backward",
     "partition",
     "peak_activation_bytes",
+    "pipeline_ends",
     "replay",
     "stage_costs",
     "stage_edges",

@@ -68,12 +68,14 @@ def open_data(data: DataInPlace, options: dict[str, Any]) -> Pack:
     Raises:
         PacelineError: the data cannot be read, are damaged, or change all the time.
     """
-    for place in _places(data):
+    places = _places(data)
+    looked = {place: _inode(place) for place in places}  # before: one may be made while we look
+    for place in places:
         pack = _open_if_current(data, place, options)
         if pack is not None:
             return pack
     place = _writable_place(data)
-    looked_at = _inode(place)
+    looked_at = looked.get(place)
     with writing_side_file(place), IndexingLock(place) as lock:
         for is_ours in lock.attempts():
             inode = _inode(place)

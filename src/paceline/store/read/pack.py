@@ -102,6 +102,11 @@ class Pack:
         return self._side_file is not None
 
     @property
+    def is_here(self) -> bool:
+        """Whether another process of this machine can read the samples at `path`."""
+        return True
+
+    @property
     def side_file(self) -> Path | None:
         """The index of data in place; None of a pack, which holds its own."""
         return self._side_file

@@ -4,21 +4,23 @@
     by columns    rank r has its own c_r columns, of all rows: what its part of a layer computes
     whole         every rank has all rows and all columns
 
-    function      from          to            message        its gradient is
-    gather_rows   by rows       whole         all-gather     sum_rows
-    sum_rows      whole, parts  by rows       reduce-scatter gather_rows
+    method        from          to            message        its gradient is
+    gather        by rows       whole         all-gather     sum
+    sum           whole, parts  by rows       reduce-scatter gather
     to_columns    by rows       by columns    all-to-all     to_rows
     to_rows       by columns    by rows       all-to-all     to_columns
 
-All ranks call the same functions in the same order. Rows may be unequal over the ranks: before a
-layer's exchange they say in one small message how many each has, and which layer it is, so that
-ranks which have left each other's way get an error in place of each other's numbers. The messages
-have a process group of their own: those of the engine may pass them on other ranks.
+All ranks call the same methods in the same order. Rows may be unequal over the ranks: before a
+layer's exchange, and before that of its gradient, they say in one small message how many each has,
+and which layer it is, so that ranks which have left each other's way get an error in place of each
+other's numbers. The messages have a process group of their own: those of the engine may pass them
+on other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +30,19 @@ from torch.autograd.function import once_differentiable
 
 from paceline.core.errors import DeadlineExceeded, RankLost, UsageError, first_line
 from paceline.training.engine.modes import all_gather, reduce_scatter, reduces_by_exchange
+from paceline.training.engine.ranks import new_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from paceline.training.engine.ranks import Ranks
 
-_KINDS = ("saves its state", "computes without gradients", "computes with gradients")
-SAVING, EVALUATING, TRAINING = range(len(_KINDS))
+_KINDS = (
+    *("saves {}", "computes {} without gradients", "computes {} with gradients"),
+    *("computes the gradient of {}", "reduces the gradient of {}", "updates {}"),
+)
+SAVING, EVALUATING, TRAINING, BACKWARD, REDUCING, UPDATING = range(len(_KINDS))
+_FIRST_VALUES = 256  # with the call: 2 KiB, which a network sends at once
 
 
 class RowExchange:
@@ -58,15 +65,8 @@ class RowExchange:
         self._job_rank = ranks.rank
         self._deadline = timedelta(seconds=deadline_s)
         self._ranks = list(range(ranks.size))
-        whole = ranks.group or dist.group.WORLD
         for chosen in members or [self._ranks]:
-            world = [dist.get_global_rank(whole, rank) for rank in chosen]
-            if ranks.rank in chosen or ranks.group is None:  # a group of all needs all to form it
-                group = dist.new_group(
-                    world,
-                    timeout=self._deadline,
-                    use_local_synchronization=ranks.group is not None,
-                )
+            group = new_group(ranks, chosen, self._deadline)
             if ranks.rank in chosen:
                 self.group, self._ranks = group, list(chosen)
         self.rank, self.size = self._ranks.index(ranks.rank), len(self._ranks)
@@ -87,24 +87,59 @@ class RowExchange:
         Raises:
             UsageError: they have not; the error names what two of them do.
         """
-        own = torch.tensor([rows, *call], dtype=torch.int64, device=device)
+        own = torch.tensor([*call, rows], dtype=torch.int64, device=device)
         every = own.new_empty(self.size * len(own))
         self.run(all_gather, every, own, what=names[call[0]])
-        found = [tuple(entry) for entry in every.view(self.size, -1).tolist()]
-        for place, (_, number, kind) in enumerate(found):
-            if (number, kind) != found[0][1:]:
-                first, other = self._ranks[0], self._ranks[place]
-                raise UsageError(
-                    f"rank {other} {_KINDS[kind]} while rank {first} {_KINDS[found[0][2]]}"
-                    if kind != found[0][2]
-                    else f"rank {other} computes {names[number]} while rank {first} computes "
-                    f"{names[found[0][1]]}",
-                    where=f"rank {self._job_rank}; {names[call[0]]}",
-                    why="the ranks share this layer, and each needs the others to compute it",
-                    fix="Have all ranks call the model equally often and in the same modes, also "
-                    "for an evaluation, and all ranks save the state",
-                )
-        return [entry[0] for entry in found]
+        found: list[list[int]] = every.view(self.size, -1).tolist()
+        self._check_calls([(number, kind) for number, kind, _ in found], names)
+        return [count for *_, count in found]
+
+    def values(self, own: torch.Tensor, call: tuple[int, int], names: Sequence[str]) -> Any:
+        """Return the values of all ranks, a row for each; an error unless all came for the same.
+
+        The first message has the same length for all calls, so that it arrives whatever the others
+        call; longer values follow in a second one.
+
+        Args:
+            own: of this rank, flat, of floating point; equally many on all ranks.
+            call: number of the layer, and what for.
+            names: of the layers.
+
+        Raises:
+            UsageError: ranks call different layers; the error names what two of them do.
+        """
+        if self.size == 1:
+            return own.view(1, -1)
+        first = own.new_zeros(len(call) + _FIRST_VALUES, dtype=torch.float64)
+        for place, value in enumerate(call):
+            first[place] = value
+        count = min(len(own), _FIRST_VALUES)
+        first[len(call) : len(call) + count] = own[:count]
+        every = first.new_empty(self.size * len(first))
+        self.run(all_gather, every, first, what=names[call[0]])
+        every = every.view(self.size, -1)
+        calls = every[:, : len(call)].tolist()
+        self._check_calls([(int(number), int(kind)) for number, kind in calls], names)
+        values = every[:, len(call) : len(call) + count].to(own.dtype)
+        if count == len(own):
+            return values
+        rest = own.new_empty(self.size * (len(own) - count))
+        self.run(all_gather, rest, own[count:].contiguous(), what=names[call[0]])
+        return torch.cat([values, rest.view(self.size, -1)], dim=1)
+
+    def _check_calls(self, calls: Sequence[tuple[int, int]], names: Sequence[str]) -> None:
+        """Raise an error on all ranks unless they have come for the same."""
+        for place, call in enumerate(calls):
+            if call == calls[0]:
+                continue
+            does, others = (_KINDS[kind].format(names[number]) for number, kind in (call, calls[0]))
+            raise UsageError(
+                f"rank {self._ranks[place]} {does} while rank {self._ranks[0]} {others}",
+                where=f"rank {self._job_rank}; {names[calls[self.rank][0]]}",
+                why="the ranks share these layers, and each needs the others to compute them",
+                fix="Have all ranks call the model equally often and in the same modes, also for "
+                "an evaluation, have all go backwards, and all save the state",
+            )
 
     def run(self, collective: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> None:
         """Run a collective of torch's, and wait for it.
@@ -214,81 +249,68 @@ def _padded(rows: torch.Tensor, most: int) -> torch.Tensor:
 # --- with gradients ------------------------------------------------------------------------------
 
 
-class GatherRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
-    """The rows of all ranks: `apply(own, exchange, rows)`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, own: torch.Tensor, exchange: RowExchange, rows: Sequence[int]
-    ) -> torch.Tensor:
-        """Exchange the values."""
-        ctx.exchange, ctx.rows = exchange, rows
-        return exchange.gathered(own, rows)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Exchange the gradient back."""
-        return ctx.exchange.summed(gradient.contiguous(), ctx.rows), None, None
-
-
-class SumRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
-    """This rank's rows, added over the ranks: `apply(whole, exchange, rows)`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, exchange: RowExchange, rows: Sequence[int]
-    ) -> torch.Tensor:
-        """Exchange the values."""
-        ctx.exchange, ctx.rows = exchange, rows
-        return exchange.summed(whole, rows)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Exchange the gradient back."""
-        return ctx.exchange.gathered(gradient.contiguous(), ctx.rows), None, None
-
-
-class ToColumns(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
-    """This rank's columns of all rows: `apply(own, exchange, rows, widths)`."""
+class _Exchanged(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
+    """What an exchange returns, whose gradient goes another way: `apply(x, there, back)`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        own: torch.Tensor,
-        exchange: RowExchange,
-        rows: Sequence[int],
-        widths: Sequence[int],
+        x: torch.Tensor,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Exchange the values."""
-        ctx.exchange, ctx.sizes = exchange, (rows, widths)
-        return exchange.columns(own, rows, widths)
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Exchange the gradient back."""
-        return ctx.exchange.rows(gradient, *ctx.sizes), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient.contiguous()), None, None
 
 
-class ToRows(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
-    """This rank's rows of all columns: `apply(whole, exchange, rows, widths)`."""
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The rows that all ranks bring to a layer, and their ways between ranks; see above.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        whole: torch.Tensor,
-        exchange: RowExchange,
-        rows: Sequence[int],
-        widths: Sequence[int],
+    Attributes:
+        exchange: between the ranks.
+        counts: rows of each rank.
+        number: of the layer.
+        names: of all layers.
+    """
+
+    exchange: RowExchange
+    counts: list[int]
+    number: int
+    names: list[str]
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks."""
+        return self._exchanged(own, self.exchange.gathered, self.exchange.summed)
+
+    def sum(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows, added over the ranks."""
+        return self._exchanged(whole, self.exchange.summed, self.exchange.gathered)
+
+    def to_columns(self, own: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Return this rank's columns of all rows; ranks have `widths` columns."""
+        return self._exchanged(own, self.exchange.columns, self.exchange.rows, widths)
+
+    def to_rows(self, whole: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Return this rank's rows of all columns; ranks have `widths` columns."""
+        return self._exchanged(whole, self.exchange.rows, self.exchange.columns, widths)
+
+    def _exchanged(
+        self,
+        x: torch.Tensor,
+        there: Callable[..., torch.Tensor],
+        back: Callable[..., torch.Tensor],
+        *sizes: Sequence[int],
     ) -> torch.Tensor:
-        """Exchange the values."""
-        ctx.exchange, ctx.sizes = exchange, (rows, widths)
-        return exchange.rows(whole, rows, widths)
+        def met_back(gradient: torch.Tensor) -> torch.Tensor:
+            own, call = self.counts[self.exchange.rank], (self.number, BACKWARD)
+            self.exchange.meet(own, call, self.names, gradient.device)
+            return back(gradient, self.counts, *sizes)
 
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Exchange the gradient back."""
-        return ctx.exchange.columns(gradient, *ctx.sizes), None, None, None
+        found: torch.Tensor = _Exchanged.apply(x, lambda x: there(x, self.counts, *sizes), met_back)
+        return found

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from paceline.collectives.tensor_heap import TensorHeap
+from paceline.core.errors import PacelineError, UsageError, first_line
 from paceline.training.engine.buckets import bytes_of_buckets
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
     from torch import nn
 
+Value = TypeVar("Value")
 _HEAP_SLACK = 1 << 20
 _FORM_S = 300.0  # the longest wait for a rank that does not call `find_ranks`
-_calls = itertools.count()  # all ranks call `find_ranks` equally often: each call has its own keys
+_calls: Counter[str] = Counter()  # of `find_ranks`, by group: each call has its own keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,76 @@ def first_difference(own: Any, ranks: Ranks) -> tuple[int, Any, Any] | None:
     return None
 
 
+def computed_by_all(compute: Callable[[], Value], ranks: Ranks, where: str) -> list[Value]:
+    """Return what each rank computed; if it fails on one, all ranks raise that rank's error.
+
+    All ranks call this, and none waits for one that has failed.
+
+    Args:
+        compute: what torch can send as an object.
+        ranks: that compute.
+        where: the call that this is part of.
+
+    Raises:
+        PacelineError: that of the first rank on which it failed.
+        UsageError: it raised an error of another kind there.
+    """
+    own: Any = None
+    problem: Exception | None = None
+    try:
+        own = compute()
+    except Exception as error:  # noqa: BLE001  # whatever a model raises; it is raised below
+        problem = error
+    said = None if problem is None else _carried(problem, ranks.rank, where).to_json()
+    every: list[Any] = [(own, said)]
+    if ranks.size > 1:
+        every = [None] * ranks.size
+        dist.all_gather_object(every, (own, said), group=ranks.group)
+    first = next((said for _, said in every if said is not None), None)
+    if first is not None:
+        raise PacelineError.from_json(first) from problem
+    return [value for value, _ in every]
+
+
+def _carried(problem: Exception, rank: int, where: str) -> PacelineError:
+    """Return an error as all ranks raise it."""
+    if isinstance(problem, PacelineError):
+        return problem
+    return UsageError(
+        f"rank {rank} failed while the others waited for it",
+        where=where,
+        why=f"{type(problem).__name__}: {first_line(problem)}",
+        fix=f"Look at the end of the log of rank {rank}",
+    )
+
+
+def new_group(ranks: Ranks, members: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Return a process group of some of the ranks; all of `ranks` call this with the same.
+
+    A rank that is no member gets a group that it cannot use.
+
+    torch names a group by the number of groups before it: of all that the job has made, which
+    every rank of the job must then make too. Where other ranks of the job do not train this model,
+    it is the number of groups that a rank is in; ranks that are in fewer would look for the new one
+    under another name, and wait forever. They first enter groups of their own.
+
+    Args:
+        ranks: that train together.
+        members: numbers among `ranks`.
+        timeout: of the group's operations; None: torch's.
+    """
+    whole = ranks.group or dist.group.WORLD
+    world = [dist.get_global_rank(whole, rank) for rank in members]
+    if ranks.size == dist.get_world_size():
+        return dist.new_group(world, timeout=timeout)
+    own = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001  # torch 2.10 to 2.13
+    numbers: list[int] = [0] * ranks.size
+    dist.all_gather_object(numbers, own, group=ranks.group)
+    for _ in range(max(numbers) - own):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.new_group(world, timeout=timeout, use_local_synchronization=True)
+
+
 def find_ranks(model: nn.Module | None = None, group: Any = None) -> Ranks:
     """Return the ranks of a process group, or one rank where there is none.
 
@@ -83,7 +158,9 @@ def _form_heap(model: nn.Module, group: Any, rank: int, size: int) -> TensorHeap
     parameters = [p for p in model.parameters() if p.requires_grad]
     if size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
         return None
-    store = dist.PrefixStore(f"training/{next(_calls)}", group.get_group_store())
+    _calls[group.group_name] += 1  # equally often on all ranks of the group
+    place = f"training/{_calls[group.group_name]}"
+    store = dist.PrefixStore(place, group.get_group_store())
     # Gradients and parameters, twice: new buckets are made beside the old ones. Room that nothing
     # is written to takes no memory.
     needed = 4 * bytes_of_buckets(parameters, size) + _HEAP_SLACK

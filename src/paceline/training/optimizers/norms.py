@@ -117,14 +117,14 @@ class ShardedNorms:
 
 
 class StageNorms:
-    """Norms where each rank holds some layers of the model, and all of each of them."""
+    """Norms where each rank holds some layers of the model, or its part of each of them."""
 
     def __init__(self, group: dist.ProcessGroup | None, holders: Mapping[int, int]) -> None:
         """Add over the ranks of `group`.
 
         Args:
             group: all ranks of all stages and replicas; None is the default group.
-            holders: number of ranks that hold a parameter, by its `id`.
+            holders: number of ranks that hold the same of a parameter, by its `id`.
         """
         self.group = group
         self._holders = dict(holders)
@@ -132,15 +132,14 @@ class StageNorms:
     def squared(
         self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the squared norm of each layer of this rank; see `LayerNorms`. No message."""
-        del parameters
-        return squared_norms(tensors)
+        """Return the squared norm of each layer of this rank; see `TensorNorms.squared`."""
+        return TensorNorms().squared(tensors, parameters)
 
     def total(
         self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return the squared norm of all layers of all ranks. Cost: one all-reduce of a number."""
-        squares = squared_norms(tensors)
+        squares = squared_norms([local(tensor) for tensor in tensors])
         holders = [self._holders[id(parameter)] for parameter in parameters]
         # Each of a layer's holders brings an equal part of it.
         total = (squares / torch.tensor(holders, dtype=squares.dtype, device=squares.device)).sum()

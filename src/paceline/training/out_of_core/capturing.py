@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
@@ -32,18 +31,17 @@ from paceline.training.capture import (
     operations_of,
 )
 from paceline.training.operators import tensors_in, works_of
-from paceline.training.out_of_core.managed import version_of
-from paceline.training.out_of_core.optimizer_files import SUPPORTED
 from paceline.training.out_of_core.process_memory import ProcessMemory
-from paceline.training.out_of_core.recompute import candidates
-from paceline.training.out_of_core.recording import (
-    AfterStep,
-    Event,
-    ModuleRun,
-    Recording,
-    profile_of,
+from paceline.training.out_of_core.recompute import candidates, watch_modules
+from paceline.training.out_of_core.recording import END, AfterStep, Event, Recording
+from paceline.training.out_of_core.step_order import (
+    Movable,
+    SavedOrder,
+    identity,
+    raw_step,
+    update_one_by_one,
 )
-from paceline.training.out_of_core.session import LEAST_BYTES, VIEW_PART
+from paceline.training.out_of_core.step_profile import profile_of
 from paceline.training.out_of_core.training import OutOfCore
 
 if TYPE_CHECKING:
@@ -71,8 +69,7 @@ class _LiveMemory:
     peak: int = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001  # a storage has no other identity
+        storage, key = tensor.untyped_storage(), identity(tensor)
         if key not in self.storages:
             self.storages[key] = (storage._weak_ref(), storage.nbytes())  # noqa: SLF001  # as in `recording`
 
@@ -91,6 +88,9 @@ class _LiveMemory:
 
     def start(self) -> None:
         self.peak = self.now_bytes()
+
+    def settle(self) -> None:
+        """Do nothing: no operator runs."""
 
     def peak_bytes(self) -> int:
         return self.peak
@@ -117,18 +117,13 @@ def capture_events(step: TrainingStep) -> StepEvents:
             where=type(step.module).__name__,
             fix="Let the function return the optimizer, a function of the parameters, too",
         )
-    own = [*step.module.parameters(), *step.module.buffers(), *tensors_in(step.inputs)]
-    _warm_up(step.optimizer)
-    process = ProcessMemory()
-    # What is there beside the model: the interpreter, torch.
-    process_bytes = process.now_bytes() - sum(tensor.nbytes for tensor in own)
-    process.close()
+    process_bytes = bytes_beside(step)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         module = fake_copy(step.module, fake)
         inputs, target = fake_values(step.inputs, fake), fake_values(step.target, fake)
         with fake:
-            capture = _Capture(module, [*tensors_in(inputs), *tensors_in(target)])
+            capture = EventCapture(module, [*tensors_in(inputs), *tensors_in(target)])
             with capture.watching():
                 capture.run(step, inputs, target)
     except UsageError:
@@ -140,7 +135,18 @@ def capture_events(step: TrainingStep) -> StepEvents:
             why=f"{type(problem).__name__}: {problem}",
             fix="Check that a training step runs, and that no layer branches on tensor values",
         ) from problem
-    return capture.found(max(0, process_bytes))
+    return capture.found(process_bytes)
+
+
+def bytes_beside(step: TrainingStep) -> int:
+    """Return what this process has beside the model: the interpreter, torch, a session."""
+    assert step.optimizer is not None
+    own = [*step.module.parameters(), *step.module.buffers(), *tensors_in(step.inputs)]
+    _warm_up(step.optimizer)
+    process = ProcessMemory()
+    process_bytes: int = process.now_bytes() - sum(tensor.nbytes for tensor in own)
+    process.close()
+    return max(0, process_bytes)
 
 
 def _warm_up(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -156,33 +162,27 @@ def _warm_up(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
                 optimizer.step()
 
 
-class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
+class EventCapture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for us
     """Runs the steps, and counts what is alive after each operator."""
 
     def __init__(self, module: torch.nn.Module, batch: list[torch.Tensor]) -> None:
         super().__init__()
         self._module = module
         self._memory = _LiveMemory()
-        self._recording = Recording(cast("ProcessMemory", self._memory))
+        self._recording = Recording(self._memory)
         self._work: list[Counter[tuple[Any, ...]]] = []
         self._phase: Phase | None = None
         self._is_recorded = self._is_over = False
-        self._by_storage: dict[tuple[int, int | None], weakref.ref[_Saved]] = {}
-        self._saved = 0
-        self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}  # noqa: SLF001  # as above
-        self._run: ModuleRun | None = None
-        self._inputs: set[int] = set()
-        self._versions: list[int | None] = []
+        self._movable = Movable(types=(FakeTensor,))
+        self._order: SavedOrder[_Saved] = SavedOrder(self._movable)
         self._state_bytes: dict[int, int] = {}
         for tensor in [*module.parameters(), *module.buffers(), *batch]:
             self._memory.add(tensor)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        hooks = []
-        for name, module in candidates(self._module).items():
-            hooks.append(module.register_forward_pre_hook(self._enter(name)))
-            hooks.append(module.register_forward_hook(self._leave))
+        """Watch saved tensors, operators and the modules that may be computed again."""
+        hooks = watch_modules(candidates(self._module), self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._save, self._need), self:
                 yield
@@ -196,8 +196,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         optimizer = step.optimizer(self._module.parameters())
         for number in range(3):
             self._is_recorded = number > 0
-            self._saved = 0
-            self._by_storage.clear()
+            self._order.begin_step()
             self._phase = "optimizer"
             optimizer.zero_grad()
             self._phase = "forward"
@@ -208,7 +207,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
             loss.backward()
             self._phase = "optimizer"
             self._update(optimizer)
-            self._event(Event("end", 0, 0))
+            self._event(END)
             self._is_over = self._is_recorded
             del loss
 
@@ -244,27 +243,15 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         return cast("torch.Tensor", loss)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update each large parameter alone, then all small ones, as `OptimizerFiles` does."""
-        if not isinstance(optimizer, SUPPORTED):
-            optimizer.step()
-            return
+        """Update each large parameter alone, then the others, as `OptimizerFiles` does."""
         groups = optimizer.param_groups
         members = [group["params"] for group in groups]
-        small: list[list[Any]] = [[] for _ in groups]
-        for group in groups:
-            group["params"] = []
-        index = 0
-        for number, parameters in enumerate(members):
-            for parameter in parameters:
-                if parameter.grad is None or parameter.nbytes < LEAST_BYTES:
-                    small[number].append(parameter)
-                else:
-                    groups[number]["params"] = [parameter]
-                    self._update_alone(optimizer, index, parameter)
-                    groups[number]["params"] = []
-                index += 1
-        for group, parameters in zip(groups, small, strict=True):
-            group["params"] = parameters
+        if raw_step(optimizer) is not None:
+
+            def update(index: int, parameter: Any) -> None:
+                self._update_alone(optimizer, index, parameter)
+
+            update_one_by_one(groups, self._movable.is_large, update)
         optimizer.step()
         for group, parameters in zip(groups, members, strict=True):
             group["params"] = parameters
@@ -274,78 +261,59 @@ class _Capture(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         self._memory.away -= self._storages_of(optimizer, parameter)
         self._memory.note()
         optimizer.step()
-        self._state_bytes[index] = sum(
-            tensor.nbytes for tensor in tensors_in(dict(optimizer.state[parameter]))
-        )
+        large = self._movable.large_of(optimizer.state[parameter])
+        self._state_bytes[index] = sum(tensor.nbytes for tensor in large.values())
         self._memory.away |= self._storages_of(optimizer, parameter)
 
-    @staticmethod
-    def _storages_of(optimizer: torch.optim.Optimizer, parameter: Any) -> set[int]:
-        state = optimizer.state.get(parameter, {})
-        return {tensor.untyped_storage()._cdata for tensor in tensors_in(dict(state))}  # noqa: SLF001  # as above
+    def _storages_of(self, optimizer: torch.optim.Optimizer, parameter: Any) -> set[int]:
+        large = self._movable.large_of(optimizer.state.get(parameter, {}))
+        return {identity(tensor) for tensor in large.values()}
 
     # --- events ----------------------------------------------------------------------------------
 
+    def _recorded(self) -> Recording | None:
+        """Return what the step is recorded in; None in a step that does not count."""
+        return self._recording if self._is_recorded and not self._is_over else None
+
     def _event(self, event: Event) -> None:
-        if not self._is_recorded:
-            return
-        if self._is_over:  # the first event of the step after the recorded one
+        if (recording := self._recorded()) is not None:
+            recording.enter(event)
+            self._work.append(Counter())
+            recording.leave()
+        elif self._is_recorded:  # the first event of the step after the recorded one
             self._recording.close_interval()
             self._is_recorded = False
-            return
-        self._recording.enter(event)
-        self._work.append(Counter())
-        self._recording.leave()
 
-    def _enter(self, name: str) -> Any:
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            if not self._is_recorded or self._is_over:
-                return
-            runs = self._recording.modules
-            if name in runs:
-                runs[name].is_once = False
-                return
-            self._run = runs[name] = ModuleRun(len(self._recording.events))
-            self._inputs = {x.untyped_storage()._cdata for x in tensors_in(args)}  # noqa: SLF001  # as above
-            self._versions = [version_of(buffer) for buffer in module.buffers()]
+    def enter_module(self, name: str, inputs: list[torch.Tensor]) -> None:
+        """Note that a module begins which may be recomputed."""
+        if (recording := self._recorded()) is not None:
+            recording.enter_module(name, inputs)
 
-        return enter
-
-    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.end = len(self._recording.events)
-            versions = [version_of(buffer) for buffer in module.buffers()]
-            run.is_once = run.is_once and versions == self._versions
+    def leave_module(self, *, is_changed: bool) -> None:
+        """Note that it ended, and whether it changed its buffers."""
+        if (recording := self._recorded()) is not None:
+            recording.leave_module(is_changed=is_changed)
 
     # --- saved tensors ---------------------------------------------------------------------------
 
     def _save(self, tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        size, key = storage.nbytes(), storage._cdata  # noqa: SLF001  # as above
-        if size < LEAST_BYTES or key in self._parameters or tensor.nbytes * VIEW_PART < size:
-            return tensor.detach()
-        version = version_of(tensor)
-        known = self._by_storage.get((key, version))
-        saved = known() if known is not None else None
+        size = tensor.untyped_storage().nbytes()
+        saved, is_new = self._order.take(tensor, lambda index: _Saved(index, size))
         if saved is None:
-            saved = _Saved(self._saved, size)
-            self._saved += 1
-            self._by_storage[key, version] = weakref.ref(saved)
+            return tensor.detach()
+        if is_new:
             self._event(Event("saved", saved.index, size))
-            if self._is_recorded and not self._is_over:
-                self._recording.names[saved.index] = f"saved tensor {list(tensor.shape)}"
-                self._recording.watch(saved.index, storage)
-                if self._run is not None and key not in self._inputs:
-                    self._run.tensors.append(saved.index)
+            if (recording := self._recorded()) is not None:
+                recording.note_saved(saved.index, tensor)
         return saved, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
     def _need(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         saved, dtype, shape, stride, offset = packed
-        if saved.loaded is None:
+        if self._order.is_first_use(saved.index):
             self._event(Event("needed", saved.index, saved.bytes))
+        if saved.loaded is None:
             saved.loaded = torch.empty(saved.bytes, dtype=torch.uint8)
             self._memory.add(saved.loaded)
             self._memory.note()

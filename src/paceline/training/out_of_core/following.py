@@ -6,9 +6,8 @@ step waits for it, and `Following` counts the steps that did.
 
 from __future__ import annotations
 
-import time
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,50 +15,10 @@ if TYPE_CHECKING:
     from paceline.schedules.memory import MemoryPlan, SpillTier, StepProfile
     from paceline.training.out_of_core.managed import Managed
     from paceline.training.out_of_core.recording import Event
-    from paceline.training.out_of_core.spill_file import SpillFile
+    from paceline.training.out_of_core.spill_target import Moved
 
 SLOW_PART = 0.5  # of the planned rate: a disk below it is slower than planned
 LATE_PART = 0.1  # of a step that it must wait more than planned for a slow disk to matter
-
-
-class Moved(NamedTuple):
-    """What a spill file has done; bytes and seconds."""
-
-    written_bytes: int = 0
-    write_s: float = 0.0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    cpu_s: float = 0.0
-
-    @classmethod
-    def by(cls, file: SpillFile) -> Moved:
-        """Return what a file has done so far."""
-        return cls(file.written_bytes, file.write_s, file.read_bytes, file.read_s, file.cpu_s)
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which it wrote, and in which it read."""
-        return self.write_s + self.read_s
-
-    @property
-    def write_bytes_per_s(self) -> float | None:
-        """While it wrote; None where it did not."""
-        return self.written_bytes / self.write_s if self.write_s else None
-
-    @property
-    def read_bytes_per_s(self) -> float | None:
-        """While it read; None where it did not."""
-        return self.read_bytes / self.read_s if self.read_s else None
-
-    def since(self, before: Moved) -> Moved:
-        """Return what was done after an earlier moment."""
-        return Moved(
-            self.written_bytes - before.written_bytes,
-            self.write_s - before.write_s,
-            self.read_bytes - before.read_bytes,
-            self.read_s - before.read_s,
-            self.cpu_s - before.cpu_s,
-        )
 
 
 class Following:
@@ -73,6 +32,7 @@ class Following:
         tier: that was planned with.
 
     Attributes:
+        profile: that the plan was made of.
         late_steps: in a row that waited because the disk is slower than planned.
     """
 
@@ -85,6 +45,7 @@ class Following:
         tier: SpillTier,
     ) -> None:
         self.plan = plan
+        self.profile = profile
         self.tier = tier
         self.late_steps = 0
         self._order = order
@@ -96,11 +57,6 @@ class Following:
             if action.action == "spill":
                 self._due.setdefault(action.written_by % profile.events, []).append(place)
                 self._starts.setdefault(action.read_at, []).append(place)
-
-    @property
-    def events(self) -> int:
-        """Number of events of a step."""
-        return len(self._order)
 
     def expected(self, at: int) -> Event | None:
         """Return the event of this number; None after the step's end."""
@@ -123,20 +79,12 @@ class Following:
                 if self.plan.actions[place].action == "keep":
                     states[index].load()
 
-    def settle(self, at: int) -> float:
-        """Await the writes and start the reads that the plan has at an event.
-
-        Returns:
-            Seconds that the step waited.
-        """
-        due = self._found(self._due.get(at, ()))
-        begin = time.monotonic()
-        for managed in due:
+    def settle(self, at: int) -> None:
+        """Await the writes and start the reads that the plan has at an event."""
+        for managed in self._found(self._due.get(at, ())):
             managed.wait_written()
-        waited_s = time.monotonic() - begin if due else 0.0
         for managed in self._found(self._starts.get(at, ())):
             managed.start_reading()
-        return waited_s
 
     def held(self) -> list[Managed]:
         """Return the tensors of the step, and all state."""
@@ -147,14 +95,14 @@ class Following:
         state = {place for (kind, _), place in self._places.items() if kind == "optimizer"}
         self._current = {place: ref for place, ref in self._current.items() if place in state}
 
-    def judge(self, moved: Moved, waited_s: float) -> None:
+    def judge(self, moved: Moved) -> None:
         """Count a step whose transfers took longer than planned, and that waited for them."""
         write, read = moved.write_bytes_per_s, moved.read_bytes_per_s
         if write is None or read is None:
             self.late_steps = 0
             return
         rate = min(write / self.tier.write_bytes_per_s, read / self.tier.read_bytes_per_s)
-        is_late = waited_s - self.plan.exposed_s > LATE_PART * self.plan.step_s
+        is_late = moved.waited_s - self.plan.exposed_s > LATE_PART * self.plan.step_s
         self.late_steps = self.late_steps + 1 if rate < SLOW_PART and is_late else 0
 
     def _found(self, places: Sequence[int] | dict[int, weakref.ref[Managed]]) -> list[Managed]:

@@ -1,7 +1,7 @@
-"""Bytes whose memory may be away: in memory, on their way, or in the spill file.
+"""Bytes whose memory may be away: in memory, on their way, or in the spill target.
 
-The step's thread owns them. The writer calls `_forget_source` when all bytes are in the file: from
-then on the memory is free, unless somebody else holds the tensor.
+The step's thread owns them. The target calls `_forget_source` when all bytes are there (a file in
+its writer's thread): from then on the memory is free, unless somebody else holds the tensor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import StorageError
-from paceline.training.out_of_core.spill_file import aligned
+from paceline.training.out_of_core.transfers import aligned
 
 if TYPE_CHECKING:
-    from paceline.training.out_of_core.spill_file import SpillFile, SpillTransfer
+    from paceline.training.out_of_core.spill_target import SpillTarget
+    from paceline.training.out_of_core.transfers import SpillTransfer
 
 
 CHANGED_IN_PLACE = (
@@ -28,7 +29,7 @@ class Managed:
     """Bytes that are away together: of one storage, or the state of one parameter.
 
     Args:
-        file: where they go.
+        target: where they go.
         index: among those of the step, in the order of their first use.
         sources: views of the bytes, each of shape (size,) and dtype uint8.
         watched: a tensor of the same storage, whose version tells of a change in place.
@@ -38,25 +39,25 @@ class Managed:
     """
 
     __slots__ = (
-        "__weakref__", "_file", "_is_spilled", "_is_stale", "_loaded", "_offset", "_read",
-        "_sources", "_version", "_watched", "_weak", "_write", "index", "sizes",
+        "__weakref__", "_is_spilled", "_is_stale", "_loaded", "_part", "_read",
+        "_sources", "_target", "_version", "_watched", "_weak", "_write", "index", "sizes",
     )  # fmt: skip
 
     def __init__(
         self,
-        file: SpillFile,
+        target: SpillTarget,
         index: int,
         sources: list[torch.Tensor],
         watched: torch.Tensor | None = None,
     ) -> None:
         self.index = index
         self.sizes = [source.numel() for source in sources]
-        self._file = file
+        self._target = target
         self._sources: list[torch.Tensor] | None = sources
         self._watched = watched
         self._version = version_of(watched)
         self._loaded: list[tuple[torch.UntypedStorage, int]] | None = None
-        self._offset: int | None = None
+        self._part: int | None = None
         self._write: SpillTransfer | None = None
         self._read: SpillTransfer | None = None
         self._is_spilled = self._is_stale = False
@@ -74,14 +75,12 @@ class Managed:
         if sources is None or self._is_spilled:
             return
         self._is_spilled = True
-        if self._offset is None:
-            self._offset = self._file.allocate(self._extent_bytes())
-        pieces = [source.numpy() for source in sources]
-        del sources
-        self._write = self._file.write(pieces, self._offset, self._forget_source)
+        if self._part is None:
+            self._part = self._target.allocate(self._extent_bytes())
+        self._write = self._target.write(sources, self._part, self._forget_source)
 
     def _forget_source(self) -> None:
-        """Let go of the memory that was written; in the writer's thread."""
+        """Let go of the memory that was written; of a file in its writer's thread."""
         self._is_stale = self._is_stale or version_of(self._watched) != self._version
         self._watched = None
         self._sources = None
@@ -101,8 +100,8 @@ class Managed:
         if sources is not None:  # its write is under way: the memory is simply kept
             self._loaded = _places(sources)
         elif self._loaded is None and self._read is None:
-            assert self._offset is not None
-            self._read = self._file.read(self._offset, self._extent_bytes(), self._write)
+            assert self._part is not None
+            self._read = self._target.read(self._part, self._extent_bytes(), self._write)
 
     def load(self) -> list[tuple[torch.UntypedStorage, int]]:
         """Return for each piece the storage that has it, and the bytes before its begin.
@@ -142,7 +141,7 @@ class Managed:
         self._is_spilled = False
 
     def drop(self) -> None:
-        """Forget the memory of what is in the file as well."""
+        """Forget the memory of what is away as well."""
         if self._is_spilled:
             self._loaded = self._read = None
 
@@ -152,8 +151,8 @@ class Managed:
     def __del__(self) -> None:
         if self._weak is not None:
             torch.UntypedStorage._free_weak_ref(self._weak)  # noqa: SLF001  # as above
-        if self._offset is not None:
-            self._file.release(self._offset, self._extent_bytes(), self._write)
+        if self._part is not None:
+            self._target.release(self._part, self._extent_bytes(), self._write)
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:
@@ -163,13 +162,13 @@ def version_of(tensor: torch.Tensor | None) -> int | None:
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return all bytes of a tensor's storage, shape (bytes,), uint8."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def own_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a dense tensor, shape (bytes,), uint8; its storage may have more."""
     begin = tensor.storage_offset() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
 
 

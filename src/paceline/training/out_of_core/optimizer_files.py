@@ -13,27 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import UsageError
-from paceline.training.out_of_core.session import LEAST_BYTES, is_plain
+from paceline.training.out_of_core.step_order import raw_step, update_one_by_one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.optim import Optimizer
 
     from paceline.training.out_of_core.session import Session
-
-# Their update of a parameter reads no other parameter's state.
-SUPPORTED = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-)
 
 
 class OptimizerFiles:
@@ -56,7 +41,8 @@ class OptimizerFiles:
             )
         self._optimizer = optimizer
         self._session = session
-        self._raw = _raw_step(optimizer)
+        self._raw = raw_step(optimizer)
+        self._movable = session.movable
         if self._raw is None:
             session.say(
                 f"memory: the state of {type(optimizer).__name__} stays in memory, as its update "
@@ -107,27 +93,10 @@ class OptimizerFiles:
             )
         self._all = [group["params"] for group in optimizer.param_groups]
         try:
-            self._update_all(optimizer.param_groups, self._all)
+            update_one_by_one(optimizer.param_groups, self._movable.is_large, self._update)
         except BaseException:  # also Ctrl-C: who catches it has the optimizer as it was
             self._put_groups_back()
             raise
-
-    def _update_all(self, groups: list[dict[str, Any]], parameters: list[list[Any]]) -> None:
-        small: list[list[Any]] = [[] for _ in groups]
-        index = 0
-        for group in groups:
-            group["params"] = []
-        for number, members in enumerate(parameters):
-            for parameter in members:
-                if parameter.grad is None or not _is_large(parameter):
-                    small[number].append(parameter)
-                else:
-                    groups[number]["params"] = [parameter]
-                    self._update(index, parameter)
-                    groups[number]["params"] = []
-                index += 1
-        for group, members in zip(groups, small, strict=True):
-            group["params"] = members
 
     def _update(self, index: int, parameter: Any) -> None:
         state = self._optimizer.state[parameter]
@@ -140,7 +109,7 @@ class OptimizerFiles:
         try:
             self._raw(self._optimizer)
         finally:
-            large = {key: value for key, value in state.items() if _is_large(value)}
+            large = self._movable.large_of(state)
             self._away[index] = {key: _Shape(value) for key, value in large.items()}
             for key in large:
                 del state[key]
@@ -212,8 +181,8 @@ class OptimizerFiles:
             return
         for index, parameter in enumerate(self._parameters()):
             state = self._optimizer.state.get(parameter, {})
-            large = {key: value for key, value in state.items() if _is_large(value)}
-            if not large or not _is_large(parameter):
+            large = self._movable.large_of(state)
+            if not large or not self._movable.is_large(parameter):
                 continue
             self._away[index] = {key: _Shape(value) for key, value in large.items()}
             for key in large:
@@ -242,24 +211,5 @@ class _Shape:
 
     def tensor(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
         """Return the tensor in a storage, `shift` bytes after its begin."""
-        empty = torch.empty(0, dtype=self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, shift // empty.element_size(), self.size, self.stride)
-
-
-def _is_large(value: Any) -> bool:
-    """Whether to move a parameter's state, or a tensor of it."""
-    return is_plain(value) and value.nbytes >= LEAST_BYTES and _is_dense(value)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their part of the memory."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in steps)
-    return bool(extent == tensor.numel())
-
-
-def _raw_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
-    """Return `step` without what calls the hooks; None where parameters depend on each other."""
-    if type(optimizer) not in SUPPORTED:
-        return None
-    return getattr(type(optimizer).step, "__wrapped__", None)

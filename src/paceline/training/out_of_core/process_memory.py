@@ -20,12 +20,15 @@ import os
 import resource
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from paceline.core.errors import Missing, reason
 from paceline.native import redirect_allocations, use_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _END_THRESHOLD_BYTES = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
@@ -34,6 +37,25 @@ THRESHOLD_BYTES = 1 << 18
 _MOST_MAPPINGS = 1 << 15  # half of what the kernel allows a process (vm.max_map_count)
 _FAULT_PROBES, _FAULT_PROBE_BYTES = 5, 4 << 20
 _RESET_PEAK = b"5"  # proc_pid_clear_refs(5)
+
+
+class Memory(Protocol):
+    """Memory that a budget is for."""
+
+    def start(self) -> None:
+        """Begin to watch for a peak."""
+
+    def settle(self) -> None:
+        """Wait until what was asked for is done: an interval that is timed ends."""
+
+    def peak_bytes(self) -> int:
+        """Return the most memory since `start`."""
+
+    def now_bytes(self) -> int:
+        """Return the memory at this moment."""
+
+    def close(self) -> None:
+        """End."""
 
 
 class ProcessMemory:
@@ -58,6 +80,9 @@ class ProcessMemory:
     def start(self) -> None:
         """Begin to watch for a peak."""
         os.write(self._clear, _RESET_PEAK)
+
+    def settle(self) -> None:
+        """Do nothing: a CPU's operators are done when they return."""
 
     def peak_bytes(self) -> int:
         """Return the most memory since `start`."""
@@ -96,6 +121,7 @@ class PoolCounts(NamedTuple):
     cap_bytes: int
     fresh_bytes: int
     evicted_bytes: int
+    peak_used_bytes: int
 
 
 class Allocator:
@@ -111,7 +137,8 @@ class Allocator:
         self._mallopt: Any = getattr(library, "mallopt", _nothing)
         self._trim: Any = getattr(library, "malloc_trim", _nothing)
         self._pool = redirect_allocations(_TORCH_LIBRARY)
-        self._others_bytes = 0
+        # The most that the process had beside the pool, in this step and in the one before.
+        self._others_bytes = self._others_before_bytes = 0
 
     @property
     def is_pooled(self) -> bool:
@@ -138,23 +165,38 @@ class Allocator:
 
     def keep_nothing(self) -> None:
         """Give every large block back when it is freed."""
-        self._others_bytes = 0
+        self._others_bytes = self._others_before_bytes = 0
         if self._pool is not None:
             self._pool.set_cap(0)
 
-    def keep_within(self, budget_bytes: int, now_bytes: int) -> None:
+    def end_step(self) -> int:
+        """Return the most bytes that were in use in the step; 0 where that is not known.
+
+        Freed memory that is kept for the next tensors is not in use. What others of the process had
+        counts for this step and the next one: they may have freed it by then.
+        """
+        others = max(self._others_bytes, self._others_before_bytes)
+        self._others_before_bytes, self._others_bytes = self._others_bytes, 0
+        if self._pool is None:
+            return 0
+        peak = self.counts().peak_used_bytes
+        self._pool.restart_peak()
+        return others + peak
+
+    def keep_within(self, budget_bytes: int, now_bytes: Callable[[], int]) -> None:
         """Keep freed memory for the next tensors while the process stays below its budget.
 
         Args:
             budget_bytes: of the process.
-            now_bytes: memory of the process at this moment.
+            now_bytes: returns the memory of the process at this moment.
         """
         if self._pool is None:
             return
         counts = self.counts()
-        # A block that nobody has touched yet has no pages: the rest looks smaller for a while.
-        self._others_bytes = max(self._others_bytes, now_bytes - counts.resident_bytes)
-        cap = max(budget_bytes - self._others_bytes, 0)
+        # A block that nobody has touched yet has no pages: the rest looks smaller for a while. So
+        # the most of some time counts, which a whole step is in.
+        self._others_bytes = max(self._others_bytes, now_bytes() - counts.resident_bytes)
+        cap = max(budget_bytes - max(self._others_bytes, self._others_before_bytes), 0)
         if cap != counts.cap_bytes:
             self._pool.set_cap(cap)
 

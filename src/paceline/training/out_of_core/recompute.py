@@ -9,7 +9,7 @@ alone and the state of the random generators, so that dropout drops the same ele
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from paceline.training.out_of_core.session import Session
 
 
+class ModuleListener(Protocol):
+    """What learns which module runs: a session, or a capture."""
+
+    def enter_module(self, name: str, inputs: list[torch.Tensor]) -> None:
+        """Note that a module begins which may be recomputed."""
+
+    def leave_module(self, *, is_changed: bool) -> None:
+        """Note that it ended, and whether it changed its buffers."""
+
+
 class Recomputing:
     """The modules of one model that may be recomputed, and those that are.
 
@@ -34,11 +44,7 @@ class Recomputing:
     def __init__(self, model: nn.Module, session: Session) -> None:
         self._modules = candidates(model)
         self._wrapped: list[nn.Module] = []
-        self._hooks: list[RemovableHandle] = []
-        for name, module in self._modules.items():
-            watch = _Watch(session, name)
-            self._hooks.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(watch.leave, always_call=True))
+        self._hooks = watch_modules(self._modules, session)
 
     def apply(self, names: tuple[str, ...]) -> None:
         """Recompute these modules from now on, and no others."""
@@ -82,21 +88,31 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-class _Watch:
-    """Tells the session when a module runs, and whether its buffers changed."""
+def watch_modules(modules: dict[str, nn.Module], listener: ModuleListener) -> list[RemovableHandle]:
+    """Tell a listener when each of the modules runs; return the hooks that do."""
+    hooks: list[RemovableHandle] = []
+    for name, module in modules.items():
+        watch = _Watch(listener, name)
+        hooks.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
+        hooks.append(module.register_forward_hook(watch.leave, always_call=True))
+    return hooks
 
-    def __init__(self, session: Session, name: str) -> None:
-        self._session = session
+
+class _Watch:
+    """Tells a listener when a module runs, and whether its buffers changed."""
+
+    def __init__(self, listener: ModuleListener, name: str) -> None:
+        self._listener = listener
         self._name = name
         self._before: list[int | None] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         self._before = _versions(module)
-        self._session.enter_module(self._name, inputs)
+        self._listener.enter_module(self._name, inputs)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        self._session.leave_module(is_changed=_versions(module) != self._before)
+        self._listener.leave_module(is_changed=_versions(module) != self._before)
 
 
 def _versions(module: nn.Module) -> list[int | None]:

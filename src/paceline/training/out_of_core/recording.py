@@ -1,8 +1,8 @@
 """The order of a step's events, and what was measured between them.
 
-Two steps are recorded. Both write every tensor at once and read it when it is needed, so that each
-interval shows the least memory that it can do with. The first one has costs that no later step has
-(a kernel is chosen, state is created); what was measured in the second one counts.
+Two steps are recorded, on several ranks three. They write every tensor at once and read it when it
+is needed, so that each interval shows the least memory that it can do with. The first one has costs
+that no later step has (a kernel is chosen, state is created); what was measured in the last counts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from paceline.schedules.memory import ManagedTensor, RecomputedModule, StepProfile
-from paceline.training.out_of_core.process_memory import ProcessMemory, page_faults
-
-LEAST_PART = 0.25  # of an interval is computing, however many pages it took
+from paceline.training.out_of_core.process_memory import Memory, page_faults
+from paceline.training.out_of_core.step_order import identity
 
 EventKind = Literal["saved", "needed", "state", "end"]
 
@@ -34,6 +32,9 @@ class Event(NamedTuple):
     kind: EventKind
     number: int
     bytes: int
+
+
+END = Event("end", 0, 0)
 
 
 class _Watched(NamedTuple):
@@ -71,7 +72,7 @@ class AfterStep(NamedTuple):
 class Recording:
     """What one recorded step showed; filled by the step's thread."""
 
-    memory: ProcessMemory
+    memory: Memory
     events: list[Event] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
@@ -83,6 +84,8 @@ class Recording:
     # Of each module that ran: the events at its begin and end, and the tensors that it saved.
     modules: dict[str, ModuleRun] = field(default_factory=dict)
     _watched: list[_Watched] = field(default_factory=list)
+    _module: ModuleRun | None = None  # that runs
+    _inputs: set[int] = field(default_factory=set)  # of it
     _resumed_s: float | None = None
     _faults_before: int = 0
 
@@ -102,6 +105,7 @@ class Recording:
     def close_interval(self) -> None:
         """End the interval after the last event."""
         if self._resumed_s is not None:
+            self.memory.settle()
             self.compute_s.append(time.monotonic() - self._resumed_s)
             self.faults.append(page_faults() - self._faults_before)
             self.peak_bytes.append(self.memory.peak_bytes())
@@ -113,9 +117,27 @@ class Recording:
             return AfterStep()
         return AfterStep(self.compute_s[-1], self.faults[-1], self.peak_bytes[-1])
 
-    def watch(self, index: int, storage: torch.UntypedStorage) -> None:
-        """Note when the memory of a saved tensor, which is written, is free."""
-        self._watched.append(_Watched(index, storage._weak_ref()))  # noqa: SLF001  # multiprocessing's
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
+        """Note which tensor was saved, and in which module, and watch when its memory is free."""
+        self.names[index] = _named(tensor)
+        if self._module is not None and identity(tensor) not in self._inputs:
+            self._module.tensors.append(index)
+        self._watched.append(_Watched(index, tensor.untyped_storage()._weak_ref()))  # noqa: SLF001  # multiprocessing's
+
+    def enter_module(self, name: str, inputs: list[torch.Tensor]) -> None:
+        """Note that a module begins which may be recomputed."""
+        if name in self.modules:
+            self.modules[name].is_once = False
+            return
+        self._module = self.modules[name] = ModuleRun(len(self.events))
+        self._inputs = {identity(tensor) for tensor in inputs}
+
+    def leave_module(self, *, is_changed: bool) -> None:
+        """Note that it ended, and whether it changed its buffers."""
+        module, self._module = self._module, None
+        if module is not None:
+            module.end = len(self.events)
+            module.is_once = module.is_once and not is_changed
 
     def _poll(self, at: int) -> None:
         alive = []
@@ -134,89 +156,55 @@ class Recording:
         self._watched = []
 
 
-def profile_of(
-    recording: Recording, state_bytes: dict[int, int], after_step: AfterStep, fault_s: float
-) -> tuple[StepProfile, dict[tuple[str, int], int]]:
-    """Return the profile of a recorded step, and the index in it of each tensor by kind and index.
+class OrderRecorder:
+    """Records steps until two in a row have the same order.
 
     Args:
-        recording: of one step, complete.
-        state_bytes: of the optimizer's state, by its index.
-        after_step: the interval before the next step.
-        fault_s: seconds that a page took which came from the system; not counted as computing.
+        memory: that the budget is for.
+        least: steps to record.
+
+    Attributes:
+        step: that is recorded.
+        steps: number of those that are over.
+        after_step: the interval between the two.
     """
-    events = recording.events
-    saved: dict[int, int] = {}
-    needed: dict[int, int] = {}
-    tensors: list[ManagedTensor] = []
-    places: dict[tuple[str, int], int] = {}
-    for at, event in enumerate(events):
-        if event.kind == "saved":
-            saved[event.number] = at
-        elif event.kind == "needed":
-            needed.setdefault(event.number, at)
-    for index, begin in saved.items():
-        # What no backward pass needs may be held until the step ends.
-        end = needed.get(index, len(events) - 1)
-        gone = recording.gone.get(index)
-        if gone is None or gone > end:
-            continue  # in memory all the time for other reasons
-        places["activation", index] = len(tensors)
-        name = recording.names.get(index, f"saved tensor {index}")
-        # It became free somewhere in the interval before the event that saw it.
-        idle = max(begin, gone - 1)
-        tensors.append(ManagedTensor(name, "activation", events[begin].bytes, begin, idle, end))
-    for at, event in enumerate(events):
-        if event.kind == "state" and state_bytes.get(event.number):
-            places["optimizer", event.number] = len(tensors)
-            after = at + 1 - len(events)
-            tensors.append(
-                ManagedTensor(
-                    f"state {event.number}",
-                    "optimizer",
-                    state_bytes[event.number],
-                    after,
-                    after,
-                    at,
-                )
-            )
-    last = len(events) - 1
-    compute_s = [
-        max(seconds - faults * fault_s, LEAST_PART * seconds)
-        for seconds, faults in zip(
-            [*recording.compute_s[:last], after_step.compute_s],
-            [*recording.faults[:last], after_step.faults],
-            strict=True,
-        )
-    ]
-    floor = [*recording.peak_bytes[:last], after_step.peak_bytes]
-    profile = StepProfile(
-        compute_s=tuple(compute_s),
-        floor_bytes=tuple(floor),
-        tensors=tuple(tensors),
-        modules=_recomputed_modules(recording, compute_s, tensors, places),
-    )
-    return profile, places
+
+    def __init__(self, memory: Memory, least: int = 2) -> None:
+        self._memory = memory
+        self._least = least
+        # The step before this one, until the first event of this one ends its last interval. A
+        # module may begin earlier than that: it is of this step.
+        self._before: Recording | None = None
+        self._order: list[Event] | None = None  # of the step before this one
+        self.step = Recording(memory)
+        self.steps = 0
+        self.after_step = AfterStep()
+
+    def begin_step(self) -> None:
+        """End the interval from the step before to this one."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.close_interval()
+            self.after_step = before.after_step()
+            before.forget()
+
+    def end_step(self) -> bool:
+        """Return whether enough is recorded: this step had the order of the one before."""
+        self.steps += 1
+        if self.steps >= self._least and self._order == self.step.events:
+            self.step.forget()
+            return True
+        self._before, self._order = self.step, self.step.events
+        self.step = Recording(self._memory)
+        return False
+
+    def forget(self) -> None:
+        """Free what watches memory."""
+        for recording in (self.step, self._before):
+            if recording is not None:
+                recording.forget()
 
 
-def _recomputed_modules(
-    recording: Recording,
-    compute_s: list[float],
-    tensors: list[ManagedTensor],
-    places: dict[tuple[str, int], int],
-) -> tuple[RecomputedModule, ...]:
-    """Return the modules that can be recomputed: they ran once, and saved something."""
-    found = []
-    for name, run in recording.modules.items():
-        members = tuple(
-            places["activation", number]
-            for number in run.tensors
-            if ("activation", number) in places
-        )
-        if not members or run.end is None or not run.is_once:
-            continue
-        needed = min(tensors[place].needed for place in members)
-        if all(tensors[place].idle <= needed for place in members):
-            seconds = sum(compute_s[max(run.begin - 1, 0) : run.end])
-            found.append(RecomputedModule(name, seconds, needed, members))
-    return tuple(found)
+def _named(tensor: torch.Tensor) -> str:
+    node = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "saved tensor"
+    return f"{node} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -92,6 +92,6 @@ class SavedTensors:
                 raise RuntimeError(CHANGED_IN_PLACE)
             return saved.tensor
         storage, shift = self._session.need(saved.managed)
-        empty = torch.empty(0, dtype=saved.dtype)
+        empty = torch.empty(0, dtype=saved.dtype, device=storage.device)
         offset = saved.offset + shift // empty.element_size()
         return empty.set_(storage, offset, saved.size, saved.stride)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.core.files import commit_bytes
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles, is_managed
+from paceline.training.out_of_core.places import spill_to_file
 from paceline.training.out_of_core.saved_tensors import SavedTensors
 from paceline.training.out_of_core.session import Session
 
@@ -40,7 +41,7 @@ class ScriptMemory:
     def __init__(self, budget_bytes: int, spill_folder: str, result: Path, rank: int) -> None:
         self._result = result
         folder = Path(spill_folder or tempfile.gettempdir())
-        self.session = Session(budget_bytes, folder, _say if rank == 0 else _nothing)
+        self.session = Session(budget_bytes, spill_to_file(folder), _say if rank == 0 else _nothing)
         self._optimizer: OptimizerFiles | None = None
         self._its_optimizer: Callable[[], Optimizer | None] = _nothing_yet
         self._hook = register_optimizer_step_pre_hook(self._before_step)

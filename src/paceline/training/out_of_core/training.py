@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.config import environment
 from paceline.core.errors import UsageError
 from paceline.core.node import memory_bytes
+from paceline.training.out_of_core.device import device_bytes
 from paceline.training.out_of_core.optimizer_files import OptimizerFiles
+from paceline.training.out_of_core.places import offload_to_host, spill_to_file
 from paceline.training.out_of_core.recompute import Recomputing
 from paceline.training.out_of_core.saved_tensors import SavedTensors, check_no_budget
 from paceline.training.out_of_core.session import Session
+from paceline.training.out_of_core.step_order import CPU
 
 if TYPE_CHECKING:
     import os
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.schedules.memory import MemoryPlan
+    from paceline.training.out_of_core.places import Place
 
 LIMIT_PART = 0.95  # of a control group's limit: the rest is for the kernel's own memory and pages
 
@@ -40,20 +44,23 @@ class OutOfCore:
     up as always. Gradients and updates are equal to the bit to those of a training in core.
 
     Args:
-        model: on CPU.
+        model: on CPU, or all of it on one GPU.
         optimizer: of its parameters; hooks that other code registers before its steps must be
             registered already. One step of it ends one step of the training.
         budget_bytes: that the process's memory stays under, without pages of files; None: what the
             control group of the process allows, or the machine has, divided among the node's ranks
-            (``LOCAL_WORLD_SIZE``).
+            (``LOCAL_WORLD_SIZE``). On a GPU: that its tensors there stay under; None: what is free.
         spill_folder: of the file that tensors are spilled to, on a local disk; None: the folder for
-            temporary files (``TMPDIR``).
+            temporary files (``TMPDIR``). Tensors of a GPU go to pinned memory of the host.
         recompute: whether layers may be computed again in place of keeping what they save.
         say: is called with each line for the user.
+        place: where it trains and where tensors go, in place of what `spill_folder` and the model's
+            device say.
 
     Raises:
-        UsageError: the model is not on CPU, the budget no positive number, or there is a memory
-            budget already: of this thread (``paceline run --memory-budget``) or of the optimizer.
+        UsageError: the model is on several devices, or neither on CPU nor on a GPU; the budget is
+            no positive number; or there is a memory budget already: of this thread (``paceline run
+            --memory-budget``) or of the optimizer.
         StorageError: no file can be made in `spill_folder`, or its files are memory (tmpfs).
     """
 
@@ -66,24 +73,27 @@ class OutOfCore:
         spill_folder: str | os.PathLike[str] | None = None,
         recompute: bool = True,
         say: Callable[[str], None] | None = None,
+        place: Place | None = None,
     ) -> None:
+        device = _device_of(model)
+        if device.type != "cpu" and spill_folder is not None:
+            raise UsageError(
+                f"tensors on {device} go to the memory of the host, to no folder",
+                where="OutOfCore",
+                fix="Leave out spill_folder",
+            )
         if budget_bytes is None:
-            ranks = environment().get("LOCAL_WORLD_SIZE", "")  # on this node, which they share
-            budget_bytes = int(memory_bytes() * LIMIT_PART) // (int(ranks) if ranks else 1)
+            budget_bytes = _default_budget_bytes(device)
         if budget_bytes <= 0:
             raise UsageError(
                 f"the memory budget must be above 0 bytes, got {budget_bytes}",
                 where="OutOfCore",
                 fix="Give the bytes that a process may take",
             )
-        tensors = [*model.parameters(), *model.buffers()]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            raise UsageError(
-                "the model is not on CPU", where="OutOfCore", fix="Train without a memory budget"
-            )
         check_no_budget()  # a second session would take the first one's pool
-        folder = Path(spill_folder or tempfile.gettempdir())
-        self.session = Session(budget_bytes, folder, say or _nothing)
+        if place is None and device.type == "cpu":
+            place = spill_to_file(Path(spill_folder or tempfile.gettempdir()))
+        self.session = Session(budget_bytes, place or offload_to_host(device), say or _nothing)
         self._is_closed = False
         self._saved = SavedTensors(self.session)
         try:
@@ -95,7 +105,7 @@ class OutOfCore:
             raise
         self._recomputing = Recomputing(model, self.session)
         if recompute:
-            self.session.recompute = self._recomputing.apply
+            self.session.planning.recompute = self._recomputing.apply
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -123,6 +133,33 @@ class OutOfCore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model.
+
+    Raises:
+        UsageError: it has several, or another kind than a session knows.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices:
+        return CPU
+    device = min(devices, key=str)
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, devices)))
+        raise UsageError(
+            f"a memory budget is for a model on CPU or on one GPU, and this one is on {names}",
+            where="OutOfCore",
+            fix="Move the model, or train without a memory budget",
+        )
+    return device
+
+
+def _default_budget_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return int(device_bytes(device) * LIMIT_PART)
+    ranks = environment().get("LOCAL_WORLD_SIZE", "")  # on this node, which they share
+    return int(memory_bytes() * LIMIT_PART) // (int(ranks) if ranks else 1)
 
 
 def _nothing(_line: str) -> None:

@@ -7,13 +7,16 @@ For P partitions and R replicas of a batch of which each of the P R ranks brings
     gradients       2 (R - 1) / R n bytes of a stage, after its last backward pass
     memory          a stage's parameters and the activations that are live under the schedule
 
-With P = 1 the gradients are reduced while the backward pass goes on. Rates are measured once, on
-rank 0, so that all ranks choose the same.
+`schedules.pipeline.step` puts these together, as it does for `paceline plan`. With P = 1 the
+gradients are reduced while the backward pass goes on. Rates and the forward pass of the example are
+measured once on all ranks together, as they compute in a step; those of rank 0 count, so that all
+choose the same.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,20 +29,22 @@ from paceline.core.machine import Link, Quantity
 from paceline.core.node import memory_bytes
 from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
+    fastest_partition,
     live_microbatches,
     one_forward_one_backward,
-    partition,
+    pipeline_ends,
     replay,
     stage_costs,
     stage_edges,
 )
-from paceline.training.pipeline.costs import COPIES, NOMINAL_FLOPS_PER_S
+from paceline.training.pipeline.costs import COPIES, NOMINAL_FLOPS_PER_S, forward_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.schedules.pipeline import LayerCosts, StagePartition
     from paceline.training.engine.ranks import Ranks
+    from paceline.training.pipeline.graph import CapturedGraph
 
 _SIDE, _ELEMENTS, _ROUNDS = 384, 1 << 18, 5
 
@@ -68,12 +73,14 @@ class LayoutEstimate:
         partitions, replicas: their product is the number of ranks.
         step_s: of a step without the optimizer's; infinity where it does not fit into memory.
         memory_bytes: of the stage that needs most; 0 where it does not fit.
+        layers: number of layers of each stage.
     """
 
     partitions: int
     replicas: int
     step_s: float
     memory_bytes: int
+    layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         time_s = f"{1e3 * self.step_s:.3g} ms" if self.memory_bytes else "too little memory"
@@ -136,28 +143,32 @@ def _estimate(
         latency_s=Quantity(value=rates.latency_s, source="probe"),
         bandwidth_bytes_per_s=Quantity(value=rates.bandwidth_bytes_per_s, source="probe"),
     )
-    stages = partition(
+
+    def step_s(found: StagePartition) -> float:
+        seconds = stage_costs(scaled, found.cuts)
+        reduce_s = [
+            _reduce_s(size, replicas, rates) for size in _gradient_bytes(scaled, found, partitions)
+        ]
+        if partitions == 1:
+            return seconds.forward_s[0] + max(seconds.backward_s[0], reduce_s[0])
+        times = replay(schedule, stage_edges(scaled.edges, found.cuts), seconds, link)
+        return pipeline_ends(times, reduce_s, [0.0] * partitions).step_s
+
+    found = fastest_partition(
         scaled,
-        partitions,
-        bound_bytes=[rates.memory_bytes] * partitions,
-        live=live_microbatches(schedule),
-        link=link,
-        exposed=0.0,
+        [rates.memory_bytes] * partitions,
+        live_microbatches(schedule),
+        link,
+        step_s=step_s,
+        is_bound=True,
     )
-    seconds = stage_costs(scaled, stages.cuts)
-    times = replay(schedule, stage_edges(scaled.edges, stages.cuts), seconds, link)
-    reduce_s = [
-        _reduce_s(size, replicas, rates) for size in _gradient_bytes(scaled, stages, partitions)
-    ]
-    if partitions == 1:
-        step_s = seconds.forward_s[0] + max(seconds.backward_s[0], reduce_s[0])
-    else:
-        step_s = max(times.end_s[n][-1] + reduce_s[n] for n in range(partitions))
+    bounds = itertools.pairwise([0, *found.cuts, costs.layers])
     return LayoutEstimate(
         partitions=partitions,
         replicas=replicas,
-        step_s=step_s,
-        memory_bytes=max(stages.stage_bytes),
+        step_s=step_s(found),
+        memory_bytes=max(found.stage_bytes),
+        layers=tuple(end - begin for begin, end in bounds),
     )
 
 
@@ -204,6 +215,28 @@ def measure_rates(ranks: Ranks, device: torch.device) -> RankRates:
     dist.broadcast(own, group=ranks.group, group_src=0)
     slowness, latency_s, bandwidth, memory = own.tolist()
     return RankRates(slowness, latency_s, bandwidth, int(memory))
+
+
+def measured(captured: CapturedGraph, inputs: Any, costs: LayerCosts, ranks: Ranks) -> LayerCosts:
+    """Return costs with the seconds of a measured forward pass; all ranks call this.
+
+    A backward pass takes twice as long, as where it is counted. Where rank 0 could not measure, the
+    costs are as they were.
+
+    Args:
+        captured: the graph.
+        inputs: an example, on the device where the model trains.
+        costs: of the layers, with counted seconds.
+        ranks: of which rank 0's seconds are taken.
+    """
+    shared = [forward_seconds(captured, inputs)]
+    dist.broadcast_object_list(shared, group=ranks.group, group_src=0)
+    seconds = shared[0]
+    if seconds is None:
+        return costs
+    return replace(
+        costs, forward_s=tuple(seconds), backward_s=tuple(2 * value for value in seconds)
+    )
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -4,16 +4,18 @@ Counted, not measured, so that all ranks and all starts of a program cut a model
 places: FLOPs and bytes of each operator that the forward pass dispatches on tensors without
 memory. An operator takes what is longer, computing or moving its bytes, on a nominal device; a
 backward pass takes twice as long. Stages are balanced by ratios of these times, so that a device
-that is faster throughout is cut at the same places.
+that is faster throughout is cut at the same places. Partitions and replicas of the strategy
+``auto`` are chosen by a measured pass (`forward_seconds`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -63,6 +65,71 @@ def layer_costs(captured: CapturedGraph, inputs: Any = None) -> LayerCosts:
         activation_bytes=tuple(saved),
         edges=edges,
     )
+
+
+def forward_seconds(captured: CapturedGraph, inputs: Any) -> list[float] | None:
+    """Return the measured seconds of each layer's forward pass; None where it cannot run.
+
+    The faster of two passes after a first one. Buffers and random numbers are as they were
+    afterwards, and nothing is kept for a backward pass.
+
+    Args:
+        captured: the graph; its parameters have memory.
+        inputs: an example, on their device.
+    """
+    arguments = named_arguments(bind_inputs(captured.root, inputs))
+    given = [arguments[name] for name in captured.inputs]
+    layer_of = {node.name: n for n, layer in enumerate(captured.layers) for node in layer.nodes}
+    module = captured.module()
+    with _unchanged_buffers(module), torch.random.fork_rng(devices=_devices(module)):
+        try:
+            runs = [_timed(module, given) for _ in range(3)][1:]
+        except Exception:  # noqa: BLE001  # whatever an operator raises for an example
+            return None
+    found = [0.0] * len(captured.layers)
+    for name, layer in layer_of.items():
+        found[layer] += min(run[name] for run in runs)
+    return found
+
+
+def _timed(module: fx.GraphModule, given: list[Any]) -> dict[str, float]:
+    interpreter = _Stopwatch(module)
+    with torch.no_grad():
+        interpreter.run(*given)
+    return interpreter.seconds
+
+
+def _devices(module: nn.Module) -> list[torch.device]:
+    return list({p.device for p in module.parameters() if p.device.type == "cuda"})
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
+
+
+class _Stopwatch(fx.Interpreter):  # type: ignore[misc]  # torch has no types here
+    """Runs a graph, and notes the seconds of each node, by its name."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seconds: dict[str, float] = {}
+        self._on_gpu = bool(_devices(module))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Return what a node returns."""
+        begin_s = time.perf_counter()
+        result = super().run_node(n)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.seconds[n.name] = time.perf_counter() - begin_s
+        return result
 
 
 def edges_of(layer_of: dict[fx.Node, int], bytes_of: dict[str, int]) -> Iterator[LayerEdge]:
@@ -153,20 +220,19 @@ def _count(captured: CapturedGraph, inputs: Any) -> _Interpreter:
     arguments = named_arguments(bind_inputs(captured.root, inputs))
     module = captured.module()
     # A buffer that meets no fake tensor is not one itself: batches counted are counted for real.
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            given = [
-                tree_map(
-                    lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x,
-                    arguments[name],
-                )
-                for name in captured.inputs
-            ]
-            with _Counting() as counting:
-                interpreter = _Interpreter(module, counting)
-                interpreter.run(*given)
-    finally:
-        for buffer, values in before:
-            buffer.copy_(values)
+    with (
+        _unchanged_buffers(module),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch.no_grad(),
+    ):
+        given = [
+            tree_map(
+                lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x,
+                arguments[name],
+            )
+            for name in captured.inputs
+        ]
+        with _Counting() as counting:
+            interpreter = _Interpreter(module, counting)
+            interpreter.run(*given)
     return interpreter

@@ -9,7 +9,8 @@ that Python decides as it does for the example, and records operators. What it f
 - Parameters, tied ones too, are read from the model, by its own names.
 - The model is exported in both modes. Operators whose arguments differ, such as dropout, take those
   of the mode that their module is in when they run.
-- Sizes of dims are unknown numbers, unless the model asks for them; `Example.check` refuses others.
+- Sizes of dims are unknown numbers, unless the model fixes them; what it asks of them, and those
+  that it fixes, `Example.check` asks of every batch.
 - Outputs come in the containers that the model returns.
 
 Operators belong to the layer of the last module whose parameters were read before them.
@@ -26,20 +27,24 @@ import random
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental import _config as _export_config
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from paceline.core.errors import UsageError, first_line
+from paceline.training.pipeline.example import Example, SizeGuard, guards_of
+from paceline.training.pipeline.microbatches import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _PREFIX = "model."
+_AUTO = torch.export.Dim.AUTO
 # As the functions of torch, so that a schedule can defer the gradients of their weights.
 _FUNCTIONS = {
     torch.ops.aten.linear.default: nn.functional.linear,
@@ -49,61 +54,6 @@ _FUNCTIONS = {
 }
 # What is true of the example's dtypes need not be under autocast.
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)  # noqa: SLF001  # torch has no other
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """What an exported graph takes for granted of its arguments.
-
-    Attributes:
-        sizes: of each tensor's dims, by the path to it; None for a dim of any size.
-        values: of all that is no tensor, by the path to it.
-    """
-
-    sizes: dict[str, tuple[int | None, ...]]
-    values: dict[str, Any]
-
-    def check(self, arguments: dict[str, Any]) -> None:
-        """Raise an error for arguments that the graph is not made for.
-
-        Raises:
-            UsageError: a size or a value is another one than the example's.
-        """
-        leaves, _ = pytree.tree_flatten_with_path(arguments)
-        found = {_path_of(path): leaf for path, leaf in leaves}
-        missing = [name for name in (*self.sizes, *self.values) if name not in found]
-        for name in (*missing, *found):
-            leaf = found.get(name)
-            sizes, expected = self.sizes.get(name), self.values.get(name)
-            if sizes is None and not isinstance(leaf, torch.Tensor) and leaf == expected:
-                continue
-            if sizes is not None and isinstance(leaf, torch.Tensor) and _fits(leaf, sizes):
-                continue
-            raise UsageError(
-                f"the model was captured for another {name}",
-                where="example_inputs",
-                why=f"{_said(leaf)}, where the graph is for {_said(expected, sizes)}",
-                fix="Give example_inputs whose plain values and fixed sizes are those of the "
-                "batches; the first dim is the batch's, with 2 samples or more",
-            )
-
-
-def _fits(tensor: torch.Tensor, sizes: tuple[int | None, ...]) -> bool:
-    return tensor.dim() == len(sizes) and all(
-        size in (None, own) for size, own in zip(sizes, tensor.shape, strict=True)
-    )
-
-
-def _said(leaf: Any, sizes: tuple[int | None, ...] | None = None) -> str:
-    if sizes is not None or isinstance(leaf, torch.Tensor):
-        dims = leaf.shape if sizes is None else sizes
-        return f"a tensor of shape [{', '.join('any' if n is None else str(n) for n in dims)}]"
-    return repr(leaf)
-
-
-def _path_of(path: tuple[Any, ...]) -> str:
-    text: str = path[0].key + pytree.keystr(path[1:])
-    return text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,18 +180,19 @@ def export(model: nn.Module, given: inspect.BoundArguments) -> ExportedGraph:
     flat = _Flat(model, given, seen)
     try:
         model.train()
-        training = _operators(flat, given)
+        training, guards = _operators(flat, given)
         model.eval()
         evaluating: fx.Graph | None = None
         with contextlib.suppress(Exception):  # the graph is then that of one mode
-            evaluating = _operators(flat, given).graph
+            other, more = _operators(flat, given)
+            evaluating, guards = other.graph, guards + more
         places = None if evaluating is None else _differences(training.graph, evaluating)
         mode = None
         if places is None:
-            mode = modes[model]
+            mode, places = modes[model], {}
             for module, own in modes.items():
                 module.training = own
-            training, places = _operators(flat, given), {}
+            training, guards = _operators(flat, given)
         if python_random_states() != states:
             raise UsageError(
                 "the forward pass of the model draws from Python's random numbers",
@@ -253,7 +204,8 @@ def export(model: nn.Module, given: inspect.BoundArguments) -> ExportedGraph:
         set_python_random_states(states)
         for module, own in modes.items():
             module.training = own
-    return _Builder(model, given, training, places).build(seen, mode)
+    example = Example({}, {}, list({str(guard): guard for guard in guards}.values()))
+    return _Builder(model, given, training, places, example).build(seen, mode)
 
 
 def _of_two_samples(given: inspect.BoundArguments) -> inspect.BoundArguments:
@@ -284,23 +236,43 @@ def _without_repeats(given: inspect.BoundArguments) -> inspect.BoundArguments:
     return inspect.BoundArguments(given.signature, pytree.tree_map(own, given.arguments))
 
 
-def _operators(flat: _Flat, given: inspect.BoundArguments) -> fx.GraphModule:
+class _Operators(NamedTuple):
+    """A graph of operators, and what was decided by the sizes of the example."""
+
+    module: fx.GraphModule
+    guards: list[SizeGuard]
+
+
+def _operators(flat: _Flat, given: inspect.BoundArguments) -> _Operators:
     """Return the graph of operators; sizes of all dims are free, or that of the first one."""
+    paths, _ = pytree.tree_flatten_with_path(named_arguments(given))
+    at = {id(leaf): path_of(path) for path, leaf in paths}
     leaves = pytree.tree_leaves((given.args, given.kwargs))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    try:
-        return _exported(flat, tensors, lambda tensor: tensor.dim())
-    except UsageError:
-        raise
-    except Exception:  # noqa: BLE001  # whatever a model raises for a size that is not known
-        return _exported(flat, tensors, lambda tensor: min(1, tensor.dim()))
+    names = [at[id(tensor)] for tensor in tensors]
+    problem: Exception | None = None
+    for free in (lambda tensor: tensor.dim(), lambda tensor: min(1, tensor.dim())):
+        # With sizes from 2 on more models can be exported, which then have no batches of 1.
+        for from_two in (False, True):
+            try:
+                return _exported(flat, tensors, names, free, from_two=from_two)
+            except UsageError:
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever a model raises for a free size
+                problem = error
+    assert problem is not None
+    raise problem
 
 
-def _exported(flat: _Flat, tensors: Any, free: Any) -> fx.GraphModule:
-    dims = tuple(dict.fromkeys(range(free(x)), torch.export.Dim.AUTO) for x in tensors)
-    with _quiet():
+def _exported(
+    flat: _Flat, tensors: Any, names: list[str], free: Any, *, from_two: bool
+) -> _Operators:
+    dims = tuple({dim: _AUTO for dim in range(free(x)) if x.shape[dim] > 1} for x in tensors)
+    # Otherwise a free size is taken for 2 or more, and what a model asks of a 1 is not noted.
+    with _quiet(), _export_config.patch(backed_size_oblivious=not from_two):
         program = torch.export.export(flat, tensors, dynamic_shapes=(dims,))
-        return program.module(check_guards=False)
+        guards = list(guards_of(program, names, from_two=from_two))
+        return _Operators(program.module(check_guards=False), guards)
 
 
 @contextlib.contextmanager
@@ -384,6 +356,7 @@ class _Builder:
         given: inspect.BoundArguments,
         module: fx.GraphModule,
         places: dict[str, dict[str, Any]],
+        example: Example,
     ) -> None:
         self._model, self._given, self._module, self._places = model, given, module, places
         self._modules = dict(model.named_modules())
@@ -393,7 +366,7 @@ class _Builder:
         self._attributes: dict[str, Any] = {}
         self._owners: dict[fx.Node, str] = {}
         self._owner = ""
-        self._example = Example({}, {})
+        self._example = example
 
     def build(self, seen: _Seen, mode: bool | None) -> ExportedGraph:
         nodes = list(self._module.graph.nodes)
@@ -435,12 +408,12 @@ class _Builder:
                     self._owners[value] = self._owner
                 found[node] = value
                 sizes = node.meta["val"].shape
-                self._example.sizes[_path_of(path)] = tuple(
+                self._example.sizes[path_of(path)] = tuple(
                     size if isinstance(size, int) else None for size in sizes
                 )
         for path, leaf in paths:
             if not isinstance(leaf, torch.Tensor):
-                self._example.values[_path_of(path)] = leaf
+                self._example.values[path_of(path)] = leaf
         return found
 
     def _name_of(self, node: fx.Node) -> str:

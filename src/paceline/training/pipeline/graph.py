@@ -34,9 +34,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError, first_line
+from paceline.training.pipeline.example import Example
 from paceline.training.pipeline.exported import (
     ByMode,
-    Example,
     ExportedGraph,
     export,
     python_random_states,

@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from paceline.training.engine.ranks import Ranks
+from paceline.training.engine.ranks import Ranks, new_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,11 +25,13 @@ class StageMesh:
         ranks: all of them.
         rank_of: place in the pipeline of each stage.
         replicas: of the model.
+        is_sharded: whether replicas have parts of their stage, and not each the whole of it.
     """
 
     ranks: Ranks
     rank_of: tuple[int, ...]
     replicas: int
+    is_sharded: bool = False
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +62,10 @@ class StageMesh:
             place * self.replicas + replica for place in places for replica in range(self.replicas)
         )
 
+    def column(self, stages: Iterable[int], replica: int) -> tuple[int, ...]:
+        """Return the ranks of a replica that hold any of these stages."""
+        return self.ranks_of(stages)[replica :: self.replicas]
+
     def groups(self, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Return a process group for each set of several ranks; all ranks call this with the same.
 
@@ -69,27 +73,5 @@ class StageMesh:
         """
         for ranks in sorted(wanted):
             if len(ranks) > 1 and ranks not in self._groups:
-                world = [dist.get_global_rank(self._whole, rank) for rank in ranks]
-                self._groups[ranks] = self._new_group(world)
+                self._groups[ranks] = new_group(self.ranks, ranks)
         return self._groups
-
-    def _new_group(self, world: list[int]) -> Any:
-        """Return a group of some of the ranks; all of them call this.
-
-        torch names a group by the number of groups before it: of all that the job has made, which
-        every rank of the job must then make too. Where other ranks of the job do not train this
-        model, it is the number of groups that a rank is in; ranks that are in fewer would look for
-        the new one under another name, and wait forever. They first enter groups of their own.
-        """
-        if self.ranks.size == dist.get_world_size():
-            return dist.new_group(world)
-        own = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001  # torch 2.10 to 2.13
-        numbers: list[int] = [0] * self.ranks.size
-        dist.all_gather_object(numbers, own, group=self.ranks.group)
-        for _ in range(max(numbers) - own):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return dist.new_group(world, use_local_synchronization=True)
-
-    @property
-    def _whole(self) -> Any:
-        return self.ranks.group or dist.group.WORLD

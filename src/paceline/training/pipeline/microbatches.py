@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """Return the path to a value among arguments as Python has it: `states[0]`."""
+    text: str = path[0].key + pytree.keystr(path[1:])
+    return text
 
 
 def sizes_of(samples: int, microbatches: int) -> list[int]:
@@ -19,15 +26,32 @@ def sizes_of(samples: int, microbatches: int) -> list[int]:
     return [quotient + (place < rest) for place in range(count)]
 
 
-def split(batch: Any, sizes: list[int]) -> list[Any]:
-    """Return the microbatches of a batch: tensors with its samples along dim 0 are divided."""
+def split(batch: Any, sizes: list[int], whole: frozenset[str] = frozenset()) -> list[Any]:
+    """Return the microbatches of a batch: tensors with its samples along dim 0 are divided.
+
+    Args:
+        batch: inputs by name, or targets.
+        sizes: samples of each microbatch.
+        whole: paths of tensors that all microbatches get as they are, whatever their sizes.
+    """
     samples = sum(sizes)
+    leaves, structure = pytree.tree_flatten_with_path(batch)
+    begins = [sum(sizes[:place]) for place in range(len(sizes))]
 
     def part(begin: int, size: int) -> Any:
-        return tree_map(lambda leaf: _rows(leaf, samples, begin, size), batch)
+        rows = (
+            leaf if whole and path_of(path) in whole else _rows(leaf, samples, begin, size)
+            for path, leaf in leaves
+        )
+        return pytree.tree_unflatten(rows, structure)
 
-    begins = [sum(sizes[:place]) for place in range(len(sizes))]
     return [part(begin, size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+def divided_leaves(arguments: dict[str, Any], whole: frozenset[str]) -> list[Any]:
+    """Return the values of arguments that are divided; the first one tells the samples."""
+    leaves, _ = pytree.tree_flatten_with_path(arguments)
+    return [leaf for path, leaf in leaves if path_of(path) not in whole]
 
 
 def _rows(leaf: Any, samples: int, begin: int, size: int) -> Any:

@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import UsageError, first_line
 from paceline.schedules.pipeline import StageEdge, check_pipeline
+from paceline.training.local_tensors import local, part_of, whole
 from paceline.training.pipeline.computing import ComputeOptions, StageComputing
 from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.gradients import StageGradients
 from paceline.training.pipeline.graph import bind_inputs
-from paceline.training.pipeline.microbatches import joined, sizes_of
+from paceline.training.pipeline.microbatches import divided_leaves, joined, sizes_of
 from paceline.training.pipeline.runtime import PipelineRuntime
+from paceline.training.pipeline.sharded import ShardedGradients
 from paceline.training.pipeline.transfers import Transfers
 from paceline.training.uneven import checksum, samples_of
 
@@ -85,10 +88,14 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         stages = {number: staged.stages[number] for number in mesh.stages}
         self.samples = 1
         self.group_names: list[list[str]] = []
+        self._transfers = Transfers(self.ranks.group, deadline_s) if self.ranks.size > 1 else None
+        self._shards: ShardedGradients | None = None
+        if mesh.is_sharded and self._transfers is not None:
+            wait = self._transfers.wait_for_all
+            self._shards = ShardedGradients(model, staged, mesh, check, wait)
         self.own = {name: p for stage in stages.values() for name, p in stage.parameters.items()}
         trained = {name: p for name, p in self.own.items() if p.requires_grad}
-        self._gradients = StageGradients(staged, mesh, trained, check)
-        self._transfers = Transfers(self.ranks.group, deadline_s) if self.ranks.size > 1 else None
+        self._gradients = self._shards or StageGradients(staged, mesh, trained, check)
         self._runtime = PipelineRuntime(
             {number: StageComputing(stage, compute) for number, stage in stages.items()},
             staged.edges,
@@ -97,6 +104,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             microbatches=microbatches,
             device=self._device,
             on_stage_end=self._gradients.end_stage,
+            whole=staged.whole,
         )
 
     def schedule_of(self, microbatches: int) -> PipelineSchedule:
@@ -124,7 +132,8 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments, samples = self._agreed(lambda: self._arguments(bound), None)
         sizes = sizes_of(samples, self._microbatches)
-        with self._step(), torch.no_grad():
+        gathered = self._shards.gathered() if self._shards else contextlib.nullcontext()
+        with self._step(), gathered, torch.no_grad():
             parts = self._runtime.run_forward(self.schedule_of(len(sizes)), arguments, sizes)
         return joined(parts, sizes) if parts else None
 
@@ -206,7 +215,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         samples, digest = -1, 0
         try:
             arguments = arguments_of()
-            samples = samples_of(arguments)
+            samples = samples_of(divided_leaves(arguments, self.staged.whole))
             if samples == 0:
                 raise UsageError(
                     "the batch has no samples",
@@ -241,7 +250,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             )
         arguments = named_arguments(bound)
         if self.staged.example is not None:
-            self.staged.example.check(arguments)
+            self.staged.example.check(arguments, self._microbatches, self.staged.whole)
         for name in self.staged.inputs:
             if name not in arguments:
                 raise _other_arguments(
@@ -257,9 +266,13 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         return arguments
 
     def holders(self) -> dict[int, int]:
-        """Return the number of ranks that hold each parameter of this rank, by its `id`."""
-        stages = self.staged.stages_of
-        return {id(p): len(self.mesh.ranks_of(stages[name])) for name, p in self.own.items()}
+        """Return how many ranks hold the same of each parameter of this rank, by its `id`."""
+        stages, shards = self.staged.stages_of, self.mesh.replicas
+        return {
+            id(p): len(self.mesh.ranks_of(stages[name]))
+            // (shards if isinstance(p, DTensor) else 1)
+            for name, p in self.own.items()
+        }
 
     def train(self, mode: bool = True) -> PipelineParallel:
         """Set the mode of the model's layers."""
@@ -282,7 +295,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         del args, kwargs
         every = self.module.state_dict(keep_vars=True)
         own = {id(tensor) for tensor in [*self.own.values(), *self._buffers_of_stages()]}
-        part = {key: value.detach() for key, value in every.items() if id(value) in own}
+        part = {key: whole(value.detach()) for key, value in every.items() if id(value) in own}
         parts = self._gathered(part if self.mesh.replica == 0 else {})
         if self.ranks.rank > 0:
             return part
@@ -306,7 +319,7 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
                     fix="Load what rank 0 saved: it has the whole model",
                 )
             with torch.no_grad():
-                value.copy_(state[key])
+                local(value).copy_(local(part_of(state[key], value)))
 
     def whole_optimizer(self, state: State, groups: list[Any]) -> tuple[State, list[Any]]:
         """Return the optimizer's state of all ranks on rank 0, of this rank on others.
@@ -315,16 +328,21 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
             state: of this rank's parameters, by name.
             groups: with the names of this rank's parameters.
         """
+        state = {name: _whole(state[name]) for name in sorted(state)}  # on all ranks in one order
         parts = self._gathered(state if self.mesh.replica == 0 else {})
         if self.ranks.rank > 0:
             return state, groups
         found = {name: values for part in parts for name, values in part.items()}
-        whole = zip(groups, self.group_names, strict=True)
-        return found, [{**group, "names": list(names)} for group, names in whole]
+        named = zip(groups, self.group_names, strict=True)
+        return found, [{**group, "names": list(names)} for group, names in named]
 
     def own_optimizer(self, state: State, groups: list[Any]) -> tuple[State, list[Any]]:
         """Return this rank's part of the optimizer's state."""
-        own = {name: values for name, values in state.items() if name in self.own}
+        own = {
+            name: {key: _part(value, self.own[name]) for key, value in values.items()}
+            for name, values in state.items()
+            if name in self.own
+        }
         return own, [
             {**group, "names": [name for name in group["names"] if name in self.own]}
             for group in groups
@@ -341,6 +359,19 @@ class PipelineParallel(nn.Module):  # type: ignore[misc]  # torch has no types h
         found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
         dist.gather_object(own, found, group=self.ranks.group, group_dst=0)
         return found or []
+
+
+def _whole(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: whole(value) if isinstance(value, torch.Tensor) else value
+        for key, value in sorted(values.items())
+    }
+
+
+def _part(value: Any, parameter: torch.Tensor) -> Any:
+    """Return this rank's part of a value of an optimizer's state, if it has one for each weight."""
+    is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return part_of(value, parameter) if is_alike else value
 
 
 def _disagreement(every: list[list[int]], ranks: list[int]) -> UsageError | None:

@@ -16,15 +16,14 @@ from torch import nn
 from paceline.core.errors import UsageError
 from paceline.core.plan import MICROBATCHES_PER_STAGE
 from paceline.schedules.pipeline import (
-    fill_drain,
+    ORDERS,
     interleaved,
-    one_forward_one_backward,
     partition,
-    zero_bubble,
 )
 from paceline.training.batch_norm import (
     BatchShare,
     batch_norms,
+    check_synchronised,
     synchronise,
     use_own_batch,
 )
@@ -32,9 +31,11 @@ from paceline.training.engine.data_parallel import check_equal
 from paceline.training.engine.exchange import RowExchange
 from paceline.training.engine.modes import broadcast_values, check_stateless
 from paceline.training.engine.ranks import find_ranks, first_difference
+from paceline.training.pipeline.batch_inputs import inputs_without_samples
 from paceline.training.pipeline.choice import (
     estimate_layouts,
     measure_rates,
+    measured,
 )
 from paceline.training.pipeline.computing import ComputeOptions
 from paceline.training.pipeline.costs import layer_costs
@@ -51,12 +52,6 @@ if TYPE_CHECKING:
     from paceline.training.engine.ranks import Ranks
     from paceline.training.health import GradientCheck
     from paceline.training.options import TrainingOptions
-
-_ORDERS = {
-    "1f1b": one_forward_one_backward,
-    "fill_drain": fill_drain,
-    "zero_bubble": zero_bubble,
-}
 
 
 class GivenModel(NamedTuple):
@@ -127,11 +122,19 @@ def choose_shape(
             fix="Give example_inputs: a batch as each rank gets it",
         )
     captured = capture(given.model, given.example_inputs, split_points=options.split_points)
-    rates = measure_rates(find_ranks(None, group), next(given.model.parameters()).device)
-    costs = layer_costs(captured, given.example_inputs)
+    ranks = find_ranks(None, group)
+    rates = measure_rates(ranks, next(given.model.parameters()).device)
+    counted = layer_costs(captured, given.example_inputs)
+    costs = measured(captured, given.example_inputs, counted, ranks)
+    if costs is not counted:
+        rates = rates._replace(slowness=1.0)  # these are seconds of this machine
     found = estimate_layouts(costs, world, rates, options.microbatches)
-    partitions = found[0].partitions
-    chosen = replace(options, strategy=None, partitions=partitions, replicas=None)
+    layers = options.layers
+    if layers is None and found[0].partitions > 1 and options.schedule != "interleaved":
+        layers = found[0].layers  # what was estimated
+    chosen = replace(
+        options, strategy=None, partitions=found[0].partitions, replicas=None, layers=layers
+    )
     return chosen, ["strategy auto, partitions x replicas: " + ", ".join(map(str, found))]
 
 
@@ -162,7 +165,7 @@ def check_options(options: TrainingOptions) -> None:
         UsageError: it has one of them.
     """
     given = {
-        "engine": options.engine not in (None, "allreduce", "ddp"),
+        "engine": options.engine not in (None, "allreduce", "ddp", "fsdp2"),
         "compression": options.compression is not None,
         "scaling": options.scaling is not None,
         "tensor_parallel": options.tensor_parallel is not None,
@@ -173,6 +176,12 @@ def check_options(options: TrainingOptions) -> None:
             where=f"prepare(stages_per_rank={options.stages_per_rank}, "
             f"schedule={options.schedule or '1f1b'!r})",
             fix="Give schedule='interleaved', or leave it out",
+        )
+    if options.engine == "fsdp2" and options.memory_budget is not None:
+        raise UsageError(
+            "a rank that has parts of its parameters cannot spill them",
+            where="prepare(engine='fsdp2', memory_budget=..., partitions=...)",
+            fix="Leave one of both out",
         )
     for name, is_given in given.items():
         if is_given:
@@ -223,7 +232,7 @@ def in_stages(
     parallel = PipelineParallel(
         model,
         _agreed_stages(model, options, order(1).stages, example_inputs, ranks),
-        StageMesh(ranks, order(1).rank_of, replicas),
+        StageMesh(ranks, order(1).rank_of, replicas, options.engine == "fsdp2" and replicas > 1),
         order=order,
         microbatches=options.microbatches or MICROBATCHES_PER_STAGE * partitions,
         compute=ComputeOptions(
@@ -236,15 +245,15 @@ def in_stages(
         deadline_s=options.deadline_s,
     )
     _synchronise(parallel, synchronised, options)
-    own = {id(parameter) for parameter in parallel.own.values()}
     for group in optimizer.param_groups:
-        parallel.group_names.append([names[id(parameter)] for parameter in group["params"]])
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        own_names = [names[id(parameter)] for parameter in group["params"]]
+        parallel.group_names.append(own_names)
+        group["params"] = [parallel.own[name] for name in own_names if name in parallel.own]
     return parallel
 
 
 def _synchronise(
-    parallel: PipelineParallel, layers: list[nn.Module], options: TrainingOptions
+    parallel: PipelineParallel, layers: dict[str, nn.Module], options: TrainingOptions
 ) -> None:
     """Have layers take the statistics of the microbatches of all replicas of their stage."""
     mesh = parallel.mesh
@@ -257,6 +266,7 @@ def _synchronise(
             why="its graph has operators in place of these layers",
             fix="Give split_points, or use a normalisation without statistics of the batch",
         )
+    check_synchronised(options)
     places = range(mesh.ranks.size // mesh.replicas)
     members = [[place * mesh.replicas + n for n in range(mesh.replicas)] for place in places]
     exchange = RowExchange(mesh.ranks, members, deadline_s=options.deadline_s)
@@ -269,7 +279,7 @@ def _order(options: TrainingOptions, partitions: int) -> Callable[[int], Pipelin
     name = options.schedule or "1f1b"
     if name == "interleaved":
         return functools.partial(interleaved, partitions, options.stages_per_rank or 2)
-    return functools.partial(_ORDERS[name], partitions)
+    return functools.partial(ORDERS[name], partitions)
 
 
 def _autocast(kind: str, precision: str | None) -> Callable[[], Any]:
@@ -340,7 +350,10 @@ def stage(
         )
     costs = layer_costs(captured, example_inputs)
     cuts = partition(costs, stages, layers_per_stage=options.layers or ()).cuts
-    return cut(captured, cuts)
+    staged = cut(captured, cuts)
+    whole = inputs_without_samples(captured, example_inputs)
+    lines = (*staged.lines, *(f"all microbatches get {name} whole" for name in sorted(whole)))
+    return replace(staged, whole=whole, lines=lines)
 
 
 def _why_few(opaque: dict[str, str]) -> str:
@@ -350,9 +363,12 @@ def _why_few(opaque: dict[str, str]) -> str:
 def lines_of(parallel: PipelineParallel) -> Iterator[str]:
     """Yield what rank 0 says of the stages: layers and parameters of each."""
     mesh, stages = parallel.mesh, parallel.staged.stages
+    sharded = ", each stage sharded over its replicas (fsdp2)" if mesh.is_sharded else ""
+    if parallel.staged.whole:
+        yield f"all microbatches get {', '.join(sorted(parallel.staged.whole))} whole"
     yield (
         f"{parallel.ranks.size} ranks, {len(stages)} stages x {mesh.replicas} replicas, "
-        f"schedule {parallel.schedule_of(1).name}"
+        f"schedule {parallel.schedule_of(1).name}{sharded}"
     )
     for part in stages:
         count = sum(parameter.numel() for parameter in part.parameters.values())

@@ -80,6 +80,7 @@ class PipelineRuntime:
         microbatches: the most of a batch.
         device: on which tensors are received.
         on_stage_end: called with a stage whose last backward pass of a batch has ended.
+        whole: paths of the inputs that all microbatches get as they are.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class PipelineRuntime:
         microbatches: int,
         device: torch.device,
         on_stage_end: Callable[[int], None] = lambda stage: None,
+        whole: frozenset[str] = frozenset(),
     ) -> None:
+        self._whole = whole
         self._stages, self._edges = stages, tuple(edges)
         self._peers, self._rank, self._transfers = mesh.pipeline, mesh.place, transfers
         self._device, self._on_stage_end = device, on_stage_end
@@ -166,7 +169,7 @@ class PipelineRuntime:
     def _step(
         self, schedule: PipelineSchedule, inputs: dict[str, Any], target: Any, sizes: list[int]
     ) -> _Step:
-        parts = split(inputs, sizes)
+        parts = split(inputs, sizes, self._whole)
         keys = [shape_of(parts[0]), shape_of(parts[-1])]
         self._batches += 1
         return _Step(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from paceline.training.pipeline.exported import Example
+from paceline.training.pipeline.example import Example
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,7 @@ class StagedModel:
         stages_of: for each parameter's name, the stages that hold it: several for tied weights.
         mode, inputs, example: as those of the graph.
         lines: what is computed, a line for each node; equal on ranks whose models are.
+        whole: paths of the inputs that all microbatches get as they are.
     """
 
     stages: tuple[ModelStage, ...]
@@ -89,6 +90,7 @@ class StagedModel:
     inputs: tuple[str, ...] = ()
     example: Example | None = None
     lines: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
 
 
 def cut(captured: CapturedGraph, cuts: Sequence[int]) -> StagedModel:

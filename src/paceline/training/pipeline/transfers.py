@@ -36,6 +36,9 @@ _calls = itertools.count()  # all ranks make equally many: each has keys of its 
 _GRACE_S = 3.0  # for another rank to write whom it waited for
 
 
+_ONE_LEAF = pytree.treespec_dumps(pytree.tree_structure(0))  # of a value that is one tensor
+
+
 class TensorForm(NamedTuple):
     """What a receiver must know of a tensor before it arrives."""
 
@@ -67,6 +70,8 @@ class ValueForm:
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value with these tensors."""
+        if self.structure == _ONE_LEAF and len(tensors) == 1:
+            return tensors[0]
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, TensorForm) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(self.structure))
@@ -92,6 +97,9 @@ def form_of(value: Any, where: str) -> tuple[ValueForm, list[torch.Tensor]]:
     Raises:
         UsageError: it is or has something that cannot be sent.
     """
+    if isinstance(value, torch.Tensor):  # nearly always; a description as JSON takes longer
+        form = TensorForm(tuple(value.shape), value.dtype, value.requires_grad)
+        return ValueForm(_ONE_LEAF, (form,)), [value]
     leaves, structure = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for leaf in leaves:

@@ -14,21 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from paceline.core.errors import UsageError
 from paceline.core.workload import Layer, LayerEdge, SharedParameter
 from paceline.training.capture import OperatorRecorder, TrainingStep, capture, operations_of
 from paceline.training.operators import bytes_of
+from paceline.training.pipeline.batch_inputs import inputs_without_samples
 from paceline.training.pipeline.costs import edges_of
 from paceline.training.pipeline.exported import named_arguments
 from paceline.training.pipeline.graph import bind_inputs
 from paceline.training.pipeline.graph import capture as capture_graph
+from paceline.training.pipeline.microbatches import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.core.workload import Workload
-    from paceline.training.pipeline.graph import GraphLayer
+    from paceline.training.pipeline.graph import CapturedGraph, GraphLayer
 
 
 def capture_layers(step: TrainingStep, *, name: str = "") -> Workload:
@@ -55,17 +58,40 @@ def resized(step: TrainingStep, samples: int) -> TrainingStep:
         step: whose tensors with the samples along dim 0 are resized; all others stay.
         samples: 1 or more.
     """
-    first = [leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, torch.Tensor)]
-    before = first[0].shape[0] if first and first[0].ndim else 0
+    whole = _whole_inputs(step)
+    divided = [x for x in tree_leaves(step.inputs) if isinstance(x, torch.Tensor) and x.ndim]
+    divided = [x for x in divided if id(x) not in whole]
+    before = divided[0].shape[0] if divided else 0
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == before:
-            return leaf.new_empty((samples, *leaf.shape[1:]))
+            return leaf if id(leaf) in whole else leaf.new_empty((samples, *leaf.shape[1:]))
         return leaf
 
     if before in (0, samples):
         return step
     return replace(step, inputs=tree_map(resize, step.inputs), target=tree_map(resize, step.target))
+
+
+def _whole_inputs(step: TrainingStep) -> set[int]:
+    """Return the inputs that all microbatches get whole, by `id`; none where that is not known."""
+    if sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(step.inputs)) < 2:
+        return set()
+    try:
+        captured = capture_graph(step.module, step.inputs, split_points=step.split_points)
+    except UsageError:
+        return set()
+    names = inputs_without_samples(captured, step.inputs)
+    leaves, _ = tree_flatten_with_path(named_arguments(bind_inputs(step.module, step.inputs)))
+    return {id(leaf) for path, leaf in leaves if path_of(path) in names}
+
+
+def arguments_of(captured: CapturedGraph, inputs: Any) -> dict[str, Any]:
+    """Return the arguments of a graph by name, from inputs as the model takes them."""
+    arguments = named_arguments(bind_inputs(captured.root, inputs))
+    if captured.inputs == ("inputs",) and "inputs" not in arguments:
+        return {"inputs": next(iter(arguments.values()))}  # split points take one
+    return arguments
 
 
 class _GraphRecorder(OperatorRecorder):
@@ -109,9 +135,7 @@ class _GraphRecorder(OperatorRecorder):
 
     def call(self, inputs: Any) -> Any:
         """Return the module's output for a batch; each node runs as a part of its layer."""
-        arguments = named_arguments(bind_inputs(self._module, inputs))
-        if self._captured.inputs == ("inputs",) and "inputs" not in arguments:
-            arguments = {"inputs": next(iter(arguments.values()))}  # split points take one
+        arguments = arguments_of(self._captured, inputs)
         return _LayerInterpreter(self._captured.module(), self).run(
             *map(arguments.__getitem__, self._captured.inputs)
         )

@@ -250,6 +250,8 @@ def _refusal(
         why, fix = "one rank has nothing to share", "Start several ranks"
     elif options.worker_kind != "thread":
         why, fix = "worker processes read by themselves", 'Give worker_kind="thread"'
+    elif not pack.is_here:
+        why, fix = "the pack lies on other nodes", "Open it where its shards lie"
     elif place is None:
         why = "the launcher did not set LOCAL_RANK and LOCAL_WORLD_SIZE"
         fix = "Start the ranks with paceline run or torchrun"

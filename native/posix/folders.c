@@ -1,0 +1,265 @@
+/* Hooks that list folders. A DIR of ours begins with a mark that no DIR of the C library has: that begins
+   with a descriptor and a lock. */
+#include "shim.h"
+
+#include <dirent.h>
+#include <glob.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "aliases.h"
+
+#define folder_mark UINT64_C(0x5041434544495221)
+
+typedef struct {
+  uint64_t mark;
+  Mount* mount;
+  PackFiles* pack;
+  PackEntry folder;
+  PackEntry* entries;
+  size_t count;
+  size_t next; /* 0: ".", 1: "..", then the entries */
+  int descriptor; /* -1 until it is asked for */
+  struct dirent current;
+} PackFolder;
+
+static PackFolder* folder_of(DIR* directory) {
+  PackFolder* folder = (PackFolder*)directory;
+  return folder != NULL && folder->mark == folder_mark ? folder : NULL;
+}
+
+static PackFolder* list(Mount* mount, PackEntry entry, int descriptor) {
+  PackFolder* folder = calloc(1, sizeof *folder);
+  if (folder == NULL) return NULL;
+  folder->mark = folder_mark;
+  folder->mount = mount;
+  folder->pack = mount_pack(mount);
+  folder->folder = entry;
+  folder->descriptor = descriptor;
+  const int problem =
+      pack_files_list(folder->pack, entry.number, &folder->entries, &folder->count);
+  if (problem == 0) return folder;
+  free(folder);
+  errno = problem;
+  return NULL;
+}
+
+HOOK DIR* opendir(const char* path) {
+  Place place;
+  if (!in_mount_here(&path, &place)) return REAL(opendir)(path);
+  PackEntry entry;
+  int problem = find_entry(&place, &entry, NULL);
+  if (problem == 0 && entry.kind != PACK_FOLDER) problem = ENOTDIR;
+  if (problem == 0) return (DIR*)list(place.mount, entry, -1);
+  errno = problem;
+  return NULL;
+}
+
+/* The list owns the descriptor. */
+HOOK DIR* fdopendir(int descriptor) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(fdopendir)(descriptor);
+  Mount* mount = file->mount;
+  const PackEntry entry = file->entry;
+  release(file);
+  if (entry.kind == PACK_FOLDER) return (DIR*)list(mount, entry, descriptor);
+  errno = ENOTDIR;
+  return NULL;
+}
+
+/* The last component of an entry's path; 0 or an errno. */
+static int last_component(PackFolder* folder, PackEntry entry, char* name) {
+  char path[PATH_MAX];
+  size_t length = 0;
+  const int problem = pack_files_name(folder->pack, entry, path, &length);
+  if (problem != 0) return problem;
+  const char* slash = memrchr(path, '/', length);
+  const char* begin = slash == NULL ? path : slash + 1;
+  const size_t size = (size_t)(path + length - begin);
+  if (size > NAME_MAX) return ENAMETOOLONG;
+  memcpy(name, begin, size);
+  name[size] = '\0';
+  return 0;
+}
+
+static struct dirent* next_entry(PackFolder* folder) {
+  struct dirent* current = &folder->current;
+  PackEntry entry = folder->folder;
+  int problem = 0;
+  if (folder->next < 2) {
+    strcpy(current->d_name, folder->next == 0 ? "." : "..");
+  } else if (folder->next - 2 < folder->count) {
+    entry = folder->entries[folder->next - 2];
+    problem = last_component(folder, entry, current->d_name);
+  } else {
+    return NULL;
+  }
+  if (problem != 0) {
+    errno = problem;
+    return NULL;
+  }
+  ++folder->next;
+  current->d_ino = pack_files_inode(folder->pack, entry);
+  current->d_type = entry.kind == PACK_FOLDER ? DT_DIR : DT_REG;
+  current->d_off = (off_t)folder->next;
+  current->d_reclen =
+      (unsigned short)(offsetof(struct dirent, d_name) + strlen(current->d_name) + 1);
+  return current;
+}
+
+HOOK struct dirent* readdir(DIR* directory) {
+  PackFolder* folder = folder_of(directory);
+  return folder == NULL ? REAL(readdir)(directory) : next_entry(folder);
+}
+
+HOOK int readdir_r(DIR* directory, struct dirent* entry, struct dirent** result) {
+  if (folder_of(directory) == NULL) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return REAL(readdir_r)(directory, entry, result);
+#pragma GCC diagnostic pop
+  }
+  errno = 0;
+  const struct dirent* found = readdir(directory);
+  *result = found == NULL ? NULL : entry;
+  if (found != NULL) memcpy(entry, found, found->d_reclen);
+  return found == NULL ? errno : 0;
+}
+
+HOOK void rewinddir(DIR* directory) {
+  PackFolder* folder = folder_of(directory);
+  if (folder == NULL) {
+    REAL(rewinddir)(directory);
+  } else {
+    folder->next = 0;
+  }
+}
+
+HOOK long telldir(DIR* directory) {
+  const PackFolder* folder = folder_of(directory);
+  return folder == NULL ? REAL(telldir)(directory) : (long)folder->next;
+}
+
+HOOK void seekdir(DIR* directory, long position) {
+  PackFolder* folder = folder_of(directory);
+  if (folder == NULL) {
+    REAL(seekdir)(directory, position);
+  } else {
+    folder->next = (size_t)position;
+  }
+}
+
+HOOK int dirfd(DIR* directory) {
+  PackFolder* folder = folder_of(directory);
+  if (folder == NULL) return REAL(dirfd)(directory);
+  if (folder->descriptor < 0) {
+    char path[PATH_MAX];
+    const int problem = entry_path(folder->mount, folder->folder, path);
+    if (problem != 0) return fail(problem);
+    folder->descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  }
+  return folder->descriptor;
+}
+
+static int end_list(PackFolder* folder) {
+  const int descriptor = folder->descriptor;
+  folder->mark = 0;
+  free(folder->entries);
+  free(folder);
+  return descriptor < 0 ? 0 : close(descriptor);
+}
+
+HOOK int closedir(DIR* directory) {
+  PackFolder* folder = folder_of(directory);
+  return folder == NULL ? REAL(closedir)(directory) : end_list(folder);
+}
+
+/* The kernel's own records; as many as fit. The position of the descriptor counts entries. */
+HOOK ssize_t getdents64(int descriptor, void* buffer, size_t room) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(getdents64)(descriptor, buffer, room);
+  const bool is_folder = file->entry.kind == PACK_FOLDER;
+  PackFolder* folder = is_folder ? list(file->mount, file->entry, -1) : NULL;
+  if (folder == NULL) {
+    release(file);
+    return fail(is_folder ? errno : ENOTDIR);
+  }
+  folder->next = (size_t)atomic_load(&file->position);
+  size_t length = 0;
+  bool is_full = false;
+  for (const struct dirent* entry; (entry = next_entry(folder)) != NULL;) {
+    const size_t size = (entry->d_reclen + sizeof(uint64_t) - 1) & ~(sizeof(uint64_t) - 1);
+    is_full = length + size > room;
+    if (is_full) break;
+    struct dirent* record = (struct dirent*)((char*)buffer + length);
+    memcpy(record, entry, entry->d_reclen);
+    record->d_reclen = (unsigned short)size;
+    length += size;
+    atomic_store(&file->position, (int64_t)folder->next);
+  }
+  end_list(folder);
+  release(file);
+  return length == 0 && is_full ? fail(EINVAL) : (ssize_t)length;
+}
+
+/* The C library's scandir opens the folder by a call that no hook sees. */
+HOOK int scandirat(int descriptor, const char* path, struct dirent*** names,
+                   int (*is_wanted)(const struct dirent*),
+                   int (*compare)(const struct dirent**, const struct dirent**)) {
+  Place place;
+  if (!in_mount(&descriptor, &path, &place)) {
+    return REAL(scandirat)(descriptor, path, names, is_wanted, compare);
+  }
+  PackEntry folder;
+  int problem = find_entry(&place, &folder, NULL);
+  if (problem == 0 && folder.kind != PACK_FOLDER) problem = ENOTDIR;
+  if (problem != 0) return fail(problem);
+  PackFolder* open = list(place.mount, folder, -1);
+  if (open == NULL) return -1;
+  struct dirent** found = malloc((open->count + 2) * sizeof *found);
+  size_t count = 0;
+  bool has_memory = found != NULL;
+  for (struct dirent* entry; has_memory && (entry = next_entry(open)) != NULL;) {
+    if (is_wanted != NULL && !is_wanted(entry)) continue;
+    struct dirent* own = malloc(entry->d_reclen);
+    has_memory = own != NULL;
+    if (has_memory) found[count++] = memcpy(own, entry, entry->d_reclen);
+  }
+  end_list(open);
+  if (!has_memory) {
+    while (count > 0) free(found[--count]);
+    free(found);
+    return fail(ENOMEM);
+  }
+  if (compare != NULL) qsort(found, count, sizeof *found, (int (*)(const void*, const void*))compare);
+  *names = found;
+  return (int)count;
+}
+
+HOOK int scandir(const char* path, struct dirent*** names, int (*is_wanted)(const struct dirent*),
+                 int (*compare)(const struct dirent**, const struct dirent**)) {
+  return scandirat(AT_FDCWD, path, names, is_wanted, compare);
+}
+
+/* The C library's glob lists by functions of the caller's, if it is given some. */
+HOOK int glob(const char* pattern, int flags, int (*on_error)(const char*, int), glob_t* found) {
+  if (mount_count() == 0 || (flags & GLOB_ALTDIRFUNC) != 0) {
+    return REAL(glob)(pattern, flags, on_error, found);
+  }
+  found->gl_opendir = (void* (*)(const char*))opendir;
+  found->gl_readdir = (struct dirent * (*)(void*)) readdir;
+  found->gl_closedir = (void (*)(void*))(uintptr_t)closedir;
+  found->gl_stat = stat;
+  found->gl_lstat = lstat;
+  const int result = REAL(glob)(pattern, flags | GLOB_ALTDIRFUNC, on_error, found);
+  found->gl_flags &= ~GLOB_ALTDIRFUNC;
+  return result;
+}
+
+ALIAS(readdir64, readdir)
+ALIAS(readdir64_r, readdir_r)
+ALIAS(scandir64, scandir)
+ALIAS(scandirat64, scandirat)
+ALIAS(glob64, glob)

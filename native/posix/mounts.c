@@ -1,0 +1,326 @@
+/* Which paths lie in a mount. The launcher names the mounts:
+
+       _PACELINE_MOUNTS        lines of PLACE TAB POINT, POINT absolute and normal
+       _PACELINE_MOUNT_ONLY    programs that see them, separated by ':'; unset: all
+       _PACELINE_MOUNT_NOT     programs that do not
+
+   Paths are compared as text: a symbolic link elsewhere that leads into a mount is not followed.
+   The working folder may lie in a mount; the kernel is then in a folder in which nothing can be
+   created, so that a call that nobody hooked fails rather than meets the wrong file. */
+#include "shim.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/auxv.h>
+#include <unistd.h>
+
+enum { max_mounts = 16 };
+
+typedef struct {
+  bool is_in_mount;
+  size_t length; /* 0: the root */
+  char path[];
+} Folder;
+
+char* mounts_variable;
+char* preload_variable;
+static Mount mounts[max_mounts];
+static unsigned count; /* 0 while the shim is not active */
+static Folder* _Atomic working_folder; /* NULL: not known. Never freed: another thread may read it */
+static const char kernels_folder[] = "/proc/self/fdinfo"; /* while ours is in a mount */
+
+static bool names_program(const char* variable, const char* program) {
+  const char* names = getenv(variable);
+  const size_t length = strlen(program);
+  for (const char* name = names; name != NULL && *name != '\0';) {
+    const char* end = strchrnul(name, ':');
+    if ((size_t)(end - name) == length && memcmp(name, program, length) == 0) return true;
+    name = *end == ':' ? end + 1 : end;
+  }
+  return false;
+}
+
+static bool is_wanted(void) {
+  if (getauxval(AT_SECURE) != 0) return false; /* a setuid program trusts no variable of its caller */
+  const char* program = program_invocation_short_name;
+  if (getenv("_PACELINE_MOUNT_ONLY") != NULL && !names_program("_PACELINE_MOUNT_ONLY", program)) {
+    return false;
+  }
+  return !names_program("_PACELINE_MOUNT_NOT", program);
+}
+
+static void add_mount(char* line) {
+  char* tab = strchr(line, '\t');
+  if (tab == NULL || tab[1] != '/' || tab[2] == '\0' || count == max_mounts) {
+    dprintf(STDERR_FILENO, "paceline: _PACELINE_MOUNTS has an impossible line: %s\n", line);
+    return;
+  }
+  *tab = '\0';
+  Mount* mount = &mounts[count];
+  mount->place = line;
+  mount->point = tab + 1;
+  mount->length = strlen(mount->point);
+  mount->last = strrchr(mount->point, '/') + 1;
+  mount->number = count;
+  pthread_mutex_init(&mount->opening, NULL);
+  ++count;
+}
+
+static void set_folder(const char* path, bool is_in_mount) {
+  const size_t length = strcmp(path, "/") == 0 ? 0 : strlen(path);
+  Folder* folder = malloc(sizeof *folder + length + 1);
+  if (folder != NULL) {
+    folder->is_in_mount = is_in_mount;
+    folder->length = length;
+    memcpy(folder->path, path, length);
+    folder->path[length] = '\0';
+  }
+  atomic_store(&working_folder, folder);
+  /* For programs that the C library itself starts, as system does. */
+  if (is_in_mount && folder != NULL) {
+    setenv("_PACELINE_MOUNT_FOLDER", path, 1);
+  } else if (getenv("_PACELINE_MOUNT_FOLDER") != NULL) {
+    unsetenv("_PACELINE_MOUNT_FOLDER");
+  }
+}
+
+void folder_changed(void) {
+  char path[PATH_MAX];
+  if (REAL(getcwd)(path, sizeof path) != NULL && path[0] == '/') {
+    set_folder(path, false);
+  } else {
+    atomic_store(&working_folder, NULL);
+  }
+}
+
+int enter_folder(const char* path) {
+  if (REAL(chdir)(kernels_folder) != 0) return errno;
+  set_folder(path, true);
+  return 0;
+}
+
+const char* folder_in_mount(void) {
+  const Folder* folder = atomic_load(&working_folder);
+  return folder != NULL && folder->is_in_mount ? folder->path : NULL;
+}
+
+/* A program that one of ours executed starts in a folder of a mount. */
+static void inherit_folder(void) {
+  const char* inherited = getenv("_PACELINE_MOUNT_FOLDER");
+  char path[PATH_MAX];
+  /* A folder that a program without mounts has left is not the working one any more. */
+  const bool is_parked = REAL(getcwd)(path, sizeof path) != NULL &&
+                         strncmp(path, "/proc/", 6) == 0 && strstr(path, "/fdinfo") != NULL;
+  if (inherited != NULL && is_parked) {
+    set_folder(inherited, true);
+  } else {
+    folder_changed();
+  }
+}
+
+__attribute__((constructor)) static void read_mounts(void) {
+  const char* lines = getenv("_PACELINE_MOUNTS");
+  if (lines == NULL || !is_wanted()) return;
+  char* own = strdup(lines); /* a program may overwrite its environment; the mounts point into it */
+  for (char* line = own; line != NULL && *line != '\0';) {
+    char* end = strchr(line, '\n');
+    if (end != NULL) *end = '\0';
+    add_mount(line);
+    line = end == NULL ? NULL : end + 1;
+  }
+  const char* preload = getenv("LD_PRELOAD");
+  if (asprintf(&mounts_variable, "_PACELINE_MOUNTS=%s", lines) < 0 ||
+      asprintf(&preload_variable, "LD_PRELOAD=%s", preload == NULL ? "" : preload) < 0) {
+    count = 0;
+    return;
+  }
+  inherit_folder();
+  inherit_descriptors();
+}
+
+uintptr_t next_function(const char* name) {
+  void* function = dlsym(RTLD_NEXT, name);
+  if (function != NULL) return (uintptr_t)function;
+  dprintf(STDERR_FILENO, "paceline: the C library has no function %s\n", name);
+  abort();
+}
+
+unsigned mount_count(void) { return count; }
+Mount* mount_of_number(unsigned number) { return number < count ? &mounts[number] : NULL; }
+
+PackFiles* mount_pack(Mount* mount) {
+  PackFiles* pack = atomic_load_explicit(&mount->pack, memory_order_acquire);
+  if (pack != NULL) return pack;
+  pthread_mutex_lock(&mount->opening);
+  pack = atomic_load(&mount->pack);
+  if (pack == NULL && !mount->is_broken) {
+    pack = pack_files_open(mount->place);
+    mount->is_broken = pack == NULL; /* said once */
+    atomic_store_explicit(&mount->pack, pack, memory_order_release);
+  }
+  pthread_mutex_unlock(&mount->opening);
+  return pack;
+}
+
+/* Whether a part of a path is as it would be printed: without "//", "." and "..". */
+static bool is_normal(const char* path) {
+  for (const char* at = path; *at != '\0';) {
+    if (at[0] == '/') return false;
+    if (at[0] == '.' && (at[1] == '\0' || at[1] == '/')) return false;
+    if (at[0] == '.' && at[1] == '.' && (at[2] == '\0' || at[2] == '/')) return false;
+    at = strchrnul(at, '/');
+    if (*at == '/') {
+      if (at[1] == '\0') return true;
+      ++at;
+    }
+  }
+  return true;
+}
+
+/* Whether an absolute path may be normal: no false alarm matters, as long as they are rare. */
+static bool may_be_odd(const char* path) {
+  return strstr(path, "/.") != NULL || strstr(path, "//") != NULL;
+}
+
+/* Writes `folder`/`path` without "//", "." and ".." to `out`, of PATH_MAX bytes; a slash at the end
+   stays. False: too long. */
+static bool join(const char* folder, size_t folder_length, const char* path, char* out) {
+  size_t length = 0;
+  const char* parts[] = {folder, path};
+  const char* ends[] = {folder + folder_length, path + strlen(path)};
+  for (int part = 0; part < 2; ++part) {
+    for (const char* at = parts[part]; at < ends[part];) {
+      while (at < ends[part] && *at == '/') ++at;
+      const char* begin = at;
+      while (at < ends[part] && *at != '/') ++at;
+      const size_t size = (size_t)(at - begin);
+      if (size == 0 || (size == 1 && begin[0] == '.')) continue;
+      if (size == 2 && begin[0] == '.' && begin[1] == '.') {
+        while (length > 0 && out[--length] != '/') {
+        }
+        continue;
+      }
+      if (length + size + 3 > PATH_MAX) return false;
+      out[length++] = '/';
+      memcpy(out + length, begin, size);
+      length += size;
+    }
+  }
+  const bool is_folder_meant = ends[1] > path && ends[1][-1] == '/';
+  if (length == 0 || is_folder_meant) out[length++] = '/';
+  out[length] = '\0';
+  return true;
+}
+
+/* Sets `place` if what follows the point of a mount is normal. */
+static bool enter(Mount* mount, const char* behind, Place* place) {
+  if (*behind == '/') ++behind;
+  if (!is_normal(behind)) return false;
+  place->mount = mount;
+  place->inner = behind;
+  place->length = strlen(behind);
+  place->is_folder_meant = place->length > 0 && behind[place->length - 1] == '/';
+  if (place->is_folder_meant) --place->length;
+  return true;
+}
+
+static bool is_below(const char* path, const char* point, size_t length) {
+  return strncmp(path, point, length) == 0 && (path[length] == '/' || path[length] == '\0');
+}
+
+static bool match(const char* path, Place* place) {
+  for (unsigned i = 0; i < count; ++i) {
+    Mount* mount = &mounts[i];
+    if (is_below(path, mount->point, mount->length)) {
+      return enter(mount, path + mount->length, place);
+    }
+  }
+  return false;
+}
+
+static bool match_joined(const char* folder, size_t length, const char* path, Place* place) {
+  return join(folder, length, path, place->absolute) && match(place->absolute, place);
+}
+
+static bool match_absolute(const char* path, Place* place) {
+  if (match(path, place)) return true;
+  return may_be_odd(path) && match_joined("", 0, path, place);
+}
+
+static bool match_here(const char** path, Place* place) {
+  const Folder* folder = atomic_load_explicit(&working_folder, memory_order_acquire);
+  if (folder == NULL) return false;
+  if (folder->is_in_mount) {
+    if (match_joined(folder->path, folder->length, *path, place)) return true;
+    *path = place->absolute;
+    return false;
+  }
+  for (unsigned i = 0; i < count; ++i) {
+    Mount* mount = &mounts[i];
+    if (strncmp(mount->point, folder->path, folder->length) != 0) continue;
+    if (mount->point[folder->length] != '/') continue;
+    const char* rest = mount->point + folder->length + 1;
+    const size_t length = mount->length - folder->length - 1;
+    if (is_below(*path, rest, length) && enter(mount, *path + length, place)) return true;
+  }
+  if ((*path)[0] != '.' && !may_be_odd(*path)) return false;
+  return match_joined(folder->path, folder->length, *path, place);
+}
+
+/* Below a folder that is open: one of ours, or one of the kernel's from which the path may lead into a
+   mount. The kernel is asked for its path only if a mount's last component is in `path`. */
+static bool match_below(int* descriptor, const char** path, Place* place) {
+  char folder[PATH_MAX];
+  OpenFile* file = acquire(*descriptor);
+  if (file != NULL) {
+    const int problem = entry_path(file->mount, file->entry, folder);
+    release(file);
+    if (problem != 0) return false;
+    if (match_joined(folder, strlen(folder), *path, place)) return true;
+    *path = place->absolute;
+    *descriptor = AT_FDCWD;
+    return false;
+  }
+  bool may_enter = false;
+  for (unsigned i = 0; i < count; ++i) may_enter |= strstr(*path, mounts[i].last) != NULL;
+  if (!may_enter) return false;
+  char link[40];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", *descriptor);
+  const ssize_t length = REAL(readlink)(link, folder, sizeof folder);
+  if (length <= 0 || (size_t)length == sizeof folder || folder[0] != '/') return false;
+  return match_joined(folder, (size_t)length, *path, place);
+}
+
+bool in_mount(int* descriptor, const char** path, Place* place) {
+  if (count == 0 || *path == NULL) return false;
+  if ((*path)[0] == '/') return match_absolute(*path, place);
+  if ((*path)[0] == '\0') return false;
+  const int before = errno;
+  const bool is_inside =
+      *descriptor == AT_FDCWD ? match_here(path, place) : match_below(descriptor, path, place);
+  errno = before;
+  return is_inside;
+}
+
+int find_entry(const Place* place, PackEntry* entry, PackStatus* status) {
+  PackFiles* pack = mount_pack(place->mount);
+  if (pack == NULL) return EIO;
+  const int problem = pack_files_find(pack, place->inner, place->length, entry, status);
+  if (problem != 0) return problem;
+  return place->is_folder_meant && entry->kind != PACK_FOLDER ? ENOTDIR : 0;
+}
+
+int entry_path(Mount* mount, PackEntry entry, char* path) {
+  char name[PATH_MAX];
+  size_t length = 0;
+  const int problem = pack_files_name(atomic_load(&mount->pack), entry, name, &length);
+  if (problem != 0) return problem;
+  if (mount->length + length + 2 > PATH_MAX) return ENAMETOOLONG;
+  memcpy(path, mount->point, mount->length);
+  path[mount->length] = length > 0 ? '/' : '\0';
+  memcpy(path + mount->length + 1, name, length);
+  if (length > 0) path[mount->length + 1 + length] = '\0';
+  return 0;
+}

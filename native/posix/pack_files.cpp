@@ -1,0 +1,248 @@
+// The files and folders of a pack for the shim: calls of the core, its errors turned into errnos.
+#include "pack_files.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "paceline/fault_guard.hpp"
+#include "paceline/pack_index.hpp"
+#include "paceline/pack_reader.hpp"
+
+using paceline::PackError;
+using paceline::PackIndex;
+using paceline::PackReader;
+
+struct PackFiles {
+  explicit PackFiles(const char* place) : path(place), reader(place) {
+    struct stat status {};
+    if (stat(reader.index().path().c_str(), &status) != 0) return;
+    user = status.st_uid;
+    group = status.st_gid;
+    mtime_ns = std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
+  }
+  std::string path;
+  PackReader reader;
+  std::uint32_t user = 0;
+  std::uint32_t group = 0;
+  std::int64_t mtime_ns = 0;  // of the index: folders have none of their own
+};
+
+namespace {
+
+constexpr std::uint64_t folder_bytes = 4096;
+constexpr std::uint32_t folder_mode = S_IFDIR | 0755;
+constexpr std::uint32_t no_mode = S_IFREG | 0644;  // of samples that come without one
+
+void report(const std::string& where, const std::string& what) noexcept {
+  const std::string line = "paceline: " + where + ": " + what + "\n";
+  if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;  // nobody reads it
+}
+
+int explain(const PackFiles* pack, const PackError& problem) {
+  std::string why = problem.what();
+  if (problem.kind == PackError::Kind::library) why = "needs the library " + problem.file;
+  if (!problem.name.empty()) why = problem.name + ": " + why;
+  if (problem.kind != PackError::Kind::library) why += " (" + problem.file + ")";
+  report(pack->path, why);
+  return problem.kind == PackError::Kind::memory ? ENOMEM : EIO;
+}
+
+// Calls `work`, which returns an errno; whatever it throws becomes one.
+template <class Work>
+int translated(const PackFiles* pack, Work&& work) noexcept {
+  const int before = errno;
+  try {
+    const int problem = work();
+    errno = before;
+    return problem;
+  } catch (const PackError& problem) {
+    return explain(pack, problem);
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  } catch (const std::exception& problem) {
+    report(pack->path, problem.what());
+    return EIO;
+  }
+}
+
+struct Contents {  // of a folder: itself and what lies below it, at any depth
+  std::uint64_t first_folder;
+  std::uint64_t folders_end;
+  std::uint64_t first_sample;
+  std::uint64_t samples_end;
+};
+
+Contents contents(const PackIndex& index, std::uint64_t folder) {
+  if (folder == 0) return {0, index.folder_count(), 0, index.sample_count()};
+  const auto [first, end] = index.folder_samples(folder - 1);
+  return {folder, index.folder_end(folder - 1), first, end};
+}
+
+// Calls `found` with each direct entry of a folder: its folders, then its samples.
+template <class Found>
+void each_entry(const PackIndex& index, std::uint64_t folder, bool with_samples, Found&& found) {
+  const Contents inside = contents(index, folder);
+  for (std::uint64_t i = inside.first_folder; i < inside.folders_end; i = index.folder_end(i)) {
+    found(PackEntry{PACK_FOLDER, i + 1});
+  }
+  if (!with_samples) return;
+  std::uint64_t sample = inside.first_sample;
+  for (std::uint64_t i = inside.first_folder; i < inside.folders_end; i = index.folder_end(i)) {
+    const auto [first, end] = index.folder_samples(i);
+    for (; sample < first; ++sample) found(PackEntry{PACK_FILE, sample});
+    sample = end;
+  }
+  for (; sample < inside.samples_end; ++sample) found(PackEntry{PACK_FILE, sample});
+}
+
+std::uint64_t inode(const PackIndex& index, PackEntry entry) {
+  return entry.kind == PACK_FOLDER ? 1 + entry.number : 2 + index.folder_count() + entry.number;
+}
+
+PackStatus status_of(const PackFiles& pack, PackEntry entry) {
+  const PackIndex& index = pack.reader.index();
+  if (entry.kind == PACK_FOLDER) {
+    std::uint64_t links = 2;  // its own name, and the ".." of each folder in it
+    each_entry(index, entry.number, /*with_samples=*/false, [&](PackEntry) { ++links; });
+    return {inode(index, entry), folder_bytes, links, pack.mtime_ns, folder_mode, pack.user,
+            pack.group};
+  }
+  const std::uint32_t mode = index.modes()[entry.number];
+  return {inode(index, entry), pack.reader.checked_length(entry.number), 1,
+          index.mtimes()[entry.number], S_IFREG | ((mode == 0 ? no_mode : mode) & 07777U),
+          pack.user, pack.group};
+}
+
+int find(const PackIndex& index, std::string_view name, PackEntry& entry) {
+  if (name.empty()) {
+    entry = {PACK_FOLDER, 0};
+    return 0;
+  }
+  if (const std::int64_t sample = index.find(name); sample >= 0) {
+    entry = {PACK_FILE, static_cast<std::uint64_t>(sample)};
+    return 0;
+  }
+  if (const std::int64_t folder = index.find_folder(name); folder >= 0) {
+    entry = {PACK_FOLDER, static_cast<std::uint64_t>(folder) + 1};
+    return 0;
+  }
+  const std::size_t slash = name.rfind('/');
+  if (slash == name.npos) return ENOENT;
+  PackEntry parent{};
+  const int problem = find(index, name.substr(0, slash), parent);
+  if (problem != 0) return problem;
+  return parent.kind == PACK_FILE ? ENOTDIR : ENOENT;
+}
+
+}  // namespace
+
+PackFiles* pack_files_open(const char* place) {
+  try {
+    return new PackFiles(place);
+  } catch (const std::exception& problem) {
+    report(place, std::string("cannot be mounted: ") + problem.what());
+    return nullptr;
+  }
+}
+
+int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry* entry,
+                    PackStatus* status) {
+  return translated(pack, [&] {
+    volatile int problem = EIO;
+    pack->reader.index().read([&] {
+      problem = find(pack->reader.index(), {name, length}, *entry);
+      if (problem == 0 && status != nullptr) *status = status_of(*pack, *entry);
+    });
+    return static_cast<int>(problem);
+  });
+}
+
+int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length) {
+  return translated(pack, [&] {
+    const PackIndex& index = pack->reader.index();
+    volatile int problem = 0;
+    index.read([&] {
+      const bool is_file = entry.kind == PACK_FILE;
+      const std::string_view found = is_file            ? index.name(entry.number)
+                                     : entry.number > 0 ? index.folder(entry.number - 1)
+                                                        : std::string_view();
+      if (found.size() >= PATH_MAX) {
+        problem = ENAMETOOLONG;
+        return;
+      }
+      *length = found.size();
+      std::memcpy(name, found.data(), found.size());
+    });
+    return static_cast<int>(problem);
+  });
+}
+
+int pack_files_list(PackFiles* pack, uint64_t folder, PackEntry** entries, size_t* count) {
+  *entries = nullptr;
+  *count = 0;
+  const int problem = translated(pack, [&] {
+    const PackIndex& index = pack->reader.index();
+    index.read([&] { each_entry(index, folder, true, [&](PackEntry) { *count += 1; }); });
+    if (*count == 0) return 0;
+    const std::size_t room = *count;
+    auto* const found = static_cast<PackEntry*>(std::malloc(room * sizeof(PackEntry)));
+    if (found == nullptr) return ENOMEM;
+    *entries = found;
+    *count = 0;
+    index.read([&] {
+      each_entry(index, folder, true, [&](PackEntry entry) {
+        if (*count < room) found[(*count)++] = entry;
+      });
+    });
+    return 0;
+  });
+  if (problem != 0) {
+    std::free(*entries);
+    *entries = nullptr;
+  }
+  return problem;
+}
+
+uint64_t pack_files_inode(PackFiles* pack, PackEntry entry) {
+  return inode(pack->reader.index(), entry);
+}
+
+int pack_files_read(PackFiles* pack, uint64_t sample, void* target) {
+  return translated(pack, [&] {
+    auto* const bytes = static_cast<std::byte*>(target);
+    if (auto single = pack->reader.find_single(sample)) {
+      single->target = bytes;
+      pack->reader.read_single(*single);
+      return 0;
+    }
+    const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
+    std::int64_t offsets[2] = {};
+    const std::size_t size = pack->reader.plan_batch(ids, offsets);
+    pack->reader.check_memory(ids, offsets);
+    pack->reader.read_batch(ids, offsets, {bytes, size});
+    return 0;
+  });
+}
+
+int pack_files_view(PackFiles* pack, uint64_t sample, const void** bytes) {
+  *bytes = nullptr;
+  return translated(pack, [&] {
+    const std::int64_t ids[] = {static_cast<std::int64_t>(sample)};
+    const auto views = pack->reader.views(ids);
+    if (views[0] && !views[0]->empty()) *bytes = views[0]->data();
+    return 0;
+  });
+}
+
+int pack_files_copy(void* target, const void* view, size_t size) {
+  const paceline::FaultRange range({static_cast<const std::byte*>(view), size});
+  return paceline::completes(range, [&] { std::memcpy(target, view, size); }) ? 0 : EIO;
+}

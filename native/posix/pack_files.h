@@ -1,0 +1,53 @@
+/* What the shim needs of the core: the files and folders of a pack, by name. Plain C; no exception and
+   no C++ type crosses it. All functions are thread-safe, and safe to use in a forked child.
+   Functions return 0 or an errno. EIO is explained in one line on stderr, with the file's name. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct PackFiles PackFiles;
+
+typedef enum { PACK_FILE = 1, PACK_FOLDER = 2 } PackKind;
+
+typedef struct {
+  PackKind kind;
+  uint64_t number; /* of the sample; of a folder one more than in the index: 0 is the top one */
+} PackEntry;
+
+typedef struct {
+  uint64_t inode;
+  uint64_t size;
+  uint64_t links;
+  int64_t mtime_ns;
+  uint32_t mode;
+  uint32_t user;  /* who owns the index */
+  uint32_t group;
+} PackStatus;
+
+/* Opens the pack in the folder `place`, or an index of data in place. NULL after a line on stderr. */
+PackFiles* pack_files_open(const char* place);
+/* Finds what a path relative to the pack's top names; "" is the top. Returns 0, ENOENT, ENOTDIR
+   or EIO. `status` may be NULL. */
+int pack_files_find(PackFiles* pack, const char* name, size_t length, PackEntry* entry,
+                    PackStatus* status);
+/* Writes the path of an entry, relative to the top and without a NUL, to `name` of PATH_MAX bytes. */
+int pack_files_name(PackFiles* pack, PackEntry entry, char* name, size_t* length);
+/* Makes a list of the entries of a folder, which the caller frees. */
+int pack_files_list(PackFiles* pack, uint64_t folder, PackEntry** entries, size_t* count);
+uint64_t pack_files_inode(PackFiles* pack, PackEntry entry);
+/* Reads a whole sample, verified, into `target` of the sample's size. */
+int pack_files_read(PackFiles* pack, uint64_t sample, void* target);
+/* Sets `bytes` to where a sample lies in a mapping, verified; to NULL if it is compressed, or in
+   several extents. Valid as long as the pack. */
+int pack_files_view(PackFiles* pack, uint64_t sample, const void** bytes);
+/* Copies from a view, whose file may be truncated meanwhile: then EIO. */
+int pack_files_copy(void* target, const void* view, size_t size);
+
+#ifdef __cplusplus
+}
+#endif

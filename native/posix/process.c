@@ -1,0 +1,341 @@
+/* Hooks for what belongs to a process: its working folder, and what a program that it executes inherits.
+
+   Mounts reach a program by its environment. So do, across exec, a working folder in a mount and the
+   user-level descriptors that stay open, under the same numbers:
+
+       _PACELINE_MOUNT_FOLDER       the working folder
+       _PACELINE_MOUNT_DESCRIPTORS  NUMBER:MOUNT:KIND:ENTRY:POSITION, separated by blanks */
+#include "shim.h"
+
+#include <inttypes.h>
+#include <spawn.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* --- the working folder ------------------------------------------------------------------------------ */
+
+static int enter_place(const Place* place) {
+  PackEntry entry;
+  char path[PATH_MAX];
+  int problem = find_entry(place, &entry, NULL);
+  if (problem == 0 && entry.kind != PACK_FOLDER) problem = ENOTDIR;
+  if (problem == 0) problem = entry_path(place->mount, entry, path);
+  if (problem == 0) problem = enter_folder(path);
+  return problem == 0 ? 0 : fail(problem);
+}
+
+HOOK int chdir(const char* path) {
+  Place place;
+  if (in_mount_here(&path, &place)) return enter_place(&place);
+  const int result = REAL(chdir)(path);
+  if (result == 0 && mount_count() > 0) folder_changed();
+  return result;
+}
+
+HOOK int fchdir(int descriptor) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) {
+    const int result = REAL(fchdir)(descriptor);
+    if (result == 0 && mount_count() > 0) folder_changed();
+    return result;
+  }
+  char path[PATH_MAX];
+  int problem = file->entry.kind == PACK_FOLDER ? 0 : ENOTDIR;
+  if (problem == 0) problem = entry_path(file->mount, file->entry, path);
+  release(file);
+  if (problem == 0) problem = enter_folder(path);
+  return problem == 0 ? 0 : fail(problem);
+}
+
+HOOK char* getcwd(char* buffer, size_t room) {
+  const char* folder = folder_in_mount();
+  if (folder == NULL) return REAL(getcwd)(buffer, room);
+  const size_t size = strlen(folder) + 1;
+  if (buffer != NULL && room == 0) {
+    errno = EINVAL;
+    return NULL;
+  }
+  if (room != 0 && size > room) {
+    errno = ERANGE;
+    return NULL;
+  }
+  if (buffer == NULL) buffer = malloc(room > size ? room : size);
+  return buffer == NULL ? NULL : memcpy(buffer, folder, size);
+}
+
+HOOK char* get_current_dir_name(void) {
+  return folder_in_mount() == NULL ? REAL(get_current_dir_name)() : getcwd(NULL, 0);
+}
+
+void __chk_fail(void) __attribute__((noreturn));
+
+HOOK char* __getcwd_chk(char* buffer, size_t count, size_t room) {
+  if (count > room) __chk_fail();
+  return getcwd(buffer, count);
+}
+
+/* There are no links in a mount: the normal path is the real one. */
+static char* real_place(const Place* place, char* out) {
+  PackEntry entry;
+  char path[PATH_MAX];
+  int problem = find_entry(place, &entry, NULL);
+  if (problem == 0) problem = entry_path(place->mount, entry, path);
+  if (problem == 0) return out == NULL ? strdup(path) : strcpy(out, path);
+  errno = problem;
+  return NULL;
+}
+
+HOOK char* realpath(const char* path, char* out) {
+  Place place;
+  return in_mount_here(&path, &place) ? real_place(&place, out) : REAL(realpath)(path, out);
+}
+
+HOOK char* canonicalize_file_name(const char* path) { return realpath(path, NULL); }
+
+HOOK char* __realpath_chk(const char* path, char* out, size_t room) {
+  if (room < PATH_MAX) __chk_fail();
+  return realpath(path, out);
+}
+
+/* --- exec -------------------------------------------------------------------------------------------- */
+
+enum { most_added = 5 };
+
+/* What a program gets beside its caller's variables. On the stack: the child of a vfork must not allocate
+   memory that its parent would keep. */
+typedef struct {
+  char folder[PATH_MAX + 32];
+  char descriptors[PATH_MAX];
+} Inherited;
+
+static size_t count_of(char* const* values) {
+  size_t count = 0;
+  while (values != NULL && values[count] != NULL) ++count;
+  return count;
+}
+
+static bool is_variable(const char* variable, const char* name) {
+  const size_t length = strlen(name);
+  return strncmp(variable, name, length) == 0 && variable[length] == '=';
+}
+
+static bool write_folder(char* out, size_t room) {
+  const char* folder = folder_in_mount();
+  if (folder != NULL) snprintf(out, room, "_PACELINE_MOUNT_FOLDER=%s", folder);
+  return folder != NULL;
+}
+
+static bool write_descriptors(char* out, size_t room) {
+  const int before = snprintf(out, room, "_PACELINE_MOUNT_DESCRIPTORS=");
+  size_t length = (size_t)before;
+  for (int i = 0; i < used_descriptors(); ++i) {
+    OpenFile* file = acquire(first_descriptor + i);
+    if (file == NULL) continue;
+    if (!atomic_load(&file->closes_on_exec) && length < room) {
+      const int kernel = atomic_load(&file->kernel);
+      const int64_t position =
+          kernel >= 0 ? REAL(lseek)(kernel, 0, SEEK_CUR) : atomic_load(&file->position);
+      length += (size_t)snprintf(out + length, room - length, "%d:%u:%d:%" PRIu64 ":%" PRId64 " ",
+                                 number_of(file), file->mount->number, (int)file->entry.kind,
+                                 file->entry.number, position);
+    }
+    release(file);
+  }
+  if (length < room) return length > (size_t)before;
+  static const char problem[] = "paceline: too many open files of a mount to inherit by exec\n";
+  return write(STDERR_FILENO, problem, sizeof problem - 1) < 0;
+}
+
+/* Writes the next program's variables to `next`, which has `most_added` more places than `variables`, and
+   one for the end. A program with an empty environment keeps its mounts. */
+static void compose(char* const* variables, char** next, Inherited* inherited) {
+  char** end = next;
+  bool has_mounts = false;
+  bool has_preload = false;
+  for (; variables != NULL && *variables != NULL; ++variables) {
+    if (is_variable(*variables, "_PACELINE_MOUNT_FOLDER")) continue;
+    if (is_variable(*variables, "_PACELINE_MOUNT_DESCRIPTORS")) continue;
+    has_mounts |= is_variable(*variables, "_PACELINE_MOUNTS");
+    has_preload |= is_variable(*variables, "LD_PRELOAD");
+    *end++ = *variables;
+  }
+  if (!has_mounts) *end++ = mounts_variable;
+  if (!has_preload) *end++ = preload_variable;
+  if (write_folder(inherited->folder, sizeof inherited->folder)) *end++ = inherited->folder;
+  if (write_descriptors(inherited->descriptors, sizeof inherited->descriptors)) {
+    *end++ = inherited->descriptors;
+  }
+  *end = NULL;
+}
+
+/* A path by which the kernel executes a program of a mount, from a copy in memory; 0 or an errno. */
+static int program_copy(const Place* place, char* link, size_t room) {
+  PackEntry entry;
+  PackStatus status;
+  const int problem = find_entry(place, &entry, &status);
+  if (problem != 0) return problem;
+  if (entry.kind == PACK_FOLDER || (status.mode & 0111) == 0) return EACCES;
+  const int number = new_descriptor(place->mount, entry, &status, O_CLOEXEC);
+  const int kernel = number < 0 ? -1 : dup(number); /* stays open for an interpreter */
+  const int error = errno;
+  if (number >= 0) close(number);
+  if (kernel < 0) return error;
+  snprintf(link, room, "/proc/self/fd/%d", kernel);
+  return 0;
+}
+
+HOOK int execve(const char* path, char* const* arguments, char* const* variables) {
+  if (mount_count() == 0) return REAL(execve)(path, arguments, variables);
+  Place place;
+  char link[40];
+  if (in_mount_here(&path, &place)) {
+    const int problem = program_copy(&place, link, sizeof link);
+    if (problem != 0) return fail(problem);
+    path = link;
+  }
+  Inherited inherited;
+  char* next[count_of(variables) + most_added + 1];
+  compose(variables, next, &inherited);
+  return REAL(execve)(path, arguments, next);
+}
+
+HOOK int execv(const char* path, char* const* arguments) {
+  return execve(path, arguments, environ);
+}
+
+/* A text file that says no interpreter is a script of the shell. */
+static int execute_or_interpret(const char* path, char* const* arguments, char* const* variables) {
+  execve(path, arguments, variables);
+  if (errno != ENOEXEC) return -1;
+  const size_t count = count_of(arguments);
+  char* words[count + 3];
+  words[0] = "/bin/sh";
+  words[1] = (char*)path;
+  for (size_t i = 1; i <= count; ++i) words[i + 1] = arguments[i];
+  words[count + 1] = NULL;
+  return execve("/bin/sh", words, variables);
+}
+
+HOOK int execvpe(const char* name, char* const* arguments, char* const* variables) {
+  if (mount_count() == 0) return REAL(execvpe)(name, arguments, variables);
+  if (*name == '\0' || strchr(name, '/') != NULL) {
+    return execute_or_interpret(name, arguments, variables);
+  }
+  const char* at = getenv("PATH");
+  if (at == NULL) at = "/bin:/usr/bin";
+  int problem = ENOENT;
+  for (bool is_last = false; !is_last;) {
+    const char* end = strchrnul(at, ':');
+    is_last = *end == '\0';
+    char path[PATH_MAX];
+    const int length = (int)(end - at);
+    if (snprintf(path, sizeof path, "%.*s%s%s", length, at, length > 0 ? "/" : "", name) < PATH_MAX) {
+      execute_or_interpret(path, arguments, variables);
+      if (errno == EACCES) problem = EACCES;
+      if (errno != EACCES && errno != ENOENT && errno != ENOTDIR && errno != ESTALE) return -1;
+    }
+    at = end + 1;
+  }
+  return fail(problem);
+}
+
+HOOK int execvp(const char* name, char* const* arguments) {
+  return execvpe(name, arguments, environ);
+}
+
+/* Collects the arguments of execl and its like, up to NULL, into `words`. */
+#define COLLECT(words, last, first, list)                                                \
+  size_t words##_count = 1;                                                              \
+  va_start(list, first);                                                                 \
+  while (va_arg(list, char*) != NULL) ++words##_count;                                   \
+  va_end(list);                                                                          \
+  char* words[words##_count + 1];                                                        \
+  words[0] = (char*)first;                                                               \
+  va_start(list, first);                                                                 \
+  for (size_t i = 1; i <= words##_count; ++i) words[i] = va_arg(list, char*);            \
+  last;                                                                                  \
+  va_end(list)
+
+HOOK int execl(const char* path, const char* first, ...) {
+  va_list list;
+  COLLECT(words, (void)0, first, list);
+  return execve(path, words, environ);
+}
+
+HOOK int execlp(const char* name, const char* first, ...) {
+  va_list list;
+  COLLECT(words, (void)0, first, list);
+  return execvpe(name, words, environ);
+}
+
+HOOK int execle(const char* path, const char* first, ...) {
+  va_list list;
+  char* const* variables;
+  COLLECT(words, variables = va_arg(list, char* const*), first, list);
+  return execve(path, words, variables);
+}
+
+/* --- posix_spawn ------------------------------------------------------------------------------------- */
+
+#define SPAWN_HOOK(function)                                                                       \
+  HOOK int function(pid_t* child, const char* path, const posix_spawn_file_actions_t* actions,     \
+                    const posix_spawnattr_t* attributes, char* const* arguments,                   \
+                    char* const* variables) {                                                      \
+    if (mount_count() == 0) {                                                                      \
+      return REAL(function)(child, path, actions, attributes, arguments, variables);               \
+    }                                                                                              \
+    Inherited inherited;                                                                           \
+    char* next[count_of(variables) + most_added + 1];                                              \
+    compose(variables, next, &inherited);                                                          \
+    return REAL(function)(child, path, actions, attributes, arguments, next);                      \
+  }
+SPAWN_HOOK(posix_spawn)
+SPAWN_HOOK(posix_spawnp)
+
+/* The C library does these in the child, by calls that no hook sees. */
+HOOK int posix_spawn_file_actions_adddup2(posix_spawn_file_actions_t* actions, int descriptor,
+                                          int wanted) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(posix_spawn_file_actions_adddup2)(actions, descriptor, wanted);
+  const int kernel = promote(file);
+  release(file);
+  return kernel < 0 ? errno : REAL(posix_spawn_file_actions_adddup2)(actions, kernel, wanted);
+}
+
+/* Opened here: the child takes it from this process, which keeps it. */
+HOOK int posix_spawn_file_actions_addopen(posix_spawn_file_actions_t* actions, int wanted,
+                                          const char* path, int flags, mode_t mode) {
+  Place place;
+  if (!in_mount_here(&path, &place)) {
+    return REAL(posix_spawn_file_actions_addopen)(actions, wanted, path, flags, mode);
+  }
+  const int number = open_entry(&place, flags | O_CLOEXEC);
+  return number < 0 ? errno : posix_spawn_file_actions_adddup2(actions, number, wanted);
+}
+
+/* --- the start of a program -------------------------------------------------------------------------- */
+
+void inherit_descriptors(void) {
+  const char* at = getenv("_PACELINE_MOUNT_DESCRIPTORS");
+  while (at != NULL && mount_count() > 0) {
+    int number = 0;
+    int kind = 0;
+    int size = 0;
+    unsigned mount_number = 0;
+    int64_t position = 0;
+    PackEntry entry;
+    if (sscanf(at, "%d:%u:%d:%" SCNu64 ":%" SCNd64 " %n", &number, &mount_number, &kind,
+               &entry.number, &position, &size) != 5) {
+      break;
+    }
+    entry.kind = (PackKind)kind;
+    Mount* mount = mount_of_number(mount_number);
+    if (mount != NULL) restore_descriptor(number, mount, entry, position);
+    at += size;
+  }
+  unsetenv("_PACELINE_MOUNT_DESCRIPTORS"); /* of this program only */
+}

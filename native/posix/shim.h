@@ -1,0 +1,143 @@
+/* What the files of the shim share: how a hook reaches the function that it stands before, where a path
+   leads, and the descriptors that live in this process only.
+
+       program --open("/data/x.jpg")--> hook --in a mount?--no---> the C library
+                                          |
+                                          yes --> a user-level descriptor: a number that the kernel does
+                                                  not know, an entry of a pack and a position
+*/
+#pragma once
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "pack_files.h"
+
+/* A function of the C library that programs call in place of the original. */
+#define HOOK __attribute__((visibility("default")))
+
+/* The function of that name behind this library: mostly the C library's. */
+#define REAL(name)                                                                       \
+  (__extension__({                                                                       \
+    static atomic_uintptr_t known_address;                                               \
+    uintptr_t address = atomic_load_explicit(&known_address, memory_order_relaxed);      \
+    if (address == 0) {                                                                  \
+      address = next_function(#name);                                                    \
+      atomic_store_explicit(&known_address, address, memory_order_relaxed);              \
+    }                                                                                    \
+    (__typeof__(&name))address;                                                          \
+  }))
+uintptr_t next_function(const char* name); /* ends the process with a line on stderr if there is none */
+
+/* Sets errno and returns -1. */
+static inline int fail(int problem) {
+  errno = problem;
+  return -1;
+}
+
+/* --- mounts.c: which paths lie in a mount ------------------------------------------------------------ */
+
+typedef struct {
+  char* point; /* absolute, without a slash at the end */
+  size_t length;
+  const char* last; /* component of `point` */
+  char* place;      /* of the pack */
+  PackFiles* _Atomic pack;
+  pthread_mutex_t opening;
+  bool is_broken; /* with `opening` */
+  unsigned number;
+} Mount;
+
+/* A path in a mount. */
+typedef struct {
+  Mount* mount;
+  const char* inner; /* below the mount's point, normal: no "//", ".", "..", or slash at the end */
+  size_t length;
+  bool is_folder_meant; /* it ended in a slash */
+  char absolute[PATH_MAX];
+} Place;
+
+/* Whether a path, relative to the folder `*descriptor` or AT_FDCWD, lies in a mount. If not, `*path` and
+   `*descriptor` may have been set to others that mean the same to the kernel: it does not know
+   a working folder in a mount, and ".." may lead out of one. */
+bool in_mount(int* descriptor, const char** path, Place* place);
+/* The same, for functions that have no descriptor. */
+static inline bool in_mount_here(const char** path, Place* place) {
+  int here = AT_FDCWD;
+  return in_mount(&here, path, place);
+}
+/* Finds what is there; returns 0 or an errno. */
+int find_entry(const Place* place, PackEntry* entry, PackStatus* status);
+PackFiles* mount_pack(Mount* mount); /* opened when it is first needed; NULL if it cannot be */
+Mount* mount_of_number(unsigned number);
+unsigned mount_count(void);
+/* The path in which programs know an entry, of PATH_MAX bytes; 0 or an errno. */
+int entry_path(Mount* mount, PackEntry entry, char* path);
+/* The working folder if it is in a mount, or NULL. */
+const char* folder_in_mount(void);
+/* Makes a folder in a mount the working one, or forgets it after the kernel's has changed. */
+int enter_folder(const char* path);
+void folder_changed(void);
+
+/* --- descriptors.c ----------------------------------------------------------------------------------- */
+
+/* Beyond what the kernel gives out to any real program, which is the lowest number that is free; and not
+   far beyond, because shells keep arrays as long as the largest number. */
+enum { first_descriptor = 1 << 20, max_descriptors = 32768 };
+
+typedef struct {
+  atomic_int users; /* calls that are under way, and one as long as it is open */
+  atomic_bool is_open;
+  Mount* mount;
+  PackFiles* pack;
+  PackEntry entry;
+  PackStatus status;
+  int flags;                 /* of open */
+  atomic_bool closes_on_exec;
+  _Atomic int64_t position;
+  atomic_int kernel;         /* a true descriptor of the same file, once it was needed; else -1 */
+  const void* _Atomic bytes; /* of the whole sample, once a part of it was read */
+  void* own_bytes;           /* the same if they are this file's memory: to be unmapped */
+  pthread_mutex_t loading;   /* while `bytes` or `kernel` is made */
+  int next_free;
+} OpenFile;
+
+/* Returns a new descriptor, or -1 with errno. */
+int new_descriptor(Mount* mount, PackEntry entry, const PackStatus* status, int flags);
+/* Opens an entry under the number that it had before exec. */
+void restore_descriptor(int number, Mount* mount, PackEntry entry, int64_t position);
+/* The file of a descriptor, which has to be released; NULL if it is the kernel's. */
+OpenFile* acquire_slow(int descriptor);
+static inline OpenFile* acquire(int descriptor) {
+  return __builtin_expect(descriptor < first_descriptor, 1) ? NULL : acquire_slow(descriptor);
+}
+void release(OpenFile* file);
+int close_descriptor(OpenFile* file); /* and releases it */
+int number_of(const OpenFile* file);
+int used_descriptors(void); /* numbers from first_descriptor on that were ever given out */
+/* Reads up to `count` bytes at `position`, at the file's own if it is below 0. */
+ssize_t read_file(OpenFile* file, void* target, size_t count, int64_t position);
+/* A true descriptor of a sealed copy in memory, which belongs to the file and shares its position from
+   now on; -1 with errno. */
+int promote(OpenFile* file);
+
+/* --- across files ------------------------------------------------------------------------------------ */
+
+int open_entry(const Place* place, int flags);
+struct stat;
+void fill_stat(const Mount* mount, const PackStatus* from, struct stat* to);
+/* Opens what the program before exec left open. */
+void inherit_descriptors(void);
+/* The launcher's variables as this program got them, for a next one with an environment of its own. */
+extern char* mounts_variable;
+extern char* preload_variable;

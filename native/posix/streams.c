@@ -1,0 +1,97 @@
+/* Hooks for C streams. The C library opens a stream's file, and reads it, by calls that no hook sees: so
+   a stream gets a true descriptor. */
+#include "shim.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "aliases.h"
+
+/* The flags of open that a mode of fopen means; -1: none. */
+static int flags_of(const char* mode) {
+  const char* plus = strpbrk(mode, "+,");
+  const bool updates = plus != NULL && *plus == '+';
+  int flags = strchr(mode, 'e') != NULL ? O_CLOEXEC : 0;
+  if (strchr(mode, 'x') != NULL) flags |= O_EXCL;
+  switch (mode[0]) {
+    case 'r':
+      return flags | (updates ? O_RDWR : O_RDONLY);
+    case 'w':
+      return flags | O_CREAT | O_TRUNC | (updates ? O_RDWR : O_WRONLY);
+    case 'a':
+      return flags | O_CREAT | O_APPEND | (updates ? O_RDWR : O_WRONLY);
+    default:
+      return -1;
+  }
+}
+
+/* Gives up a user-level descriptor for one of the kernel's. */
+static int exchange(int descriptor) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return fail(EBADF);
+  const bool closes_on_exec = atomic_load(&file->closes_on_exec);
+  int own;
+  if (file->entry.kind == PACK_FOLDER) { /* any will do: it cannot be read through a stream */
+    own = REAL(open)("/proc/self/fdinfo", O_RDONLY | O_DIRECTORY | (closes_on_exec ? O_CLOEXEC : 0));
+  } else {
+    const int kernel = promote(file);
+    own = kernel < 0 ? -1 : REAL(fcntl)(kernel, closes_on_exec ? F_DUPFD_CLOEXEC : F_DUPFD, 0);
+  }
+  const int problem = errno;
+  close_descriptor(file);
+  errno = problem;
+  return own;
+}
+
+static int open_kernel(const Place* place, const char* mode) {
+  const int flags = flags_of(mode);
+  if (flags < 0) return fail(EINVAL);
+  const int descriptor = open_entry(place, flags);
+  return descriptor < 0 ? -1 : exchange(descriptor);
+}
+
+static FILE* stream_of(int kernel, const char* mode) {
+  if (kernel < 0) return NULL;
+  FILE* stream = REAL(fdopen)(kernel, mode);
+  if (stream == NULL) REAL(close)(kernel);
+  return stream;
+}
+
+HOOK FILE* fopen(const char* path, const char* mode) {
+  Place place;
+  if (!in_mount_here(&path, &place)) return REAL(fopen)(path, mode);
+  return stream_of(open_kernel(&place, mode), mode);
+}
+
+HOOK FILE* freopen(const char* path, const char* mode, FILE* stream) {
+  Place place;
+  if (path == NULL || !in_mount_here(&path, &place)) return REAL(freopen)(path, mode, stream);
+  const int kernel = open_kernel(&place, mode);
+  if (kernel < 0) {
+    const int problem = errno;
+    fclose(stream); /* as it does where it cannot open */
+    errno = problem;
+    return NULL;
+  }
+  char link[40];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", kernel);
+  FILE* opened = REAL(freopen)(link, mode, stream);
+  const int problem = errno;
+  REAL(close)(kernel);
+  errno = problem;
+  return opened;
+}
+
+/* The stream owns the descriptor: the number that the program knew is closed. */
+HOOK FILE* fdopen(int descriptor, const char* mode) {
+  OpenFile* file = acquire(descriptor);
+  if (file == NULL) return REAL(fdopen)(descriptor, mode);
+  release(file);
+  return stream_of(exchange(descriptor), mode);
+}
+
+ALIAS(fopen64, fopen)
+ALIAS(_IO_fopen, fopen)
+ALIAS(freopen64, freopen)
+ALIAS(_IO_fdopen, fdopen)

@@ -1,0 +1,453 @@
+#include "paceline/peer_server.hpp"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <deque>
+#include <stdexcept>
+#include <system_error>
+
+#include "paceline/pack_index.hpp"
+
+namespace paceline {
+
+struct PeerServer::HeldShard {
+  Mapping mapping;
+};
+
+namespace {
+
+constexpr std::size_t max_iov = 64;
+// In one turn of a connection, so that a client of many bytes doesn't starve the others.
+constexpr std::size_t turn_bytes = std::size_t{4} << 20;
+
+std::uint64_t now_ns() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+int listen_on(const std::string& host, std::uint16_t port, std::uint16_t* bound) {
+  sockaddr_storage storage{};
+  socklen_t size = 0;
+  auto* four = reinterpret_cast<sockaddr_in*>(&storage);
+  auto* six = reinterpret_cast<sockaddr_in6*>(&storage);
+  if (inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
+    four->sin_family = AF_INET;
+    four->sin_port = htons(port);
+    size = sizeof *four;
+  } else if (inet_pton(AF_INET6, host.c_str(), &six->sin6_addr) == 1) {
+    six->sin6_family = AF_INET6;
+    six->sin6_port = htons(port);
+    size = sizeof *six;
+  } else {
+    errno = EINVAL;
+    fail("not a numeric address");
+  }
+  const int fd = socket(storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) fail("socket");
+  const int one = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (bind(fd, reinterpret_cast<sockaddr*>(&storage), size) != 0 || listen(fd, 128) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    fail("bind");
+  }
+  *bound = ntohs(storage.ss_family == AF_INET ? four->sin_port : six->sin6_port);
+  return fd;
+}
+
+struct Reply {  // a frame on its way out
+  FrameHeader header;
+  std::shared_ptr<const void> owner;  // of what the pieces show
+  std::vector<std::span<const std::byte>> pieces;
+  std::size_t next = 0;  // piece; what is sent of it is cut off
+  std::size_t header_sent = 0;
+};
+
+enum class Outcome : std::uint8_t { fine, blocked, closed };
+
+}  // namespace
+
+bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b) noexcept {
+  if (a.size() != b.size()) return false;
+  volatile unsigned char differs = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    differs = static_cast<unsigned char>(differs | std::to_integer<unsigned char>(a[i] ^ b[i]));
+  }
+  return differs == 0;
+}
+
+// One thread and its connections; nothing of it is shared.
+class PeerServer::Worker {
+ public:
+  explicit Worker(PeerServer& server) : server_(server), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+    watch(server.listener_, EPOLLIN | EPOLLEXCLUSIVE, EPOLL_CTL_ADD);
+    watch(server.wake_, EPOLLIN, EPOLL_CTL_ADD);
+  }
+  ~Worker() {
+    while (!connections_.empty()) end(connections_.begin()->first);
+    close(epoll_);
+  }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void run() {
+    epoll_event events[64];
+    for (;;) {
+      const int count = epoll_wait(epoll_, events, 64, wait_ms());
+      for (int i = 0; i < count; ++i) {
+        const int fd = events[i].data.fd;
+        if (fd == server_.wake_) return;
+        if (fd == server_.listener_) {
+          accept_one();
+        } else if (const auto found = connections_.find(fd); found != connections_.end()) {
+          if (!serve(fd, found->second, events[i].events)) end(fd);
+        }
+      }
+      end_silent();
+    }
+  }
+
+ private:
+  struct Connection {
+    std::uint64_t since_ns = 0;  // when it was accepted
+    bool is_welcome = false;
+    bool ends_after_replies = false;
+    std::uint32_t watched = EPOLLIN;
+    FrameHeader header;
+    std::size_t have = 0;  // bytes of header and body read
+    std::vector<std::byte> body;
+    std::deque<Reply> replies;
+  };
+
+  void watch(int fd, std::uint32_t what, int operation) const {
+    epoll_event event{};
+    event.events = what;
+    event.data.fd = fd;
+    epoll_ctl(epoll_, operation, fd, &event);
+  }
+
+  void accept_one() {
+    const int fd = accept4(server_.listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    if (server_.open_.fetch_add(1) >= server_.options_.max_connections) {
+      server_.open_.fetch_sub(1);
+      server_.refused_.fetch_add(1);
+      close(fd);
+      return;
+    }
+    server_.connections_.fetch_add(1);
+    const int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    Connection& made = connections_[fd];
+    made.since_ns = now_ns();
+    ++silent_;
+    watch(fd, EPOLLIN, EPOLL_CTL_ADD);
+  }
+
+  void end(int fd) {
+    const auto found = connections_.find(fd);
+    if (!found->second.is_welcome) --silent_;
+    connections_.erase(found);
+    close(fd);
+    server_.open_.fetch_sub(1);
+  }
+
+  // Only connections that have not said hello have a deadline: without any, the thread sleeps.
+  int wait_ms() const { return silent_ == 0 ? -1 : 500; }
+
+  void end_silent() {
+    if (silent_ == 0) return;
+    const std::uint64_t now = now_ns();
+    for (auto i = connections_.begin(); i != connections_.end();) {
+      const int fd = i->first;
+      const bool late =
+          !i->second.is_welcome && now - i->second.since_ns > server_.options_.hello_ns;
+      ++i;
+      if (late) {
+        server_.refused_.fetch_add(1);
+        end(fd);
+      }
+    }
+  }
+
+  // False: the connection ends.
+  bool serve(int fd, Connection& connection, std::uint32_t events) {
+    if ((events & EPOLLERR) != 0) return false;
+    Outcome read_outcome = Outcome::blocked;
+    if ((events & (EPOLLIN | EPOLLHUP)) != 0) read_outcome = take(fd, connection);
+    if (read_outcome == Outcome::closed) return false;
+    const Outcome outcome = send(fd, connection);
+    if (outcome == Outcome::closed) return false;
+    if (connection.replies.empty() && connection.ends_after_replies) return false;
+    std::uint32_t wanted = outcome == Outcome::fine && connection.replies.empty() ? 0U : EPOLLOUT;
+    const bool has_room = connection.replies.size() < max_pending_reads;
+    if (has_room && !connection.ends_after_replies) wanted |= EPOLLIN;
+    if (wanted != connection.watched) {
+      watch(fd, wanted, EPOLL_CTL_MOD);
+      connection.watched = wanted;
+    }
+    return true;
+  }
+
+  Outcome take(int fd, Connection& connection) {
+    while (connection.replies.size() < max_pending_reads && !connection.ends_after_replies) {
+      std::byte* target = nullptr;
+      std::size_t room = 0;
+      if (connection.have < sizeof connection.header) {
+        target = reinterpret_cast<std::byte*>(&connection.header) + connection.have;
+        room = sizeof connection.header - connection.have;
+      } else {
+        const std::size_t in_body = connection.have - sizeof connection.header;
+        target = connection.body.data() + in_body;
+        room = connection.body.size() - in_body;
+      }
+      const ssize_t got = recv(fd, target, room, 0);
+      if (got == 0) return Outcome::closed;
+      if (got < 0) {
+        if (errno == EINTR) continue;
+        return errno == EAGAIN ? Outcome::blocked : Outcome::closed;
+      }
+      connection.have += static_cast<std::size_t>(got);
+      if (connection.have == sizeof connection.header) {
+        if (!is_expected(connection)) return refuse_malformed();
+        connection.body.resize(connection.header.body_bytes);
+      }
+      if (connection.have == sizeof connection.header + connection.body.size() &&
+          connection.have >= sizeof connection.header) {
+        if (!answer(connection)) return refuse_malformed();
+        connection.have = 0;
+        connection.body.clear();
+      }
+    }
+    return Outcome::fine;
+  }
+
+  Outcome refuse_malformed() {
+    server_.refused_.fetch_add(1);
+    return Outcome::closed;
+  }
+
+  // Whether the frame may come now, and how long it says it is: decided before memory is taken.
+  static bool is_expected(const Connection& connection) {
+    const FrameHeader& header = connection.header;
+    if (header.magic != peer_magic || header.version != peer_version) return false;
+    if (!connection.is_welcome) {
+      return header.kind == FrameKind::hello && header.body_bytes == hello_bytes;
+    }
+    if (header.kind == FrameKind::card) return header.body_bytes == 0;
+    return header.kind == FrameKind::read && header.count > 0 && header.count <= max_ranges &&
+           header.body_bytes == header.count * sizeof(ByteRange);
+  }
+
+  bool answer(Connection& connection) {
+    switch (connection.header.kind) {
+      case FrameKind::hello:
+        return answer_hello(connection);
+      case FrameKind::card:
+        push_card(connection);
+        return true;
+      default:
+        return answer_read(connection);
+    }
+  }
+
+  bool answer_hello(Connection& connection) {
+    const std::span<const std::byte> body(connection.body);
+    const auto& options = server_.options_;
+    if (!equal_in_constant_time(body.first(digest_bytes), options.token)) {
+      push_refusal(connection, Refusal::wrong_token);
+    } else if (!equal_in_constant_time(body.subspan(digest_bytes), options.pack)) {
+      push_refusal(connection, Refusal::wrong_pack);
+    } else {
+      connection.is_welcome = true;
+      --silent_;
+      push_card(connection);
+    }
+    return true;
+  }
+
+  void push_card(Connection& connection) {
+    auto card = server_.card();
+    Reply reply{.header = {.kind = FrameKind::welcome,
+                           .id = connection.header.id,
+                           .body_bytes = card->size()},
+                .owner = card,
+                .pieces = {}};
+    if (!card->empty()) reply.pieces.push_back(std::as_bytes(std::span(*card)));
+    connection.replies.push_back(std::move(reply));
+  }
+
+  void push_refusal(Connection& connection, Refusal refusal) {
+    connection.replies.push_back({.header = {.kind = FrameKind::refused,
+                                             .id = connection.header.id,
+                                             .shard = connection.header.shard,
+                                             .count = static_cast<std::uint32_t>(refusal)},
+                                  .owner = nullptr,
+                                  .pieces = {}});
+    if (refusal == Refusal::not_held) return;
+    server_.refused_.fetch_add(1);
+    connection.ends_after_replies = true;
+  }
+
+  bool answer_read(Connection& connection) {
+    const FrameHeader& header = connection.header;
+    const auto held = server_.find(header.shard);
+    if (held == nullptr) {
+      push_refusal(connection, Refusal::not_held);
+      return true;
+    }
+    const auto file = held->mapping.bytes();
+    Reply reply{.header = {.kind = FrameKind::data,
+                           .id = header.id,
+                           .shard = header.shard,
+                           .count = header.count},
+                .owner = held,
+                .pieces = {}};
+    reply.pieces.reserve(header.count);
+    std::uint64_t total = 0;
+    for (std::size_t i = 0; i < header.count; ++i) {
+      ByteRange range{};
+      std::memcpy(&range, connection.body.data() + i * sizeof range, sizeof range);
+      const bool is_within = range.offset <= file.size() && range.length <= file.size() - range.offset;
+      if (!is_within) {
+        push_refusal(connection, Refusal::bad_range);
+        return true;
+      }
+      total += range.length;
+      if (range.length > 0) reply.pieces.push_back(file.subspan(range.offset, range.length));
+    }
+    reply.header.body_bytes = total;
+    server_.reads_.fetch_add(1, std::memory_order_relaxed);
+    server_.ranges_.fetch_add(header.count, std::memory_order_relaxed);
+    server_.bytes_.fetch_add(total, std::memory_order_relaxed);
+    connection.replies.push_back(std::move(reply));
+    return true;
+  }
+
+  Outcome send(int fd, Connection& connection) {
+    std::size_t left = turn_bytes;
+    while (!connection.replies.empty() && left > 0) {
+      Reply& reply = connection.replies.front();
+      iovec parts[max_iov];
+      int count = 0;
+      if (reply.header_sent < sizeof reply.header) {
+        auto* header = reinterpret_cast<std::byte*>(&reply.header);
+        parts[count++] = {header + reply.header_sent, sizeof reply.header - reply.header_sent};
+      }
+      for (std::size_t i = reply.next; i < reply.pieces.size() && count < static_cast<int>(max_iov);
+           ++i) {
+        const auto piece = reply.pieces[i];
+        parts[count++] = {const_cast<std::byte*>(piece.data()), piece.size()};
+      }
+      msghdr message{};
+      message.msg_iov = parts;
+      message.msg_iovlen = static_cast<std::size_t>(count);
+      const ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+      if (sent < 0) {
+        if (errno == EINTR) continue;
+        // EFAULT: the shard was truncated under the mapping. The client reads elsewhere.
+        return errno == EAGAIN ? Outcome::blocked : Outcome::closed;
+      }
+      advance(reply, static_cast<std::size_t>(sent));
+      if (reply.header_sent == sizeof reply.header && reply.next == reply.pieces.size()) {
+        connection.replies.pop_front();
+      }
+      left -= std::min(left, static_cast<std::size_t>(sent));
+    }
+    return Outcome::fine;
+  }
+
+  static void advance(Reply& reply, std::size_t sent) {
+    const std::size_t of_header = std::min(sent, sizeof reply.header - reply.header_sent);
+    reply.header_sent += of_header;
+    sent -= of_header;
+    while (sent > 0) {
+      auto& piece = reply.pieces[reply.next];
+      const std::size_t of_piece = std::min(sent, piece.size());
+      piece = piece.subspan(of_piece);
+      sent -= of_piece;
+      if (piece.empty()) ++reply.next;
+    }
+  }
+
+  PeerServer& server_;
+  int epoll_;
+  std::size_t silent_ = 0;  // connections that have not said hello
+  std::unordered_map<int, Connection> connections_;
+};
+
+PeerServer::PeerServer(const PeerServerOptions& options)
+    : options_(options), card_(std::make_shared<const std::string>()) {
+  listener_ = listen_on(options_.host, options_.port, &port_);
+  wake_ = eventfd(0, EFD_CLOEXEC);
+  for (unsigned i = 0; i < std::max(1U, options_.threads); ++i) {
+    threads_.emplace_back([this] { Worker(*this).run(); });
+  }
+}
+
+PeerServer::~PeerServer() { stop(); }
+
+void PeerServer::stop() {
+  if (listener_ < 0) return;
+  const std::uint64_t one = 1;
+  static_cast<void>(!write(wake_, &one, sizeof one));  // stays readable: for all workers
+  for (auto& thread : threads_) thread.join();
+  close(listener_);
+  close(wake_);
+  listener_ = wake_ = -1;
+}
+
+void PeerServer::set_card(std::string card) {
+  if (card.size() > max_card_bytes) throw std::length_error("the card of a node is too long");
+  auto made = std::make_shared<const std::string>(std::move(card));
+  const std::lock_guard lock(mutex_);
+  card_ = std::move(made);
+}
+
+void PeerServer::hold(std::uint32_t shard, const std::string& path) {
+  auto made = std::make_shared<const HeldShard>(Mapping(path));
+  const std::lock_guard lock(mutex_);
+  held_[shard] = std::move(made);
+}
+
+void PeerServer::drop(std::uint32_t shard) {
+  const std::lock_guard lock(mutex_);
+  held_.erase(shard);
+}
+
+std::shared_ptr<const PeerServer::HeldShard> PeerServer::find(std::uint32_t shard) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = held_.find(shard);
+  return found == held_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<const std::string> PeerServer::card() const {
+  const std::lock_guard lock(mutex_);
+  return card_;
+}
+
+PeerServerStats PeerServer::stats() const noexcept {
+  return {connections_.load(), refused_.load(), reads_.load(), ranges_.load(), bytes_.load()};
+}
+
+}  // namespace paceline

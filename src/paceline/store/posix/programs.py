@@ -1,0 +1,76 @@
+"""Programs that can be given a mount: what the loader of shared libraries runs.
+
+The loader ignores LD_PRELOAD in a program that is setuid, and a static program has no loader: both
+would see nothing of a mount, and say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import struct
+from pathlib import Path
+
+from paceline.core.errors import NotFound, UsageError
+
+_ELF = b"\x7fELF"
+_INTERPRETER = 3  # PT_INTERP of a program header: the loader's path
+_HEAD_BYTES = 4096
+_FIX = "Such a program needs a mount by FUSE; or extract the pack: paceline store extract"
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program that a mount can be given to.
+
+    Of a script, its interpreter is checked.
+
+    Raises:
+        NotFound: there is no such program.
+        UsageError: it is static or setuid.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise NotFound(f"no program {name!r}", fix="Give its path, or a name that is on PATH")
+    _check(Path(found))
+    return found
+
+
+def _check(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:  # a program that may be executed and not read
+        return
+    if head.startswith(b"#!"):
+        words = os.fsdecode(head[2:].split(b"\n", 1)[0]).split()
+        if words and Path(words[0]).is_file():
+            _check(Path(words[0]))
+        return
+    if mode & (stat.S_ISUID | stat.S_ISGID):
+        raise UsageError(
+            "a setuid program cannot see a mount",
+            where=str(path),
+            why="the system loads no libraries of the caller's into it",
+            fix=_FIX,
+        )
+    if head.startswith(_ELF) and not _has_loader(head):
+        raise UsageError(
+            "a static program cannot see a mount",
+            where=str(path),
+            why="it calls the kernel without the C library, in which the mount is",
+            fix=_FIX,
+        )
+
+
+def _has_loader(head: bytes) -> bool:
+    """Whether a 64-bit ELF file names a loader; True where its headers lie elsewhere."""
+    if len(head) < 64 or head[4] != 2:  # 32 bits: the library cannot be loaded, ld.so says so
+        return True
+    (offset,) = struct.unpack_from("<Q", head, 32)
+    size, count = struct.unpack_from("<HH", head, 54)
+    if offset + size * count > len(head):
+        return True
+    kinds = (struct.unpack_from("<I", head, offset + size * i)[0] for i in range(count))
+    return _INTERPRETER in kinds

@@ -1,0 +1,106 @@
+"""Places shards on nodes: a pure function of the names of the nodes, so that no one has to ask.
+
+Rendezvous hashing: each shard ranks all nodes by a hash of (node, shard) and takes the first
+`replicas` of them that have room. Without a bound, only the copies of a node that leaves would
+move; but by chance some node would get far more than its share (by about its root), and a data set
+that fills the nodes' disks to 95 % would not fit. So a node takes at most `1 + slack` of its share,
+which moves a few more copies.
+
+Source: D. Thaler, C. Ravishankar, Using name-based mappings to increase hit rates, IEEE/ACM ToN 6
+(1998); V. Mirrokni, M. Thorup, M. Zadimoghaddam, Consistent hashing with bounded loads, SODA 2018.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+_SLACK = 0.05
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlacement:
+    """Which nodes hold which shard.
+
+    Attributes:
+        nodes: names, sorted.
+        owners: shape (shards, copies): for each shard indices into `nodes`, the first owner first.
+    """
+
+    nodes: tuple[str, ...]
+    owners: NDArray[np.int32]
+
+    def owners_of(self, shard: int) -> tuple[str, ...]:
+        """Return the names of the nodes that hold a shard, the first owner first."""
+        return tuple(self.nodes[node] for node in self.owners[shard])
+
+    def shards_of(self, node: str) -> NDArray[np.int64]:
+        """Return the shards that a node holds, ascending; none of a node that is not placed on."""
+        if node not in self.nodes:
+            return np.empty(0, np.int64)
+        return np.flatnonzero((self.owners == self.nodes.index(node)).any(axis=1))
+
+
+def place(nodes: Collection[str], shard_count: int, replicas: int) -> NodePlacement:
+    """Return where the shards of a pack lie.
+
+    With fewer nodes than `replicas`, each node holds each shard.
+
+    Args:
+        nodes: names, in any order.
+        shard_count: of the pack.
+        replicas: copies of each shard.
+
+    Raises:
+        UsageError: there is no node, or two of one name, or `replicas` is below 1.
+    """
+    names = tuple(sorted(nodes))
+    if not names or len(set(names)) != len(names) or replicas < 1:
+        raise UsageError(
+            f"shards cannot be placed on {len(names)} nodes with {replicas} replicas",
+            where=", ".join(names),
+            why="a name is there twice" if len(set(names)) != len(names) else "",
+            fix="Give at least one node, each with a name of its own, and at least one replica",
+        )
+    copies = min(replicas, len(names))
+    ranking = _ranking(names, shard_count)
+    room = np.full(len(names), _most_shards(shard_count, copies, len(names)))
+    owners = np.empty((shard_count, copies), np.int32)
+    for shard in range(shard_count):
+        order = ranking[shard]
+        chosen = order[room[order] > 0][:copies]
+        if chosen.size < copies:  # the only room left is on nodes that have the shard already
+            others = order[~np.isin(order, chosen)]
+            chosen = np.concatenate([chosen, others[: copies - chosen.size]])
+        owners[shard] = chosen
+        room[chosen] -= 1
+    return NodePlacement(nodes=names, owners=owners)
+
+
+def _most_shards(shard_count: int, copies: int, node_count: int) -> int:
+    return math.ceil(shard_count * copies / node_count * (1 + _SLACK))
+
+
+def _ranking(names: tuple[str, ...], shard_count: int) -> NDArray[np.int64]:
+    """Return for each shard all nodes, in the order in which the shard wants them."""
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
+    seeds = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+    with np.errstate(over="ignore"):
+        keys = seeds[None, :] + _STEP * np.arange(1, shard_count + 1, dtype=np.uint64)[:, None]
+        keys = (keys ^ (keys >> np.uint64(30))) * _MIX[0]
+        keys = (keys ^ (keys >> np.uint64(27))) * _MIX[1]
+        keys ^= keys >> np.uint64(31)
+    return np.argsort(keys, axis=1, kind="stable")

@@ -1,0 +1,136 @@
+"""``paceline store exec`` and ``paceline run --mount``: exit codes, and what cannot be mounted."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from command_line import without_torch
+from mounts import DEADLINE_S, Twins
+
+STATIC = "int main() { return 0; }"
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    found = Twins(tmp_path_factory.mktemp("exec"))
+    (found.plain / "data" / "cat").mkdir(parents=True)
+    (found.plain / "data" / "cat" / "1.txt").write_text("meow\n")
+    found.make_pack()
+    return found
+
+
+def store_exec(twins, *words):
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "store", "exec", *words],
+        cwd=twins.top,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def test_cat_reads_a_sample_through_the_mount(twins):
+    done = store_exec(twins, "--mount", "pack:/data", "--", "cat", "/data/cat/1.txt")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "meow\n", "")
+
+
+def test_it_exits_as_the_program_does(twins):
+    words = ("--mount", "pack:/data", "--", "sh", "-c")
+    assert store_exec(twins, *words, "test -f /data/cat/1.txt && exit 7").returncode == 7
+    assert store_exec(twins, *words, "kill -9 $$").returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--mount", "pack", "--", "cat"], 2, "names no pack and path"),
+        (["--mount", "pack:", "--", "cat"], 2, "names no pack and path"),
+        (["--mount", "pack:/", "--", "cat"], 2, "cannot be mounted as /"),
+        (["--mount", "nope:/data", "--", "cat"], 2, "nope"),
+        (["--mount", "pack:/data", "--mount", "pack:/data/x", "--", "cat"], 2, "overlap"),
+        (["--mount", "pack:.", "--", "cat"], 2, "would hide the pack"),
+        (["--mount", "pack:plain/data/cat/1.txt", "--", "cat"], 2, "a file is where"),
+        (["--mount", "pack:/data", "--", "no-such-program"], 2, "no program"),
+        (["--mount", "pack:/data", "--only", "/bin/cat", "--", "cat"], 2, "not the name"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_start(twins, words, code, said):
+    done = store_exec(twins, *words)
+    assert done.returncode == code
+    assert said in done.stderr, done.stderr
+
+
+def test_static_and_setuid_programs_are_named(twins, tmp_path):
+    (tmp_path / "static.c").write_text(STATIC)
+    program = tmp_path / "static"
+    subprocess.run(["cc", "-static", "-o", program, tmp_path / "static.c"], check=True)
+    done = store_exec(twins, "--mount", "pack:/data", "--", str(program))
+    assert done.returncode == 2
+    assert str(program) in done.stderr
+    assert "static" in done.stderr
+    assert "FUSE" in done.stderr
+    script = tmp_path / "script"
+    script.write_text(f"#!{program}\n")
+    script.chmod(0o755)
+    assert "static" in store_exec(twins, "--mount", "pack:/data", "--", str(script)).stderr
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755 | stat.S_ISUID)
+    done = store_exec(twins, "--mount", "pack:/data", "--", str(program))
+    assert done.returncode == 2
+    assert "setuid" in done.stderr
+
+
+def test_dry_run_prints_the_variables(twins):
+    words = ("--mount", "pack:/data", "--dry-run", "--json", "cat")
+    done = without_torch("store", "exec", *words, cwd=twins.top)
+    shown = json.loads(done.stdout)
+    assert shown["version"] == 1
+    assert shown["variables"]["_PACELINE_MOUNTS"] == f"{twins.top / 'pack'}\t/data"
+
+
+def test_a_damaged_sample_is_an_error_that_names_it(twins, tmp_path):
+    broken = Twins(tmp_path)
+    (broken.plain / "data").mkdir(parents=True)
+    for name in ("good", "bad"):
+        (broken.plain / "data" / name).write_bytes(name.encode() * 5000)
+    broken.make_pack()
+    shard = tmp_path / "pack" / "shard-00000.pace"
+    body = bytearray(shard.read_bytes())
+    body[body.index(b"badbad") + 1000] ^= 1
+    shard.write_bytes(body)
+    code, out, complaint = broken.shell("cat data/good | wc -c; cat data/bad", is_mounted=True)
+    assert (code, out) == (1, b"20000\n")
+    assert b"bad: checksum" in complaint
+    assert b"Input/output error" in complaint
+    # In parts, by mmap and by a stream.
+    for read in ("f.read(10)", "mmap.mmap(f.fileno(), 0, prot=1)"):
+        line = f"import mmap; f = open('data/bad', 'rb', buffering=0); {read}"
+        done = broken.run([sys.executable, "-c", line], is_mounted=True)
+        assert done.returncode == 1
+        assert b"Input/output error" in done.stderr
+
+
+def test_a_pack_that_is_gone_is_said_once(twins):
+    environ = {**os.environ, **twins.variables()}
+    environ["_PACELINE_MOUNTS"] = f"/no/such/pack\t{twins.mount}"
+    done = twins.run(["cat", "data/a", "data/b"], is_mounted=True, env=environ)
+    assert done.returncode == 1
+    assert done.stderr.count(b"cannot be mounted") == 1
+
+
+def test_ranks_of_a_run_see_the_mount(twins):
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--no-record", "--out", "run"]
+    program = ["sh", "-c", 'test "$(cat /data/cat/1.txt)" = meow && exit 0; exit 9']
+    done = subprocess.run(
+        [*command, "--mount", "pack:/data", *program],
+        cwd=twins.top,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads((twins.top / "run" / "config.json").read_text())
+    assert config["values"]["mounts"] == {"value": ["pack:/data"], "provenance": "flag"}

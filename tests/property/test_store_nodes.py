@@ -1,0 +1,217 @@
+"""The state machines of a pack that is spread over nodes, each against what it must never do."""
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.store.serve.cache import Future, ShardCache
+from paceline.store.serve.membership import (
+    CopyShard,
+    DropShard,
+    Heard,
+    Membership,
+    Silent,
+    TimePassed,
+)
+from paceline.store.serve.placement import place
+from paceline.store.serve.staging import Staging
+
+NODES = st.lists(
+    st.text("abcdef0123", min_size=1, max_size=6), min_size=1, max_size=12, unique=True
+)
+
+
+@given(nodes=NODES, shards=st.integers(0, 200), replicas=st.integers(1, 4))
+def test_each_shard_has_its_copies_on_different_nodes_in_balance(nodes, shards, replicas):
+    placement = place(nodes, shards, replicas)
+    copies = min(replicas, len(nodes))
+    assert placement.owners.shape == (shards, copies)
+    assert all(len(set(row)) == copies for row in placement.owners.tolist())
+    most = math.ceil(shards * copies / len(nodes) * 1.05)
+    # Where the only room left is on an owner, one node may get more: at most a copy per other copy.
+    assert all(len(placement.shards_of(node)) <= most + copies - 1 for node in nodes)
+    assert (place(reversed(nodes), shards, replicas).owners == placement.owners).all()
+
+
+@given(count=st.integers(2, 12), replicas=st.integers(1, 3), lost=st.integers(0, 11))
+def test_a_node_that_leaves_or_joins_moves_little_more_than_its_share(count, replicas, lost):
+    nodes = [f"node{k}" for k in range(count)]
+    shards = 400
+    before = place(nodes, shards, replicas)
+    after = place([name for name in nodes if name != nodes[lost % count]], shards, replicas)
+    pairs = [
+        set(map(before.owners_of(s).__getitem__, range(before.owners.shape[1])))
+        for s in range(shards)
+    ]
+    moved = sum(len(set(after.owners_of(s)) - pairs[s]) for s in range(shards))
+    share = shards * min(replicas, count) / count
+    assert moved <= 2.5 * share + 8  # without a bound on the load: exactly the share
+
+
+def test_a_data_set_that_nearly_fills_the_nodes_fits():
+    placement = place([f"node{k}" for k in range(8)], 1820, 1)  # 455 GB in shards of 256 MB
+    most = max(len(placement.shards_of(node)) for node in placement.nodes)
+    assert most * 0.25 <= 60
+
+
+class Cluster:
+    """Nodes with one membership each, which hear of each other in rounds."""
+
+    def __init__(self, count, shards, replicas):
+        self.names = [f"n{k}" for k in range(count)]
+        self.members = {name: self.member(name, shards, replicas) for name in self.names}
+        self.down = set()
+        self.source_reads = []
+        self.now_s = 0.0
+
+    def member(self, name, shards, replicas):
+        others = [other for other in self.names if other != name]
+        membership = Membership(
+            self_name=name, peers=others, shard_count=shards, replicas=replicas, grace_s=5
+        )
+        staging = Staging(self_name=name, shard_bytes=[100] * shards, at_once=3)
+        return membership, staging
+
+    def round(self):
+        self.now_s += 2
+        up = [name for name in self.names if name not in self.down]
+        for name in up:
+            membership, staging = self.members[name]
+            actions = membership.handle(TimePassed(), self.now_s)
+            for other in self.names:
+                if other == name:
+                    continue
+                held = frozenset(self.members[other][0].held)
+                event = Silent(node=other) if other in self.down else Heard(node=other, held=held)
+                actions = membership.handle(event, self.now_s)
+            staging.want(action for action in actions if isinstance(action, CopyShard))
+            for stage in staging.start(membership.placement, self.now_s):
+                if stage.peer in self.down:
+                    staging.failed(stage)
+                    continue
+                if not stage.peer:
+                    self.source_reads.append(stage.shard)
+                membership.held.add(stage.shard)
+                staging.done(stage.shard)
+            for action in actions:
+                if isinstance(action, DropShard):
+                    membership.held.discard(action.shard)
+
+    def copies(self, shard):
+        return [n for n in self.names if n not in self.down and shard in self.members[n][0].held]
+
+
+@settings(max_examples=25)
+@given(
+    count=st.integers(2, 5),
+    shards=st.integers(1, 16),
+    replicas=st.integers(1, 3),
+    lost=st.integers(0, 4),
+)
+def test_shards_are_staged_once_and_replicated_again_after_a_loss(count, shards, replicas, lost):
+    cluster = Cluster(count, shards, replicas)
+    for _ in range(16):
+        cluster.round()
+    assert sorted(cluster.source_reads) == list(range(shards))  # each once, by one node
+    copies = min(replicas, count)
+    assert all(len(cluster.copies(shard)) == copies for shard in range(shards))
+
+    cluster.source_reads.clear()
+    lonely = {s for s in range(shards) if cluster.copies(s) == [cluster.names[lost % count]]}
+    cluster.down.add(cluster.names[lost % count])
+    for _ in range(16):
+        cluster.round()
+        # At no time is there no copy of what had more than one.
+        assert all(cluster.copies(shard) for shard in set(range(shards)) - lonely)
+    left = min(replicas, count - 1)
+    assert all(len(cluster.copies(shard)) == left for shard in range(shards))
+    assert set(cluster.source_reads) == lonely  # only what had no replica
+
+    cluster.down.clear()  # it comes back with what it had
+    for _ in range(16):
+        cluster.round()
+    assert all(len(cluster.copies(shard)) == copies for shard in range(shards))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=20),
+    rate=st.integers(1, 50),
+    steps=st.lists(st.floats(0.1, 5), min_size=1, max_size=30),
+)
+def test_the_source_is_read_no_faster_than_its_limit(sizes, rate, steps):
+    staging = Staging(
+        self_name="a", shard_bytes=sizes, source_bytes_per_s=rate, burst_bytes=0, at_once=99
+    )
+    placement = place(["a"], len(sizes), 1)
+    staging.want(CopyShard(shard=shard, holders=()) for shard in range(len(sizes)))
+    now_s, read, largest = 0.0, 0, max(sizes)
+    for step_s in [0.0, *steps]:
+        now_s += step_s
+        for stage in staging.start(placement, now_s):
+            read += sizes[stage.shard]
+            staging.done(stage.shard)
+        assert read <= rate * now_s + largest + 1e-6
+
+
+def misses(uses, size, policy):
+    """Return how often shards of one size were not cached, when `policy` says what to evict."""
+    cached, count = [], 0
+    for at, shard in enumerate(uses):
+        if shard in cached:
+            cached.remove(shard)
+        else:
+            count += 1
+            if len(cached) == size:
+                cached.remove(policy(cached, at))
+        cached.append(shard)
+    return count
+
+
+def fewest_misses(uses, size):
+    """Return the fewest possible, by trying everything."""
+    states = {frozenset(): 0}
+    for shard in uses:
+        following = {}
+        for cached, cost in states.items():
+            if shard in cached:
+                options = [(cached, cost)]
+            else:
+                subsets = itertools.combinations(cached, min(len(cached), size - 1))
+                options = [(frozenset({*kept, shard}), cost + 1) for kept in subsets]
+                options.append((cached, cost + 1))
+            for state, total in options:
+                following[state] = min(total, following.get(state, total))
+        states = following
+    return min(states.values())
+
+
+@given(uses=st.lists(st.integers(0, 5), max_size=16), size=st.integers(1, 4))
+def test_no_other_cache_misses_less(uses, size):
+    cache = ShardCache(
+        capacity_bytes=size * 10, shard_bytes=[10] * 6, future=Future(np.array(uses, np.int64))
+    )
+    count = 0
+    for at, shard in enumerate(uses):
+        count += shard not in cache.cached
+        cache.admit(shard, at + 1)
+        assert cache.used_bytes <= cache.capacity_bytes
+    assert count == fewest_misses(uses, size)
+    assert count <= misses(uses, size, lambda cached, _: cached[0])  # least recently used
+
+
+@given(
+    uses=st.lists(st.integers(0, 9), max_size=40),
+    sizes=st.lists(st.integers(1, 30), min_size=10, max_size=10),
+    capacity=st.integers(1, 60),
+    ahead=st.integers(0, 40),
+)
+def test_prefetching_follows_the_order_of_use_within_the_bound(uses, sizes, capacity, ahead):
+    future = Future(np.array(uses, np.int64))
+    cache = ShardCache(capacity_bytes=capacity, shard_bytes=sizes, future=future)
+    fetched = [shard for shard, _ in cache.prefetch(0, ahead)]
+    assert fetched == list(dict.fromkeys(uses[:ahead]))[: len(fetched)]
+    assert cache.used_bytes <= capacity
+    assert set(fetched) == cache.cached  # nothing that is used sooner was evicted again
