@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 DEADLINE_S = 120
+RANK_PROCESS = Path(__file__).parent / "rank_process.py"
 
 
 def run_ranks(
@@ -19,11 +20,11 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed, or hangs; the message has what all ranks printed.
     """
-    store = folder / "store"
+    command = [sys.executable, str(RANK_PROCESS), str(script), str(folder / "store")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(store), str(rank), str(ranks), *map(str, args)],
+            [*command, str(rank), str(ranks), *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

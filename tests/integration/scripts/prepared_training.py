@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import sys
 import weakref
 from datetime import timedelta
@@ -387,7 +386,6 @@ def main():
     found["group_ended"] = group() is None
     del prepared  # DistributedDataParallel must not outlive its group
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads of torch abort the process, rarely, while the interpreter ends
 
 
 main()
