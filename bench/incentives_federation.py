@@ -1,6 +1,6 @@
 """The federation that `incentives.py` pays: data, split, local training, and clients that cheat.
 
-Real training of a small classifier in numpy; no clock, no links. A world is a pure function of its seed.
+Real training of a small classifier; no clock, no links. A world is a pure function of its seed.
 
     World.train(weights, client, rng) -> ModelUpdate       what an honest client sends
     Attack.update(world, weights, client, rng)             what a client of that kind sends

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CHUNK = 1 << 16
 _LEAST_UPDATES = 3  # whose median norm is a scale
 
 
@@ -76,6 +77,19 @@ def check_update(update: ModelUpdate, parameters: int) -> None:
         )
 
 
+def norm(delta: np.ndarray) -> float:
+    """Return the Euclidean norm, summed in float64; NaN or infinite where a value is.
+
+    In float32 the squares of values above 1.8e19 overflow; a copy in float64 would be twice as
+    large as the vector.
+    """
+    total = 0.0
+    for begin in range(0, delta.size, _CHUNK):
+        part = delta[begin : begin + _CHUNK].astype(np.float64)
+        total += float(part @ part)
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """An update that is not used.
@@ -122,14 +136,14 @@ def check_updates(
             continue
         clients.add(update.client)
         fitting.append(update)
-    norms = [math.sqrt(float(np.vdot(u.delta, u.delta))) for u in fitting]
+    norms = [norm(update.delta) for update in fitting]
     accepted = []
     for index, update in enumerate(fitting):
         others = norms[:index] + norms[index + 1 :]
         bound = math.inf
         if len(norms) >= _LEAST_UPDATES and (median := float(np.median(others))) > 0:
             bound = largest_norm_ratio * median
-        if norms[index] <= bound and math.isfinite(norms[index]):
+        if norms[index] <= bound:
             accepted.append(update)
             continue
         reason = f"norm {norms[index]:.3g}, and {bound:.3g} is the limit"

@@ -10,7 +10,7 @@ updates of a round, and what it holds besides them does not grow with the number
 """
 
 from paceline.federated.aggregation.chunks import weighted_sum
-from paceline.federated.aggregation.clipping import clip, norm
+from paceline.federated.aggregation.clipping import clip
 from paceline.federated.aggregation.privacy import GaussianMechanism, epsilon
 from paceline.federated.aggregation.robust import (
     coordinate_median,
@@ -40,7 +40,6 @@ __all__ = [
     "equal_shares",
     "krum",
     "multi_krum",
-    "norm",
     "nova_weights",
     "sample_shares",
     "staleness_weights",

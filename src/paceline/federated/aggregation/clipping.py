@@ -7,21 +7,7 @@ import math
 import numpy as np
 
 from paceline.core.errors import UsageError
-
-_CHUNK = 1 << 16
-
-
-def norm(delta: np.ndarray) -> float:
-    """Return the Euclidean norm, summed in float64; NaN or infinite where a value is.
-
-    In float32 the squares of values above 1.8e19 overflow; a copy in float64 would be twice as
-    large as the vector.
-    """
-    total = 0.0
-    for begin in range(0, delta.size, _CHUNK):
-        part = delta[begin : begin + _CHUNK].astype(np.float64)
-        total += float(part @ part)
-    return math.sqrt(total) if total >= 0 else math.nan
+from paceline.federated.updates import norm
 
 
 def clip(delta: np.ndarray, bound: float) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.core.errors import Missing, UsageError
 from paceline.federated.aggregation.chunks import parameters_of, ranges
-from paceline.federated.aggregation.clipping import norm
+from paceline.federated.updates import norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
