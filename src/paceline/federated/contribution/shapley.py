@@ -138,8 +138,8 @@ class ShapleyOptions:
     round_tolerance: float = 1e-5
     order_tolerance: float = 0.01
     convergence: float = 0.05
-    least_sweeps: int = 1
-    most_sweeps: int = 3
+    least_sweeps: int = 2
+    most_sweeps: int = 4
 
     def __post_init__(self) -> None:
         if not 1 <= self.least_sweeps <= self.most_sweeps:
@@ -155,11 +155,15 @@ def gtg_shapley(
     """Return approximate Shapley values by guided, truncated orders; float64, shape (players,).
 
     Each sweep begins one order with each client, since the first places of an order matter most;
-    the rest of an order is random. No model is trained again: coalitions are rebuilt from updates.
+    the rest of an order is random, and in the next sweep the reverse of it: who was early is late,
+    which takes most of the variance away. No model is trained again: coalitions are rebuilt from
+    updates.
 
     Cost: at most most_sweeps x players^2 evaluations.
     Source: Z. Liu et al., GTG-Shapley: Efficient and Accurate Participant Contribution Evaluation
-        in Federated Learning, ACM TIST 2022 (arXiv 2109.02053), algorithm 1.
+        in Federated Learning, ACM TIST 2022 (arXiv 2109.02053), algorithm 1; the reversed orders:
+        R. Mitchell et al., Sampling Permutations for Shapley Value Estimation, JMLR 2022, section
+        3 (antithetic sampling).
     """
     options = options or ShapleyOptions()
     count = game.players
@@ -169,10 +173,16 @@ def gtg_shapley(
         return totals
     tolerance = options.order_tolerance * abs(end - begin)
     before = totals.copy()
+    rest: list[list[int]] = []
     for sweep in range(1, options.most_sweeps + 1):
+        if sweep % 2:
+            rest = [
+                rng.permutation([player for player in range(count) if player != first]).tolist()
+                for first in range(count)
+            ]
         for first in range(count):
-            others = rng.permutation([player for player in range(count) if player != first])
-            _add_order(game, [first, *others.tolist()], totals, (begin, end, tolerance))
+            order = [first, *(rest[first] if sweep % 2 else rest[first][::-1])]
+            _add_order(game, order, totals, (begin, end, tolerance))
         values = totals / (sweep * count)
         scale = max(float(np.abs(values).mean()), 1e-12)
         if sweep >= options.least_sweeps and np.abs(values - before).mean() < (
