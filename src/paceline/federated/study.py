@@ -49,6 +49,7 @@ class FederationResult(Record):
         rounds, seconds: that were simulated.
         fairness: Jain's index of the updates of each client that were used.
         never_used: share of clients without one.
+        never_online: share of clients that were offline all the time.
         waste: share of the clients' seconds that was thrown away.
         sent_bytes: to and from all clients.
         alarms: of the monitor.
@@ -65,6 +66,7 @@ class FederationResult(Record):
     seconds: float
     fairness: float
     never_used: float
+    never_online: float
     waste: float
     sent_bytes: int
     alarms: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ def _result(outcome: Outcome, strategy: str, seed: int, target: float) -> Federa
         seconds=outcome.seconds,
         fairness=outcome.fairness,
         never_used=outcome.never_used,
+        never_online=outcome.never_online,
         waste=outcome.waste,
         sent_bytes=outcome.sent_bytes,
         alarms=outcome.alarms,

@@ -48,8 +48,8 @@ def simulate(
     All strategies see the same clients, devices, data and first models; the training is real. Times
     in the table and in JSON are simulated seconds.
     """
-    from paceline.federated.config import FederationConfig
     from paceline.federated import study
+    from paceline.federated.config import FederationConfig
     from paceline.federated.strategies import STRATEGIES, make_strategy
 
     given = FederationConfig() if config is None else FederationConfig.from_toml(config)

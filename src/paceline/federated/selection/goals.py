@@ -45,11 +45,11 @@ class Goals(Record):
         floor: the least participation of a client that is online, of the mean.
     """
 
-    fast: float = 1.0
+    fast: float = 0.5
     resource_fair: float = 0.5
     accuracy_fair: float = 0.0
     quality: float = 0.5
-    floor: float = 0.4
+    floor: float = 0.6
 
     def __post_init__(self) -> None:
         for name in ("fast", "resource_fair", "accuracy_fair", "quality"):
