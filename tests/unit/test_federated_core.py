@@ -119,6 +119,17 @@ def test_the_floor_comes_before_all_goals():
     assert {3, 7} <= set(chosen.tolist())
 
 
+def test_clients_above_the_ceiling_come_last():
+    asked = np.full(40, 10)
+    asked[:4] = 40
+    expected = np.full(40, 100.0)
+    expected[:4] = 1.0
+    selector = GoalSelector(Goals(fast=5, ceiling=3.0), np.random.default_rng(0))
+    view = view_of(selected=asked, expected_s=expected)
+    assert not np.isin(selector.choose(view, 36), range(4)).any()
+    assert selector.choose(view, 40).size == 40
+
+
 def test_selectors_choose_free_clients_once():
     free = np.zeros(40, bool)
     free[[1, 2, 5]] = True
