@@ -21,6 +21,7 @@ from paceline.federated.simulate.images import ImageData, read_images
 from paceline.federated.simulate.splits import dirichlet_split
 from paceline.federated.simulate.world import World
 from paceline.federated.strategies import make_strategy
+from paceline.report.federation.model import FederationReport, FederationRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class FederationResult(Record):
         rounds, seconds: that were simulated.
         fairness: Jain's index of the updates of each client that were used.
         never_used: share of clients without one.
+        never_online: share of clients that were offline all the time.
         waste: share of the clients' seconds that was thrown away.
         sent_bytes: to and from all clients.
         alarms: of the monitor.
@@ -65,6 +67,7 @@ class FederationResult(Record):
     seconds: float
     fairness: float
     never_used: float
+    never_online: float
     waste: float
     sent_bytes: int
     alarms: tuple[str, ...] = ()
@@ -153,6 +156,7 @@ def _result(outcome: Outcome, strategy: str, seed: int, target: float) -> Federa
         seconds=outcome.seconds,
         fairness=outcome.fairness,
         never_used=outcome.never_used,
+        never_online=outcome.never_online,
         waste=outcome.waste,
         sent_bytes=outcome.sent_bytes,
         alarms=outcome.alarms,
@@ -160,4 +164,46 @@ def _result(outcome: Outcome, strategy: str, seed: int, target: float) -> Federa
             CurvePoint(at_s=e.at_s, round=e.round, accuracy=e.accuracy) for e in monitor.evaluations
         ),
         returned=tuple(int(count) for count in outcome.returned),
+    )
+
+
+def to_report(
+    title: str, config: FederationConfig, results: Sequence[FederationResult]
+) -> FederationReport:
+    """Return the report of some results.
+
+    Args:
+        title: of the page.
+        config: that all of them have in common.
+        results: at least one.
+    """
+    data = config.data.folder or "the digits of scikit-learn"
+    slow = (
+        f", classes {config.data.slow_classes} on slow devices" if config.data.slow_classes else ""
+    )
+    return FederationReport(
+        title=title,
+        summary=f"{config.clients} clients, {config.devices.kind}, with {data}, divided by a "
+        f"Dirichlet distribution of {config.data.alpha:g}{slow}; cohorts of {config.cohort}.",
+        target=config.target,
+        budget_s=config.budget_s,
+        runs=tuple(
+            FederationRun(
+                strategy=result.strategy,
+                seed=result.seed,
+                to_target_s=result.to_target_s,
+                final=result.final,
+                worst_class=result.worst_class,
+                fairness=result.fairness,
+                never_used=result.never_used,
+                never_online=result.never_online,
+                waste=result.waste,
+                sent_bytes=result.sent_bytes,
+                at_s=np.array([point.at_s for point in result.curve]),
+                accuracy=np.array([point.accuracy for point in result.curve]),
+                returned=np.array(result.returned),
+                alarms=result.alarms,
+            )
+            for result in results
+        ),
     )

@@ -1,14 +1,15 @@
-"""Keeps each client's last update, so that those who did not answer now are not forgotten.
+"""Keeps each client's last update, so that those who do not answer now are not forgotten.
 
-With the last updates y of N clients, the model changes by
+With the last updates y of the clients that have ever answered, and their weighted mean m, the model
+changes by
 
-    mean over the answers of (delta_i - y_i)  +  mean over all N of y_j
+    mean over the answers of (delta_i - y_i)  +  m          y_i = m at a client's first answer
 
-and then y_i = delta_i. It is the mean update in expectation whoever answers, with less variance
+and then y_i = delta_i. In expectation it is the mean update, whoever answers, with less variance
 the more alike a client's updates are from round to round; and where fast clients answer more often
 than slow ones, the model still follows all.
 Source: D. Jhunjhunwala et al., FedVARP: Tackling the Variance Due to Partial Client Participation
-in Federated Learning, UAI 2022.
+in Federated Learning, UAI 2022; there y_i = 0 at first, and m is over all clients.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class UpdateMemory:
     def __init__(self, weights: np.ndarray, parameters: int) -> None:
         self._weights = weights / weights.sum()
         self._last: dict[int, np.ndarray] = {}
-        self._mean = np.zeros(parameters, np.float64)  # of all clients' last updates
+        self._sum = np.zeros(parameters, np.float64)  # of weighted last updates
+        self._total = 0.0  # weight of the clients that have answered
 
     def combine(
         self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]
@@ -45,28 +47,36 @@ class UpdateMemory:
             weights: of the answers among each other.
         """
         total = float(sum(weights))
-        change = self._mean.copy()
+        mean = self._mean()
+        change = mean.copy()
         for client, delta, weight in zip(clients, deltas, weights, strict=True):
-            difference = self._difference(client, delta)
-            change += (weight / total) * difference
+            change += np.float32(weight / total) * (delta - self._last.get(client, mean))
         for client, delta in zip(clients, deltas, strict=True):
-            self._mean += self._weights[client] * self._difference(client, delta)
-            self._last[client] = delta
+            self._replace(client, delta)
         return change.astype(np.float32)
 
     def distance(self, client: int, delta: np.ndarray) -> float:
-        """Return how far an update is from the client's last one."""
-        return float(np.linalg.norm(self._difference(client, delta)))
-
-    def _difference(self, client: int, delta: np.ndarray) -> np.ndarray:
+        """Return how far an update is from what was expected of the client."""
         last = self._last.get(client)
-        return delta if last is None else delta - last
+        return float(np.linalg.norm(delta - (self._mean() if last is None else last)))
+
+    def _mean(self) -> np.ndarray:
+        return self._sum / self._total if self._total else self._sum
+
+    def _replace(self, client: int, delta: np.ndarray) -> None:
+        weight = float(self._weights[client])
+        if client in self._last:
+            self._sum += np.float32(weight) * (delta - self._last[client])
+        else:
+            self._sum += np.float32(weight) * delta
+            self._total += weight
+        self._last[client] = delta
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return {"last": dict(self._last), "mean": self._mean}
+        return {"last": dict(self._last), "sum": self._sum, "total": self._total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._last = {int(client): last for client, last in state["last"].items()}
-        self._mean[:] = state["mean"]
+        self._sum[:], self._total = state["sum"], state["total"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.federated.study import FederationResult
 
 
@@ -39,19 +37,35 @@ Example: paceline fed simulate federation.toml --strategy all --seeds 3
     show_default=True,
     help="Simulate with so many seeds, one after the other.",
 )
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="HTML page to write; an older report there is replaced.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def simulate(
-    config: Path | None, strategies: tuple[str, ...], seed: int | None, seeds: int, as_json: bool
+    config: Path | None,
+    strategies: tuple[str, ...],
+    seed: int | None,
+    seeds: int,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Train a federation of simulated clients as CONFIG describes it, on a virtual clock.
 
     All strategies see the same clients, devices, data and first models; the training is real. Times
     in the table and in JSON are simulated seconds.
     """
-    from paceline.federated.config import FederationConfig
     from paceline.federated import study
+    from paceline.federated.config import FederationConfig
     from paceline.federated.strategies import STRATEGIES, make_strategy
 
+    # Before NumPy is loaded: its threads cost more than they gain on matrices as small as these.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if out is not None:  # rather than after minutes of simulating
+        from paceline.report.page.document import prepare_page
+
+        prepare_page(out)
     given = FederationConfig() if config is None else FederationConfig.from_toml(config)
     names = STRATEGIES if "all" in strategies else strategies or (given.strategy,)
     for name in names:
@@ -65,13 +79,20 @@ def simulate(
             results.append(result)
             click.echo(f"simulate: {_line(result, given.target)}", err=True)
     if as_json:
-        click.echo(
-            json.dumps({"config": given.to_json(), "results": [r.to_json() for r in results]})
-        )
-        return
-    from rich.console import Console
+        printed = {"config": given.to_json(), "results": [result.to_json() for result in results]}
+        click.echo(json.dumps(printed))
+    report = study.to_report(str(config or "100 clients with digits"), given, results)
+    if not as_json:
+        from rich.console import Console
 
-    Console(highlight=False).print(_table(results, given.target))
+        from paceline.report.federation.terminal import render_federation
+
+        Console(highlight=False).print(render_federation(report))
+    if out is not None:
+        from paceline.report.federation.page import write_federation_page
+
+        write_federation_page(report, out)
+        click.echo(f"simulate: wrote {out}", err=True)
 
 
 def _line(result: FederationResult, target: float) -> str:
@@ -81,41 +102,3 @@ def _line(result: FederationResult, target: float) -> str:
         else f"{target:.0%} not reached"
     )
     return f"{result.strategy}, seed {result.seed}: {reached}, in the end {result.final:.1%}"
-
-
-def _table(results: list[FederationResult], target: float) -> Table:
-    """Return a row for each strategy, with the medians over the seeds."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("strategy")
-    for title in (
-        f"s to {target:.0%}",
-        "reached",
-        "accuracy",
-        "worst class",
-        "fairness",
-        "never used",
-        "wasted",
-    ):
-        table.add_column(title, justify="right")
-    by_name: dict[str, list[FederationResult]] = {}
-    for result in results:
-        by_name.setdefault(result.strategy, []).append(result)
-    for name, runs in by_name.items():
-        times = [run.to_target_s for run in runs if run.to_target_s is not None]
-
-        def median(field: str, runs: list[FederationResult] = runs) -> float:
-            return float(statistics.median(getattr(run, field) for run in runs))
-
-        table.add_row(
-            name,
-            f"{statistics.median(times):,.0f}" if times else "-",
-            f"{len(times)} of {len(runs)}",
-            f"{median('final'):.1%}",
-            f"{median('worst_class'):.1%}",
-            f"{median('fairness'):.2f}",
-            f"{median('never_used'):.0%}",
-            f"{median('waste'):.0%}",
-        )
-    return table

@@ -6,8 +6,9 @@ it; a free client is drawn with a probability in proportion to
     exp( fast * -ln(expected seconds)   + quality * ln(surprise)
        + resource_fair * -ln(seconds spent) + accuracy_fair * ln(loss) )
 
-each centred on its median. Before that stands the floor: clients that returned less than a share of
-what the others did come first, so that nobody drops out whom the weights do not favour.
+each centred on its median. Before that stand a floor and a ceiling: clients that were asked less
+than a share of the mean come first, and those that were asked many times as often come last, so
+that nobody drops out whom the weights do not favour, and nobody does all the work.
 
 While accuracy rises, `fast` counts more; when it stops rising, `quality` and `accuracy_fair` do.
 Source of the goals: J. Han et al., Heterogeneity-Aware Adaptive Federated Learning Scheduling, IEEE
@@ -42,14 +43,16 @@ class Goals(Record):
         resource_fair: clients that have worked little.
         accuracy_fair: clients on whose data the model is poor.
         quality: clients whose updates tell most.
-        floor: the least participation of a client that is online, of the mean.
+        floor: the least participation of a client that is online, over the mean.
+        ceiling: the largest one; clients above it are asked if there are no others.
     """
 
-    fast: float = 1.0
+    fast: float = 0.5
     resource_fair: float = 0.5
     accuracy_fair: float = 0.0
     quality: float = 0.5
-    floor: float = 0.4
+    floor: float = 0.6
+    ceiling: float = 2.5
 
     def __post_init__(self) -> None:
         for name in ("fast", "resource_fair", "accuracy_fair", "quality"):
@@ -59,11 +62,11 @@ class Goals(Record):
                     where="goals",
                     fix="Give weights from 0 to 10",
                 )
-        if not 0 <= self.floor < 1:
+        if not 0 <= self.floor < 1 < self.ceiling:
             raise UsageError(
-                f"the floor of participation is {self.floor}",
+                f"participation from {self.floor} to {self.ceiling} times the mean is not possible",
                 where="goals",
-                fix="Give a share of at least 0 and below 1",
+                fix="Give a floor of at least 0 and below 1, and a ceiling above 1",
             )
 
     def adapted(self, accuracy: tuple[float, ...]) -> Goals:
@@ -113,9 +116,9 @@ class GoalSelector:
             if weight
         )
         drawn = preference + self._rng.gumbel(size=free.size)
-        asked = view.selected[free]
-        lags = asked < goals.floor * max(1.0, float(view.selected.mean()))
-        order = np.lexsort((-drawn, ~lags))
+        share = view.selected[free] / max(1.0, float(view.selected.mean()))
+        turn = (share >= goals.floor).astype(int) + (share > goals.ceiling)  # 0 comes first
+        order = np.lexsort((-drawn, turn))
         chosen: np.ndarray = free[order[:count]]
         return chosen
 

@@ -64,6 +64,7 @@ class Outcome(NamedTuple):
         monitor: evaluations of the model.
         seconds, rounds: that were simulated.
         returned: updates of each client that were used.
+        came_online: whether each client was ever online.
         spent_s, wasted_s: that all clients worked, and of it what was thrown away.
         sent_bytes: both ways, of all clients.
         alarms: of the monitor, each once.
@@ -73,6 +74,7 @@ class Outcome(NamedTuple):
     seconds: float
     rounds: int
     returned: np.ndarray
+    came_online: np.ndarray
     spent_s: float
     wasted_s: float
     sent_bytes: int
@@ -87,6 +89,11 @@ class Outcome(NamedTuple):
     def never_used(self) -> float:
         """Share of clients without a used update."""
         return float((self.returned == 0).mean())
+
+    @property
+    def never_online(self) -> float:
+        """Share of clients that nobody could have used."""
+        return float((~self.came_online).mean())
 
     @property
     def waste(self) -> float:
@@ -153,6 +160,7 @@ class Simulation:
         self._monitor = Monitor()
         self._alarms: dict[str, None] = {}
         self._sent_bytes = 0
+        self._came_online = np.zeros(sizes.size, bool)
 
     def run(
         self,
@@ -181,9 +189,9 @@ class Simulation:
             )
         now_s = 0.0
         while now_s <= budget_s and self._controller.version < rounds:
-            actions = self._controller.advance(
-                now_s, self._world.online(now_s), tuple(self._monitor.smoothed())
-            )
+            online = self._world.online(now_s)
+            self._came_online |= online
+            actions = self._controller.advance(now_s, online, tuple(self._monitor.smoothed()))
             for action in actions:
                 self._perform(now_s, action, on_evaluation)
             if self._monitor.evaluations and self._monitor.final >= target:
@@ -196,6 +204,7 @@ class Simulation:
             seconds=min(now_s, budget_s),
             rounds=self._controller.version,
             returned=self._controller.returned.copy(),
+            came_online=self._came_online,
             spent_s=self._controller.spent_s,
             wasted_s=self._controller.wasted_s,
             sent_bytes=self._sent_bytes,
