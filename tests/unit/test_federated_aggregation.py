@@ -2,6 +2,7 @@
 
 import math
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -165,6 +166,30 @@ def test_rules_refuse_what_they_promise_nothing_for():
         aggregation.weighted_sum([np.zeros(2, np.float32), np.zeros(3, np.float32)], [1, 1])
     with pytest.raises(UsageError, match="finite weights"):
         aggregation.weighted_sum(vectors(2), [1, math.nan])
+
+
+@pytest.mark.parametrize("rule", ["sum", "median", "trimmed mean", "multi-krum", "private mean"])
+def test_no_rule_holds_more_than_a_part_of_the_round(rule, monkeypatch):
+    monkeypatch.undo()  # chunks as they are
+    parameters = 100_000
+    base = vectors(1, parameters=parameters)[0]
+    deltas = [np.roll(base, shift) for shift in range(60)]
+    mechanism = GaussianMechanism(clip_norm=1.0, noise_multiplier=1.0, expected_clients=60)
+    rules = {
+        "sum": lambda: aggregation.weighted_sum(deltas, [1 / 60] * 60),
+        "median": lambda: aggregation.coordinate_median(deltas),
+        "trimmed mean": lambda: aggregation.trimmed_mean(deltas, 5),
+        "multi-krum": lambda: aggregation.multi_krum(deltas, 5, 40),
+        "private mean": lambda: mechanism.mean(deltas, np.random.default_rng(0)),
+    }
+    tracemalloc.start()
+    try:
+        rules[rule]()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    round_bytes = 60 * parameters * 4
+    assert peak < round_bytes / 4
 
 
 # --- clipping --------------------------------------------------------------------------------
