@@ -12,8 +12,10 @@ random; 20 % attack. Each round has the same pool of tokens, divided in proporti
 Income is per head, attackers over honest clients of the same run. "paired" divides by the income
 of the same clients, in the same rounds, when they do not attack: it shows what the attack added,
 and not which data the attackers happened to have. Sybils: all of them together over one honest
-client. AUC: of the likelihood of an attack at the end, attackers against honest clients. Accuracy:
-mean over the last third of the rounds, on images that pay for nothing.
+client; "alone" is what the client whose update they send earns when it is honest. AUC: of the
+likelihood of an attack at the end, attackers against honest clients. Accuracy: mean over the last
+third of the rounds, on images that pay for nothing. "least": income of the honest client at the
+first decile, over the mean.
 
     python bench/incentives.py --json [--quick] [--data DIR] [--outcomes FILE]
 
@@ -63,6 +65,8 @@ SCHEMES = (*BASELINES, "ours")
 FREE_RIDERS = ("noise", "replay", "flip")
 # Attacks whose updates differ from honest ones: only these can be detected from updates.
 DETECTABLE = tuple(name for name in ATTACKS if name not in ("none", "inflate", "rare"))
+# Harder variants than those that the bars are for; their figures are reported without a bar.
+VARIANTS = ("sybil_noisy", "lazy_scaled")
 # Attacks that show what the other ways of paying are good for.
 USUAL = ("none", "noise", "replay", "flip", "inflate", "sybil")
 COMPARED = {
@@ -229,6 +233,7 @@ def run(images, attack, scheme, seed, rounds):
         "attack": attack,
         "scheme": scheme,
         "seed": seed,
+        "rounds": rounds,
         "attackers": sorted(attackers),
         "rare": list(rare),
         "income": by_client.tolist(),
@@ -272,8 +277,8 @@ def figures(outcome, plain):
     found["paired"] = found["income"] / max(usual, 1e-9) if outcome["attackers"] else None
     if outcome["attack"].startswith("sybil"):
         found["together"] = float(income[group].sum()) / heads
-        # The update that all of them send is that of the first.
-        found["together_paired"] = found["together"] * before[others].mean() / before[group[0]]
+        # The update that all of them send is that of the first: what it earns alone.
+        found["alone"] = float(before[group[0]]) / max(float(before[others].mean()), 1e-9)
     if outcome["rare"] and outcome["attackers"]:
         found["rare"] = float(income[outcome["rare"]].mean()) / heads
     return found
@@ -307,7 +312,7 @@ def summary(outcomes, attack, scheme):
     plain_name = "rare" if attack.startswith("rare") else "none"
     each = [figures(o, by_key[plain_name, scheme, o["seed"]]) for o in mine]
     row = {"attack": attack, "scheme": scheme, "seeds": len(mine)}
-    for key in ("income", "paired", "together", "together_paired", "rare", "least"):
+    for key in ("income", "paired", "together", "alone", "rare", "least"):
         values = [f[key] for f in each if f.get(key) is not None]
         if values:
             row[key] = statistics.mean(values)
@@ -361,7 +366,13 @@ def judge(report, rows):
         report.bar(f"income of {attack}", ours[attack]["income"], 0.3)
     if "inflate" in ours:
         report.bar("income of inflate, paired", ours["inflate"]["paired"], 1.05)
-    report.bar("income of all sybils over one client", ours["sybil"]["together"], 1.2)
+    sybil = ours["sybil"]
+    report.bar("income of all sybils over one honest client", sybil["together"], 1.2)
+    report.bar(
+        "income of all sybils over the client that they copy, when it is honest",
+        sybil["together"] / sybil["alone"],
+        1.2,
+    )
     report.bar("income of rare data", ours["rare"]["income"], 0.8, at_least=True)
     if "rare_flip" in ours:
         report.bar(
@@ -369,6 +380,8 @@ def judge(report, rows):
         )
     detected = {name: row for name, row in ours.items() if name in DETECTABLE}
     for attack, row in detected.items():
+        if attack in VARIANTS:
+            continue
         report.bar(f"AUC of {attack}", row["auc"], 0.95, at_least=True)
     worst = max(detected.values(), key=lambda row: row["accuracy_loss"])
     report.bar(f"accuracy loss, worst ({worst['attack']})", worst["accuracy_loss"], 0.01)
@@ -402,7 +415,7 @@ def run_all(todo, kept):
         if kept and kept.exists()
         else []
     )
-    done = {(o["attack"], o["scheme"], o["seed"]): o for o in known}
+    done = {(o["attack"], o["scheme"], o["seed"]): o for o in known if o["rounds"] == todo[0][1]}
     missing = [job for job in todo if job[2] not in done]
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read by the workers when they import NumPy
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

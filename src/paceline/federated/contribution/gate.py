@@ -55,8 +55,8 @@ class Evidence:
         explained: in [0, 1]; shape (n,).
         agreement: cosine with the others, in [-1, 1]; shape (n,).
         steadiness: mean cosine with the client's own earlier updates, NaN without any; shape (n,).
-        kinship: largest cosine with an update of another client of an earlier round; in the first
-            round, of this one; shape (n,).
+        kinship: of clients without earlier updates, NaN for others: largest cosine with an update
+            of another client of an earlier round; in the first round, of this one; shape (n,).
         copies: indices that are copies of each other, each index once; alone: a group of one.
         earlier: of each update, what it is a copy of.
         noise: standard deviation of the cosine of noise with anything.
@@ -94,12 +94,16 @@ class SketchMemory:
         units = sketches / np.maximum(norms, _TINY)[:, None]
         cosines = units @ units.T
         explained, rest = self._without_steps(units)
+        steadiness = self._steadiness(clients, rest)
+        kinship = np.full(len(units), np.nan)
+        if (unknown := np.isnan(steadiness)).any():
+            kinship[unknown] = self._kinship(clients, rest, np.flatnonzero(unknown))
         return Evidence(
             norm_ratio=norms / max(float(np.median(norms)), _TINY),
             explained=explained,
             agreement=self._agreement(rest, trust),
-            steadiness=self._steadiness(clients, rest),
-            kinship=self._kinship(clients, rest),
+            steadiness=steadiness,
+            kinship=kinship,
             copies=_groups(1 - cosines, self._limit(cosines)),
             earlier=self._earlier(units, self._limit(cosines)),
             noise=1 / np.sqrt(sketches.shape[1]),
@@ -179,16 +183,16 @@ class SketchMemory:
                 found[index] = float((earlier @ rest[index]).mean())
         return found
 
-    def _kinship(self, clients: Sequence[str], rest: np.ndarray) -> np.ndarray:
-        """Return the largest cosine with the others; those of this round only if there are none."""
+    def _kinship(self, clients: Sequence[str], rest: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Return the largest cosine of the chosen clients' updates with those of other clients."""
         names = [name for _, names, _ in self._updates for name in names]
         if names:
             rows = np.concatenate([units for _, _, units in self._updates])
             _, others = self._without_steps(rows.astype(np.float64))
         else:
             names, others = list(clients), rest
-        cosines = rest @ others.T
-        cosines[np.array(clients)[:, None] == np.array(names)[None, :]] = -1
+        cosines = rest[chosen] @ others.T
+        cosines[np.array(clients)[chosen, None] == np.array(names)[None, :]] = -1
         return np.asarray(cosines.max(axis=1, initial=-1))
 
     def _earlier(self, units: np.ndarray, limit: float) -> list[Copy | None]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _VERSION = 1
 _ADMITTED = 0.7  # likelihood of an attack
 _LEAST_ROUNDS = 3  # before a client can be left out
-_OPPOSED = 0.1  # mean agreement below 0 at which a client without a utility is paid nothing
+_NEUTRAL, _OPPOSED = -0.05, -0.2  # mean agreement that costs nothing, and all, without a utility
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,12 +261,12 @@ class Contribution:
             outcome = 0.0 if is_refused else 0.5 + 0.5 * relative
             identities = max(reputations.identities(client), len(groups[index]))
             ratio = float(evidence.norm_ratio[index])
-            suspicion = 1.0 if is_refused else max(1 - 1 / identities, _unusual(ratio))
+            suspicion = 1.0 if is_refused else _suspicion(ratio, identities, is_good=value > 0)
             reputations.observe(client, outcome=outcome, suspicion=suspicion, value=relative)
             standing = reputations.of(client)
             if is_blind:
                 standing = _blind_standing(reputations.value(client)) * (standing > 0.25)
-            earned[index] = max(0.0, value) * standing * min(1.0, ratio) / identities
+            earned[index] = max(0.0, value) * standing * min(1.0, ratio) / _divisor(identities)
             if index in players and (value > 0 or standing > self._options.newcomer):
                 weights[index] = standing
         total = earned.sum()
@@ -299,11 +299,25 @@ def _players(copies: list[list[int]], passed: list[int]) -> list[int]:
     return sorted(index for first in firsts for index in first)
 
 
-def _unusual(ratio: float) -> float:
-    """Return how suspicious a norm is, over the round's median: much too large or too small."""
-    return min(1.0, max(0.0, ratio - 2, 1 - 2 * ratio))
+def _divisor(identities: int) -> float:
+    """Return what a client's pay is divided by for the identities that it is linked with.
+
+    Two may be a mistake, and share one client's pay. With more, all together get 2 / identities of
+    it: a client with good data must not gain by names either.
+    """
+    return max(float(identities), identities**2 / 2)
+
+
+def _suspicion(ratio: float, identities: int, *, is_good: bool) -> float:
+    """Return how suspicious an update that passed is, in [0, 1].
+
+    A norm well below the round's median is work not done. One well above it is half as suspicious
+    where the update is good for the model: its client may have done more steps.
+    """
+    too_large = min(1.0, max(0.0, ratio - 1.5)) * (0.5 if is_good else 1.0)
+    return max(1 - 1 / identities, too_large, 1 - 2 * ratio)
 
 
 def _blind_standing(agreement: float) -> float:
-    """Return what a client's mean agreement leaves of its pay: all of it, unless it is negative."""
-    return min(1.0, max(0.0, 1 + agreement / _OPPOSED))
+    """Return what a client's mean agreement leaves of its pay without a utility."""
+    return min(1.0, max(0.0, (agreement - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
