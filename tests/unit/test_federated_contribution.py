@@ -230,6 +230,23 @@ def test_replays_of_global_steps_are_refused_mixed_or_scaled_too():
     assert [checks[f"client-{index}"] for index in range(8)] == [None] * 8
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.3, 1.0])
+def test_clients_with_equal_data_pass_however_noisy_their_steps_are(noise):
+    clients, scorer = Clients(), contribution()
+    clients.optima = [clients.optima[1]] * 8
+    for number in range(8):
+        deltas = {}
+        for index in range(8):
+            pull = 0.2 * (clients.optima[index] - clients.model)
+            part = clients.noise()
+            deltas[f"client-{index}"] = pull + noise * np.linalg.norm(pull) * (
+                part / np.linalg.norm(part)
+            )
+        scores = clients.play(scorer, deltas)
+        refusals = {score.refusal for score in scores.values()}
+        assert refusals == {None}, f"round {number}"
+
+
 def test_giants_are_refused_and_said_so():
     clients, scorer = Clients(), contribution()
     deltas = clients.honest() | {"giant": 30 * clients.delta(3)}
@@ -261,6 +278,17 @@ def test_a_late_copy_of_another_clients_update_is_refused():
     scores = clients.play(scorer, clients.honest() | {"thief": stolen})
     assert scores["thief"].refusal.check == "copy"
     assert scores["thief"].refusal.reason == "a copy of the update of client-4 in round 0"
+
+
+def test_a_client_that_sends_much_the_same_again_is_no_thief_and_one_that_sends_the_same_is():
+    clients, scorer = Clients(), contribution()
+    first = clients.delta(4)
+    clients.play(scorer, clients.honest() | {"client-4": first})
+    alike = first + 0.1 * clients.noise()
+    scores = clients.play(scorer, clients.honest() | {"client-4": alike})
+    assert scores["client-4"].refusal is None
+    scores = clients.play(scorer, clients.honest() | {"client-4": first})
+    assert scores["client-4"].refusal.reason == "a copy of the update of client-4 in round 0"
 
 
 @pytest.mark.parametrize("with_data", [True, False])

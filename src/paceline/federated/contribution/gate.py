@@ -12,12 +12,11 @@ All of it is computed from sketches (`Sketcher`), so that its cost does not grow
     kinship      for clients without earlier updates: the largest cosine with anybody's
     agreement    cosine of the rest with the mean rest of the others
 
-A client with rare data must not be starved, and with unequal data honest clients agree as little
-with each other as with noise: on Fashion-MNIST divided by Dirichlet(0.5) the cosine of an honest
-update with the others' median is 0.06, from -0.2 to 0.36, and its steadiness 0.4, from 0.26 to
-0.58; that of noise and of replays lies within 0.02 of 0. So steadiness, which no other client has a
-part in, decides whether there are data behind an update at all. Agreement refuses nobody; it only
-counts where it is negative round after round and the server has no utility.
+An update is refused as noise only if nothing speaks for data behind it: neither steadiness (or
+kinship) nor agreement. Where data are alike, clients agree; where they are not, they are steady: on
+Fashion-MNIST divided by Dirichlet(0.5) the cosine of an honest update with the others' median is
+0.06, from -0.2 to 0.36, and its steadiness 0.4, from 0.26 to 0.58; that of noise and of replays
+lies within 0.02 of 0. So a client with rare data, which no other vouches for, is not starved.
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ if TYPE_CHECKING:
 
 _TINY = 1e-12
 _LEAST_TYPICAL = 0.02  # 1 - cosine: clients that are more alike cannot be told from copies
+_LITTLE = 0.3  # of the round's usual rest; squared norms
 _OWN_SKETCHES = 3  # of a client
+# A client with large batches sends much the same again: only what is equal to the eye is a replay.
+_OWN_LIKENESS = 50
 _MEMORY = 0.2  # weight of a round in the typical distance of a pair
 
 
@@ -53,7 +55,9 @@ class Evidence:
     Attributes:
         norm_ratio: over the median of the round; shape (n,).
         explained: in [0, 1]; shape (n,).
-        agreement: cosine with the others, in [-1, 1]; shape (n,).
+        is_outlier: whether the rest that earlier global steps do not explain is much less than the
+            round's usual one; shape (n,). With equal data and large batches it is little for all.
+        agreement: cosine with the others, NaN without any; shape (n,).
         steadiness: mean cosine with the client's own earlier updates, NaN without any; shape (n,).
         kinship: of clients without earlier updates, NaN for others: largest cosine with an update
             of another client of an earlier round; in the first round, of this one; shape (n,).
@@ -64,6 +68,7 @@ class Evidence:
 
     norm_ratio: np.ndarray
     explained: np.ndarray
+    is_outlier: np.ndarray
     agreement: np.ndarray
     steadiness: np.ndarray
     kinship: np.ndarray
@@ -101,11 +106,12 @@ class SketchMemory:
         return Evidence(
             norm_ratio=norms / max(float(np.median(norms)), _TINY),
             explained=explained,
+            is_outlier=(1 - explained**2) < _LITTLE * np.median(1 - explained**2),
             agreement=self._agreement(rest, trust),
             steadiness=steadiness,
             kinship=kinship,
             copies=_groups(1 - cosines, self._limit(cosines)),
-            earlier=self._earlier(units, self._limit(cosines)),
+            earlier=self._earlier(clients, units, self._limit(cosines)),
             noise=1 / np.sqrt(sketches.shape[1]),
         )
 
@@ -167,8 +173,8 @@ class SketchMemory:
         count = len(rest)
         alike = rest @ rest.T
         left_out = min(int(np.ceil(self._options.common_share * (count - 1))), count - 2)
-        found = np.zeros(count)
-        for index in range(count):
+        found = np.full(count, np.nan)
+        for index in range(count if count > 1 else 0):
             order = np.argsort(alike[index])[::-1]
             others = order[order != index][max(left_out, 0) :]
             centre = trust[others] @ rest[others]
@@ -195,11 +201,15 @@ class SketchMemory:
         cosines[np.array(clients)[chosen, None] == np.array(names)[None, :]] = -1
         return np.asarray(cosines.max(axis=1, initial=-1))
 
-    def _earlier(self, units: np.ndarray, limit: float) -> list[Copy | None]:
+    def _earlier(
+        self, clients: Sequence[str], units: np.ndarray, limit: float
+    ) -> list[Copy | None]:
         found: list[Copy | None] = [None] * len(units)
         nearest = np.full(len(units), limit)
         for number, names, before in self._updates:
             distance = 1 - units @ before.T
+            is_own = np.array(clients)[:, None] == np.array(names)[None, :]
+            distance[is_own] *= _OWN_LIKENESS
             column = distance.argmin(axis=1)
             for index, other in enumerate(column):
                 if distance[index, other] < nearest[index]:

@@ -207,7 +207,7 @@ class Contribution:
         if ratio > largest:
             reason = f"norm {ratio:.3g} times the round's median; limit {largest:g}"
             return Refusal(client=client, check="norm", reason=reason)
-        if explained > options.replay_share:
+        if explained > options.replay_share and evidence.is_outlier[index]:
             reason = (
                 f"{explained:.2f} of it lies in earlier global steps; limit "
                 f"{options.replay_share:g}"
@@ -217,15 +217,15 @@ class Contribution:
             reason = f"a copy of the update of {copy.client} in round {copy.round}"
             return Refusal(client=client, check="copy", reason=reason)
         limit = options.noise_deviations * evidence.noise
-        steadiness, kinship = float(evidence.steadiness[index]), float(evidence.kinship[index])
-        if math.isfinite(steadiness) and steadiness < limit:
-            reason = (
-                f"cosine {steadiness:.3f} with the client's earlier updates is that of noise; "
-                f"limit {limit:.3f}"
-            )
-            return Refusal(client=client, check="noise", reason=reason)
-        if not math.isfinite(steadiness) and kinship < limit and len(clients) > 1:
-            reason = f"cosine at most {kinship:.3f} with anybody's update; limit {limit:.3f}"
+        likeness = {
+            "the client's earlier updates": float(evidence.steadiness[index]),
+            "anybody's earlier update": float(evidence.kinship[index]),
+            "the others' of this round": float(evidence.agreement[index]),
+        }
+        known = {what: cosine for what, cosine in likeness.items() if math.isfinite(cosine)}
+        if known and max(known.values()) < limit:
+            cosines = ", ".join(f"{cosine:.3f} with {what}" for what, cosine in known.items())
+            reason = f"cosines of noise: {cosines}; limit {limit:.3f}"
             return Refusal(client=client, check="noise", reason=reason)
         return None
 
@@ -257,7 +257,7 @@ class Contribution:
             value = 0.0 if is_refused else float(values[player])
             relative = min(1.0, max(-1.0, value / scale)) if scale > 0 else 0.0
             if is_blind:
-                relative = float(evidence.agreement[index])
+                relative = float(np.nan_to_num(evidence.agreement[index]))
             outcome = 0.0 if is_refused else 0.5 + 0.5 * relative
             identities = max(reputations.identities(client), len(groups[index]))
             ratio = float(evidence.norm_ratio[index])
