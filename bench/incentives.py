@@ -62,18 +62,18 @@ REEXAMINED = 0.1  # chance that a client that is not admitted is asked all the s
 RARE = 2  # clients that own a class
 BASELINES = ("claimed", "averaged", "records", "gate")
 SCHEMES = (*BASELINES, "ours")
-FREE_RIDERS = ("noise", "replay", "flip")
+FREE_RIDERS = ("noise", "noise_steady", "replay", "flip")
 # Attacks whose updates differ from honest ones: only these can be detected from updates.
 DETECTABLE = tuple(name for name in ATTACKS if name not in ("none", "inflate", "rare"))
 # Harder variants than those that the bars are for; their figures are reported without a bar.
-VARIANTS = ("sybil_noisy", "lazy_scaled")
+VARIANTS = ("noise_steady", "sybil_noisy", "lazy_scaled")
 # Attacks that show what the other ways of paying are good for.
 USUAL = ("none", "noise", "replay", "flip", "inflate", "sybil")
 COMPARED = {
     "claimed": USUAL,
     "averaged": USUAL,
     "records": (*USUAL, "rare"),
-    "gate": (*USUAL, "sign", "lazy", "rare", "rare_flip"),
+    "gate": (*USUAL, "noise_steady", "sign", "lazy", "rare", "rare_flip"),
 }
 QUICK = ("none", "noise", "replay", "flip", "sybil", "rare")
 
@@ -363,7 +363,8 @@ def judge(report, rows):
             report.bar("flip: change of the attackers' tokens", row["malicious_tokens"], -0.181)
     ours = {row["attack"]: row for row in rows if row["scheme"] == "ours"}
     for attack in FREE_RIDERS:
-        report.bar(f"income of {attack}", ours[attack]["income"], 0.3)
+        if attack in ours:
+            report.bar(f"income of {attack}", ours[attack]["income"], 0.3)
     if "inflate" in ours:
         report.bar("income of inflate, paired", ours["inflate"]["paired"], 1.05)
     sybil = ours["sybil"]

@@ -155,6 +155,15 @@ class NoiseFreeRider(Honest):
         )
 
 
+class SteadyNoise(Honest):
+    """Sends noise in the same direction each time, with 30 % of new noise: steady without data."""
+
+    def update(self, world, weights, client, rng):
+        own = make_generator(world.seed, "direction", client).standard_normal(weights.size)
+        delta = scaled_to(own, 1.0) + scaled_to(rng.standard_normal(weights.size), 0.3)
+        return fake(world, client, scaled_to(delta, typical_norm(world)))
+
+
 class Replay(Honest):
     """Sends one of the last five global steps, with 20 % of noise, at a plausible norm."""
 
@@ -270,6 +279,7 @@ class Sporadic(Honest):
 ATTACKS = {
     "none": Honest,
     "noise": NoiseFreeRider,
+    "noise_steady": SteadyNoise,
     "replay": Replay,
     "flip": LabelFlip,
     "inflate": Inflation,

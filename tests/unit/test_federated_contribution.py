@@ -211,6 +211,18 @@ def test_noise_is_refused_whoever_sends_it(with_data):
         assert scores["old"].likelihood > 0.4 > scores["client-3"].likelihood
 
 
+def test_a_steady_direction_that_means_nothing_earns_next_to_nothing():
+    for with_data in (True, False):
+        clients, scorer = Clients(), contribution()
+        direction, income = clients.noise(), {"steady": 0.0, "client-3": 0.0}
+        for _ in range(8):
+            deltas = clients.honest() | {"steady": direction + 0.3 * clients.noise()}
+            scores = clients.play(scorer, deltas, with_data=with_data)
+            for name in income:
+                income[name] += scores[name].score
+        assert income["steady"] <= 0.3 * income["client-3"]
+
+
 def test_replays_of_global_steps_are_refused_mixed_or_scaled_too():
     clients, scorer = Clients(), contribution()
     for _ in range(4):

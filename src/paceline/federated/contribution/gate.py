@@ -9,7 +9,9 @@ All of it is computed from sketches (`Sketcher`), so that its cost does not grow
                  and updates that are that near to one of an earlier round
     steadiness   cosine of the rest of the update (without that span) with the rests of the client's
                  own earlier updates: the same data pull the same way. Noise and replays have none
-    kinship      for clients without earlier updates: the largest cosine with anybody's
+    kinship      largest cosine with another client's update of an earlier round: for clients
+                 without earlier updates, and for all where the server has no data, since a client
+                 can be steady in a direction that means nothing
     agreement    cosine of the rest with the mean rest of the others
 
 An update is refused as noise only if nothing speaks for data behind it: neither steadiness (or
@@ -59,8 +61,8 @@ class Evidence:
             round's usual one; shape (n,). With equal data and large batches it is little for all.
         agreement: cosine with the others, NaN without any; shape (n,).
         steadiness: mean cosine with the client's own earlier updates, NaN without any; shape (n,).
-        kinship: of clients without earlier updates, NaN for others: largest cosine with an update
-            of another client of an earlier round; in the first round, of this one; shape (n,).
+        kinship: largest cosine with an update of another client of an earlier round; in the first
+            round, of this one; NaN where it was not asked for; shape (n,).
         copies: indices that are copies of each other, each index once; alone: a group of one.
         earlier: of each update, what it is a copy of.
         noise: standard deviation of the cosine of noise with anything.
@@ -87,13 +89,16 @@ class SketchMemory:
         self._own: dict[str, list[np.ndarray]] = {}  # the last sketches; the stalest client first
         self._typical: float | None = None  # 1 - cosine of a pair of a round
 
-    def examine(self, clients: Sequence[str], sketches: np.ndarray, trust: np.ndarray) -> Evidence:
+    def examine(
+        self, clients: Sequence[str], sketches: np.ndarray, trust: np.ndarray, *, all_kin: bool
+    ) -> Evidence:
         """Return what a round's updates show; nothing is remembered yet.
 
         Args:
             clients: who sent them.
             sketches: shape (n, size).
             trust: reputations, the weights of the clients' say; shape (n,).
+            all_kin: kinship of all clients, and not only of those without earlier updates.
         """
         norms = np.linalg.norm(sketches, axis=1)
         units = sketches / np.maximum(norms, _TINY)[:, None]
@@ -101,7 +106,7 @@ class SketchMemory:
         explained, rest = self._without_steps(units)
         steadiness = self._steadiness(clients, rest)
         kinship = np.full(len(units), np.nan)
-        if (unknown := np.isnan(steadiness)).any():
+        if (unknown := np.isnan(steadiness) | all_kin).any():
             kinship[unknown] = self._kinship(clients, rest, np.flatnonzero(unknown))
         return Evidence(
             norm_ratio=norms / max(float(np.median(norms)), _TINY),

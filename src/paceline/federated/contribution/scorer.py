@@ -125,10 +125,10 @@ class Contribution:
         clients = [update.client for update in updates]
         sketches = np.stack([self._sketcher.sketch(update.delta) for update in updates])
         trust = np.array([self._reputations.of(client) for client in clients])
-        evidence = self._memory.examine(clients, sketches, trust)
+        is_blind = utility is None
+        evidence = self._memory.examine(clients, sketches, trust, all_kin=is_blind)
         norms = np.array([norm(update.delta) for update in updates])
         clip_norm = self._options.clip_ratio * float(np.median(norms))
-        is_blind = utility is None
         refusals = [
             self._refusal(clients, evidence, index, is_blind=is_blind)
             for index in range(len(updates))
@@ -216,18 +216,26 @@ class Contribution:
         if (copy := evidence.earlier[index]) is not None:
             reason = f"a copy of the update of {copy.client} in round {copy.round}"
             return Refusal(client=client, check="copy", reason=reason)
-        limit = options.noise_deviations * evidence.noise
+        return self._noise_refusal(client, evidence, index, is_blind=is_blind)
+
+    def _noise_refusal(
+        self, client: str, evidence: Evidence, index: int, *, is_blind: bool
+    ) -> Refusal | None:
+        """Return why nothing speaks for data behind an update; without a utility, others must."""
+        limit = self._options.noise_deviations * evidence.noise
+        agreement, kinship = float(evidence.agreement[index]), float(evidence.kinship[index])
+        steadiness = math.nan if is_blind else float(evidence.steadiness[index])
         likeness = {
-            "the client's earlier updates": float(evidence.steadiness[index]),
-            "anybody's earlier update": float(evidence.kinship[index]),
-            "the others' of this round": float(evidence.agreement[index]),
+            "the client's earlier updates": steadiness,
+            "any earlier update of others": kinship,
+            "the others' of this round": agreement,
         }
         known = {what: cosine for what, cosine in likeness.items() if math.isfinite(cosine)}
-        if known and max(known.values()) < limit:
-            cosines = ", ".join(f"{cosine:.3f} with {what}" for what, cosine in known.items())
-            reason = f"cosines of noise: {cosines}; limit {limit:.3f}"
-            return Refusal(client=client, check="noise", reason=reason)
-        return None
+        if not known or max(known.values()) >= limit:
+            return None
+        cosines = ", ".join(f"{cosine:.3f} with {what}" for what, cosine in known.items())
+        reason = f"cosines of noise: {cosines}; limit {limit:.3f}"
+        return Refusal(client=client, check="noise", reason=reason)
 
     def _settle(
         self,
