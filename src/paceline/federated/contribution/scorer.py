@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _VERSION = 1
 _ADMITTED = 0.7  # likelihood of an attack
 _LEAST_ROUNDS = 3  # before a client can be left out
+_REFUSED_BEFORE = 0.25  # reputation of a client without a utility whose updates were refused
 _NEUTRAL, _OPPOSED = -0.05, -0.2  # mean agreement that costs nothing, and all, without a utility
 
 
@@ -248,56 +249,96 @@ class Contribution:
         is_blind: bool,
     ) -> tuple[ClientScore, ...]:
         """Turn values into scores, weights and records."""
-        reputations = self._reputations
-        groups = {index: group for group in evidence.copies for index in group}
-        for group in evidence.copies:
-            reputations.link([clients[index] for index in group])
-        for index, refusal in enumerate(refusals):
-            copy = evidence.earlier[index]
-            if refusal is not None and refusal.check == "copy" and copy is not None:
-                reputations.link([clients[index], copy.client])
+        self._link_copies(clients, evidence, refusals)
         scale = float(np.median(np.abs(values[players]))) if players else 0.0
+        shared = _shared_values(evidence.copies, players, values, refusals)
         earned, weights = np.zeros(len(clients)), np.zeros(len(clients))
         for index, client in enumerate(clients):
-            passed = [member for member in groups[index] if refusals[member] is None]
-            player = passed[0] if passed else index
-            is_refused = refusals[index] is not None
-            value = 0.0 if is_refused else float(values[player])
+            value = float(shared[index])
             relative = min(1.0, max(-1.0, value / scale)) if scale > 0 else 0.0
             if is_blind:
                 relative = float(np.nan_to_num(evidence.agreement[index]))
-            outcome = 0.0 if is_refused else 0.5 + 0.5 * relative
-            identities = max(reputations.identities(client), len(groups[index]))
-            ratio = float(evidence.norm_ratio[index])
-            suspicion = 1.0 if is_refused else _suspicion(ratio, identities, is_good=value > 0)
-            reputations.observe(client, outcome=outcome, suspicion=suspicion, value=relative)
-            standing = reputations.of(client)
+            standing, identities = self._observe(
+                client, refusals[index], value, relative, float(evidence.norm_ratio[index])
+            )
             if is_blind:
-                standing = _blind_standing(reputations.value(client)) * (standing > 0.25)
-            earned[index] = max(0.0, value) * standing * min(1.0, ratio) / _divisor(identities)
+                standing = self._blind_standing(client)
+            work = min(1.0, float(evidence.norm_ratio[index]))
+            earned[index] = max(0.0, value) * standing * work / _divisor(identities)
             if index in players and (value > 0 or standing > self._options.newcomer):
                 weights[index] = standing
-        total = earned.sum()
-        shares = earned / total if total > 0 else earned
-        sum_weights = weights.sum()
-        weights = weights / sum_weights if sum_weights > 0 else weights
+        shares, weights = _normalised(earned), _normalised(weights)
         found = []
         for index, client in enumerate(clients):
-            paid = reputations.pay(client, float(shares[index]))
+            paid = self._reputations.pay(client, float(shares[index]))
             found.append(
                 ClientScore(
                     client=client,
                     score=paid,
                     weight=float(weights[index]),
-                    likelihood=reputations.likelihood(client),
+                    likelihood=self._reputations.likelihood(client),
                     refusal=refusals[index],
                     value=float(values[index]),
                     norm_ratio=float(evidence.norm_ratio[index]),
-                    reputation=reputations.of(client),
+                    reputation=self._reputations.of(client),
                     withheld=float(shares[index]) - paid,
                 )
             )
         return tuple(found)
+
+    def _link_copies(
+        self, clients: list[str], evidence: Evidence, refusals: list[Refusal | None]
+    ) -> None:
+        """Link the senders of copies: those of this round, and of earlier updates."""
+        for group in evidence.copies:
+            self._reputations.link([clients[index] for index in group])
+        for client, copy, refusal in zip(clients, evidence.earlier, refusals, strict=True):
+            if copy is not None and refusal is not None and refusal.check == "copy":
+                self._reputations.link([client, copy.client])
+
+    def _observe(
+        self, client: str, refusal: Refusal | None, value: float, relative: float, ratio: float
+    ) -> tuple[float, int]:
+        """Record a client's round; return its reputation and how many identities it has."""
+        identities = self._reputations.identities(client)
+        suspicion, outcome = 1.0, 0.0
+        if refusal is None:
+            suspicion = _suspicion(ratio, identities, is_good=value > 0)
+            outcome = 0.5 + 0.5 * relative
+        self._reputations.observe(client, outcome=outcome, suspicion=suspicion, value=relative)
+        return self._reputations.of(client), identities
+
+    def _blind_standing(self, client: str) -> float:
+        """Return what is left of a client's pay without a utility.
+
+        All of it, unless its updates were refused or opposed the others round after round.
+        """
+        if self._reputations.of(client) <= _REFUSED_BEFORE:
+            return 0.0
+        agreement = self._reputations.value(client)
+        return min(1.0, max(0.0, (agreement - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
+
+
+def _shared_values(
+    copies: list[list[int]],
+    players: list[int],
+    values: np.ndarray,
+    refusals: list[Refusal | None],
+) -> np.ndarray:
+    """Return the value of each update: of a copy that of the one that played, refused: 0."""
+    shared = np.zeros(len(values))
+    for group in copies:
+        player = next((index for index in group if index in players), None)
+        for index in group:
+            if player is not None and refusals[index] is None:
+                shared[index] = values[player]
+    return shared
+
+
+def _normalised(parts: np.ndarray) -> np.ndarray:
+    """Return parts that add up to 1, or are all 0."""
+    total = parts.sum()
+    return parts / total if total > 0 else parts
 
 
 def _players(copies: list[list[int]], passed: list[int]) -> list[int]:
@@ -324,8 +365,3 @@ def _suspicion(ratio: float, identities: int, *, is_good: bool) -> float:
     """
     too_large = min(1.0, max(0.0, ratio - 1.5)) * (0.5 if is_good else 1.0)
     return max(1 - 1 / identities, too_large, 1 - 2 * ratio)
-
-
-def _blind_standing(agreement: float) -> float:
-    """Return what a client's mean agreement leaves of its pay without a utility."""
-    return min(1.0, max(0.0, (agreement - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
