@@ -149,7 +149,7 @@ def _check_length(parameters: int, model: np.ndarray, change: np.ndarray) -> Non
 def _load(optimizer: object, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     kind = type(optimizer).__name__
     fits = state.get("kind") == kind and all(
-        np.shape(state.get(name)) == array.shape for name, array in arrays.items()
+        name in state and np.shape(state[name]) == array.shape for name, array in arrays.items()
     )
     if not fits:
         shapes = {name: np.shape(value) for name, value in state.items() if name != "kind"}
