@@ -129,15 +129,21 @@ def test_sketches_keep_cosines_to_one_over_the_root_of_their_size():
 class Clients:
     """Clients with data of their own: each pulls the model to its own optimum, with noise.
 
-    Rare clients pull where no other does.
+    The first one has rare data: it pulls where hardly another one does. With kin, each of the
+    others has one whose data are much like its own.
     """
 
-    def __init__(self, count=8, *, seed=0):
+    def __init__(self, count=8, *, seed=0, kin=False):
         self.rng = np.random.default_rng(seed)
         common = self.rng.normal(0, 1, PARAMETERS)
         own = self.rng.normal(0, 1, (count, PARAMETERS))
         self.optima = [common + 1.5 * row for row in own]
-        self.optima[0] = 1.8 * own[0]  # rare data: nothing in common with the others
+        if kin:
+            shared = self.rng.normal(0, 1, (count, PARAMETERS))
+            self.optima = [
+                common + 1.2 * shared[index // 2] + 0.8 * row for index, row in enumerate(own)
+            ]
+        self.optima[0] = 0.6 * common + 1.7 * own[0]  # rare data: little in common
         self.model = np.zeros(PARAMETERS)
         self.steps = []
 
@@ -151,7 +157,8 @@ class Clients:
         return part * (np.linalg.norm(self.delta(1)) / np.linalg.norm(part))
 
     def utility(self, change):
-        target = np.mean(self.optima, axis=0)
+        """Half of the server's data are of the rare kind."""
+        target = 0.5 * self.optima[0] + 0.5 * np.mean(self.optima[1:], axis=0)
         return -float(((self.model + change - target) ** 2).mean())
 
     def play(self, contribution, deltas, *, with_data=True):
@@ -213,7 +220,7 @@ def test_noise_is_refused_whoever_sends_it(with_data):
 
 def test_a_steady_direction_that_means_nothing_earns_next_to_nothing():
     for with_data in (True, False):
-        clients, scorer = Clients(), contribution()
+        clients, scorer = Clients(kin=True), contribution()
         direction, income = clients.noise(), {"steady": 0.0, "client-3": 0.0}
         for _ in range(8):
             deltas = clients.honest() | {"steady": direction + 0.3 * clients.noise()}
