@@ -144,6 +144,7 @@ class Clients:
                 common + 1.2 * shared[index // 2] + 0.8 * row for index, row in enumerate(own)
             ]
         self.optima[0] = 0.6 * common + 1.7 * own[0]  # rare data: little in common
+        self.rare_share = 1 / count  # of the server's data
         self.model = np.zeros(PARAMETERS)
         self.steps = []
 
@@ -157,8 +158,8 @@ class Clients:
         return part * (np.linalg.norm(self.delta(1)) / np.linalg.norm(part))
 
     def utility(self, change):
-        """Half of the server's data are of the rare kind."""
-        target = 0.5 * self.optima[0] + 0.5 * np.mean(self.optima[1:], axis=0)
+        others = np.mean(self.optima[1:], axis=0)
+        target = self.rare_share * self.optima[0] + (1 - self.rare_share) * others
         return -float(((self.model + change - target) ** 2).mean())
 
     def play(self, contribution, deltas, *, with_data=True):
@@ -195,6 +196,7 @@ def contribution():
 @pytest.mark.parametrize("with_data", [True, False])
 def test_honest_clients_pass_and_the_owner_of_rare_data_is_paid_as_the_others(with_data):
     clients, scorer, income = Clients(), contribution(), np.zeros(8)
+    clients.rare_share = 0.5
     for _ in range(6):
         scores = clients.play(scorer, clients.honest(), with_data=with_data)
         assert [score.refusal for score in scores.values()] == [None] * 8
