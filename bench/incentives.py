@@ -127,7 +127,7 @@ class Records(Scheme):
 
     def select(self, clients, rng):
         numbers = {name(client): client for client in clients}
-        return [numbers[one] for one in self.records.select(list(numbers), COHORT, rng)]
+        return [numbers[known] for known in self.records.select(list(numbers), COHORT, rng)]
 
     def settle(self, updates, utility, accuracy_of):
         reached = {update.client: accuracy_of(update.delta) for update in updates}
@@ -253,8 +253,8 @@ def client_of(identity):
 
 def auc(likelihood, attackers):
     """Return how often an attacker's likelihood is above an honest client's; None: no such."""
-    bad = [value for one, value in likelihood.items() if client_of(one) in attackers]
-    good = [value for one, value in likelihood.items() if client_of(one) not in attackers]
+    bad = [value for identity, value in likelihood.items() if client_of(identity) in attackers]
+    good = [value for identity, value in likelihood.items() if client_of(identity) not in attackers]
     if not bad or not good:
         return None
     pairs = list(itertools.product(bad, good))

@@ -48,7 +48,7 @@ _OWN_LIKENESS = 50
 _MEMORY = 0.2  # weight of a round in the typical distance of a pair
 
 
-class Copy(NamedTuple):
+class EarlierUpdate(NamedTuple):
     """An earlier update that one is a copy of."""
 
     client: str
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class Evidence:
+class RoundEvidence:
     """Of a round with n updates.
 
     Attributes:
@@ -82,7 +82,7 @@ class Evidence:
     steadiness: np.ndarray
     kinship: np.ndarray
     copies: list[list[int]]
-    earlier: list[Copy | None]
+    earlier: list[EarlierUpdate | None]
     noise: float
 
     def is_noise(self, limit: float, *, is_blind: bool) -> np.ndarray:
@@ -115,7 +115,7 @@ class SketchMemory:
 
     def examine(
         self, clients: Sequence[str], sketches: np.ndarray, trust: np.ndarray, *, all_kin: bool
-    ) -> Evidence:
+    ) -> RoundEvidence:
         """Return what a round's updates show; nothing is remembered yet.
 
         Args:
@@ -132,7 +132,7 @@ class SketchMemory:
         kinship = np.full(len(units), np.nan)
         if (unknown := np.isnan(steadiness) | all_kin).any():
             kinship[unknown] = self._kinship(clients, rest, np.flatnonzero(unknown))
-        return Evidence(
+        return RoundEvidence(
             norm_ratio=norms / max(float(np.median(norms)), _TINY),
             explained=explained,
             is_outlier=(1 - explained**2) < _LITTLE * np.median(1 - explained**2),
@@ -235,8 +235,8 @@ class SketchMemory:
 
     def _earlier(
         self, clients: Sequence[str], units: np.ndarray, limit: float
-    ) -> list[Copy | None]:
-        found: list[Copy | None] = [None] * len(units)
+    ) -> list[EarlierUpdate | None]:
+        found: list[EarlierUpdate | None] = [None] * len(units)
         nearest = np.full(len(units), limit)
         for number, names, before in self._updates:
             distance = 1 - units @ before.T
@@ -246,7 +246,7 @@ class SketchMemory:
             for index, other in enumerate(column):
                 if distance[index, other] < nearest[index]:
                     nearest[index] = distance[index, other]
-                    found[index] = Copy(names[other], number)
+                    found[index] = EarlierUpdate(names[other], number)
         return found
 
 

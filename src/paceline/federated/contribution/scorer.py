@@ -23,7 +23,7 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.core.randomness import make_generator
 from paceline.federated.aggregation.clipping import clip
-from paceline.federated.contribution.gate import Evidence, SketchMemory
+from paceline.federated.contribution.gate import RoundEvidence, SketchMemory
 from paceline.federated.contribution.options import ContributionOptions
 from paceline.federated.contribution.reputation import Reputations
 from paceline.federated.contribution.shapley import CoalitionGame, gtg_shapley
@@ -53,7 +53,7 @@ class ClientScore:
         weight: of its update in the aggregate; the weights of a round add up to 1, or are all 0.
         likelihood: that the client attacks, from all of its rounds; in [0, 1].
         refusal: the gate that its update did not pass; None: it passed.
-        value: Shapley value; without a utility 1 for whoever passes.
+        value: Shapley value; without a utility 1 for each that passes.
         norm_ratio: norm over the median of the round.
         reputation: after this round.
         withheld: of the score, for copies that were paid before they were found.
@@ -201,7 +201,7 @@ class Contribution:
         )
 
     def _refusal(
-        self, clients: list[str], evidence: Evidence, index: int, *, is_blind: bool
+        self, clients: list[str], evidence: RoundEvidence, index: int, *, is_blind: bool
     ) -> Refusal | None:
         """Return why an update does not pass the gate."""
         options, client = self._options, clients[index]
@@ -229,7 +229,7 @@ class Contribution:
     def _settle(
         self,
         clients: list[str],
-        evidence: Evidence,
+        evidence: RoundEvidence,
         refusals: list[Refusal | None],
         players: list[int],
         values: np.ndarray,
@@ -275,7 +275,7 @@ class Contribution:
         return tuple(found)
 
     def _link_copies(
-        self, clients: list[str], evidence: Evidence, refusals: list[Refusal | None]
+        self, clients: list[str], evidence: RoundEvidence, refusals: list[Refusal | None]
     ) -> None:
         """Link the senders of copies: those of this round, and of earlier updates."""
         for group in evidence.copies:
@@ -307,7 +307,7 @@ class Contribution:
         return min(1.0, max(0.0, (accord - _OPPOSED) / (_NEUTRAL - _OPPOSED)))
 
 
-def _noise_reason(evidence: Evidence, index: int, limit: float) -> str:
+def _noise_reason(evidence: RoundEvidence, index: int, limit: float) -> str:
     likeness = {
         "the client's earlier updates": float(evidence.steadiness[index]),
         "any earlier update of others": float(evidence.kinship[index]),
