@@ -24,7 +24,7 @@ from paceline.federated.strategies import make_strategy
 from paceline.report.federation.model import FederationReport, FederationRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from paceline.federated.config import FederationConfig
 
@@ -111,8 +111,6 @@ def simulate(
     scores: Sequence[float],
     strategy: str,
     seed: int,
-    *,
-    on_evaluation: Callable[[float, int, float], None] | None = None,
 ) -> FederationResult:
     """Return what a strategy comes to; the same arguments bring the same result.
 
@@ -122,7 +120,6 @@ def simulate(
         scores: of devices.
         strategy: its name.
         seed: of everything that is drawn.
-        on_evaluation: called with seconds, round and accuracy.
     """
     split = make_generator(seed, "split")
     parts = dirichlet_split(
@@ -140,7 +137,7 @@ def simulate(
         work=config.work,
         seed=seed,
     )
-    outcome = simulation.run(config.budget_s, config.rounds, on_evaluation=on_evaluation)
+    outcome = simulation.run(config.budget_s, config.rounds)
     return _result(outcome, strategy, seed, config.target)
 
 
