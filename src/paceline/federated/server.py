@@ -67,7 +67,7 @@ class FederationServer:
         self.monitor = Monitor()
         self.refused: list[Refusal] = []
         self.alarms: dict[str, None] = {}
-        self._memory = UpdateMemory(weights.astype(np.float64), model.size)
+        self._memory = UpdateMemory(weights, model.size)
         self._models = {0: model}  # by version, as long as a client may work with it
         self._working: dict[int, int] = {}  # version that a client works with
 
