@@ -24,6 +24,7 @@ import shutil
 import signal
 import struct
 import tempfile
+import traceback
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import NotFound, PacelineError, UsageError
+from paceline.core.errors import NotFound, UsageError
 from paceline.core.record import Record
 from paceline.federated.ledger import database
 from paceline.federated.ledger.ledger import Ledger
@@ -187,13 +188,14 @@ def torture_ledger(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_operations(ledger: Ledger, seed: int, first: int, last: int) -> Iterator[int]:
+def write_operations(
+    ledger: Ledger, seed: int, first: int, last: int, most_per_block: int = _MOST_PER_BLOCK
+) -> Iterator[int]:
     """Write operations in blocks; yield the number of the next operation after each commit."""
     number = first
     while number < last:
-        end = min(
-            last, number + random.Random(f"{seed}:block:{number}").randint(1, _MOST_PER_BLOCK)
-        )
+        size = random.Random(f"{seed}:block:{number}").randint(1, most_per_block)
+        end = min(last, number + size)
         with ledger.block(_now_ms(number)) as block:
             for place in range(number, end):
                 apply(block, operation(seed, place))
@@ -416,9 +418,8 @@ class _Campaign:
                 ):
                     os.write(pipe, struct.pack("<q", number))
             code = 0
-        except (PacelineError, AssertionError) as problem:
-            text = f"from operation {first}: {type(problem).__name__}: {problem}\n"
-            os.write(2, text.encode())
+        except Exception:  # noqa: BLE001  # whatever it is: it ends this process
+            os.write(2, f"from operation {first}: {traceback.format_exc()}".encode())
         finally:
             os._exit(code)  # the parent's buffers and handlers are not this process's
 
