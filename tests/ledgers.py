@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.federated.ledger import Ledger, RunTerms, Work
+from paceline.federated.ledger import Ledger, RoundWork, RunTerms
 
 TERMS = RunTerms(budget_per_round=1_000_000, rounds=10, audit_delay_ms=1000)
 UPDATE = "ab" * 32
 
 
 def work(client, score, **fields):
-    return Work(client=client, score=score, update=UPDATE, samples=10, **fields)
+    return RoundWork(client=client, score=score, update=UPDATE, samples=10, **fields)
 
 
 def funded(path, *, terms=TERMS, key=None):

@@ -116,11 +116,22 @@ def test_an_operation_that_fails_leaves_the_rest_of_its_block(ledger):
     assert ledger.verify().ok
 
 
-def test_an_exception_in_a_block_leaves_nothing_of_it(ledger):
-    before = ledger.balances()
-    with pytest.raises(ZeroDivisionError), ledger.block(2000) as block:
+def _issue_and_fail(ledger):
+    with ledger.block(2000) as block:
         block.issue("a", 5, "1")
         raise ZeroDivisionError
+
+
+def _issue_many(ledger, count):
+    with ledger.block(2000) as block:
+        for number in range(count):
+            block.issue(f"client-{number}", 10, "1")
+
+
+def test_an_exception_in_a_block_leaves_nothing_of_it(ledger):
+    before = ledger.balances()
+    with pytest.raises(ZeroDivisionError):
+        _issue_and_fail(ledger)
     assert ledger.balances() == before
     with ledger.block(2000) as block:
         assert block.issue("a", 5, "1")
@@ -217,9 +228,8 @@ def test_a_full_disk_leaves_nothing_half_written(ledger):
     pages = ledger._sql.row("PRAGMA page_count")[0]
     before = ledger.balances(), ledger.head()
     ledger._sql.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageError, match="full"), ledger.block(2000) as block:
-        for number in range(500):
-            block.issue(f"client-{number}", 10, "1")
+    with pytest.raises(StorageError, match="full"):
+        _issue_many(ledger, 500)
     assert (ledger.balances(), ledger.head()) == before
     ledger._sql.execute(f"PRAGMA max_page_count = {pages + 1000}")
     with ledger.block(2000) as block:
@@ -301,9 +311,12 @@ def test_a_newer_format_is_said(tmp_path):
 
 
 def test_readers_and_open_blocks_cannot_begin_another(ledger):
-    with Ledger.read(ledger.path) as reader, pytest.raises(UsageError, match="reading"):
-        with reader.block(2000):
-            pass
+    with (
+        Ledger.read(ledger.path) as reader,
+        pytest.raises(UsageError, match="reading"),
+        reader.block(2000),
+    ):
+        pass
     with ledger.block(2000), pytest.raises(UsageError, match="open"), ledger.block(2000):
         pass
     with pytest.raises(UsageError, match="time"), ledger.block(1.5):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paceline.core.errors import ConfigError, UsageError
-from paceline.federated.ledger import RunTerms, Work, improvement_ppm, payments
+from paceline.federated.ledger import RoundWork, RunTerms, improvement_ppm, payments
 from paceline.federated.ledger.division import divide
 from paceline.federated.ledger.transactions import canonical_json, parse_body
 
@@ -14,7 +14,7 @@ UPDATE = "0f" * 32
 
 
 def _work(client, score):
-    return Work(client=client, score=score, update=UPDATE, samples=10)
+    return RoundWork(client=client, score=score, update=UPDATE, samples=10)
 
 
 def test_a_rounds_budget_is_divided_by_score_after_the_fee():
@@ -29,8 +29,8 @@ def test_nobody_is_paid_where_all_scores_are_zero():
 
 
 def test_samples_that_a_client_claims_do_not_change_its_pay():
-    modest = Work(client="a", score=1.0, update=UPDATE, samples=1)
-    boasting = Work(client="b", score=1.0, update=UPDATE, samples=10**9)
+    modest = RoundWork(client="a", score=1.0, update=UPDATE, samples=1)
+    boasting = RoundWork(client="b", score=1.0, update=UPDATE, samples=10**9)
     assert payments.round_pay(TERMS, [modest, boasting]) == {"a": 450, "b": 450}
 
 
@@ -108,7 +108,7 @@ def test_a_budget_beyond_the_supply_is_refused():
 @pytest.mark.parametrize("update", ["", "ab", "G" * 64, "AB" * 32])
 def test_the_hash_of_an_update_is_checked(update):
     with pytest.raises(UsageError, match="client a"):
-        Work(client="a", score=1.0, update=update, samples=1)
+        RoundWork(client="a", score=1.0, update=update, samples=1)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "a\nb", "\ud800"])

@@ -9,7 +9,7 @@ from paceline.federated.ledger.accounts import MICRO_TOKENS
 from paceline.federated.ledger.block import LedgerBlock, PaymentReceipt
 from paceline.federated.ledger.keys import SigningKey
 from paceline.federated.ledger.ledger import Ledger
-from paceline.federated.ledger.payments import RunTerms, Work, improvement_ppm
+from paceline.federated.ledger.payments import RoundWork, RunTerms, improvement_ppm
 from paceline.federated.ledger.receipts import work_text
 from paceline.federated.ledger.verify import ExpectedBlock, LedgerReport
 
@@ -20,9 +20,9 @@ __all__ = [
     "LedgerBlock",
     "LedgerReport",
     "PaymentReceipt",
+    "RoundWork",
     "RunTerms",
     "SigningKey",
-    "Work",
     "improvement_ppm",
     "work_text",
 ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.federated.ledger.database import Connection
     from paceline.federated.ledger.keys import SigningKey
-    from paceline.federated.ledger.payments import Work
+    from paceline.federated.ledger.payments import RoundWork
     from paceline.federated.ledger.transactions import Plain
 
 _INSERT_TRANSACTION = "INSERT INTO transactions VALUES (?, ?, ?, ?, ?, ?)"
@@ -148,7 +148,9 @@ class LedgerBlock:
         """
         return self._add_alone(payments.begin_run(run, terms))
 
-    def pay_round(self, run: str, number: int, works: Sequence[Work]) -> dict[str, PaymentReceipt]:
+    def pay_round(
+        self, run: str, number: int, works: Sequence[RoundWork]
+    ) -> dict[str, PaymentReceipt]:
         """Pay infrastructure and clients for a round, once; return each client's receipt.
 
         A client that registered a key, and whose signature of its work is not valid, is paid 0.
@@ -287,7 +289,7 @@ class LedgerBlock:
             [(payment.run, payment.round, payment.client) for payment in settled],
         )
 
-    def _checked(self, run: str, number: int, work: Work) -> Work:
+    def _checked(self, run: str, number: int, work: RoundWork) -> RoundWork:
         """Return the work, unpaid if its client has a key and did not sign it."""
         body = self._key_body(("client", work.client))
         if body is None:
@@ -299,7 +301,7 @@ class LedgerBlock:
         return dataclasses.replace(work, score=0.0, reason=_UNSIGNED)
 
     def _receipt(
-        self, run: str, number: int, terms: RunTerms, work: Work, amount: int
+        self, run: str, number: int, terms: RunTerms, work: RoundWork, amount: int
     ) -> PaymentReceipt:
         signature = ""
         if self._key is not None:

@@ -25,8 +25,17 @@ def signatures_available() -> bool:
     return importlib.util.find_spec("cryptography") is not None
 
 
+def require_signatures() -> None:
+    """See that signatures can be checked here.
+
+    Raises:
+        Missing: the library `cryptography` is not installed.
+    """
+    _ed25519()
+
+
 class SigningKey:
-    """A private key; whoever has its file can sign in its owner's name."""
+    """A private key: its file is enough to sign in its owner's name."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         """Wrap a key; use `generate` or `load`."""

@@ -96,7 +96,7 @@ class RunTerms(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class RoundWork:
     """What a client did in a round.
 
     Attributes:
@@ -212,7 +212,7 @@ def begin_run(run: str, terms: RunTerms) -> Transaction:
     return move("run", key, accounts.TREASURY, accounts.budget(run), terms.budget, note)
 
 
-def round_pay(terms: RunTerms, works: Sequence[Work]) -> dict[str, int]:
+def round_pay(terms: RunTerms, works: Sequence[RoundWork]) -> dict[str, int]:
     """Return what each client earns in a round, in micro-tokens.
 
     Raises:
@@ -240,7 +240,7 @@ def pay_fee(run: str, number: int, terms: RunTerms) -> Transaction:
 
 
 def pay_client(
-    run: str, number: int, work: Work, amount: int, server_signature: str = ""
+    run: str, number: int, work: RoundWork, amount: int, server_signature: str = ""
 ) -> Transaction:
     """Return the transaction that puts a client's pay for a round into escrow.
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from paceline.federated.ledger.transactions import canonical_json
 
 if TYPE_CHECKING:
-    from paceline.federated.ledger.payments import Work
+    from paceline.federated.ledger.payments import RoundWork
     from paceline.federated.ledger.transactions import Plain
 
 
-def work_text(ledger: str, run: str, number: int, work: Work) -> bytes:
+def work_text(ledger: str, run: str, number: int, work: RoundWork) -> bytes:
     """Return what a client signs for its work in a round.
 
     Args:
@@ -34,7 +34,7 @@ def work_text(ledger: str, run: str, number: int, work: Work) -> bytes:
 
 
 def payment_text(
-    ledger: str, run: str, number: int, work: Work, amount: int, audit_delay_ms: int
+    ledger: str, run: str, number: int, work: RoundWork, amount: int, audit_delay_ms: int
 ) -> bytes:
     """Return what the server signs for a client's pay of `amount` micro-tokens; see `work_text`."""
     data: dict[str, Plain] = {

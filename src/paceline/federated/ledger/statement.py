@@ -63,7 +63,7 @@ class StatementLine(Record):
     spendable: int
     held: int
     stake: int
-    note: dict[str, Any]
+    note: dict[str, str]
     hash: str
 
 
@@ -193,6 +193,8 @@ def _line(
         spendable=changes.get(accounts.spendable(client), 0),
         held=changes.get(accounts.held_pay(client), 0),
         stake=changes.get(accounts.stake(client), 0),
-        note=transaction.note,
+        note={
+            name: value for name, value in transaction.note.items() if isinstance(value, str | int)
+        },
         hash=hashed,
     )

@@ -37,7 +37,7 @@ from paceline.core.errors import NotFound, UsageError
 from paceline.core.record import Record
 from paceline.federated.ledger import database
 from paceline.federated.ledger.ledger import Ledger
-from paceline.federated.ledger.payments import RunTerms, Work
+from paceline.federated.ledger.payments import RoundWork, RunTerms
 from paceline.federated.ledger.verify import check_tail
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class LedgerTorture(Record):
         return not self.failure_count
 
 
-class Operation(NamedTuple):
+class LedgerOperation(NamedTuple):
     """An operation of the stream, for ledger and model alike.
 
     Attributes:
@@ -119,20 +119,20 @@ class Operation(NamedTuple):
     run: str = ""
     round: int = 0
     amount: int = 0
-    works: tuple[Work, ...] = ()
+    works: tuple[RoundWork, ...] = ()
 
 
-def operation(seed: int, number: int) -> Operation:
+def operation(seed: int, number: int) -> LedgerOperation:
     """Return the operation at a place of the stream."""
     rng = random.Random(f"{seed}:{number}")
     rounds, phase = divmod(number, _PER_ROUND)
     run, within = divmod(rounds, _ROUNDS_PER_RUN)
     if phase == 0 and within == 0:
-        return Operation("begin", number, run=f"run-{run}")
+        return LedgerOperation("begin", number, run=f"run-{run}")
     if phase == 1:
-        return Operation("round", number, run=f"run-{run}", round=within, works=_works(rng))
+        return LedgerOperation("round", number, run=f"run-{run}", round=within, works=_works(rng))
     if phase == _PER_ROUND - 1 and within == _ROUNDS_PER_RUN - 1:
-        return Operation("end", number, run=f"run-{run}", amount=rng.randrange(400_000))
+        return LedgerOperation("end", number, run=f"run-{run}", amount=rng.randrange(400_000))
     client = f"client-{rng.randrange(_CLIENTS)}"
     older = rounds - _RELEASE_AFTER - rng.randrange(100)
     kind = rng.choices(_KINDS, _WEIGHTS)[0]
@@ -143,9 +143,9 @@ def operation(seed: int, number: int) -> Operation:
         paid = operation(seed, older * _PER_ROUND + 1)
         works = paid.works if kind != "rewrite" else (*paid.works[1:], _work("client-x", 0.5))
         client = rng.choice(paid.works).client
-        return Operation(kind, number, client, f"run-{run}", within, works=works)
+        return LedgerOperation(kind, number, client, f"run-{run}", within, works=works)
     amount = _TOO_MUCH if kind == "overdraw" else rng.randrange(1, 1000)
-    return Operation(kind, number, client, f"run-{run}", amount=amount)
+    return LedgerOperation(kind, number, client, f"run-{run}", amount=amount)
 
 
 _KINDS = ("deposit", "issue", "stake", "release", "slash", "overdraw", "repeat", "rewrite")
@@ -203,7 +203,7 @@ def write_operations(
         yield number
 
 
-def apply(block: LedgerBlock, wanted: Operation) -> None:
+def apply(block: LedgerBlock, wanted: LedgerOperation) -> None:
     """Do an operation; those that must be refused have to be.
 
     Raises:
@@ -250,7 +250,7 @@ class Model:
             self._move("issued", f"client:{client}", _GRANT)
         self._move("client:client-0", "treasury", _GRANT // 2)
 
-    def apply(self, wanted: Operation) -> None:
+    def apply(self, wanted: LedgerOperation) -> None:
         """Do an operation."""
         client = f"client:{wanted.client}"
         budget = f"escrow:budget:{wanted.run}"
@@ -282,7 +282,7 @@ class Model:
         assert source == "issued" or self.balances[source] >= 0, source
         self.transactions += 1
 
-    def _pay(self, wanted: Operation, budget: str) -> None:
+    def _pay(self, wanted: LedgerOperation, budget: str) -> None:
         fee = _TERMS.budget_per_round * _TERMS.infrastructure_ppm // 1_000_000
         self._move(budget, "infrastructure", fee)
         pool = _TERMS.budget_per_round - fee
@@ -293,7 +293,7 @@ class Model:
             if amount:
                 self.held[wanted.run, wanted.round, client] = amount
 
-    def _release(self, wanted: Operation) -> None:
+    def _release(self, wanted: LedgerOperation) -> None:
         key = wanted.run, wanted.round, wanted.client
         if key in self.held:
             self._move(f"escrow:pay:{wanted.client}", f"client:{wanted.client}", self.held.pop(key))
@@ -308,7 +308,7 @@ class Model:
             self._move(f"escrow:pay:{client}", "slashed", self.held.pop(key))
             self.settled[key] = "slash"
 
-    def _end(self, wanted: Operation, budget: str) -> None:
+    def _end(self, wanted: LedgerOperation, budget: str) -> None:
         deposits = self.deposits.pop(wanted.run, Counter())
         planned = _TERMS.budget_per_round * _TERMS.rounds
         unspent = self.balances[budget]
@@ -486,14 +486,14 @@ def _now_ms(number: int) -> int:
     return now_ms - (500_000 if number % 7 == 0 else 0)
 
 
-def _works(rng: random.Random) -> tuple[Work, ...]:
+def _works(rng: random.Random) -> tuple[RoundWork, ...]:
     chosen = rng.sample(range(_CLIENTS), rng.randint(1, 8))
     scores = [rng.choice((0.0, 0.1, 1 / 3, rng.random())) for _ in chosen]
     return tuple(_work(f"client-{i}", score) for i, score in zip(chosen, scores, strict=True))
 
 
-def _work(client: str, score: float) -> Work:
-    return Work(client=client, score=score, update="5f" * 32, samples=7)
+def _work(client: str, score: float) -> RoundWork:
+    return RoundWork(client=client, score=score, update="5f" * 32, samples=7)
 
 
 def _shares(amount: int, weights: dict[str, Fraction]) -> dict[str, int]:

@@ -1,13 +1,14 @@
 """Verification of a ledger: every row, in order, until the first that is not as it was written.
 
-    1  the tables and triggers are those of a ledger
+    1  the tables and triggers are those of a ledger; pages and indexes are as SQLite writes them
+       (by its index of keys a ledger finds what was paid already), and values of their types
     2  rows are numbered without gaps; each transaction's hash is that of its body, and its columns
        and postings are what the body says
     3  each block's hash is that of its transactions and of the block before; times do not go back;
        the server signed it
     4  no balance ever falls below zero, no payment is settled twice or with another amount
     5  the derived tables (balances, held payments) are what the postings come to
-    6  with `receipts`: clients and server signed what the transactions say
+    6  with `with_receipts`: clients and server signed what the transactions say
 
 A row that was changed by itself is named. Who can write the file, and has the server's key, can
 forge all rows after a block; who noted the hash of a later block elsewhere (`expected`) sees that.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from paceline.core.errors import CorruptData, StorageError
 from paceline.core.record import Record
 from paceline.federated.ledger import accounts, database, keys, receipts
-from paceline.federated.ledger.payments import RunTerms, Work
+from paceline.federated.ledger.payments import RoundWork, RunTerms
 from paceline.federated.ledger.transactions import (
     NO_BLOCK,
     Block,
@@ -177,6 +178,8 @@ def check_tail(sql: Connection) -> Damage | None:
         return found.damage
     except CorruptData as problem:
         return Damage(table="file", row="", reason=problem.why)
+    except (TypeError, AttributeError) as problem:  # only a damaged page has values of other types
+        return Damage(table=check.table, row=str(check.last_row), reason=str(problem))
     return None
 
 
@@ -194,6 +197,8 @@ class _Verification:
         self._public_key = self._settings["public_key"]
         self._signs = bool(self._public_key) and keys.signatures_available()
         self._with_receipts = with_receipts
+        if with_receipts and self._public_key:
+            keys.require_signatures()
         self._counts = {"blocks": 0, "transactions": 0, "postings": 0}
         self._receipts = 0
         self._head = NO_BLOCK
@@ -206,6 +211,9 @@ class _Verification:
     def run(self, on_progress: Callable[[int, int], None]) -> None:
         """Check everything."""
         self.check_schema()
+        found = self._sql.row("PRAGMA integrity_check(1)")[0]
+        if found != "ok":
+            raise _Found("file", "", str(found))
         self.check_settings()
         self.check_blocks(on_progress=on_progress)
         self._check_derived()
@@ -261,6 +269,10 @@ class _Verification:
                 self.table, self.last_row = "blocks", number
                 if row.number != number:
                     raise _Found("blocks", number, "it is missing")
+                if row.previous != before.hash:
+                    raise _Found("blocks", number, "its previous hash is not the block before's")
+                if row.at_ms < before.at_ms:
+                    raise _Found("blocks", number, "its time is before that of the block before")
                 hashes = []
                 while following is not None and following[0] == number:
                     hashes.append(following[2])
@@ -293,10 +305,6 @@ class _Verification:
 
     def _check_block(self, row: _BlockRow, before: _BlockRow, hashes: list[str]) -> None:
         number, stated = row.number, row.hash
-        if row.previous != before.hash:
-            raise _Found("blocks", number, "its previous hash is not that of the block before")
-        if row.at_ms < before.at_ms:
-            raise _Found("blocks", number, "its time is before that of the block before")
         block = Block(
             ledger=self._settings["ledger"],
             number=number,
@@ -411,7 +419,7 @@ class _Verification:
     def _check_receipts(self, transaction: Transaction, amount: int, terms: RunTerms) -> None:
         _, run, number, client = transaction.key
         note = transaction.note
-        work = Work(
+        work = RoundWork(
             client=str(client),
             score=0.0,
             update=str(note["update"]),
