@@ -135,7 +135,7 @@ def main():
             report.row(
                 what=f"write, {signed}",
                 postings=count,
-                postings_per_s=count / spent_s,
+                postings_per_s=rate,
                 bytes_per_posting=path.stat().st_size / count,
             )
             report.bar(

@@ -63,7 +63,7 @@ class StatementLine(Record):
     spendable: int
     held: int
     stake: int
-    note: dict[str, str]
+    note: dict[str, str | int]
     hash: str
 
 
