@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -319,7 +320,7 @@ class LedgerBlock:
                 why="its budget is fixed before its first round",
                 fix="Call begin_run first",
             )
-        return RunTerms.from_json(json.loads(body)["note"]["terms"])
+        return _terms_in(body)
 
     def _terms_of_open_run(self, run: str, number: int) -> RunTerms:
         terms = self._terms(run)
@@ -468,3 +469,9 @@ class LedgerBlock:
             why=why,
             fix="Repeat it as it was, or give a new round or reference",
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _terms_in(body: str) -> RunTerms:
+    """Return the terms in the body of the transaction that began a run."""
+    return RunTerms.from_json(json.loads(body)["note"]["terms"])
