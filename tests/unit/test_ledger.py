@@ -319,6 +319,8 @@ def test_readers_and_open_blocks_cannot_begin_another(ledger):
         pass
     with ledger.block(2000), pytest.raises(UsageError, match="open"), ledger.block(2000):
         pass
+    with ledger.block(2000), pytest.raises(UsageError, match="verify"):
+        ledger.verify()
     with pytest.raises(UsageError, match="time"), ledger.block(1.5):
         pass
 
@@ -355,6 +357,7 @@ def test_client_and_server_sign(tmp_path):
         assert report.ok
         assert report.signatures == "checked"
         assert report.receipts == 5
+        assert "client" not in ledger.statement("b").lines[1].note
         line = ledger.statement("a").lines[1]
         assert keys.is_signed(client.public_key, line.note["client"], text)
 

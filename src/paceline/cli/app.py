@@ -33,7 +33,7 @@ VERBS = {
     "queue": "Share devices between jobs: run a queue (serve), or play one (simulate).",
     "fed": "Federations: verify, export and read their token ledger (ledger).",
     "trace": "Summarise and export a run's traces (stats, export).",
-    "torture": "Inject faults into packs on your file system; check that all are detected.",
+    "torture": "Inject faults into packs and ledgers on your disk; check that all are detected.",
 }
 
 

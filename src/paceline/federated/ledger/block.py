@@ -291,15 +291,18 @@ class LedgerBlock:
         )
 
     def _checked(self, run: str, number: int, work: RoundWork) -> RoundWork:
-        """Return the work, unpaid if its client has a key and did not sign it."""
+        """Return the work, unpaid if its client has a key and did not sign it.
+
+        A signature that is not known to be valid is not stored: whatever it is, it proves nothing.
+        """
         body = self._key_body(("client", work.client))
         if body is None:
-            return work
+            return dataclasses.replace(work, signature="")
         public_key = json.loads(body)["note"]["public_key"]
         text = receipts.work_text(self._ledger, run, number, work)
         if keys.is_signed(public_key, work.signature, text):
             return work
-        return dataclasses.replace(work, score=0.0, reason=_UNSIGNED)
+        return dataclasses.replace(work, score=0.0, signature="", reason=_UNSIGNED)
 
     def _receipt(
         self, run: str, number: int, terms: RunTerms, work: RoundWork, amount: int

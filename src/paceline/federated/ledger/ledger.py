@@ -226,7 +226,15 @@ class Ledger:
         with_receipts: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> LedgerReport:
-        """Verify every row; see `verify.check_ledger`."""
+        """Verify every row; see `verify.check_ledger`.
+
+        Raises:
+            UsageError: a block is open: what it has added is not complete.
+        """
+        if self._is_open:
+            raise UsageError(
+                "cannot verify", where=str(self.path), why="a block is open", fix="End the block"
+            )
         return check_ledger(
             self._sql, expected=expected, with_receipts=with_receipts, on_progress=on_progress
         )
