@@ -20,7 +20,7 @@ from pathlib import Path
 from harness import Report, options, tell
 
 from paceline.federated.ledger import Ledger, RoundWork, RunTerms, SigningKey, work_text
-from paceline.federated.ledger.torture import torture_ledger
+from paceline.federated.ledger.torture.campaign import torture_ledger
 
 CLIENTS = 1000
 UPDATE = "5f" * 32

@@ -8,7 +8,8 @@ import pytest
 from command_line import without_torch
 from ledgers import audited
 
-from paceline.federated.ledger import Ledger, SigningKey, torture
+from paceline.federated.ledger import Ledger, SigningKey
+from paceline.federated.ledger.torture import campaign, operations
 
 
 @pytest.fixture
@@ -107,21 +108,21 @@ def test_many_kills_lose_nothing_and_double_nothing(tmp_path):
 def _compare(tmp_path, change):
     """Return what the campaign sees in a ledger that was written with a mistake."""
     path = tmp_path / "ledger.db"
-    campaign = torture._Campaign(path, 400, 0, 1, None)
+    compared = campaign._Campaign(path, 400, 0, 1, None)
     with Ledger.create(path, now_ms=0, name="torture") as ledger:
-        torture._found(ledger)
+        operations.found_ledger(ledger)
         change(ledger)
         transactions = ledger.verify().transactions
-        campaign._compare(ledger, transactions)
-    return campaign._failures
+        compared._compare(ledger, transactions)
+    return compared._failures
 
 
 def test_the_campaign_sees_what_it_looks_for(tmp_path, monkeypatch):
     def write(ledger):
-        assert list(torture.write_operations(ledger, 1, 0, 400))[-1] == 400
+        assert list(operations.write_operations(ledger, 1, 0, 400))[-1] == 400
 
     def lose(ledger):
-        list(torture.write_operations(ledger, 1, 0, 399))
+        list(operations.write_operations(ledger, 1, 0, 399))
 
     def double(ledger):
         write(ledger)
@@ -135,6 +136,6 @@ def test_the_campaign_sees_what_it_looks_for(tmp_path, monkeypatch):
     ):
         (tmp_path / name).mkdir()
         assert bool(_compare(tmp_path / name, change)) is is_seen, name
-    monkeypatch.setattr(torture, "_TOO_MUCH", 1)
+    monkeypatch.setattr(operations, "_TOO_MUCH", 1)
     with pytest.raises(AssertionError, match="overdraw"):
         _compare(tmp_path, write)

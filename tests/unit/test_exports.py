@@ -64,6 +64,7 @@ EXPORTS = {
         "improvement_ppm",
         "work_text",
     ],
+    "federated.ledger.torture": [],
     "launch": [],
     "launch.startup": [],
     "launch.rendezvous": [],

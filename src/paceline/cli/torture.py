@@ -115,7 +115,7 @@ def ledger(folder: Path, operations: int, kills: int, seed: int, as_json: bool) 
     Tokens must be conserved, no balance negative, every operation done exactly once. All files are
     in a new folder, which is removed. Exits with status 1 after a failure.
     """
-    from paceline.federated.ledger.torture import torture_ledger
+    from paceline.federated.ledger.torture.campaign import torture_ledger
 
     on_progress = _show if sys.stderr.isatty() else None
     report = torture_ledger(

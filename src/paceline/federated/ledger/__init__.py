@@ -7,11 +7,11 @@ check what it signed (docs/guides/federated-ledger.md).
 
 from paceline.federated.ledger.accounts import MICRO_TOKENS
 from paceline.federated.ledger.block import LedgerBlock, PaymentReceipt
+from paceline.federated.ledger.damage import ExpectedBlock, LedgerReport
 from paceline.federated.ledger.keys import SigningKey
 from paceline.federated.ledger.ledger import Ledger
 from paceline.federated.ledger.payments import RoundWork, RunTerms, improvement_ppm
 from paceline.federated.ledger.receipts import work_text
-from paceline.federated.ledger.verify import ExpectedBlock, LedgerReport
 
 __all__ = [
     "MICRO_TOKENS",

@@ -15,10 +15,10 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import UsageError
-from paceline.federated.ledger import accounts, keys, payments, receipts
+from paceline.federated.ledger import accounts, keys, payments, queries, receipts
 from paceline.federated.ledger.database import RowRefused
 from paceline.federated.ledger.payments import Payment, RunTerms
-from paceline.federated.ledger.transactions import Transaction, canonical_json, text_hash
+from paceline.federated.ledger.transactions import Transaction, text_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +85,7 @@ class LedgerBlock:
     def issue(self, client: str, amount: int, reference: str) -> bool:
         """Put tokens into circulation; see `payments.issue`. Return whether that is new."""
         transaction = payments.issue(client, amount, reference)
-        issued = -self._balance(accounts.ISSUED)
+        issued = -queries.balance(self._sql, accounts.ISSUED)
         if issued + amount > accounts.MAX_SUPPLY and not self._stored(transaction):
             raise UsageError(
                 f"cannot issue {amount:,} micro-tokens",
@@ -132,7 +132,7 @@ class LedgerBlock:
             UsageError: a payment of the client is within its audit delay, or the stake is smaller.
         """
         transaction = payments.return_stake(client, amount, reference)
-        if not self._stored(transaction) and self._held(client):
+        if not self._stored(transaction) and queries.payments_of(self._sql, client):
             raise UsageError(
                 f"the stake of client {client} stays",
                 where=str(self._path),
@@ -195,9 +195,9 @@ class LedgerBlock:
         Raises:
             UsageError: there is no such payment, it is within its audit delay, or it was slashed.
         """
-        held = self._held(client, run, number)
-        if not held:
-            text = self._key_body(payments.settle_key(run, number, client))
+        payment = queries.payment_for(self._sql, run, number, client)
+        if payment is None:
+            text = queries.body_of(self._sql, payments.settle_key(run, number, client))
             if text and json.loads(text)["kind"] == "release":
                 return False
             raise UsageError(
@@ -206,19 +206,19 @@ class LedgerBlock:
                 why="it was slashed" if text else "it was paid nothing",
                 fix="See `paceline fed ledger statement`",
             )
-        if held[0].release_ms > self.at_ms:
+        if payment.release_ms > self.at_ms:
             raise UsageError(
                 f"the pay of client {client} for round {number} of run {run} stays in escrow",
                 where=str(self._path),
-                why=f"its audit delay ends in {held[0].release_ms - self.at_ms:,} ms",
+                why=f"its audit delay ends in {payment.release_ms - self.at_ms:,} ms",
                 fix="Release it after that",
             )
-        self._settle(held)
+        self._settle([payment])
         return True
 
     def release_due(self) -> list[Payment]:
         """Give all clients the pay whose audit delay has ended; return it."""
-        due = self._payments("release_ms <= ?", (self.at_ms,))
+        due = queries.due_payments(self._sql, self.at_ms)
         self._settle(due)
         return due
 
@@ -234,14 +234,14 @@ class LedgerBlock:
         Returns:
             Micro-tokens that were taken now; 0 if the case was closed before.
         """
-        stake = self._balance(accounts.stake(client))
+        stake = queries.balance(self._sql, accounts.stake(client))
         note: dict[str, Plain] = {"reason": reason, "evidence": evidence}
         case = payments.slash_stake(client, stake, reference, note)
-        if before := self._key_body(case.key):
+        if before := queries.body_of(self._sql, case.key):
             if json.loads(before)["note"] != note:
                 raise self._conflict(case, "the case was closed for another reason")
             return 0
-        taken = self._held(client)
+        taken = queries.payments_of(self._sql, client)
         with self._operation():
             self._add(case)
             for payment in taken:
@@ -260,7 +260,7 @@ class LedgerBlock:
             UsageError: there is no such run, or it ended with another improvement.
         """
         terms = self._terms(run)
-        if before := self._key_body(("end", run)):
+        if before := queries.body_of(self._sql, ("end", run)):
             if json.loads(before)["note"]["utility_improvement_ppm"] != improvement_ppm:
                 why = "the run ended with another improvement"
                 ended = Transaction(kind="end", key=("end", run), postings=(), note={})
@@ -271,10 +271,10 @@ class LedgerBlock:
                 f"a run cannot end with an improvement of {improvement_ppm!r}",
                 fix="Give millionths, an integer of at least 0: payments.improvement_ppm",
             )
-        unspent = self._balance(accounts.budget(run))
+        unspent = queries.balance(self._sql, accounts.budget(run))
         with self._operation():
-            ending = payments.end_run(run, terms, unspent, self._deposits(run), improvement_ppm)
-            for transaction in ending:
+            deposits = queries.deposits(self._sql, run)
+            for transaction in payments.end_run(run, terms, unspent, deposits, improvement_ppm):
                 self._add(transaction)
         return True
 
@@ -295,7 +295,7 @@ class LedgerBlock:
 
         A signature that is not known to be valid is not stored: whatever it is, it proves nothing.
         """
-        body = self._key_body(("client", work.client))
+        body = queries.body_of(self._sql, ("client", work.client))
         if body is None:
             return dataclasses.replace(work, signature="")
         public_key = json.loads(body)["note"]["public_key"]
@@ -315,7 +315,7 @@ class LedgerBlock:
         return PaymentReceipt(amount, "" if amount else work.reason, signature)
 
     def _terms(self, run: str) -> RunTerms:
-        body = self._key_body(("run", run))
+        body = queries.body_of(self._sql, ("run", run))
         if body is None:
             raise UsageError(
                 f"run {run} has not begun",
@@ -334,12 +334,13 @@ class LedgerBlock:
                 why=f"its terms are {terms.rounds:,} rounds, numbered from 0",
                 fix="Begin another run",
             )
-        if self._key_body(("fee", run, number)) is None:  # a round that was paid may be repeated
+        was_paid = queries.body_of(self._sql, ("fee", run, number)) is not None
+        if not was_paid:  # what was paid may be repeated after the end
             self._check_open(run)
         return terms
 
     def _check_open(self, run: str) -> None:
-        if self._key_body(("end", run)) is not None:
+        if queries.body_of(self._sql, ("end", run)) is not None:
             raise UsageError(
                 f"run {run} has ended",
                 where=str(self._path),
@@ -347,47 +348,8 @@ class LedgerBlock:
                 fix="Begin another run",
             )
 
-    def _deposits(self, run: str) -> dict[str, int]:
-        """Return what each consumer deposited for a run."""
-        # Keys are JSON lists: those of the run's deposits are neighbours in the index.
-        prefix = canonical_json(["deposit", run]).removesuffix("]") + ","
-        sums: dict[str, int] = {}
-        rows = self._sql.rows(
-            "SELECT key, amount FROM transactions JOIN postings "
-            "ON transaction_id = transactions.id AND account = ? WHERE key >= ? AND key < ?",
-            (accounts.TREASURY, prefix, prefix + "\x7f"),
-        )
-        for key, amount in rows:
-            client = json.loads(key)[2]
-            sums[client] = sums.get(client, 0) + amount
-        return sums
-
-    def _held(self, client: str, run: str | None = None, number: int = 0) -> list[Payment]:
-        if run is None:
-            return self._payments("client = ?", (client,))
-        return self._payments("run = ? AND round = ? AND client = ?", (run, number, client))
-
-    def _payments(self, condition: str, values: tuple[str | int, ...]) -> list[Payment]:
-        rows = self._sql.rows(
-            "SELECT run, round, client, amount, release_ms FROM held "
-            f"WHERE {condition} ORDER BY release_ms, run, round, client",
-            values,
-        )
-        fields = ("run", "round", "client", "amount", "release_ms")
-        return [Payment(**dict(zip(fields, row, strict=True))) for row in rows]
-
-    def _balance(self, account: str) -> int:
-        row = self._sql.row("SELECT balance FROM balances WHERE account = ?", (account,))
-        return int(row[0]) if row else 0
-
-    def _key_body(self, key: tuple[str | int, ...]) -> str | None:
-        """Return the body of the transaction with a key, or None."""
-        text = canonical_json(list(key))
-        row = self._sql.row("SELECT body FROM transactions WHERE key = ?", (text,))
-        return row[0] if row else None
-
     def _stored(self, transaction: Transaction) -> bool:
-        return self._key_body(transaction.key) is not None
+        return queries.body_of(self._sql, transaction.key) is not None
 
     def _add_alone(self, transaction: Transaction) -> bool:
         with self._operation():
@@ -418,7 +380,7 @@ class LedgerBlock:
             UsageError: the ledger has another one with this key.
         """
         body = transaction.body()
-        before = self._key_body(transaction.key)
+        before = queries.body_of(self._sql, transaction.key)
         if before is not None:
             if before != body:
                 raise self._conflict(transaction, "it is there with other content")
@@ -454,7 +416,7 @@ class LedgerBlock:
         balances: dict[str, int] = {}
         for transaction, _, _ in self._added:
             for account, amount in transaction.postings:
-                balance = balances.get(account, self._balance(account))
+                balance = balances.get(account, queries.balance(self._sql, account))
                 balances[account] = balance + amount
                 if balances[account] < 0 and account != accounts.ISSUED:
                     return UsageError(

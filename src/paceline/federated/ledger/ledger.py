@@ -22,10 +22,9 @@ import secrets
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from paceline.core.errors import CorruptData, DestinationExists, UsageError
-from paceline.federated.ledger import database
+from paceline.federated.ledger import database, queries
 from paceline.federated.ledger.accounts import check_name
 from paceline.federated.ledger.block import LedgerBlock
-from paceline.federated.ledger.payments import Payment
 from paceline.federated.ledger.receipts import block_text
 from paceline.federated.ledger.statement import (
     LedgerStatement,
@@ -34,20 +33,16 @@ from paceline.federated.ledger.statement import (
     statement,
 )
 from paceline.federated.ledger.transactions import NO_BLOCK, Block, text_hash
-from paceline.federated.ledger.verify import (
-    Damage,
-    ExpectedBlock,
-    LedgerReport,
-    check_ledger,
-    check_tail,
-)
+from paceline.federated.ledger.verify import check_ledger, check_tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from paceline.federated.ledger.damage import Damage, ExpectedBlock, LedgerReport
     from paceline.federated.ledger.database import Connection
     from paceline.federated.ledger.keys import SigningKey
+    from paceline.federated.ledger.payments import Payment
 
 _LOG = logging.getLogger(__name__)
 Check = Literal["all", "last"]
@@ -199,8 +194,7 @@ class Ledger:
 
     def balance(self, account: str) -> int:
         """Return the balance of an account in micro-tokens; 0 if it has no postings."""
-        row = self._sql.row("SELECT balance FROM balances WHERE account = ?", (account,))
-        return int(row[0]) if row else 0
+        return queries.balance(self._sql, account)
 
     def balances(self) -> dict[str, int]:
         """Return all balances in micro-tokens by account; their sum is 0."""
@@ -208,12 +202,7 @@ class Ledger:
 
     def held(self) -> list[Payment]:
         """Return all payments that wait for the end of their audit delay."""
-        return [
-            Payment(run=run, round=number, client=client, amount=amount, release_ms=release_ms)
-            for run, number, client, amount, release_ms in self._sql.rows(
-                "SELECT run, round, client, amount, release_ms FROM held ORDER BY 1, 2, 3"
-            )
-        ]
+        return queries.held_payments(self._sql)
 
     def statement(self, client: str) -> LedgerStatement:
         """Return a client's balances and transactions, and nobody else's; see `statement`."""
