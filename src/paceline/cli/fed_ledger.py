@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from paceline.federated.ledger import Ledger, LedgerReport
+    from paceline.federated.ledger import ExpectedBlock, Ledger, LedgerReport
     from paceline.federated.ledger.statement import LedgerStatement
 
 _CORRUPT = 4
@@ -105,7 +105,7 @@ def statement(path: Path, client: str, as_json: bool) -> None:
         _print_statement(made)
 
 
-def _expected(text: str | None):  # type: ignore[no-untyped-def]  # noqa: ANN202  # its module is loaded late
+def _expected(text: str | None) -> ExpectedBlock | None:
     """Return the block that ``--expect`` names."""
     from paceline.federated.ledger import ExpectedBlock
 

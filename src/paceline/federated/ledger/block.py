@@ -98,7 +98,8 @@ class LedgerBlock:
     def register(self, client: str, public_key: str) -> bool:
         """Bind a client to its Ed25519 key (64 hexadecimal digits); return whether that is new.
 
-        From then on its work is paid only with its valid signature.
+        From then on its work is paid only with its valid signature. Register a client before its
+        first round: a round that was paid without a signature can then not be repeated as it was.
 
         Raises:
             UsageError: it is no such key, or the client has another one.
