@@ -36,7 +36,7 @@ _path = click.argument("path", metavar="LEDGER", type=click.Path(path_type=Path)
 @click.option("--receipts", is_flag=True, help="Check the signatures of all payments too (slower).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify(path: Path, expect: str | None, receipts: bool, as_json: bool) -> None:
-    """Check every row of LEDGER; name the first one that is not as it was written."""
+    """Check every row of LEDGER; name the first bad one."""
     from paceline.federated.ledger import Ledger
 
     expected = _expected(expect)
@@ -71,7 +71,7 @@ def verify(path: Path, expect: str | None, receipts: bool, as_json: bool) -> Non
     "--out", type=click.Path(path_type=Path), help="A new file [default: standard output]."
 )
 def export(path: Path, form: str, out: Path | None) -> None:
-    """Write all of LEDGER: what every client was paid, for its operator alone."""
+    """Write all of LEDGER, for its operator alone."""
     from paceline.core.errors import DestinationExists
     from paceline.core.files import commit_chunks
     from paceline.federated.ledger import Ledger
@@ -93,7 +93,7 @@ def export(path: Path, form: str, out: Path | None) -> None:
 @click.option("--client", required=True, help="The id with which the client takes part.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with signatures.")
 def statement(path: Path, client: str, as_json: bool) -> None:
-    """Show what one client deposited, earned and lost, and nothing about the others."""
+    """Show one client its own transactions."""
     from paceline.federated.ledger import Ledger
 
     with Ledger.read(path) as opened:
