@@ -8,6 +8,7 @@ from paceline.cli.lazy import LazyGroup
 
 VERBS = {
     "simulate": "Train a federation of simulated clients; compare strategies.",
+    "ledger": "Verify, export and read the ledger of a federation's tokens.",
 }
 
 
