@@ -12,6 +12,7 @@ SOURCE = Path(paceline.__file__).parent
 EXPORTS = {
     "": ["__version__", "record", "step"],
     "cli": [],
+    "cli.fed": ["fed"],
     "cli.queue": ["queue"],
     "collectives": ["DType", "HostGroup", "KeyValueStore", "ReduceOp", "find_hosts"],
     "collectives.horovod": [
@@ -81,6 +82,17 @@ EXPORTS = {
         "gtg_shapley",
     ],
     "federated": [],
+    "federated.selection": [
+        "ClientsView",
+        "GoalSelector",
+        "Goals",
+        "OortSelector",
+        "PowerOfChoice",
+        "RandomSelector",
+        "Selector",
+        "TiflSelector",
+    ],
+    "federated.simulate": [],
     "federated.ledger": [
         "ExpectedBlock",
         "Ledger",
@@ -103,6 +115,7 @@ EXPORTS = {
     "report": [],
     "report.advice": [],
     "report.page": [],
+    "report.federation": [],
     "report.queue": [],
     "runs": [],
     "scheduler": [],
