@@ -43,6 +43,6 @@ def main(grid, context):
         result = {
             "accuracy": [found.accuracy for found in server.monitor.evaluations],
             "returned": server.controller.returned[server.controller.returned > 0].tolist(),
-            "refused": [list(refusal) for refusal in server.refused],
+            "refused": [refusal.reason for refusal in server.refused],
         }
         Path(config["result"]).write_text(json.dumps(result))

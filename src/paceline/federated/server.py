@@ -7,7 +7,7 @@ It knows no clock and no network: the simulation and the Flower adapter drive th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,22 +15,15 @@ from paceline.core.errors import UsageError
 from paceline.federated.monitor import Evaluation, Monitor
 from paceline.federated.rounds import Aggregate
 from paceline.federated.update_memory import UpdateMemory
-from paceline.federated.updates import check_update
+from paceline.federated.updates import Refusal, check_update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from paceline.federated.clients import Timing
+    from paceline.federated.pay import PaidRounds
     from paceline.federated.rounds import Cancel, RoundController, Start
     from paceline.federated.updates import ModelUpdate
-
-
-class Refusal(NamedTuple):
-    """An update that was not used: whose, of which model, and why."""
-
-    client: str
-    version: int
-    why: str
 
 
 class FederationServer:
@@ -43,6 +36,7 @@ class FederationServer:
         remembers: whether each client's last update stands for it while it does not answer.
         evaluate: returns the evaluation of a model, given seconds, version and parameters.
         evaluate_every: new models.
+        pay: scores updates and pays for them; None: nobody is paid, and all updates count.
 
     Attributes:
         controller: of the rounds.
@@ -60,8 +54,9 @@ class FederationServer:
         remembers: bool,
         evaluate: Callable[[float, int, np.ndarray], Evaluation],
         evaluate_every: int = 5,
+        pay: PaidRounds | None = None,
     ) -> None:
-        self.controller = controller
+        self.controller, self._pay = controller, pay
         self._weights, self._remembers = weights, remembers
         self._evaluate, self._evaluate_every = evaluate, evaluate_every
         self.monitor = Monitor()
@@ -94,7 +89,7 @@ class FederationServer:
         try:
             check_update(update, self.model.size)
         except UsageError as problem:
-            self.refused.append(Refusal(update.client, update.version, problem.why))
+            self.refused.append(Refusal(client=update.client, check="values", reason=problem.why))
             self.lost(now_s, client)
             return
         self.controller.arrived(now_s, client, update, timing)
@@ -137,15 +132,32 @@ class FederationServer:
             float(self._weights[client]) * late
             for client, late in zip(action.clients, action.staleness, strict=True)
         ]
+        before = self._models[self.version - 1]
         deltas = [update.delta for update in action.updates]
-        if self._remembers:
-            for client, delta in zip(action.clients, deltas, strict=True):
-                self.controller.surprised(client, self._memory.distance(client, delta))
-            change = self._memory.combine(action.clients, deltas, weights)
-        else:
-            change = np.average(deltas, axis=0, weights=weights).astype(np.float32)
-        self._models[self.version] = self._models[self.version - 1] + change
+        if self._pay is not None:
+            deltas, factors = self._pay.judge(now_s, before, action.updates)
+            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        self._models[self.version] = before + self._combined(action.clients, deltas, weights)
         if self.version % self._evaluate_every == 0:
             alarm = self.monitor.add(self._evaluate(now_s, self.version, self.model))
             if alarm:
                 self.alarms.setdefault(alarm.partition(":")[0])
+
+    def _combined(
+        self, clients: Sequence[int], deltas: Sequence[np.ndarray], weights: Sequence[float]
+    ) -> np.ndarray:
+        """Return how the model changes; not at all where no update has a weight."""
+        used = [n for n, weight in enumerate(weights) if weight > 0]
+        clients, deltas = [clients[n] for n in used], [deltas[n] for n in used]
+        weights = [weights[n] for n in used]
+        if not used:
+            change = np.zeros_like(self._models[self.version - 1])
+        elif self._remembers:
+            for client, delta in zip(clients, deltas, strict=True):
+                self.controller.surprised(client, self._memory.distance(client, delta))
+            change = self._memory.combine(clients, deltas, weights)
+        else:
+            change = np.average(deltas, axis=0, weights=weights).astype(np.float32)
+        if self._pay is not None:
+            self._pay.applied(change)
+        return change

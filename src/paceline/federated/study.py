@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.federated.config import FederationConfig
+    from paceline.federated.pay import PaidRounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,8 @@ def simulate(
     scores: Sequence[float],
     strategy: str,
     seed: int,
+    *,
+    pay: PaidRounds | None = None,
 ) -> FederationResult:
     """Return what a strategy comes to; the same arguments bring the same result.
 
@@ -120,6 +123,7 @@ def simulate(
         scores: of devices.
         strategy: its name.
         seed: of everything that is drawn.
+        pay: pays clients; None: nobody is paid.
     """
     split = make_generator(seed, "split")
     parts = dirichlet_split(
@@ -129,14 +133,8 @@ def simulate(
     if config.data.slow_classes:
         slow = np.isin(data.labels, config.data.slow_classes)
         world.order_by(np.array([slow[part].mean() for part in parts]))
-    simulation = Simulation(
-        data,
-        parts,
-        world,
-        make_strategy(strategy, config.cohort, config.goals),
-        work=config.work,
-        seed=seed,
-    )
+    chosen = make_strategy(strategy, config.cohort, config.goals)
+    simulation = Simulation(data, parts, world, chosen, work=config.work, seed=seed, pay=pay)
     outcome = simulation.run(config.budget_s, config.rounds)
     return _result(outcome, strategy, seed, config.target)
 

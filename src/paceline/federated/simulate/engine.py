@@ -30,6 +30,7 @@ from paceline.federated.updates import ModelUpdate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.federated.pay import PaidRounds
     from paceline.federated.simulate.images import ImageData
     from paceline.federated.simulate.world import World
     from paceline.federated.strategies import Strategy
@@ -118,6 +119,7 @@ class Simulation:
         strategy: how the federation is run.
         work: of a client.
         seed: of selection, training and the first model.
+        pay: pays clients; None: nobody is paid.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Simulation:
         *,
         work: Work | None = None,
         seed: int = 0,
+        pay: PaidRounds | None = None,
     ) -> None:
         self._data, self._parts, self._world = data, parts, world
         self._work = work or Work()
@@ -153,6 +156,7 @@ class Simulation:
             self._sizes,
             remembers=strategy.remembers,
             evaluate=self._evaluate,
+            pay=pay,
         )
         self._is_buffered = strategy.rounds.in_flight > 0
         self._most_working = max(1, strategy.rounds.in_flight)
