@@ -192,7 +192,7 @@ def capture(
             if isinstance(other, UsageError):
                 raise
             why = f"{problem.why}; torch.export: {reason(other)}"
-            raise UsageError(problem.what, where=problem.where, why=why, fix=problem.fix) from other
+            raise UsageError(problem.what, where=problem.where, why=why, fix=problem.fix) from None
     if inputs is None or not _is_mostly_opaque(traced):
         return traced
     try:
@@ -509,16 +509,21 @@ def _chained(model: nn.Module, names: Sequence[str]) -> CapturedGraph:
 
 
 def _layers_of(graph: fx.Graph, root: nn.Module) -> tuple[GraphLayer, ...]:
-    """Return the computing nodes in layers: each begins with a submodule or a parameter."""
+    """Return the computing nodes in layers: each begins with a submodule or a parameter.
+
+    What comes before the first of these, such as sizes of the inputs, belongs to its layer.
+    """
     nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
     tied = _places_tied(
         nodes, lambda node: node.all_input_nodes[:1] if _is_in_place(node, root) else ()
     )
     layers: list[list[fx.Node]] = []
+    has_begun = False
     for place, node in enumerate(nodes):
         begins = node.op == "call_module" or any(n.op == "get_attr" for n in node.all_input_nodes)
-        if not layers or (begins and place not in tied):
+        if not layers or (begins and has_begun and place not in tied):
             layers.append([])
+        has_begun = has_begun or begins
         layers[-1].append(node)
     return tuple(GraphLayer(_name_of(members), tuple(members)) for members in layers)
 
