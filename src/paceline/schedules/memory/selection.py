@@ -135,8 +135,8 @@ def check_budget(profile: StepProfile, budget_bytes: int) -> None:
         raise MemoryExceeded(
             f"no plan fits a memory budget of {_size(budget_bytes)}",
             where="out of core",
-            why=f"parameters, gradients and one operation's tensors take {_size(least)}, "
-            f"{_size(least - budget_bytes)} more",
+            why="what always stays (the process itself, parameters, gradients, one operation's "
+            f"tensors) takes {_size(least)}, {_size(least - budget_bytes)} more",
             fix=f"Give at least {_size(least)}, or make the batch smaller",
         )
 
